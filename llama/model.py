@@ -1,0 +1,361 @@
+"""The mathematics of Llama 3 and nothing else: token ids and a `Batch` in, hidden states out.
+
+It knows nothing of requests, scheduling or sampling. `Transformer.hidden_states` runs the flat
+ragged batch of the engine; `Transformer.forward` is Meta's own signature, an adapter over it.
+
+Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
+and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots a page,
+M pages a sequence, L layers.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from llama.ops.attention import paged_attention, store
+from llama.ops.norm import rms_norm
+from llama.ops.rope import apply_rope, rope_table
+from llama.ops.swiglu import silu_mul
+from llama.parallel import (
+    ColumnParallelLinear,
+    ModelParallel,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    unfilled,
+)
+
+# Keys that some releases of params.json carry and that change nothing here.
+HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
+_DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
+
+
+@dataclass
+class ModelArgs:
+    """What params.json says of a model, under Meta's names, and the two sizes of the run.
+
+    `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
+    inferred, Hugging Face's config.json states them.
+    """
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None  # None: as many as n_heads
+    vocab_size: int = -1
+    multiple_of: int = 256  # the ffn size is rounded up to this
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000
+    use_scaled_rope: bool = False
+    rope_scale_factor: float | None = None
+    context_length: int | None = None
+    tied_output: bool = False
+
+    max_batch_size: int = 32  # sequences that run at once
+    max_seq_len: int = 2048  # tokens of prompt and answer together
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Meta's rule: 2/3 of 4 x dim, times the multiplier, up to the next multiple."""
+        wide = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            wide = int(self.ffn_dim_multiplier * wide)
+        return -(-wide // self.multiple_of) * self.multiple_of
+
+    @property
+    def rope_factor(self) -> float | None:
+        """The divisor of slow frequencies: as given, else 32 for 3.2's shapes, else 8."""
+        if not self.use_scaled_rope:
+            return None
+        return self.rope_scale_factor or (32.0 if self.dim in _DIM_OF_3_2 else 8.0)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the model was made for."""
+        return self.context_length or (131072 if self.use_scaled_rope else 8192)
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any], source: str) -> "ModelArgs":
+        """The checked contents of a params.json; `source` names the file in errors."""
+        known = {f.name for f in fields(cls)} - HARMLESS_PARAMS
+        for key in sorted(params.keys() - known - HARMLESS_PARAMS):
+            raise ValueError(
+                f"{source}: unknown key {key!r}. This runtime knows text models with the keys "
+                f"{', '.join(sorted(known))}; a key that it ignored could change the answers"
+            )
+        for key in ("dim", "n_layers", "n_heads", "vocab_size"):
+            if key not in params:
+                raise ValueError(f"{source}: the key {key!r} is missing: fetch the file again")
+        args = cls(**{key: value for key, value in params.items() if key in known})
+        args.check(source)
+        return args
+
+    def check(self, source: str) -> None:
+        """ValueError, naming `source`, unless the sizes are numbers that fit one another."""
+        sizes = ("dim", "n_layers", "n_heads", "kv_heads", "vocab_size", "multiple_of")
+        numbers = ("norm_eps", "rope_theta")
+        optional = ("ffn_dim_multiplier", "rope_scale_factor", "context_length")
+        for name in (*sizes, *numbers, *optional):
+            value = getattr(self, name)
+            if name in optional and value is None:
+                continue
+            kinds = (int,) if name in sizes else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
+                kind = "a whole number" if name in sizes else "a number"
+                raise ValueError(f"{source}: {name} must be {kind} above 0, not {value!r}")
+        for name in ("use_scaled_rope", "tied_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{source}: {name} must be true or false")
+        if self.dim % self.n_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{source}: dim={self.dim} over n_heads={self.n_heads} is no even head size"
+            )
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"{source}: n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
+            )
+
+    def check_ranks(self, size: int) -> None:
+        """ValueError unless a model-parallel group of `size` ranks can share this model."""
+        parts = {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
+        for name, whole in parts.items():
+            if whole % size:
+                raise ValueError(
+                    f"model_parallel_size={size} does not divide {name}={whole}: use a size that "
+                    f"divides {', '.join(f'{n}={w}' for n, w in parts.items())}"
+                )
+        if self.kv_heads % size and size % self.kv_heads:
+            raise ValueError(
+                f"model_parallel_size={size} neither divides nor is a multiple of "
+                f"n_kv_heads={self.kv_heads}"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, all sequences one after the other; single-token ones come first.
+
+    For sequences of 5, 7 and 2 tokens of which 1, 1 and 2 are new, with S = 4 and pages [3, 0],
+    [5, 1] and [2]: positions [4, 6, 0, 1], slots [0, 6, 8, 9], page_table [[3, 0], [5, 1], [2, 0]],
+    query_lens (1, 1, 2), seq_lens (5, 7, 2), and logit_rows [0, 1, 3] when all three want a token.
+    """
+
+    positions: Tensor  # (T) of each token in its sequence
+    slots: Tensor  # (T) where its key and value go: page * S + offset
+    page_table: Tensor  # (B, M), unused entries 0
+    seen: Tensor  # (N, M * S) bool: what the N leading single-token sequences may look at
+    logit_rows: Tensor  # (R) rows of the batch whose next token is asked for
+    query_lens: tuple[int, ...]  # (B) new tokens, on the host: no op needs to wait for the device
+    seq_lens: tuple[int, ...]  # (B) tokens in all, the new ones among them
+
+    @classmethod
+    def pack(
+        cls,
+        starts: Seq[int],
+        query_lens: Seq[int],
+        pages: Seq[Seq[int]],
+        page_size: int,
+        logit_rows: Seq[int],
+        device: torch.device,
+    ) -> "Batch":
+        """Lists, one entry a sequence: tokens computed so far, new tokens, pages held."""
+        positions = [p for s, n in zip(starts, query_lens, strict=True) for p in range(s, s + n)]
+        owners = [row for row, n in enumerate(query_lens) for _ in range(n)]
+        slots = [
+            pages[row][p // page_size] * page_size + p % page_size
+            for row, p in zip(owners, positions, strict=True)
+        ]
+        seq_lens = [s + n for s, n in zip(starts, query_lens, strict=True)]
+        used = [-(-n // page_size) for n in seq_lens]
+        width = max(used)
+        table = [list(p[:n]) + [0] * (width - n) for p, n in zip(pages, used, strict=True)]
+        singles = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+        assert all(n > 1 for n in query_lens[singles:]), "single-token sequences come first"
+        reach = max(used[:singles], default=0) * page_size
+        seen = torch.arange(reach) < torch.tensor(seq_lens[:singles], dtype=torch.int64)[:, None]
+        return cls(
+            positions=torch.tensor(positions).to(device, non_blocking=True),
+            slots=torch.tensor(slots).to(device, non_blocking=True),
+            page_table=torch.tensor(table).to(device, non_blocking=True),
+            seen=seen.to(device, non_blocking=True),
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True),
+            query_lens=tuple(query_lens),
+            seq_lens=tuple(seq_lens),
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = unfilled(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
+
+    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+        super().__init__()
+        self.n_heads = args.n_heads // parallel.size
+        self.n_kv_heads = max(1, args.kv_heads // parallel.size)  # replicated beyond kv_heads ranks
+        self.head_dim = args.head_dim
+        rows = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        self.wqkv = ColumnParallelLinear(args.dim, rows * parallel.size, parallel)
+        self.wo = RowParallelLinear(args.dim, args.dim, parallel)
+
+    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
+        q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
+        store(apply_rope(k, turns), v, kv_pages, batch.slots)
+        q = apply_rope(q, turns)
+        table, seen = batch.page_table, batch.seen
+        out = paged_attention(q, kv_pages, table, seen, batch.query_lens, batch.seq_lens)
+        return self.wo(out.flatten(1))
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        wq, wk, wv = self.wqkv.weight.data.split((q, kv, kv))
+        return {"wq": wq, "wk": wk, "wv": wv, "wo": self.wo.weight.data}
+
+
+class FeedForward(nn.Module):
+    """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
+
+    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+        super().__init__()
+        self.w13 = ColumnParallelLinear(args.dim, 2 * args.ffn_dim, parallel)
+        self.w2 = RowParallelLinear(args.ffn_dim, args.dim, parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(silu_mul(self.w13(x)))
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        w1, w3 = self.w13.weight.data.chunk(2)
+        return {"w1": w1, "w2": self.w2.weight.data, "w3": w3}
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+        super().__init__()
+        self.attention = Attention(args, parallel)
+        self.feed_forward = FeedForward(args, parallel)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+
+    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), turns, batch, kv_pages)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        attention, ffn = self.attention.weight_slots(), self.feed_forward.weight_slots()
+        return (
+            {f"attention.{name}.weight": share for name, share in attention.items()}
+            | {f"feed_forward.{name}.weight": share for name, share in ffn.items()}
+            | {"attention_norm.weight": self.attention_norm.weight.data}
+            | {"ffn_norm.weight": self.ffn_norm.weight.data}
+        )
+
+
+class Transformer(nn.Module):
+    """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
+
+    `weight_slots` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing
+    is allocated.
+    """
+
+    def __init__(
+        self,
+        params: ModelArgs,
+        *,
+        parallel: ModelParallel | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        parallel = parallel or ModelParallel()
+        params.check("params")
+        params.check_ranks(parallel.size)
+        self.params = params
+        self.parallel = parallel
+        self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
+        self.layers = nn.ModuleList(
+            TransformerBlock(params, parallel) for _ in range(params.n_layers)
+        )
+        self.norm = RMSNorm(params.dim, params.norm_eps)
+        self.output = ColumnParallelLinear(params.dim, params.vocab_size, parallel)
+        self.to(dtype).to_empty(device=device)
+        if params.tied_output:
+            self.output.weight = self.tok_embeddings.weight
+        table = rope_table(
+            params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
+        )
+        self.rope = table.to(device)  # (max_seq_len, D/2) complex64, whatever the weights' type
+        self._raw_pages: Tensor | None = None  # of `forward`, made at its first call
+
+    def blocks(self) -> list[TransformerBlock]:
+        return [cast(TransformerBlock, layer) for layer in self.layers]
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """Meta's name of each weight -> the view that holds this rank's share of it."""
+        slots = {"tok_embeddings.weight": self.tok_embeddings.weight.data}
+        for i, layer in enumerate(self.blocks()):
+            slots |= {f"layers.{i}.{name}": share for name, share in layer.weight_slots().items()}
+        slots["norm.weight"] = self.norm.weight.data
+        if not self.params.tied_output:
+            slots["output.weight"] = self.output.weight.data
+        return slots
+
+    def empty_pages(self, num_pages: int, page_size: int) -> Tensor:
+        """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""
+        p, weight = self.params, self.norm.weight
+        n_kv_heads = max(1, p.kv_heads // self.parallel.size)
+        shape = (p.n_layers, 2, num_pages, page_size, n_kv_heads, p.head_dim)
+        # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
+        return torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+
+    def hidden_states(self, tokens: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
+        """tokens (T), kv_pages (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
+        h = self.tok_embeddings(tokens)
+        turns = self.rope[batch.positions]
+        for layer, pages in zip(self.layers, kv_pages.unbind(), strict=True):
+            h = layer(h, turns, batch, pages)
+        return self.norm(h[batch.logit_rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (R, E) -> (R, V) float32, whole on every rank."""
+        return self.parallel.all_gather(self.output(hidden)).float()
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
+        """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V).
+
+        Keys and values of max_batch_size x max_seq_len tokens are kept from call to call. Raises
+        ValueError where B or start_pos + S is beyond them.
+        """
+        p, (n, count) = self.params, tokens.shape
+        if n > p.max_batch_size or start_pos + count > p.max_seq_len or start_pos < 0:
+            raise ValueError(
+                f"tokens of shape {(n, count)} at start_pos={start_pos} do not fit "
+                f"max_batch_size={p.max_batch_size} and max_seq_len={p.max_seq_len}"
+            )
+        if self._raw_pages is None:  # one page holds one sequence
+            self._raw_pages = self.empty_pages(p.max_batch_size, p.max_seq_len)
+        starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
+        rows = range(n * count)
+        batch = Batch.pack(starts, query_lens, pages, p.max_seq_len, rows, tokens.device)
+        hidden = self.hidden_states(tokens.flatten(), batch, self._raw_pages)
+        return self.logits(hidden).unflatten(0, (n, count))

@@ -1,0 +1,1 @@
+"""One op a file: tensors in, tensors out, the plain torch body being the definition."""

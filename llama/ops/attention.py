@@ -1,0 +1,83 @@
+"""Attention of a flat ragged batch over paged keys and values (Kwon et al., 2023, PagedAttention).
+
+In: the queries of all sequences one after the other, and the pages that hold each one's past. Out:
+one row a query. It knows nothing of requests or of who owns a page.
+
+Example, with S = 4 slots a page: sequences of 5, 7 and 2 tokens, the first two with one new token,
+the last with two. queries are (4, H, D): one row, one row, two rows; page_table is
+[[3, 0], [5, 1], [2, 0]] (unused entries are 0); row 0 sees slots 12..15 and 0, row 1 slots 20..23
+and 4..6, row 2 slot 8, row 3 slots 8 and 9.
+
+Shapes: T tokens, B sequences, H query heads, K kv heads, D head dim, P pages, S slots a page,
+M pages a sequence, G = H / K.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def store(keys: Tensor, values: Tensor, kv_pages: Tensor, slots: Tensor) -> None:
+    """Write keys and values (T, K, D) to slots (T) of one layer's kv_pages (2, P, S, K, D)."""
+    flat = kv_pages.flatten(1, 2)  # (2, P * S, K, D)
+    flat[0].index_copy_(0, slots, keys)
+    flat[1].index_copy_(0, slots, values)
+
+
+def paged_attention(
+    queries: Tensor,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    seen: Tensor,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+) -> Tensor:
+    """queries (T, H, D), one layer's kv_pages (2, P, S, K, D) -> (T, H, D).
+
+    page_table (B, M); seen (N, M * S) is true where one of the N leading single-token sequences may
+    look; query_lens and seq_lens (B) are on the host, so that nothing here waits for the device.
+    The sequences with one query come first and go through one call; each longer one has its own.
+    """
+    out = torch.empty_like(queries)
+    n = seen.shape[0]
+    if n:
+        out[:n] = _decode(queries[:n], kv_pages, page_table[:n], seen)
+    start = n
+    for row in range(n, len(query_lens)):
+        end = start + query_lens[row]
+        out[start:end] = _prefill(queries[start:end], kv_pages, page_table[row], seq_lens[row])
+        start = end
+    return out
+
+
+def _decode(queries: Tensor, kv_pages: Tensor, page_table: Tensor, seen: Tensor) -> Tensor:
+    """One query a sequence: the G heads that share a kv head are the rows of one small product."""
+    n, n_heads, head_dim = queries.shape
+    width = seen.shape[1] // kv_pages.shape[2]
+    keys, values = kv_pages[:, page_table[:, :width]].flatten(2, 3)  # 2 x (N, L, K, D)
+    n_kv_heads = keys.shape[2]
+    grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None, None]
+    )
+    return out.reshape(n, n_heads, head_dim)
+
+
+def _prefill(queries: Tensor, kv_pages: Tensor, pages: Tensor, seq_len: int) -> Tensor:
+    """The last `count` tokens of one sequence: each sees the past, and the chunk up to itself."""
+    count, n_heads, _ = queries.shape
+    num_pages = -(-seq_len // kv_pages.shape[2])
+    keys, values = kv_pages[:, pages[:num_pages]].flatten(1, 2)[:, :seq_len]  # 2 x (L, K, D)
+    groups = n_heads // keys.shape[1]
+    mask = None
+    if seq_len > count:
+        positions = torch.arange(seq_len, device=queries.device)
+        mask = positions <= positions[-count:, None]
+    out = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys.repeat_interleave(groups, 1).transpose(0, 1)[None],
+        values.repeat_interleave(groups, 1).transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+    )
+    return out[0].transpose(0, 1)  # (count, H, D)

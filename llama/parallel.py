@@ -1,0 +1,276 @@
+"""Process groups, and the three layers that span them.
+
+In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
+which a rank reduces, gathers and agrees with its peers, and the column-, row- and
+vocabulary-parallel layers built on it. The only file that imports torch.distributed or fairscale.
+
+WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
+stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
+"""
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fairscale.nn.model_parallel import initialize as fs_init
+from torch import Tensor, nn
+
+_MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
+
+
+class RankError(RuntimeError):
+    """Another rank failed: its message is passed on, so that every rank stops alike."""
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """One rank's place among its peers; the default is a process alone, with no groups at all."""
+
+    rank: int = 0
+    size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    group: dist.ProcessGroup | None = None  # the model-parallel group, on the device's backend
+    control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
+    world: dist.ProcessGroup | None = None  # every rank, on gloo
+
+    @property
+    def global_rank(self) -> int:
+        return self.data_rank * self.size + self.rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks of the group, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's values, in place, so that what was decided once is the same everywhere."""
+        if self.size > 1:
+            dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
+        return x
+
+    def smallest(self, value: int) -> int:
+        """The smallest `value` of all ranks of the world."""
+        if self.world is None:
+            return value
+        x = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
+        return int(x)
+
+    @contextlib.contextmanager
+    def together(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
+        """Run the block on all ranks of the group (or world): one that fails, fails on all.
+
+        An exception in the block is raised again on its own rank, and as `RankError` on the rest.
+        What the block appends to the list it gets (anything with an exact repr) must be the same on
+        every rank: else each rank gets a ValueError that names `what`. Every rank must come here;
+        one that does not is waited for no longer than the timeout given to `connect`.
+        """
+        facts: list[object] = []
+        error: Exception | None = None
+        try:
+            yield facts
+        except Exception as e:
+            error = e
+        group = self.world if world else self.control
+        if group is not None:
+            _compare(group, what, facts, error)
+        if error is not None:
+            raise error
+
+
+def _compare(group: dist.ProcessGroup, what: str, facts: object, error: Exception | None) -> None:
+    """Exchange (failed?, sha256 of the facts, message); raise where a peer failed or differs."""
+    text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error else b""
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    mine = torch.zeros(1 + len(digest) + _MESSAGE_BYTES, dtype=torch.uint8)
+    packed = bytes([error is not None]) + digest + text
+    mine[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    if error is not None:
+        return  # the caller raises its own
+    rows = [bytes(row.tolist()) for row in everyone]
+    for rank, row in enumerate(rows):
+        if row[0]:
+            message = row[1 + len(digest) :].rstrip(b"\0").decode(errors="replace")
+            raise RankError(f"rank {dist.get_global_rank(group, rank)} failed: {message}")
+    ours = dist.get_rank(group)
+    for rank, row in enumerate(rows):
+        if row[: 1 + len(digest)] != rows[0][: 1 + len(digest)]:
+            raise ValueError(
+                f"{what} differ between rank {dist.get_global_rank(group, 0)} and rank "
+                f"{dist.get_global_rank(group, rank)} of one model-parallel group (this is rank "
+                f"{dist.get_global_rank(group, ours)}). Every rank of a group must make the same "
+                "calls with the same arguments: read the input on one rank, or from the same file."
+            )
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """`device`, or cuda, else mps, else cpu; under torchrun, the GPU that LOCAL_RANK names."""
+    if device is None:
+        kinds = [("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())]
+        device = next((name for name, there in kinds if there), "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as e:
+        raise ValueError(f"device={device!r} is not a device: use 'cuda', 'mps' or 'cpu'") from e
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={device!r}, but torch sees no CUDA GPU: use device='cpu'")
+        if chosen.index is None:
+            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if chosen.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"this process wants GPU {chosen.index}, but there are "
+                f"{torch.cuda.device_count()}: start fewer processes with --nproc_per_node"
+            )
+    return chosen
+
+
+def connect(
+    model_parallel_size: int | None, device: torch.device, timeout_s: float
+) -> ModelParallel:
+    """Join the process groups that torchrun's variables describe; alone, touch nothing.
+
+    The size defaults to the world size. `timeout_s` (seconds) bounds every wait for another rank.
+    Raises ValueError where the size does not divide the world, or differs from an earlier one.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist.is_initialized():
+        world_size = dist.get_world_size()
+    size = world_size if model_parallel_size is None else model_parallel_size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
+        raise ValueError(
+            f"model_parallel_size={size!r} does not divide the {world_size} processes that were "
+            f"started: launch with torchrun --nproc_per_node a multiple of it, or leave it out"
+        )
+    if world_size == 1:
+        return ModelParallel()
+    with _loopback_if_alone():
+        return _join(size, world_size, device, timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def _loopback_if_alone() -> Iterator[None]:
+    """While groups are made: keep gloo off the network where all ranks are on this machine."""
+    name = "GLOO_SOCKET_IFNAME"  # gloo would listen on whatever the host's name stands for
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    loopback = next((i for _, i in socket.if_nameindex() if i.startswith("lo")), None)
+    if not alone or loopback is None or name in os.environ:
+        yield
+        return
+    os.environ[name] = loopback
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _join(size: int, world_size: int, device: torch.device, limit: timedelta) -> ModelParallel:
+    """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=limit)
+    if not fs_init.model_parallel_is_initialized():
+        with contextlib.redirect_stdout(sys.stderr):  # fairscale prints; stdout is the user's
+            fs_init.initialize_model_parallel(size)
+    elif fs_init.get_model_parallel_world_size() != size:
+        raise ValueError(
+            f"model_parallel_size={size}, but this process already joined groups of "
+            f"{fs_init.get_model_parallel_world_size()}: use one size a process"
+        )
+    group = fs_init.get_model_parallel_group()
+    # fairscale passes no timeout on to its groups, and torch gives no public way to set one later.
+    dist.distributed_c10d._set_pg_timeout(limit, group)
+    data_rank, data_size = dist.get_rank() // size, world_size // size
+    controls = [
+        dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
+        for i in range(data_size)
+    ]
+    world = dist.new_group(timeout=limit, backend="gloo")
+    return ModelParallel(
+        rank=fs_init.get_model_parallel_rank(),
+        size=size,
+        data_rank=data_rank,
+        data_size=data_size,
+        group=group,
+        control=controls[data_rank],
+        world=world,
+    )
+
+
+def disconnect() -> None:
+    """Leave the groups, so that torch does not complain of a leak when the process ends."""
+    if dist.is_initialized():
+        fs_init.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def unfilled(*shape: int) -> nn.Parameter:
+    """A frozen weight without memory: `Transformer` gives it some once its type is known."""
+    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
+
+
+class ColumnParallelLinear(nn.Module):
+    """(T, in) -> (T, out / size): each rank holds `out / size` rows of the weight. No bias."""
+
+    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
+        super().__init__()
+        assert n_out % parallel.size == 0, (n_out, parallel.size)
+        rows = n_out // parallel.size
+        self.weight = unfilled(rows, n_in)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """(T, in / size) -> (T, out), summed over the ranks: each holds `in / size` columns."""
+
+    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
+        super().__init__()
+        assert n_in % parallel.size == 0, (n_in, parallel.size)
+        self.parallel = parallel
+        columns = n_in // parallel.size
+        self.weight = unfilled(n_out, columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parallel.all_reduce(F.linear(x, self.weight))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """(T) token ids -> (T, dim): each rank holds `vocab / size` rows, and adds 0 for the rest."""
+
+    def __init__(self, n_vocab: int, dim: int, parallel: ModelParallel) -> None:
+        super().__init__()
+        assert n_vocab % parallel.size == 0, (n_vocab, parallel.size)
+        self.parallel = parallel
+        rows = n_vocab // parallel.size
+        self.first = rows * parallel.rank
+        self.weight = unfilled(rows, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.parallel.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.parallel.all_reduce(x.masked_fill_(elsewhere[:, None], 0))

@@ -1,0 +1,50 @@
+"""Meta's own model, from the PyPI package llama-models, behind three functions.
+
+In: a state dict under Meta's names and a params dict. Out: what Meta's Transformer says, in float32,
+one prompt at a time, through its own key-value cache.
+"""
+
+import fairscale.nn.model_parallel.initialize as fs_init
+import torch
+import torch.distributed as dist
+from llama_models.llama3.args import ModelArgs
+from llama_models.llama3.model import Transformer
+from torch import Tensor
+
+
+def join_a_world_of_one() -> None:
+    """Meta's layers need fairscale's groups, also for one process; a store in memory, no port."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not fs_init.model_parallel_is_initialized():
+        fs_init.initialize_model_parallel(1)
+
+
+def leave_the_world() -> None:
+    fs_init.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def model(state: dict[str, Tensor], params: dict, max_seq_len: int = 128) -> Transformer:
+    built = Transformer(ModelArgs(**params, max_seq_len=max_seq_len, max_batch_size=4))
+    built.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    return built.eval()
+
+
+def greedy(built: Transformer, prompt: list[int], count: int, stop_ids: set[int]) -> list[int]:
+    """Up to `count` tokens after the prompt; a stop id ends it and is left out."""
+    out: list[int] = []
+    logits = built.forward(torch.tensor([prompt]), 0)
+    while len(out) < count:
+        token = int(logits[0, -1].argmax())
+        if token in stop_ids:
+            break
+        out.append(token)
+        logits = built.forward(torch.tensor([[token]]), len(prompt) + len(out) - 1)
+    return out
+
+
+def logprobs(built: Transformer, tokens: list[int]) -> list[float]:
+    """Of token i given the tokens before it; 0.0 for the first."""
+    scores = built.forward(torch.tensor([tokens]), 0)[0].log_softmax(-1)
+    return [0.0] + [float(scores[i, token]) for i, token in enumerate(tokens[1:])]
