@@ -1,0 +1,160 @@
+"""Who runs in the next step, and for how many tokens: sequences in, (sequence, count) pairs out.
+
+There is no prefill phase and no decode phase. A sequence has tokens known and tokens computed; each
+step hands out a budget so that computed catches up with known. Chunked prefill, prefix reuse and
+preemption all follow: a preempted sequence gives up its pages, and has its tokens still to compute.
+Ints in lists; no torch. Everything is decided by order of arrival, so all ranks decide alike.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from llama.engine.pages import PagePool, page_hash
+from llama.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """The next `count` uncomputed tokens of a sequence; it is sampled if that is all of them."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        seq = self.sequence
+        return self.count == seq.num_new and len(seq.tokens) < seq.limit
+
+
+class Scheduler:
+    """At most `max_batch_size` sequences and `token_budget` tokens a step, on the pool's pages."""
+
+    def __init__(self, pool: PagePool, *, max_batch_size: int, token_budget: int) -> None:
+        self.pool = pool
+        self.max_batch_size = max_batch_size
+        self.token_budget = token_budget
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence; the engine has checked that its limit fits the pool."""
+        assert self.pool.pages_for(seq.limit) <= self.pool.num_pages
+        self.waiting.append(seq)
+
+    def abort(self, seq: Sequence, reason: str) -> None:
+        """End a sequence, wherever it is, and free its pages."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        seq.finish_reason = reason
+        self._release(seq)
+
+    def schedule(self) -> list[Scheduled]:
+        """Running sequences first, oldest first; then the queue, while budget and pages last.
+
+        The pairs come back with the single tokens in front, as `Batch` wants them.
+        """
+        budget = self.token_budget
+        chosen: list[Scheduled] = []
+        row = 0
+        while row < len(self.running) and budget > 0:
+            seq = self.running[row]
+            count = min(seq.num_new, budget)
+            if not self._grow(seq, count):
+                break  # it gave up its own pages: everyone after it already had
+            chosen.append(Scheduled(seq, count))
+            budget -= count
+            row += 1
+        while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
+            seq = self.waiting[0]
+            if not self._admit(seq):
+                break
+            count = min(seq.num_new, budget)
+            chosen.append(Scheduled(seq, count))
+            budget -= count
+        return sorted(chosen, key=lambda item: item.count > 1)
+
+    def update(self, scheduled: list[Scheduled], tokens: list[int]) -> None:
+        """After a step: `tokens` has one id for each that samples; what ended is let go."""
+        sampled = iter(tokens)
+        for item in scheduled:
+            seq, samples = item.sequence, item.samples
+            self._advance(seq, item.count)
+            if samples:
+                seq.append(next(sampled))
+            elif seq.num_cached == seq.limit:
+                seq.finish_reason = "length"  # the prompt filled its limit: it was only scored
+            if seq.finished:
+                self.running.remove(seq)
+                self._release(seq)
+
+    def live(self) -> Iterator[Sequence]:
+        return chain(self.running, self.waiting)
+
+    def check(self) -> None:
+        """Assert that every page is held by a live sequence or free, and lengths are in order."""
+        self.pool.check(seq.pages for seq in self.live())
+        for seq in self.live():
+            assert 0 <= seq.num_cached <= len(seq.tokens) <= seq.limit, vars(seq)
+            assert seq.num_cached <= len(seq.pages) * self.pool.page_size, vars(seq)
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Move the head of the queue to running, if all its known tokens have room now."""
+        found = self.pool.find(self._reusable_hashes(seq))
+        wanted = self.pool.pages_for(len(seq.tokens)) - len(found)
+        if wanted > self.pool.num_free_without(found):
+            return False
+        self.pool.hold(found)
+        seq.pages = found
+        seq.num_cached = len(found) * self.pool.page_size
+        assert self._grow(seq, seq.num_new), "admitted without room"
+        if not seq.num_output:
+            seq.num_reused = seq.num_cached
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _reusable_hashes(self, seq: Sequence) -> list[bytes]:
+        """Hashes of its full pages, short of the last token, which must be computed to sample."""
+        if not self.pool.reuse or seq.params.prompt_logprobs is not None:
+            return []  # scoring a prompt needs every position's logits
+        full = (len(seq.tokens) - 1) // self.pool.page_size
+        return self._hashes(seq, full)[:full]
+
+    def _hashes(self, seq: Sequence, full: int) -> list[bytes]:
+        """The chain of hashes of its first `full` pages, kept with the sequence as it grows."""
+        size, hashes = self.pool.page_size, seq.page_hashes
+        for i in range(len(hashes), full):
+            parent = hashes[-1] if hashes else b""
+            hashes.append(page_hash(parent, seq.tokens[i * size : (i + 1) * size]))
+        return hashes
+
+    def _grow(self, seq: Sequence, count: int) -> bool:
+        """Pages for `count` more tokens, preempting from the back; False if it had to go itself."""
+        wanted = self.pool.pages_for(seq.num_cached + count)
+        while len(seq.pages) < wanted:
+            if self.pool.num_free:
+                seq.pages.append(self.pool.allocate())
+                continue
+            victim = self.running.pop()
+            self._release(victim)
+            self.waiting.appendleft(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _advance(self, seq: Sequence, count: int) -> None:
+        """`count` more tokens are computed; the pages that this filled can be found from now on."""
+        before, size = seq.num_cached // self.pool.page_size, self.pool.page_size
+        seq.num_cached += count
+        if self.pool.reuse:
+            hashes = self._hashes(seq, seq.num_cached // size)
+            for i in range(before, seq.num_cached // size):
+                self.pool.remember(seq.pages[i], hashes[i])
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.pages)
+        seq.pages = []
+        seq.num_cached = 0
