@@ -1,0 +1,426 @@
+"""Text to ids and back: Llama 3's tokenizer, its chat format, and decoding of streams.
+
+Text, dialogs and tokenizer files come in; lists of ids go out (and ids come in, text goes out).
+Nothing here knows of models, devices or tensors. Every mistake in a file or a dialog is an error
+that names the place and the remedy; that is a third of this file, and why it is past 400 lines.
+"""
+
+import base64
+import codecs
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict, get_args
+
+import tiktoken
+
+Role = Literal["system", "user", "assistant", "ipython", "tool"]
+
+
+class Message(TypedDict):
+    """One turn of a dialog."""
+
+    role: Role
+    content: str
+
+
+Dialog = Sequence[Message]
+
+# tiktoken's Rust core fails on very long texts, and its regex on very long runs. Where we cut is
+# part of the tokenizer's definition: cut elsewhere, and long texts get other ids.
+MAX_ENCODE_CHARS = 400_000
+MAX_RUN_CHARS = 25_000
+
+# The first special tokens, in the order of their ids; None is the next reserved one, and reserved
+# ones fill up to 256.
+_BEGIN, _END, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+_START_HEADER, _END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
+_EOM, _PYTHON_TAG = "<|eom_id|>", "<|python_tag|>"
+_LLAMA_3_0 = (_BEGIN, _END, None, None, None, None, _START_HEADER, _END_HEADER, None, _EOT)
+_LLAMA_3_1 = (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|>",
+              _START_HEADER, _END_HEADER, _EOM, _EOT, _PYTHON_TAG, "<|image|>")  # fmt: skip
+
+
+class Tokenizer:
+    """Byte-pair encoding with Llama 3's pattern and special tokens.
+
+    Reads `tokenizer.model` (a line for each token: base64, rank). The special ids follow the
+    ranks, however many there are. `llama_3_0` takes the special tokens of the first release,
+    which had no `<|eom_id|>` and no `<|python_tag|>`. Raises OSError where the file cannot be
+    read, ValueError where it is not a sound Llama 3 tokenizer.
+    """
+
+    num_reserved_special_tokens = 256
+    pat_str = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"  # English contractions
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|"  # a word and the one character before it
+        r"\p{N}{1,3}|"  # digits by threes
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|"  # punctuation and the newlines after it
+        r"\s*[\r\n]+|"
+        r"\s+(?!\S)|"  # spaces, but the last one goes with the next word
+        r"\s+"
+    )
+
+    def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
+        path = Path(model_path)
+        names = _special_names(self.num_reserved_special_tokens, llama_3_0)
+        self._setup(path.name, _parse_ranks(path), names)
+
+    @classmethod
+    def from_tokenizer_json(cls, path: str | PathLike[str], *, llama_3_0: bool = False) -> Self:
+        """Build the same tokenizer from Hugging Face's `tokenizer.json`.
+
+        The special tokens carry the names that the file gives them. Raises as the constructor
+        does, and ValueError where the file's special tokens are not those of the release.
+        """
+        path = Path(path)
+        ranks, names = _parse_tokenizer_json(path)
+        _check_special_names(path, names, llama_3_0)
+        self = cls.__new__(cls)
+        self._setup(path.name, ranks, names)
+        return self
+
+    def _setup(self, name: str, ranks: dict[bytes, int], special_names: list[str]) -> None:
+        self.special_tokens = {s: len(ranks) + i for i, s in enumerate(special_names)}
+        self.model = tiktoken.Encoding(
+            name,
+            pat_str=self.pat_str,
+            mergeable_ranks=ranks,
+            special_tokens=self.special_tokens,
+        )
+        self.n_words = len(ranks) + len(special_names)
+        self.bos_id = self.special_tokens[_BEGIN]
+        self.eos_id = self.special_tokens[_END]
+        self.eot_id = self.special_tokens[_EOT]
+        self.eom_id = self.special_tokens.get(_EOM)
+        self.python_tag_id = self.special_tokens.get(_PYTHON_TAG)
+        self.pad_id = -1  # no id at all: the reference's value
+        self.stop_tokens = {self.eos_id, self.eot_id}
+        if self.eom_id is not None:
+            self.stop_tokens.add(self.eom_id)
+
+    def encode(
+        self,
+        s: str,
+        *,
+        bos: bool,
+        eos: bool,
+        allowed_special: Literal["all"] | AbstractSet[str] | None = None,
+        disallowed_special: Literal["all"] | Collection[str] = (),
+    ) -> list[int]:
+        """Encode `s`, with begin_of_text before it (`bos`) and end_of_text after it (`eos`).
+
+        A special token's name in the text becomes its id only if `allowed_special` holds it, is a
+        ValueError if `disallowed_special` holds it, and is plain text otherwise.
+        """
+        if not isinstance(s, str):
+            raise TypeError(f"the text to encode must be a str, got {type(s).__name__}: {s!r:.60}")
+        ids = [self.bos_id] if bos else []
+        for start in range(0, len(s), MAX_ENCODE_CHARS):
+            for piece in _split_long_runs(s[start : start + MAX_ENCODE_CHARS], MAX_RUN_CHARS):
+                ids += self.model.encode(
+                    piece,
+                    allowed_special=allowed_special or set(),
+                    disallowed_special=disallowed_special,
+                )
+        if eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode `ids`; bytes that are no UTF-8 become U+FFFD. Raises as `decode_bytes` does."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Decode `ids` to bytes, which may end inside a character.
+
+        Raises ValueError for an id that the vocabulary does not have.
+        """
+        for i in ids:
+            if not 0 <= i < self.n_words:
+                raise ValueError(f"id {i} is not in the vocabulary: ids are 0..{self.n_words - 1}")
+        return self.model.decode_bytes(ids)
+
+
+def _split_long_runs(s: str, limit: int) -> Iterator[str]:
+    """Cut `s` so that no piece holds a run of over `limit` whitespace or other characters.
+
+    With limit 3, "ab cdefghij" becomes "ab cde", "fgh", "ij".
+    """
+    # The lookbehinds let a match begin only where a run does; else the search would be quadratic.
+    long_run = rf"(?<!\S)\S{{{limit + 1},}}|(?<!\s)\s{{{limit + 1},}}"
+    start = 0
+    for run in re.finditer(long_run, s):
+        for cut in range(run.start() + limit, run.end(), limit):
+            yield s[start:cut]
+            start = cut
+    yield s[start:]
+
+
+def _special_names(total: int, llama_3_0: bool) -> list[str]:
+    first = _LLAMA_3_0 if llama_3_0 else _LLAMA_3_1
+    reserved = (f"<|reserved_special_token_{i}|>" for i in count())
+    padded = first + (None,) * (total - len(first))
+    return [name or next(reserved) for name in padded]
+
+
+def _check_special_names(path: Path, names: list[str], llama_3_0: bool) -> None:
+    """Hold a file's special tokens to the release, where the runtime uses them.
+
+    The rest may differ: Hugging Face numbers Llama 3.1's reserved tokens otherwise than Meta.
+    """
+    first = _LLAMA_3_0 if llama_3_0 else _LLAMA_3_1
+    found = {name: i for i, name in enumerate(names)}
+    wanted = {name: i for i, name in enumerate(first)}
+    used = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)
+    wrong = [name for name in used if found.get(name) != wanted.get(name)]
+    if wrong:
+        raise ValueError(
+            f"{path}: {', '.join(wrong)} not as in Llama {'3.0' if llama_3_0 else '3.1'}: pass"
+            f" llama_3_0={not llama_3_0} if the file is of Llama {'3.1' if llama_3_0 else '3.0'};"
+            " else it is no Llama 3 tokenizer"
+        )
+
+
+def _read(path: Path) -> bytes:
+    """Read a tokenizer file, and tell what it is where it is none."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory: give the path of the file inside it")
+    if not path.exists():
+        raise FileNotFoundError(f"no tokenizer at {path}: give the path of Llama 3's tokenizer")
+    data = path.read_bytes()
+    head = data.lstrip()[:100].lower()
+    if not head:
+        raise ValueError(f"{path} is empty: download it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull`")
+    if head.startswith(b"<"):
+        raise ValueError(
+            f"{path} is a web page (HTML), not a tokenizer: sign in where it comes from, accept"
+            " the licence, and download the file itself"
+        )
+    return data
+
+
+def _parse_ranks(path: Path) -> dict[bytes, int]:
+    """Parse tiktoken's format: a line for each token, base64 and rank."""
+    data = _read(path)
+    if data[:1] == data[2:3] == b"\n":  # protobuf: field 1, length, field 1
+        raise ValueError(
+            f"{path} is a SentencePiece tokenizer, as Llama 2 has: give Llama 3's tokenizer.model"
+        )
+    if data.startswith(b"{"):
+        raise ValueError(f"{path} is JSON: read it with Tokenizer.from_tokenizer_json")
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text, rank = line.split()
+            token = base64.b64decode(text, validate=True)
+            if token in ranks:
+                raise ValueError("this token was given before")
+            ranks[token] = int(rank)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a base64 token and its rank, got {line[:60]!r}"
+                f" ({error}): download the file again"
+            ) from None
+    _check_ranks(path, ranks)
+    return ranks
+
+
+def _parse_tokenizer_json(path: Path) -> tuple[dict[bytes, int], list[str]]:
+    """Return a tokenizer.json's ranks, and the names of its added tokens in the order of ids."""
+    data = _read(path)
+    byte_of = _byte_alphabet()
+    try:
+        content: Any = json.loads(data)
+        vocab = dict(content["model"]["vocab"])
+        ranks = {bytes([byte_of[c] for c in token]): rank for token, rank in vocab.items()}
+        added = {token["id"]: token["content"] for token in content["added_tokens"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
+            f" {error}); Meta's tokenizer.model is read by Tokenizer(path)"
+        ) from None
+    _check_ranks(path, ranks)
+    ids = sorted(added)
+    if ids != list(range(len(ranks), len(ranks) + len(ids))):
+        raise ValueError(
+            f"{path}: the added tokens' ids must be {len(ranks)} and up without a gap, after the"
+            f" vocabulary's; got {ids[:5]} ... {ids[-1:]}: not a Llama 3 tokenizer"
+        )
+    return ranks, [added[i] for i in ids]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Map byte-level BPE's 256 printable characters to the bytes they stand for (GPT-2's table).
+
+    Printable Latin-1 stands for itself, and the other bytes are U+0100, U+0101, ... in order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
+    for expected, rank in enumerate(sorted(ranks.values())):
+        if rank != expected:
+            raise ValueError(
+                f"{path}: ranks must be 0..{len(ranks) - 1}, each once; found {rank} where"
+                f" {expected} was expected: download the file again"
+            )
+    missing = [b for b in range(256) if bytes([b]) not in ranks]
+    if missing:
+        raise ValueError(
+            f"{path}: {len(missing)} of the 256 single-byte tokens are missing, the first"
+            f" {missing[0]:#04x}, so not every text can be encoded: download the file again"
+        )
+
+
+class ChatFormat:
+    """Dialogs as Llama 3 was trained on them.
+
+    Content is encoded with no special token allowed, so no text can open a header or end a turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def encode_header(self, message: Message) -> list[int]:
+        """Encode `<|start_header_id|>role<|end_header_id|>` and two newlines."""
+        role = _check_role(message.get("role"), "message")
+        special = self.tokenizer.special_tokens
+        return [
+            special[_START_HEADER],
+            *self.tokenizer.encode("ipython" if role == "tool" else role, bos=False, eos=False),
+            special[_END_HEADER],
+            *self.tokenizer.encode("\n\n", bos=False, eos=False),
+        ]
+
+    def encode_message(self, message: Message) -> list[int]:
+        """Encode a header, the content without surrounding whitespace, and `<|eot_id|>`."""
+        _validate_message(message, "message")
+        content = self.tokenizer.encode(message["content"].strip(), bos=False, eos=False)
+        return [*self.encode_header(message), *content, self.tokenizer.eot_id]
+
+    def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
+        """Encode `<|begin_of_text|>`, the messages, and a header for the assistant to go on from.
+
+        Raises as `validate_dialog` does.
+        """
+        validate_dialog(dialog)
+        ids = [self.tokenizer.bos_id]
+        for message in dialog:
+            ids += self.encode_message(message)
+        return ids + self.encode_header({"role": "assistant", "content": ""})
+
+
+def validate_dialog(dialog: object, index: int | None = None) -> None:
+    """Raise TypeError or ValueError, naming the place, unless `dialog` is one that we can encode.
+
+    `index` is the dialog's place in its batch, for the error's text.
+    """
+    where = "dialog" if index is None else f"dialog {index}"
+    if not isinstance(dialog, list | tuple):
+        raise TypeError(f"{where} must be a list of messages, got {type(dialog).__name__}")
+    if not dialog:
+        raise ValueError(f"{where} is empty: give at least one message")
+    for i, message in enumerate(dialog):
+        _validate_message(message, f"{where}, message {i}")
+
+
+def _validate_message(message: object, where: str) -> None:
+    if not isinstance(message, dict):
+        raise TypeError(f"{where} must be a dict of role and content, got {type(message).__name__}")
+    for key in ("role", "content"):
+        if key not in message:
+            raise ValueError(f"{where} has no {key!r}: a message has a role and a content")
+    unknown = [key for key in message if key not in ("role", "content")]
+    if unknown:
+        raise ValueError(f"{where} has unknown keys {unknown}: allowed are role and content")
+    _check_role(message["role"], where)
+    if not isinstance(message["content"], str):
+        kind = type(message["content"]).__name__
+        raise TypeError(f"{where}: content must be a str, got {kind}")
+
+
+def _check_role(role: object, where: str) -> str:
+    if not isinstance(role, str) or role not in get_args(Role):
+        raise ValueError(f"{where}: unknown role {role!r}: allowed are {', '.join(get_args(Role))}")
+    return role
+
+
+class StreamDecoder:
+    """Text from ids as they come, never with half a character in it.
+
+    All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids. Raises as
+    `decode_bytes` does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take more ids; return the text that is certain, holding back up to three bytes."""
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids))
+
+    def flush(self) -> str:
+        """End the stream: return the text held back, U+FFFD for an unfinished character."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Ends a text at the first stop string in it, however the text is cut into pieces.
+
+    The stop string that is complete first wins; of several that end at the same character, the
+    longest. So where the text ends does not depend on token borders, and no stop string is ever in
+    it; with `include`, the one that ended it is its end.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        if isinstance(stops, str) or not all(isinstance(stop, str) for stop in stops):
+            raise TypeError(f"stop strings must be a list of str, got {stops!r:.60}")
+        if "" in stops:
+            raise ValueError("a stop string is empty, and would stop every text: leave it out")
+        self._stops = list(stops)
+        self._include = include
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Take more text; return what is certain of it, and the stop string found, if any.
+
+        Once stopped, all further text is dropped.
+        """
+        if self.stopped is not None:
+            return "", self.stopped
+        text = self._held + text
+        # (end, start, stop): the least is the one complete first, then the longest
+        hits = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if hits:
+            end, start, self.stopped = min(hits)
+            self._held = ""
+            return text[: end if self._include else start], self.stopped
+        keep = self._open_suffix(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def flush(self) -> str:
+        """End the stream: return the text held back, since no stop string can follow."""
+        text, self._held = self._held, ""
+        return text
+
+    def _open_suffix(self, text: str) -> int:
+        """Return the length of the longest suffix that may yet grow into a stop string."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
+                return n
+        return 0
