@@ -1,0 +1,385 @@
+"""Weights on disk: found, checked, and copied into one rank's share of a model.
+
+In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
+Hugging Face's *.safetensors and config.json. Out: a `Checkpoint`, and filled tensors. Files are
+mapped, so that a rank reads the bytes that it copies and no others, and nothing in them is run.
+Which layout it is follows from the files there, never from a path's name.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from llama import hf
+from llama.model import ModelArgs, Transformer
+from llama.parallel import ModelParallel
+from llama.tensor_files import broken, guess, open_tensors
+
+# Meta's name, without "layers.N." -> Hugging Face's, and the dimension that the ranks of a group
+# divide among them (None: each holds the whole). Load, reshard and convert all go by this table.
+TABLE: dict[str, tuple[str, int | None]] = {
+    "tok_embeddings.weight": ("model.embed_tokens.weight", 0),
+    "attention.wq.weight": ("self_attn.q_proj.weight", 0),
+    "attention.wk.weight": ("self_attn.k_proj.weight", 0),
+    "attention.wv.weight": ("self_attn.v_proj.weight", 0),
+    "attention.wo.weight": ("self_attn.o_proj.weight", 1),
+    "feed_forward.w1.weight": ("mlp.gate_proj.weight", 0),
+    "feed_forward.w2.weight": ("mlp.down_proj.weight", 1),
+    "feed_forward.w3.weight": ("mlp.up_proj.weight", 0),
+    "attention_norm.weight": ("input_layernorm.weight", None),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
+    "norm.weight": ("model.norm.weight", None),
+    "output.weight": ("lm_head.weight", 0),
+}
+ROTATED = ("attention.wq.weight", "attention.wk.weight")  # rows in another order in the hf layout
+_KV = ("attention.wk.weight", "attention.wv.weight")
+_HARMLESS = ("rope.freqs", "rotary_emb.inv_freq")  # computed, not learned: some files carry them
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `find` found: nothing is read yet but the JSON."""
+
+    folder: Path  # where the weights lie
+    params: ModelArgs
+    shards: list[Path]  # in order
+    layout: str  # "meta" or "hf"
+
+    @property
+    def params_path(self) -> Path:
+        return self.folder / ("params.json" if self.layout == "meta" else "config.json")
+
+    def tokenizer_path(self) -> Path:
+        """tokenizer.model or tokenizer.json beside the weights. FileNotFoundError if neither is."""
+        near = [self.folder, self.folder / "original"]
+        if self.layout == "meta":  # as Meta's downloads have it: one for the sizes beside it
+            near.append(self.folder.parent)
+        places = [place / "tokenizer.model" for place in near]
+        places.append(self.folder / "tokenizer.json")
+        for path in places:
+            if path.is_file():
+                return path
+        raise FileNotFoundError(
+            f"no tokenizer: looked for {', '.join(map(str, places))}; give tokenizer_path"
+        )
+
+
+def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
+    """Find a checkpoint in a folder: Meta's there or in `original/`, else Hugging Face's.
+
+    FileNotFoundError, NotADirectoryError or ValueError name what is missing or wrong and the
+    remedy.
+    """
+    folder = Path(ckpt_dir)
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} does not exist: give the folder that holds the weights")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file: give the folder that holds the weights")
+    for place in (folder, folder / "original"):
+        if any(place.glob("consolidated.*.pth")):
+            shards, path = _meta_shards(place), place / "params.json"
+            params = ModelArgs.from_params(_read_json(path), source=str(path))
+            return Checkpoint(place, params, shards, "meta")
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
+        path = folder / "config.json"
+        told = hf.params_of(_read_json(path), source=str(path))
+        params = ModelArgs.from_params(told, source=str(path))
+        return Checkpoint(folder, params, _hf_shards(folder), "hf")
+    raise FileNotFoundError(
+        f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
+        "*.safetensors is there; download the model into it"
+    )
+
+
+def _meta_shards(folder: Path) -> list[Path]:
+    shards: dict[int, Path] = {}
+    for path in sorted(folder.glob("consolidated.*.pth")):
+        number = re.fullmatch(r"consolidated\.([0-9]+)\.pth", path.name)
+        if number is None:
+            raise ValueError(f"{path}: no shard number in the name: rename it or move it away")
+        other = shards.setdefault(int(number[1]), path)
+        if other != path:
+            raise ValueError(f"{path} and {other.name} are the same shard: move one away")
+    absent = (i for i in range(max(shards)) if i not in shards)
+    missing = [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]
+    if missing:
+        raise FileNotFoundError(
+            f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} missing: "
+            "download the rest"
+        )
+    return [shards[i] for i in sorted(shards)]
+
+
+def _hf_shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(map(_is_plain, names.values())):
+        raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
+    shards = [folder / name for name in sorted(set(names.values()))]
+    missing = [path.name for path in shards if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(f"{index} names {', '.join(missing)}, not there: download the rest")
+    return shards
+
+
+def _is_plain(name: object) -> bool:
+    """Is it the name of a file in the folder itself?"""
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: download it from where the weights came from")
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as e:  # of JSON or of UTF-8
+        raise broken(path, guess(path) or f"is not JSON ({e})") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object: download it again")
+    return content
+
+
+def name_in(layout: str, name: str) -> str:
+    """What a tensor of Meta's name is called in files of `layout`."""
+    if layout == "meta":
+        return name
+    if name.startswith("layers."):
+        _, number, part = name.split(".", 2)
+        return f"model.layers.{number}.{TABLE[part][0]}"
+    return TABLE[name][0]
+
+
+def sharded_dim(name: str) -> int | None:
+    return TABLE[name.split(".", 2)[2] if name.startswith("layers.") else name][1]
+
+
+def share(params: ModelArgs, size: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Meta's names -> tensors without memory, of the shapes that one of `size` ranks holds."""
+    args = replace(params, max_seq_len=1)  # the rotary table is not wanted here
+    model = Transformer(args, parallel=ModelParallel(size=size), device="meta", dtype=dtype)
+    return model.weight_slots()
+
+
+def bytes_of(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
+    """Bytes of the weights that one of `size` ranks holds in `dtype`; reads no file."""
+    return sum(slot.nbytes for slot in share(checkpoint.params, size, dtype).values())
+
+
+class Stored(NamedTuple):
+    """A tensor where it lies: `data` is mapped, and read when it is copied."""
+
+    file: Path
+    name: str  # in the file
+    data: Tensor
+
+
+class Weights:
+    """All tensors of a checkpoint under Meta's names, every name and shape checked on opening.
+
+    ValueError names file, tensor, and what was expected and found.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.params = checkpoint.params
+        self.layout = checkpoint.layout
+        self.shapes = {name: slot.shape for name, slot in share(self.params, 1).items()}
+        ours = {name_in(self.layout, name): name for name in self.shapes}
+        self.shards = [
+            {ours.get(n, n): Stored(file, n, data) for n, data in open_tensors(file).items()}
+            for file in checkpoint.shards
+        ]
+        if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
+            self.shards = [_merge(self.shards)]
+        self._check(checkpoint)
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        _check_count(checkpoint, self.shards)
+        try:
+            shapes = share(self.params, len(self.shards))
+        except ValueError as e:
+            raise ValueError(
+                f"{checkpoint.folder} has {len(self.shards)} shards, which do not fit "
+                f"{checkpoint.params_path.name}: {e}"
+            ) from e
+        places = checkpoint.shards if self.layout == "meta" else [checkpoint.folder]
+        for place, shard in zip(places, self.shards, strict=True):
+            missing = [name_in(self.layout, n) for n in shapes if n not in shard]
+            if missing:
+                more = f" and {len(missing) - 1} more" if missing[1:] else ""
+                raise ValueError(
+                    f"{place}: {missing[0]}{more} missing, which {checkpoint.params_path} asks "
+                    "for: they do not belong together, or a file is incomplete: download it again"
+                )
+            for name, stored in shard.items():
+                if not name.endswith(_HARMLESS):
+                    self._check_tensor(stored, shapes.get(name), checkpoint.params_path)
+
+    def _check_tensor(self, stored: Stored, wanted: Tensor | None, params: Path) -> None:
+        where = f"{stored.file}: {stored.name}"
+        if wanted is None:
+            tied = stored.name == name_in(self.layout, "output.weight")
+            raise ValueError(
+                f"{where} has no place in the model that {params} describes: "
+                + ("say there that the output is not tied" if tied else "they do not fit together")
+            )
+        if not stored.data.is_floating_point() or stored.data.itemsize < 2:
+            raise ValueError(
+                f"{where} has type {stored.data.dtype}: it looks quantized, and this runtime loads "
+                "float32, bfloat16 and float16 weights"
+            )
+        if stored.data.shape != wanted.shape:
+            raise ValueError(
+                f"{where} has shape {tuple(stored.data.shape)}, where {params} and "
+                f"{len(self.shards)} shard(s) give {tuple(wanted.shape)}: they do not belong "
+                "together, or shards are missing"
+            )
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.shards[0][name].data.dtype
+
+    def span(self, name: str, part: int, parts: int) -> tuple[int, int]:
+        """Which rows (or columns) of the whole tensor, from and to, part number `part` holds.
+
+        With more parts than kv heads, each head is held by several: for 2 heads and 4 parts, heads
+        0, 0, 1, 1.
+        """
+        dim = sharded_dim(name)
+        assert dim is not None
+        kv_heads, head_dim = self.params.kv_heads, self.params.head_dim
+        if parts > kv_heads and name.endswith(_KV):
+            head = part * kv_heads // parts
+            return head * head_dim, (head + 1) * head_dim
+        each = self.shapes[name][dim] // parts
+        return part * each, (part + 1) * each
+
+    def copy(self, name: str, into: Tensor, part: int, parts: int) -> None:
+        """Fill `into`, of any float type and device, with part number `part` of a tensor."""
+        dim = sharded_dim(name)
+        if dim is None:
+            into.copy_(self.shards[0][name].data)
+            return
+        start, end = self.span(name, part, parts)
+        here = start
+        for i, shard in enumerate(self.shards):
+            low, high = self.span(name, i, len(self.shards))
+            if low <= here < min(high, end):  # the first shard that has it; copies are passed over
+                count = min(high, end) - here
+                piece = shard[name].data.narrow(dim, here - low, count)
+                self._copy_piece(name, into.narrow(dim, here - start, count), piece)
+                here += count
+        assert here == end, (name, part, parts)
+
+    def _copy_piece(self, name: str, into: Tensor, piece: Tensor) -> None:
+        if self.layout == "hf" and name.endswith(ROTATED):
+            hf.copy_pairs(into, piece, self.params.head_dim)
+        else:
+            into.copy_(piece)
+
+
+def load(checkpoint: Checkpoint, model: Transformer, *, progress: bool = False) -> None:
+    """Fill a model with its rank's share of the weights, in the model's type and on its device.
+
+    The checkpoint may have any number of shards, and the model's group any size that divides it.
+    Every file is checked before anything is copied: ValueError names what is wrong. Host memory
+    beside the model: at most one tensor. `progress` draws a bar on stderr.
+    """
+    weights, slots = Weights(checkpoint), model.weight_slots()
+    assert slots.keys() == weights.shapes.keys(), "the model was not made from this checkpoint"
+    total = sum(slot.nbytes for slot in slots.values())
+    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress) as bar:
+        for name, slot in slots.items():
+            weights.copy(name, slot, model.parallel.rank, model.parallel.size)
+            bar.update(slot.nbytes)
+
+
+def verify(ckpt_dir: str | os.PathLike[str]) -> list[str]:
+    """Check a checkpoint: checksums (checklist.chk, where there is one), names, shapes, shards.
+
+    Returns a line for each file. ValueError or FileNotFoundError names the first bad one.
+    """
+    found = find(ckpt_dir)
+    sums = _read_checklist(found.folder / "checklist.chk")
+    matched = {name: _check_sum(found.folder / name, md5) for name, md5 in sums.items()}
+    weights = Weights(found)
+    counts = Counter(stored.file.name for shard in weights.shards for stored in shard.values())
+    lines = [
+        f"{file.name}: {counts[file.name]} tensors, {file.stat().st_size:,} bytes, "
+        + matched.pop(file.name, "no checksum to compare with")
+        for file in found.shards
+    ]
+    lines += [f"{name}: {line}" for name, line in matched.items()]
+    numel = sum(shape.numel() for shape in weights.shapes.values())
+    return lines + [
+        f"{found.folder}: complete, {numel:,} parameters in {len(found.shards)} file(s)"
+    ]
+
+
+def _read_checklist(path: Path) -> dict[str, str]:
+    """Lines "md5  name", as md5sum writes them -> name: md5; empty where there is no such file."""
+    sums: dict[str, str] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        parts = re.fullmatch(r"([0-9a-fA-F]{32})\s+\*?(.+?)\s*", line)
+        if parts and _is_plain(parts[2]):
+            sums[parts[2]] = parts[1].lower()
+        elif line.strip():
+            raise ValueError(f"{path}: {line[:80]!r} is no md5 and file name: download it again")
+    return sums
+
+
+def _check_sum(path: Path, md5: str) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing, which checklist.chk lists: download it")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if digest != md5:
+        raise broken(path, f"has md5 {digest}, where checklist.chk says {md5}")
+    return "checksum matches"
+
+
+def _merge(files: list[dict[str, Stored]]) -> dict[str, Stored]:
+    whole: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in file.items():
+            other = whole.setdefault(name, stored)
+            if other is not stored:
+                raise ValueError(
+                    f"{stored.file} and {other.file.name} both hold {stored.name}: move away what "
+                    "does not belong to the model"
+                )
+    return whole
+
+
+def _check_count(checkpoint: Checkpoint, shards: list[dict[str, Stored]]) -> None:
+    """Tell from the embedding's shape how many shards there once were, and who cut them."""
+    first = shards[0].get("tok_embeddings.weight")
+    vocab, dim = checkpoint.params.vocab_size, checkpoint.params.dim
+    if checkpoint.layout != "meta" or first is None or first.data.dim() != 2:
+        return
+    rows, columns = first.data.shape
+    if rows == vocab and columns < dim:
+        raise ValueError(
+            f"{first.file}: tok_embeddings.weight has shape {(rows, columns)}: it is cut along "
+            "dim 1, as Llama 2's shards are; this runtime loads Llama 3 and later"
+        )
+    if columns == dim and 0 < rows < vocab and vocab % rows == 0 and vocab // rows != len(shards):
+        raise ValueError(
+            f"{first.file} is one of {vocab // rows} shards (by the shape of "
+            f"tok_embeddings.weight), but {len(shards)} are in {checkpoint.folder}: download the "
+            "rest, or move away what does not belong to the model"
+        )
+
+
+def _embedding(params: ModelArgs) -> tuple[int, int]:
+    return params.vocab_size, params.dim
