@@ -1,0 +1,66 @@
+"""Shared fixtures: a tokenizer, a small random checkpoint, and a loaded `Llama` on the CPU."""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import random_state, write_meta
+from llama import Llama
+
+PARAMS = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
+    "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer.model of the 256 bytes; with the 256 special tokens, a vocabulary of 512."""
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory) -> Callable[..., tuple[Path, dict, dict]]:
+    """make_checkpoint(num_shards=1, seed=0, **params) -> (folder, state, params)."""
+
+    def make(num_shards: int = 1, seed: int = 0, **changes) -> tuple[Path, dict, dict]:
+        params = {**PARAMS, **changes}
+        state = random_state(params, seed)
+        folder = tmp_path_factory.mktemp("checkpoint")
+        write_meta(folder, params, state, num_shards)
+        write_byte_tokenizer(folder)
+        return folder, state, params
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(make_checkpoint) -> tuple[Path, dict, dict]:
+    return make_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def shared_llama(checkpoint_dir) -> Llama:
+    """One float32 model on the CPU for many tests; none of them may change it."""
+    return Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    """Tiny models run fastest on one thread, and two-core machines stay quiet."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def change_params(folder: Path, **changes) -> None:
+    """Rewrite params.json; a value of None takes the key out."""
+    path = folder / "params.json"
+    params = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in params.items() if v is not None}))

@@ -1,0 +1,470 @@
+"""The API against Meta's own model, transformers and a naive reference, in float32 on the CPU.
+
+Each fault of the reference that is mended on purpose has a test here whose docstring tells it.
+"""
+
+import io
+import math
+import random
+import shutil
+import sys
+from contextlib import redirect_stdout
+
+import oracle
+import pytest
+import reference
+import torch
+from conftest import change_params
+
+from llama import Llama, ModelArgs, Transformer
+from llama.checkpoint import find, load
+from llama.build import pick_dtype
+
+SHAPES = {
+    "gqa": {},
+    "mha": {"n_kv_heads": None},
+    "mqa": {"n_kv_heads": 1},
+    "scaled rope": {"use_scaled_rope": True},
+    "odd ffn": {"multiple_of": 7, "ffn_dim_multiplier": 1.1},
+    "three heads a kv head": {"dim": 96, "n_heads": 6, "n_kv_heads": 2, "n_layers": 3},
+}
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[256] + [rng.randrange(256) for _ in range(n - 1)] for n in lengths]
+
+
+def build(folder, max_seq_len=128, max_batch_size=4, **kwargs) -> Llama:
+    kwargs = {"device": "cpu", "dtype": "fp32"} | kwargs
+    return Llama.build(str(folder), None, max_seq_len, max_batch_size, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def meta():
+    oracle.join_a_world_of_one()
+    yield oracle
+    oracle.leave_the_world()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda name: name.replace(" ", "-"))
+def test_greedy_and_logprobs_equal_metas_model(shape, make_checkpoint, meta):
+    """Mixed lengths in one batch: the ids that Meta's model gives each prompt alone, and its
+    log-probabilities of prompt and answer within 1e-4."""
+    changes = SHAPES[shape]
+    folder, state, params = make_checkpoint(seed=3, **changes)
+    llama = build(folder)
+    theirs = meta.model(state, params)
+    stops = llama.tokenizer.stop_tokens
+    prompts = prompts_of([3, 17, 1, 40, 9, 16])
+    tokens, _ = llama.generate(prompts, 24, temperature=0)
+    assert tokens == [meta.greedy(theirs, prompt, 24, stops) for prompt in prompts]
+    assert len({tuple(t) for t in tokens}) > 3, "the model says the same to everything"
+    echoed, scores = llama.generate(prompts, 24, temperature=0, logprobs=True, echo=True)
+    assert scores is not None
+    for prompt, out, answer, found in zip(prompts, tokens, echoed, scores, strict=True):
+        assert answer == prompt + out
+        assert found == pytest.approx(meta.logprobs(theirs, answer), abs=1e-4)
+        assert found == pytest.approx(reference.logprobs(state, params, answer), abs=1e-4)
+    for prompt, out in zip(prompts, tokens, strict=True):
+        assert llama.generate([prompt], 24, temperature=0)[0] == [out], "alone is not as in a batch"
+
+
+def test_greedy_equals_transformers(make_checkpoint, tmp_path):
+    """The same weights, converted, through Hugging Face's own generate."""
+    from transformers import LlamaForCausalLM
+
+    from llama.convert import convert
+
+    folder, _, _ = make_checkpoint(seed=5, use_scaled_rope=True)
+    convert(folder, tmp_path / "hf")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    llama = build(folder)
+    for prompt in prompts_of([2, 11, 33], seed=1):
+        ids = torch.tensor([prompt])
+        out = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False,
+            eos_token_id=sorted(llama.tokenizer.stop_tokens), pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        kept = [t for t in out if t not in llama.tokenizer.stop_tokens]
+        assert llama.generate([prompt], 20, temperature=0)[0] == [kept]
+
+
+def test_the_raw_transformer_keeps_metas_forward(checkpoint_dir, meta):
+    """forward(tokens, start_pos) with a batch, a prompt in two parts and single tokens."""
+    folder, state, params = checkpoint_dir
+    found = find(folder)
+    ours = Transformer(ModelArgs(**params, max_seq_len=32, max_batch_size=2))
+    load(found, ours)
+    theirs = meta.model(state, params, max_seq_len=32)
+    tokens = torch.tensor(prompts_of([12, 12], seed=4))
+    for start, end in ((0, 5), (5, 10), (10, 11), (11, 12)):
+        wanted = theirs.forward(tokens[:, start:end], start)
+        torch.testing.assert_close(ours(tokens[:, start:end], start), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="max_batch_size=2 and max_seq_len=32"):
+        ours(tokens, 30)
+
+
+def test_more_prompts_than_max_batch_size_queue(shared_llama):
+    """The reference dies with AssertionError: (6, 4). Here the rest wait their turn."""
+    prompts = prompts_of([5, 9, 2, 7, 30, 4, 12, 3, 8, 6, 11])
+    together = shared_llama.generate(prompts, 12, temperature=0)[0]
+    assert together == [shared_llama.generate([p], 12, temperature=0)[0][0] for p in prompts]
+
+
+def test_long_contexts_are_allowed_where_the_model_has_them(make_checkpoint):
+    """The reference caps every model at 8,192 tokens; 3.1 and later go to 131,072."""
+    folder, _, _ = make_checkpoint(use_scaled_rope=True, n_layers=1)
+    assert build(folder, 20_000, 1).model.params.max_seq_len == 20_000
+    with pytest.raises(ValueError, match="limit of 131072"):
+        build(folder, 131_073, 1)
+    folder, _, _ = make_checkpoint(n_layers=1)
+    with pytest.raises(ValueError, match="max_seq_len=8193 is beyond this model's limit of 8192"):
+        build(folder, 8193, 1)
+
+
+def test_echo_keeps_a_stop_token_inside_the_prompt(checkpoint_dir, shared_llama):
+    """The reference cuts an echoed answer at the first stop token of the prompt, as of a dialog
+    whose earlier turns end with eot_id. Only generated tokens are searched here."""
+    _, state, params = checkpoint_dir
+    prompt = [256, 72, 265, 73]  # 265 is eot_id of a tokenizer with 256 ranks
+    assert 265 in shared_llama.tokenizer.stop_tokens
+    tokens, scores = shared_llama.generate([prompt], 5, 0, logprobs=True, echo=True)
+    assert tokens[0][:4] == prompt
+    assert scores is not None and len(scores[0]) == len(tokens[0])
+    assert scores[0] == pytest.approx(reference.logprobs(state, params, tokens[0]), abs=1e-4)
+
+
+def test_a_prompt_that_fills_the_window_is_scored_in_step(checkpoint_dir):
+    """The reference scores such a prompt unshifted: token i against its own position."""
+    folder, state, params = checkpoint_dir
+    llama = build(folder, 20, 2)
+    prompt = prompts_of([20])[0]
+    tokens, scores = llama.generate([prompt], 5, 0, logprobs=True, echo=True)
+    assert tokens == [prompt]
+    assert scores is not None and scores[0][0] == 0.0
+    assert scores[0] == pytest.approx(reference.logprobs(state, params, prompt), abs=1e-4)
+    assert llama.generate([prompt], 5, 0) == ([[]], None)
+
+
+def stopping_model(make_checkpoint, stop_id: int, **changes):
+    """A checkpoint whose greedy answer is always stop_id: its output row is large along the mean
+    of all hidden states."""
+    folder, state, _ = make_checkpoint(n_layers=1, seed=9, **changes)
+    state["output.weight"].zero_()
+    state["output.weight"][stop_id] = 1.0
+    state["output.weight"][stop_id ^ 2] = -1.0  # of the others, no id that stops
+    torch.save(state, folder / "consolidated.00.pth")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stop_id", "scaled", "stops"),
+    [(257, False, True), (265, False, True), (264, False, False), (264, True, True)],
+    ids=["end_of_text", "eot_id", "eom_id in 3.0", "eom_id from 3.1"],
+)
+def test_stop_tokens_are_those_of_the_release(stop_id, scaled, stops, make_checkpoint):
+    """The reference stops on end_of_text and eot_id only; 3.1 and later end tool calls with eom_id,
+    an id that is merely reserved in Llama 3.0. The stop token is left out of the answer."""
+    folder = stopping_model(make_checkpoint, stop_id, use_scaled_rope=scaled)
+    llama = build(folder)
+    prompts = prompts_of([4, 9, 2, 13], seed=2)
+    out = llama.generate(prompts, 6, temperature=0)[0]
+    said = {token for answer in out for token in answer}
+    if stops:
+        assert [] in out and stop_id not in said
+    else:
+        assert stop_id in said and [] not in out
+
+
+def test_unknown_params_are_refused(make_checkpoint):
+    """llama3 dies with a TypeError, llama-models drops the key in silence."""
+    folder, _, _ = make_checkpoint(n_layers=1)
+    change_params(folder, sliding_window=4096)
+    with pytest.raises(ValueError, match=r"params\.json: unknown key 'sliding_window'"):
+        build(folder)
+    change_params(folder, sliding_window=None, max_batch_size=32)
+    assert build(folder).model.params.max_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("dim", "given", "factor"), [(64, None, 8.0), (2048, None, 32.0), (3072, None, 32.0),
+                                 (4096, None, 8.0), (64, 32.0, 32.0)],
+)  # fmt: skip
+def test_the_rope_factor_is_data(dim, given, factor):
+    """Meta's code hides a factor of 8 behind use_scaled_rope; 3.2 was trained with 32."""
+    params = {"dim": dim, "n_layers": 1, "n_heads": 16, "vocab_size": 512, "use_scaled_rope": True}
+    if given:
+        params["rope_scale_factor"] = given
+    assert ModelArgs.from_params(params, "params.json").rope_factor == factor
+
+
+def test_a_rope_factor_of_32_changes_the_answer_as_the_formula_says(make_checkpoint):
+    folder, state, params = make_checkpoint(use_scaled_rope=True, rope_scale_factor=32.0)
+    prompt = prompts_of([90], seed=6)[0]
+    scores = build(folder).generate([prompt], 1, 0, logprobs=True, echo=True)[1]
+    assert scores is not None
+    wanted = reference.logprobs(state, params, prompt)
+    assert scores[0][:90] == pytest.approx(wanted, abs=1e-4)
+    other = reference.logprobs(state, params | {"rope_scale_factor": 8}, prompt)
+    assert max(abs(a - b) for a, b in zip(wanted, other, strict=True)) > 1e-4
+
+
+def test_sampling_depends_on_seed_and_position_alone(checkpoint_dir, shared_llama):
+    """The reference draws every row from one global generator: a neighbour changes the answer.
+    Here neighbours, order, batch size and preemption change nothing, and the seed does."""
+    folder, _, _ = checkpoint_dir
+    prompts = prompts_of([6, 14, 3, 25, 9, 31, 2], seed=7)
+    wanted = [shared_llama.generate([p], 30, 1.0, 1.0)[0][0] for p in prompts]
+    assert shared_llama.generate(prompts, 30, 1.0, 1.0)[0] == wanted
+    assert shared_llama.generate(prompts[::-1], 30, 1.0, 1.0)[0] == wanted[::-1]
+    assert build(folder, 128, 7).generate(prompts, 30, 1.0, 1.0)[0] == wanted
+    assert build(folder, 128, 1).generate(prompts, 30, 1.0, 1.0)[0] == wanted
+    other = build(folder, seed=2)
+    assert other.generate(prompts, 30, 1.0, 1.0)[0] != wanted
+    assert other.generate(prompts, 30, 1.0, 1.0, seed=1)[0] == wanted
+
+
+def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
+    """A pool too small for all: some sequences give up their pages and are computed again."""
+    from llama.engine.engine import Engine
+    from llama.engine.pages import PagePool
+    from llama.engine.runner import Runner
+    from llama.engine.scheduler import Scheduler
+
+    llama = build(checkpoint_dir[0])
+    given_up = []
+    scheduler = Scheduler(PagePool(10, 16, reuse=False), max_batch_size=4, token_budget=64)
+    release = scheduler._release
+    scheduler._release = lambda seq: (given_up.append(seq.finished), release(seq))
+    llama.engine = Engine(Runner(llama.model, num_pages=10, page_size=16), scheduler)
+    prompts = prompts_of([20, 18, 25, 30], seed=8)
+    for temperature in (0.0, 1.0):
+        wanted = shared_llama.generate(prompts, 60, temperature, 1.0, logprobs=True, echo=True)
+        found = llama.generate(prompts, 60, temperature, 1.0, logprobs=True, echo=True)
+        assert found[0] == wanted[0]
+        assert found[1] is not None and wanted[1] is not None
+        for ours, theirs in zip(found[1], wanted[1], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+    assert given_up.count(False) > 0, "nobody was preempted: the test tests nothing"
+    llama.engine.scheduler.check()
+
+
+def test_prefix_reuse_changes_no_answer(checkpoint_dir, shared_llama):
+    """A second call with the same prompts computes only what is new, and says the same."""
+    llama = build(checkpoint_dir[0])
+    prompts = prompts_of([50, 40, 33], seed=9)
+    first = llama.generate(prompts, 10, temperature=0)
+    before = llama.engine.stats.prompt_tokens
+    assert before == 50 + 40 + 33
+    assert llama.generate(prompts, 10, temperature=0) == first
+    assert llama.engine.stats.prompt_tokens - before == 2 + 8 + 1
+
+
+def test_chunked_prefill_changes_no_answer(checkpoint_dir, shared_llama):
+    llama = build(checkpoint_dir[0])
+    llama.engine.scheduler.token_budget = 7
+    prompts = prompts_of([50, 40, 3, 33], seed=10)
+    wanted = shared_llama.generate(prompts, 10, 0, logprobs=True, echo=True)
+    found = llama.generate(prompts, 10, 0, logprobs=True, echo=True)
+    assert found[0] == wanted[0]
+    assert found[1] is not None and wanted[1] is not None
+    for ours, theirs in zip(found[1], wanted[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_logprobs_of_a_sampled_answer_are_the_models_own(checkpoint_dir, shared_llama):
+    """Before temperature and top-p, and equal to those of the answer scored again as a prompt."""
+    _, state, params = checkpoint_dir
+    prompt = prompts_of([8], seed=11)[0]
+    (out,), scores = shared_llama.generate([prompt], 20, 0.7, 0.8, logprobs=True)
+    assert scores is not None and len(scores[0]) == len(out)
+    wanted = reference.logprobs(state, params, prompt + out)
+    assert scores[0] == pytest.approx(wanted[8:], abs=1e-4)
+
+
+def test_bf16_stays_near_float32(checkpoint_dir, shared_llama):
+    """The distribution of the first token: total variation under 0.05, on the default type."""
+    folder, _, _ = checkpoint_dir
+    llama = build(folder, dtype=None)
+    assert llama.model.norm.weight.dtype == torch.bfloat16
+    for prompt in prompts_of([5, 20, 60], seed=12):
+        tokens = torch.tensor([prompt])
+        rough = llama.model(tokens, 0)[0, -1].softmax(-1)
+        exact = shared_llama.model(tokens, 0)[0, -1].softmax(-1)
+        assert 0 < (rough - exact).abs().sum() / 2 < 0.05
+
+
+def test_text_and_chat_return_metas_keys(shared_llama):
+    result = shared_llama.text_completion(["ab", "xyz"], 0.0, max_gen_len=4)
+    assert [list(r) for r in result] == [["generation"]] * 2
+    (scored,) = shared_llama.text_completion(["ab"], 0.0, max_gen_len=4, logprobs=True, echo=True)
+    assert list(scored) == ["generation", "tokens", "logprobs"]
+    assert scored["tokens"][:3] == ["<|begin_of_text|>", "a", "b"]
+    assert len(scored["tokens"]) == len(scored["logprobs"]) == 7
+    (chat,) = shared_llama.chat_completion([[{"role": "user", "content": "hi"}]], 0.0, 0.9, 4)
+    assert chat == {"generation": {"role": "assistant", "content": chat["generation"]["content"]}}
+    (chat,) = shared_llama.chat_completion(
+        [[{"role": "user", "content": "hi"}]], 0.0, max_gen_len=4, logprobs=True
+    )
+    assert list(chat) == ["generation", "tokens", "logprobs"]
+    assert isinstance(shared_llama.generate([[256, 65]], 3)[0][0], list)
+
+
+def test_max_gen_len_none_is_what_fits(shared_llama):
+    (out,) = shared_llama.generate([prompts_of([100])[0]], None, temperature=0)[0]
+    (known,) = shared_llama.generate([prompts_of([100])[0]], 500, temperature=0)[0]
+    assert out == known and 0 < len(out) <= 28
+
+
+def test_building_touches_no_global_state(checkpoint_dir):
+    """The reference changes the default tensor type, the global seed and sys.stdout for good."""
+    torch.manual_seed(123)
+    rng, out, threads = torch.get_rng_state(), sys.stdout, torch.get_num_threads()
+    said = io.StringIO()
+    with redirect_stdout(said):
+        llama = build(checkpoint_dir[0])
+        llama.generate([[256, 65]], 5)
+    assert said.getvalue().startswith("Loaded in ") and said.getvalue().count("\n") == 1
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert (torch.get_default_dtype(), sys.stdout) == (torch.float32, out)
+    assert torch.get_num_threads() == threads and torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_defaults_fit_the_memory(checkpoint_dir, capsys):
+    """Llama.build("DIR") alone: what was chosen is printed."""
+    llama = Llama.build(str(checkpoint_dir[0]), device="cpu")
+    params = llama.model.params
+    assert (params.max_seq_len, params.max_batch_size) == (8192, 32)
+    assert "max_seq_len=8192, max_batch_size=32" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
+    """Before anything is allocated, with what would fit."""
+    monkeypatch.setattr("llama.build.free_bytes", lambda device: 3 << 20)
+    with pytest.raises(ValueError, match=r"max_batch_size=8 would fit"):
+        build(checkpoint_dir[0], 512, 64)
+    with pytest.raises(ValueError, match=r"max_batch_size=1 with max_seq_len=4\d\d\d would fit"):
+        build(checkpoint_dir[0], 8192, 1)
+    monkeypatch.setattr("llama.build.free_bytes", lambda device: 1 << 10)
+    with pytest.raises(ValueError, match="use more ranks"):
+        Llama.build(str(checkpoint_dir[0]), device="cpu")
+
+
+BAD_GENERATE = [
+    (([],), {}, ValueError, "prompt_tokens is an empty list"),
+    (("abc",), {}, TypeError, "prompt_tokens is str, where a list belongs"),
+    (([[256], "abc"],), {}, TypeError, "prompt 1 is str, not a list of token ids"),
+    (([[256], []],), {}, ValueError, "prompt 1 has 0 tokens"),
+    (([[1] * 129],), {}, ValueError, "prompt 0 has 129 tokens, where 1 to max_seq_len=128"),
+    (([[256, 512]],), {}, ValueError, "prompt 0 holds 512, where token ids are 0 to 511"),
+    (([[256, -1]],), {}, ValueError, "prompt 0 holds -1"),
+    (([[256, 1.5]],), {}, ValueError, "prompt 0 holds 1.5"),
+    (([[256]], -1), {}, ValueError, "max_gen_len=-1"),
+    (([[256]], 5), {"temperature": -0.1}, ValueError, "temperature"),
+    (([[256]], 5), {"temperature": math.nan}, ValueError, "temperature"),
+    (([[256]], 5), {"temperature": math.inf}, ValueError, "temperature"),
+    (([[256]], 5), {"top_p": 1.1}, ValueError, "top_p"),
+    (([[256]], 5), {"top_p": math.nan}, ValueError, "top_p"),
+    (([[256]], 5), {"seed": -1}, ValueError, "seed"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "kind", "message"), BAD_GENERATE)
+def test_bad_input_to_generate(args, kwargs, kind, message, shared_llama):
+    """A clear error before any work; the same Llama still answers."""
+    steps = shared_llama.engine.stats.steps
+    with pytest.raises(kind, match=message):
+        shared_llama.generate(*args, **kwargs)
+    assert shared_llama.engine.stats.steps == steps
+    assert shared_llama.generate([[256, 65]], 3, 0)[0][0]
+
+
+BAD_DIALOGS = [
+    ("hello", "dialogs is str, where a list belongs"),
+    ([[{"role": "wizard", "content": "hi"}]], "wizard"),
+    ([[{"role": "user"}]], "content"),
+    ([[{"role": "user", "content": None}]], "content"),
+    ([[{"role": "user", "content": "hi"}], []], "dialog 1 is empty"),
+    ([{"role": "user", "content": "hi"}], "dialog 0 must be a list of messages, got dict"),
+]
+
+
+@pytest.mark.parametrize(("dialogs", "message"), BAD_DIALOGS)
+def test_bad_dialogs(dialogs, message, shared_llama):
+    with pytest.raises((TypeError, ValueError), match=message):
+        shared_llama.chat_completion(dialogs)
+    assert shared_llama.chat_completion([[{"role": "user", "content": "hi"}]], 0.0, 0.9, 3)
+
+
+def test_bad_texts(shared_llama):
+    with pytest.raises(TypeError, match="prompts is str, where a list belongs"):
+        shared_llama.text_completion("hello")
+    with pytest.raises(TypeError, match=r"prompts\[1\] is NoneType, not a string"):
+        shared_llama.text_completion(["a", None])
+    with pytest.raises(ValueError, match="prompts is an empty list"):
+        shared_llama.text_completion([])
+
+
+BAD_BUILD = [
+    ({"max_seq_len": 0}, "max_seq_len=0"),
+    ({"max_batch_size": True}, "max_batch_size=True"),
+    ({"seed": -3}, "seed=-3"),
+    ({"dtype": "int3"}, "dtype='int3': give one of bf16, fp16, fp32"),
+    ({"device": "abacus"}, "'abacus' is not a device"),
+    ({"model_parallel_size": 2}, "model_parallel_size=2 does not divide the 1 processes"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_BUILD)
+def test_bad_arguments_to_build(change, message, checkpoint_dir):
+    kwargs = {"max_seq_len": 32, "max_batch_size": 1, "device": "cpu"} | change
+    with pytest.raises(ValueError, match=message):
+        Llama.build(str(checkpoint_dir[0]), **kwargs)
+
+
+def test_a_vocabulary_that_does_not_match_is_refused(make_checkpoint):
+    folder, _, _ = make_checkpoint(vocab_size=640, n_layers=1)
+    with pytest.raises(ValueError, match="has 512 tokens, but the model has vocab_size=640"):
+        build(folder)
+
+
+def test_a_missing_tokenizer_is_named(make_checkpoint, tmp_path):
+    folder, _, _ = make_checkpoint(n_layers=1)
+    (folder / "tokenizer.model").rename(tmp_path / "elsewhere.model")
+    with pytest.raises(FileNotFoundError, match="tokenizer"):
+        build(folder)
+    llama = Llama.build(str(folder), str(tmp_path / "elsewhere.model"), 32, 1, device="cpu")
+    assert llama.text_completion(["a"], max_gen_len=2)
+    shutil.copy(tmp_path / "elsewhere.model", folder / "tokenizer.model")
+
+
+def test_types_follow_the_device():
+    assert pick_dtype(None, torch.device("cpu")) is torch.bfloat16
+    assert pick_dtype("fp16", torch.device("cpu")) is torch.float16
+    assert pick_dtype(torch.float32, torch.device("cpu")) is torch.float32
+
+
+def test_fp16_runs_on_the_cpu(checkpoint_dir):
+    llama = build(checkpoint_dir[0], dtype="fp16")
+    assert llama.generate(prompts_of([5, 9]), 8, 0)[0][0]
+
+
+def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir):
+    """Ctrl-C in the middle: the pages are free again, and the next call is served."""
+    llama = build(checkpoint_dir[0])
+    run, calls = llama.engine.runner.run, []
+
+    def interrupt(scheduled):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(scheduled)
+
+    llama.engine.runner.run = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llama.generate(prompts_of([5, 9, 4, 4, 4, 4]), 20, 0)
+    pool = llama.engine.scheduler.pool
+    assert pool.num_free == pool.num_pages and not llama.engine.has_unfinished()
+    assert llama.generate(prompts_of([5]), 8, 0)[0]

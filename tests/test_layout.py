@@ -1,0 +1,129 @@
+"""The walls of the house, held by parsing the imports; the safety rules, by reading the code."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+FILES = sorted((REPO / "llama").rglob("*.py"))
+NAMES = [str(path.relative_to(REPO)) for path in FILES]
+
+# What each part may import of the package; imports point down only.
+BELOW = {
+    "llama/ops": {"ops"},
+    "llama/parallel.py": set(),
+    "llama/memory.py": set(),
+    "llama/tokenizer.py": set(),
+    "llama/model.py": {"ops", "parallel"},
+    "llama/tensor_files.py": set(),
+    "llama/hf.py": {"model"},
+    "llama/checkpoint.py": {"hf", "model", "parallel", "tensor_files"},
+    "llama/convert.py": {"checkpoint", "hf", "model", "parallel", "tensor_files"},
+    "llama/engine": {"engine", "model"},
+    "llama/llm_engine.py": {"engine", "parallel", "tokenizer"},
+    "llama/beam.py": {"engine"},
+    "llama/generation.py": {
+        "beam", "build", "engine", "llm_engine", "model", "tokenizer",
+    },
+    "llama/build.py": {"checkpoint", "memory", "model", "parallel", "tokenizer"},
+    "llama/serving": {"engine", "generation", "llm_engine", "parallel", "tokenizer"},
+    "llama/cli.py": {"checkpoint", "convert", "generation"},
+    "llama/__main__.py": {"cli"},
+    "llama/__init__.py": {"generation", "model", "tokenizer"},
+}  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Full dotted names of everything that a file imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_point_down(name):
+    allowed = next(parts for place, parts in BELOW.items() if name.startswith(place))
+    own = {i.split(".")[1] for i in imports(REPO / name) if i.startswith("llama.")}
+    assert own <= allowed, f"{name} may import {sorted(allowed)} of the package"
+
+
+@pytest.mark.parametrize(
+    ("library", "where"),
+    [
+        ("torch.distributed", r"llama/parallel\.py"),
+        ("fairscale", r"llama/parallel\.py"),
+        ("triton", r"llama/ops/"),
+        ("fastapi", r"llama/serving/"),
+        ("fire", r"llama/cli\.py"),
+        ("tiktoken", r"llama/tokenizer\.py"),
+        ("transformers", r"nowhere"),
+        ("llama_models", r"nowhere"),
+        ("pickle", r"nowhere"),
+    ],
+)
+def test_each_library_has_one_place(library, where):
+    users = [n for n, p in zip(NAMES, FILES, strict=True)
+             if any(i == library or i.startswith(library + ".") for i in imports(p))]  # fmt: skip
+    assert all(re.match(where, name) for name in users), users
+    assert users or where == "nowhere" or library in ("triton", "fastapi")
+
+
+@pytest.mark.parametrize("name", ["sequence", "pages", "scheduler", "params"])
+def test_the_books_of_the_engine_need_no_torch(name):
+    path = REPO / "llama" / "engine" / f"{name}.py"
+    assert not {i for i in imports(path) if i.split(".")[0] == "torch"}
+
+
+def test_text_stays_out_of_the_engine():
+    for path in [*(REPO / "llama" / "engine").glob("*.py"), REPO / "llama" / "model.py"]:
+        assert not {i for i in imports(path) if "tokenizer" in i}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_dangerous_calls(name):
+    """No code from data: eval, exec, shell strings, object collectives, unsafe loads."""
+    for node in ast.walk(ast.parse((REPO / name).read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in ("eval", "exec", "os.system", "compile")
+        assert "_object" not in called and "set_default_" not in called
+        keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        assert keywords.get("shell") is None
+        if called == "torch.load":
+            assert keywords.get("weights_only") == "True"
+
+
+def test_importing_is_quiet_and_light():
+    """`import llama` prints nothing, loads no heavy library and changes no global of torch."""
+    code = """
+import json, sys, torch
+before = (str(torch.get_default_dtype()), torch.get_num_threads(), torch.initial_seed())
+import llama
+after = (str(torch.get_default_dtype()), torch.get_num_threads(), torch.initial_seed())
+heavy = [m for m in ("transformers", "fire", "triton", "tokenizers") if m in sys.modules]
+print(json.dumps([before == after, heavy]))
+"""
+    out = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True,
+        cwd=REPO,
+    )  # fmt: skip
+    assert json.loads(out.stdout) == [True, []]
+    assert out.stderr == ""
+
+
+def test_every_file_opens_with_its_charter():
+    paths = [*FILES, *(REPO / "scripts").glob("*.py"), *(REPO / "tests").glob("*.py")]
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        assert not tree.body or ast.get_docstring(tree), path
