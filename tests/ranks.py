@@ -1,0 +1,98 @@
+"""What test_parallel.py runs on every rank: jobs from a JSON file in, a JSON file a rank out.
+
+A job is {"do": name, ...}; its result is what the function of that name returns, or the text of the
+error that it raised with the seconds that took.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from llama import Llama
+from llama.parallel import disconnect
+
+RANK = int(os.environ["RANK"])
+loaded: dict[str, Llama] = {}
+
+
+def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwargs) -> Llama:
+    if folder not in loaded:
+        loaded[folder] = Llama.build(
+            folder, None, 128, 4, size, dtype="fp32", device="cpu", timeout_s=timeout_s, **kwargs
+        )
+    return loaded[folder]
+
+
+def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> list:
+    tokens, logprobs = build(folder, size).generate(prompts, **kwargs)
+    return [tokens, logprobs]
+
+
+def place(folder: str, size: int | None = None) -> list[int]:
+    parallel = build(folder, size).model.parallel
+    return [parallel.rank, parallel.size, parallel.data_rank, parallel.data_size]
+
+
+def different(folder: str, prompts: list) -> None:
+    """Each rank passes another prompt: an error is due on every rank."""
+    build(folder).generate([prompts[RANK]], 4)
+
+
+def one_bad(folder: str, bad_rank: int) -> None:
+    """One rank alone passes a bad prompt."""
+    build(folder).generate([[] if bad_rank == RANK else [256]], 4)
+
+
+def build_unlike(folder: str) -> None:
+    """Each rank asks for another size."""
+    Llama.build(folder, None, 64 + RANK, 1, dtype="fp32", device="cpu")
+
+
+def fewer_files(folder: str) -> None:
+    """The folder is there on rank 0 alone, as on two machines of which one lacks the weights."""
+    Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
+
+
+def stall(folder: str, rank: int, seconds: float, timeout_s: float) -> None:
+    """One rank comes too late."""
+    llama = build(folder, timeout_s=timeout_s)
+    if rank == RANK:
+        time.sleep(seconds)
+    llama.generate([[256, 65]], 4)
+
+
+def die(folder: str, rank: int) -> None:
+    """One rank is killed in the middle of an answer."""
+    llama = build(folder)
+    run = llama.engine.runner.run
+
+    def run_and_die(scheduled):
+        if rank == RANK and llama.engine.stats.steps == 3:
+            os.kill(os.getpid(), 9)
+        return run(scheduled)
+
+    llama.engine.runner.run = run_and_die  # type: ignore[method-assign]
+    llama.generate([[256, 65]], 64, 0)
+
+
+def main(jobs_file: str, out_dir: str) -> None:
+    torch.set_num_threads(1)
+    results = []
+    for job in json.loads(Path(jobs_file).read_text()):
+        began = time.monotonic()
+        try:
+            results.append({"result": globals()[job.pop("do")](**job)})
+        except Exception as e:
+            seconds = time.monotonic() - began
+            results.append({"error": f"{type(e).__name__}: {e}", "seconds": seconds})
+    (Path(out_dir) / f"rank{RANK}.json").write_text(json.dumps(results))
+    if not any("error" in r and "imed out" in r["error"] for r in results):
+        disconnect()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,206 @@
+"""Real processes: torchrun and gloo on 2 and 4 ranks, and ranks that differ, stall or die."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_byte_tokenizer
+from test_generation import prompts_of
+
+from checkpoints import write_meta
+from llama import Llama
+from llama.ops.norm import rms_norm
+from llama.parallel import (
+    ColumnParallelLinear,
+    ModelParallel,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+WORKER = str(Path(__file__).with_name("ranks.py"))
+REPO = Path(__file__).resolve().parent.parent
+PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **extra}
+
+
+def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
+    """The results of the jobs, a list for each rank."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc_per_node={world}", WORKER, str(folder / "jobs.json"), str(folder),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Loaded in ") == len(
+        {job["folder"] for job in jobs if job["do"] in ("generate", "place")}
+    ), "rank 0 alone prints, once a build"
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+
+
+def by_hand(world: int, jobs: list[dict], folder: Path) -> list[subprocess.CompletedProcess]:
+    """The same without torchrun, whose agent would end the ranks that are left by itself."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    variables["LOCAL_WORLD_SIZE"] = str(world)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, WORKER, str(folder / "jobs.json"), str(folder)],
+            env=environment(RANK=str(r), LOCAL_RANK=str(r), **variables),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for r in range(world)
+    ]  # fmt: skip
+    out = [rank.communicate(timeout=120)[0] for rank in ranks]
+    return [
+        subprocess.CompletedProcess([], rank.returncode, text)
+        for rank, text in zip(ranks, out, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
+    """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads."""
+    folders = {}
+    for kv_heads in (4, 2, 1):
+        folder, state, params = make_checkpoint(seed=kv_heads, n_kv_heads=kv_heads)
+        folders[f"kv{kv_heads}"] = folder
+        for shards in (2, 4) if kv_heads == 4 else ():
+            folders[f"shards{shards}"] = tmp_path_factory.mktemp(f"shards{shards}")
+            write_meta(folders[f"shards{shards}"], params, state, shards)
+            write_byte_tokenizer(folders[f"shards{shards}"])
+    return folders
+
+
+def alone(folder: Path, **kwargs) -> list:
+    llama = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu")
+    tokens, logprobs = llama.generate(PROMPTS, **kwargs)
+    return [tokens, logprobs]
+
+
+GREEDY = {"max_gen_len": 16, "temperature": 0.0, "logprobs": True, "echo": True}
+SAMPLED = {"max_gen_len": 16, "temperature": 1.0, "top_p": 0.95}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_shard_count_on_every_world(world, sharded, tmp_path):
+    """1, 2 and 4 shards, and kv heads fewer than ranks: the ids of one process, on every rank,
+    greedy and sampled, log-probabilities within 1e-4."""
+    folders = [str(folder) for folder in sharded.values()]
+    jobs = [{"do": "generate", "folder": f, "prompts": PROMPTS, **GREEDY} for f in folders]
+    jobs += [{"do": "generate", "folder": f, "prompts": PROMPTS, **SAMPLED} for f in folders]
+    ranks = torchrun(world, jobs, tmp_path)
+    assert all(rank == ranks[0] for rank in ranks), "ranks differ"
+    for job, found in zip(jobs, ranks[0], strict=True):
+        settings = SAMPLED if job["temperature"] else GREEDY
+        tokens, logprobs = alone(Path(job["folder"]), **settings)
+        assert found["result"][0] == tokens
+        for ours, wanted in zip(found["result"][1] or [], logprobs or [], strict=True):
+            assert ours == pytest.approx(wanted, abs=1e-4)
+
+
+def test_four_ranks_as_two_replicas(sharded, tmp_path):
+    """A world larger than the model-parallel size: two groups of neighbours, all with results."""
+    folder = str(sharded["shards2"])
+    jobs = [
+        {"do": "place", "folder": folder, "size": 2},
+        {"do": "generate", "folder": folder, "prompts": PROMPTS, "size": 2, **GREEDY},
+    ]
+    ranks = torchrun(4, jobs, tmp_path)
+    assert [rank[0]["result"] for rank in ranks] == [
+        [0, 2, 0, 2], [1, 2, 0, 2], [0, 2, 1, 2], [1, 2, 1, 2],
+    ]  # fmt: skip
+    wanted = alone(sharded["shards2"], **GREEDY)[0]
+    assert all(rank[1]["result"][0] == wanted for rank in ranks)
+
+
+def test_what_differs_between_ranks_is_an_error_on_each(sharded, tmp_path):
+    """Different prompts, one bad prompt, unlike arguments, a folder missing on one rank: an error
+    on both ranks within seconds, and the same Llama answers afterwards."""
+    folder = str(sharded["kv2"])
+    jobs = [
+        {"do": "place", "folder": folder},
+        {"do": "different", "folder": folder, "prompts": [[256, 65], [256, 66]]},
+        {"do": "one_bad", "folder": folder, "bad_rank": 1},
+        {"do": "build_unlike", "folder": folder},
+        {"do": "fewer_files", "folder": folder},
+        {"do": "generate", "folder": folder, "prompts": PROMPTS, **GREEDY},
+    ]
+    ranks = torchrun(2, jobs, tmp_path)
+    for rank, (_, different, one_bad, unlike, fewer, after) in enumerate(ranks):
+        assert "the prompts or parameters differ between rank 0 and rank 1" in different["error"]
+        kind = ("RankError: rank 1 failed: ", "")[rank]
+        assert one_bad["error"].startswith(f"{kind}ValueError: prompt 0 has 0 tokens")
+        assert "arguments of Llama.build differ" in unlike["error"]
+        kind = ("RankError: rank 1 failed: FileNotFoundError: ", "FileNotFoundError: ")[rank]
+        assert fewer["error"].startswith(kind)
+        assert max(r["seconds"] for r in (different, one_bad, unlike, fewer)) < 10
+        assert after["result"][0] == alone(sharded["kv2"], **GREEDY)[0]
+
+
+def test_a_stalled_rank_is_not_waited_for_beyond_the_limit(sharded, tmp_path):
+    """Rank 1 comes 12 seconds late to a call with a limit of 3: rank 0 stops with an error."""
+    job = {"do": "stall", "folder": str(sharded["kv2"]), "rank": 1, "seconds": 12, "timeout_s": 3}
+    by_hand(2, [job], tmp_path)
+    (result,) = json.loads((tmp_path / "rank0.json").read_text())
+    assert "imed out" in result["error"] or "imeout" in result["error"], result
+    assert 2.5 < result["seconds"] < 11
+
+
+def test_a_killed_rank_ends_the_others(sharded, tmp_path):
+    """kill -9 of rank 1 in the middle of an answer: rank 0 gets an error at once, and no hang."""
+    done = by_hand(2, [{"do": "die", "folder": str(sharded["kv2"]), "rank": 1}], tmp_path)
+    assert done[1].returncode == -9
+    (result,) = json.loads((tmp_path / "rank0.json").read_text())
+    assert "error" in result and result["seconds"] < 20
+
+
+def test_torchrun_example_on_two_cpu_ranks():
+    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model."""
+    script = REPO / "torchrun_examples" / "two_cpu_ranks.sh"
+    bin_dir = str(Path(sys.executable).parent)
+    env = environment(PATH=f"{bin_dir}{os.pathsep}{os.environ['PATH']}")
+    command = ["bash", str(script), "--dtype", "fp32", "--temperature", "0"]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert done.stdout.count("| ranks 2 | float32") == 2
+    assert done.stdout.count("Loaded in ") == 2
+
+
+def test_layers_split_over_ranks_are_the_whole_layer():
+    """Column, row and vocabulary shares put together by hand equal the unsplit product."""
+    torch.manual_seed(0)
+    weight, x, tokens = torch.randn(12, 8), torch.randn(5, 8), torch.tensor([0, 3, 7, 11, 5])
+    columns, rows, embedded = [], [], []
+    for rank in range(4):
+        parallel = ModelParallel(rank=rank, size=4)
+        object.__setattr__(parallel, "all_reduce", lambda t: t)
+        column = ColumnParallelLinear(8, 12, parallel).to_empty(device="cpu")
+        column.weight.copy_(weight.chunk(4)[rank])
+        columns.append(column(x))
+        row = RowParallelLinear(8, 12, parallel).to_empty(device="cpu")
+        row.weight.copy_(weight.chunk(4, 1)[rank])
+        rows.append(row(x.chunk(4, 1)[rank]))
+        embedding = VocabParallelEmbedding(12, 8, parallel).to_empty(device="cpu")
+        embedding.weight.copy_(weight.chunk(4)[rank])
+        embedded.append(embedding(tokens))
+    torch.testing.assert_close(torch.cat(columns, -1), x @ weight.T)
+    torch.testing.assert_close(sum(rows), x @ weight.T)
+    torch.testing.assert_close(sum(embedded), weight[tokens])
+    assert rms_norm(x, torch.ones(8), 1e-5).pow(2).mean() == pytest.approx(1.0, abs=1e-3)
