@@ -196,8 +196,8 @@ class Weights:
         self.layout = checkpoint.layout
         self.shapes = {name: slot.shape for name, slot in share(self.params, 1).items()}
         ours = {name_in(self.layout, name): name for name in self.shapes}
-        self.shards = [
-            {ours.get(n, n): Stored(file, n, data) for n, data in open_tensors(file).items()}
+        self.shards = [  # "?": a name of the other layout must not pass for one of this
+            {ours.get(n, f"?{n}"): Stored(file, n, data) for n, data in open_tensors(file).items()}
             for file in checkpoint.shards
         ]
         if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard

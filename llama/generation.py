@@ -114,7 +114,7 @@ class Llama:
         self._serials = count()  # of streams: the same on every rank
         args = model.params
         num_pages = args.max_batch_size * -(-args.max_seq_len // PAGE_SIZE)
-        self.engine = Engine(
+        engine = Engine(
             Runner(model, num_pages=num_pages, page_size=PAGE_SIZE),
             Scheduler(
                 PagePool(num_pages, PAGE_SIZE),
@@ -123,12 +123,16 @@ class Llama:
             ),
         )
         self.llm_engine = LLMEngine(
-            self.engine,
+            engine,
             tokenizer,
             max_seq_len=args.max_seq_len,
             seed=seed,
             parallel=model.parallel,
         )
+
+    @property
+    def engine(self) -> Engine:
+        return self.llm_engine.engine
 
     def generate(
         self,

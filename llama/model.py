@@ -297,7 +297,10 @@ class Transformer(nn.Module):
         )
         self.norm = RMSNorm(params.dim, params.norm_eps)
         self.output = ColumnParallelLinear(params.dim, params.vocab_size, parallel)
-        self.to(dtype).to_empty(device=device)
+        for module in self.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter):
+                module.weight = unfilled(*weight.shape, device=device, dtype=dtype)
         if params.tied_output:
             self.output.weight = self.tok_embeddings.weight
         table = rope_table(

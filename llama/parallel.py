@@ -74,6 +74,20 @@ class ModelParallel:
         dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
         return int(x)
 
+    def share(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank of the group: what one rank read, all of them know."""
+        if self.control is None or self.size == 1:
+            return data
+        source = self.data_rank * self.size
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=source, group=self.control)
+        packed = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == 0 and data:
+            packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if len(packed):
+            dist.broadcast(packed, src=source, group=self.control)
+        return bytes(packed.tolist())
+
     @contextlib.contextmanager
     def together(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
         """Run the block on all ranks of the group (or world): one that fails, fails on all.
@@ -94,6 +108,29 @@ class ModelParallel:
             _compare(group, what, facts, error)
         if error is not None:
             raise error
+
+
+class SharedCounter:
+    """Numbers from 0 on, each given to one model-parallel group: replicas take work by it.
+
+    Every rank of every group makes it with the same name, once.
+    """
+
+    def __init__(self, parallel: ModelParallel, name: str) -> None:
+        self._parallel = parallel
+        self._name = name
+        self._next = 0  # of a process alone
+
+    def take(self, count: int) -> int:
+        """The first of `count` numbers in a row that nobody else gets; alike on a group's ranks."""
+        first, self._next = self._next, self._next + count
+        if self._parallel.world is None:
+            return first
+        if self._parallel.rank == 0:
+            # The store that torchrun's ranks met at; torch has no public name for it.
+            store = dist.distributed_c10d._get_default_store()
+            first = store.add(self._name, count) - count
+        return int.from_bytes(self._parallel.share(first.to_bytes(8)))
 
 
 def _compare(group: dist.ProcessGroup, what: str, facts: object, error: Exception | None) -> None:
@@ -224,9 +261,11 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def unfilled(*shape: int) -> nn.Parameter:
-    """A frozen weight without memory: `Transformer` gives it some once its type is known."""
-    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
+def unfilled(
+    *shape: int, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+) -> nn.Parameter:
+    """A frozen weight; layers are born without memory, which `Transformer` then gives them."""
+    return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype), requires_grad=False)
 
 
 class ColumnParallelLinear(nn.Module):

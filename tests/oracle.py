@@ -1,7 +1,7 @@
 """Meta's own model, from the PyPI package llama-models, behind three functions.
 
-In: a state dict under Meta's names and a params dict. Out: what Meta's Transformer says, in float32,
-one prompt at a time, through its own key-value cache.
+In: a state dict under Meta's names and a params dict. Out: what Meta's Transformer says, in
+float32, one prompt at a time, through its own key-value cache.
 """
 
 import fairscale.nn.model_parallel.initialize as fs_init

@@ -449,7 +449,9 @@ def test_llama_3_s_own_stop_tokens_are_written(tmp_path):
 def test_hugging_face_to_meta_and_back(tmp_path, metas_world, tied, dtype):
     theirs = hf_model(tie_word_embeddings=tied, **stretched(8.0)).to(dtype)
     theirs.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("words")
     convert.convert(tmp_path / "hf", tmp_path / "meta")
+    assert find(tmp_path / "meta").tokenizer_path().read_text() == "words"
     expect_files(tmp_path / "meta", metas_state(theirs), WIDE_HEADS, 1)
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
     assert ffn_dim(params) == 160
@@ -628,6 +630,8 @@ def test_a_folder_that_is_no_checkpoint(meta, spoil, kind, message):
          r"model\.norm\.weight has type torch\.int8.*quantized"),
         (lambda d: change_safetensors(d, "model.norm.bias", torch.ones(64)), ValueError,
          r"model\.norm\.bias has no place"),
+        (lambda d: change_safetensors(d, "norm.weight", torch.ones(64)), ValueError,
+         r"safetensors: norm\.weight has no place"),
     ],
 )  # fmt: skip
 def test_a_hugging_face_folder_that_is_not_whole(hugging, spoil, kind, message):

@@ -9,18 +9,20 @@ import random
 import shutil
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 import oracle
 import pytest
 import reference
 import torch
 from conftest import change_params
+from test_pages import watch_releases
 
 from llama import Llama, ModelArgs, Transformer
-from llama.checkpoint import find, load
 from llama.build import pick_dtype
+from llama.checkpoint import find, load
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"n_kv_heads": None},
     "mqa": {"n_kv_heads": 1},
@@ -78,7 +80,7 @@ def test_greedy_equals_transformers(make_checkpoint, tmp_path):
 
     folder, _, _ = make_checkpoint(seed=5, use_scaled_rope=True)
     convert(folder, tmp_path / "hf")
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    theirs: Any = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     llama = build(folder)
     for prompt in prompts_of([2, 11, 33], seed=1):
         ids = torch.tensor([prompt])
@@ -193,7 +195,13 @@ def test_unknown_params_are_refused(make_checkpoint):
 )  # fmt: skip
 def test_the_rope_factor_is_data(dim, given, factor):
     """Meta's code hides a factor of 8 behind use_scaled_rope; 3.2 was trained with 32."""
-    params = {"dim": dim, "n_layers": 1, "n_heads": 16, "vocab_size": 512, "use_scaled_rope": True}
+    params: dict[str, Any] = {
+        "dim": dim,
+        "n_layers": 1,
+        "n_heads": 16,
+        "vocab_size": 512,
+        "use_scaled_rope": True,
+    }
     if given:
         params["rope_scale_factor"] = given
     assert ModelArgs.from_params(params, "params.json").rope_factor == factor
@@ -225,7 +233,7 @@ def test_sampling_depends_on_seed_and_position_alone(checkpoint_dir, shared_llam
     assert other.generate(prompts, 30, 1.0, 1.0, seed=1)[0] == wanted
 
 
-def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
+def test_preemption_changes_no_answer(checkpoint_dir, shared_llama, monkeypatch):
     """A pool too small for all: some sequences give up their pages and are computed again."""
     from llama.engine.engine import Engine
     from llama.engine.pages import PagePool
@@ -233,11 +241,9 @@ def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
     from llama.engine.scheduler import Scheduler
 
     llama = build(checkpoint_dir[0])
-    given_up = []
     scheduler = Scheduler(PagePool(10, 16, reuse=False), max_batch_size=4, token_budget=64)
-    release = scheduler._release
-    scheduler._release = lambda seq: (given_up.append(seq.finished), release(seq))
-    llama.engine = Engine(Runner(llama.model, num_pages=10, page_size=16), scheduler)
+    given_up = watch_releases(scheduler, monkeypatch)
+    llama.llm_engine.engine = Engine(Runner(llama.model, num_pages=10, page_size=16), scheduler)
     prompts = prompts_of([20, 18, 25, 30], seed=8)
     for temperature in (0.0, 1.0):
         wanted = shared_llama.generate(prompts, 60, temperature, 1.0, logprobs=True, echo=True)
@@ -419,7 +425,7 @@ BAD_BUILD = [
 
 @pytest.mark.parametrize(("change", "message"), BAD_BUILD)
 def test_bad_arguments_to_build(change, message, checkpoint_dir):
-    kwargs = {"max_seq_len": 32, "max_batch_size": 1, "device": "cpu"} | change
+    kwargs: dict[str, Any] = {"max_seq_len": 32, "max_batch_size": 1, "device": "cpu"} | change
     with pytest.raises(ValueError, match=message):
         Llama.build(str(checkpoint_dir[0]), **kwargs)
 
@@ -451,7 +457,7 @@ def test_fp16_runs_on_the_cpu(checkpoint_dir):
     assert llama.generate(prompts_of([5, 9]), 8, 0)[0][0]
 
 
-def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir):
+def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir, monkeypatch):
     """Ctrl-C in the middle: the pages are free again, and the next call is served."""
     llama = build(checkpoint_dir[0])
     run, calls = llama.engine.runner.run, []
@@ -462,7 +468,7 @@ def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir):
             raise KeyboardInterrupt
         return run(scheduled)
 
-    llama.engine.runner.run = interrupt
+    monkeypatch.setattr(llama.engine.runner, "run", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llama.generate(prompts_of([5, 9, 4, 4, 4, 4]), 20, 0)
     pool = llama.engine.scheduler.pool

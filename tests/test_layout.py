@@ -31,7 +31,9 @@ BELOW = {
         "beam", "build", "engine", "llm_engine", "model", "tokenizer",
     },
     "llama/build.py": {"checkpoint", "memory", "model", "parallel", "tokenizer"},
-    "llama/serving": {"engine", "generation", "llm_engine", "parallel", "tokenizer"},
+    "llama/serving": {
+        "engine", "generation", "llm_engine", "parallel", "serving", "tokenizer",
+    },
     "llama/cli.py": {"checkpoint", "convert", "generation"},
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {"generation", "model", "tokenizer"},

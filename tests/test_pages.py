@@ -52,15 +52,32 @@ class FakeRunner:
         return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
 
 
-def engine(num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True) -> Engine:
+class FakeEngine(Engine):
+    runner: FakeRunner
+
+
+def engine(num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True) -> FakeEngine:
     pool = PagePool(num_pages, page_size, reuse=reuse)
     scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
-    return Engine(FakeRunner(page_size), scheduler)
+    return FakeEngine(FakeRunner(page_size), scheduler)
 
 
 def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
     params = SamplingParams(max_tokens=None)
     return Sequence(list(prompt), params, len(prompt) + count, seed=1, stop_ids=stop_ids)
+
+
+def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:
+    """A list that gets, whenever a sequence gives its pages back, whether it had finished."""
+    finished: list[bool] = []
+    release = scheduler._release
+
+    def watched(seq: Sequence) -> None:
+        finished.append(seq.finished)
+        release(seq)
+
+    monkeypatch.setattr(scheduler, "_release", watched)
+    return finished
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
@@ -136,12 +153,10 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, rng: random.Random):
     assert tried.scheduler.pool.num_free == 9
 
 
-def test_preemption_happens_and_is_invisible():
+def test_preemption_happens_and_is_invisible(monkeypatch):
     """Six sequences that all grow to 7 of 9 pages: some must give up their pages and come back."""
     tried = engine(num_pages=9, max_batch_size=6)
-    given_up = []
-    release = tried.scheduler._release
-    tried.scheduler._release = lambda seq: (given_up.append(seq.finished), release(seq))
+    given_up = watch_releases(tried.scheduler, monkeypatch)
     sequences = [sequence([i], 27) for i in range(6)]
     for seq in sequences:
         tried.add(seq)
@@ -231,11 +246,14 @@ def test_a_page_freed_twice_is_caught():
         pool.release([page])
 
 
-def test_a_failing_runner_leaves_an_empty_engine():
+def test_a_failing_runner_leaves_an_empty_engine(monkeypatch):
     """The error reaches the caller, every request is aborted, and the next one is served."""
     tried = engine()
-    run = tried.runner.run
-    tried.runner.run = lambda scheduled: (_ for _ in ()).throw(MemoryError("no room"))
+
+    def fail(scheduled: list[Scheduled]) -> StepOutput:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(tried.runner, "run", fail)
     victims = [sequence([1, 2], 3) for _ in range(6)]
     for seq in victims:
         tried.add(seq)
@@ -243,7 +261,7 @@ def test_a_failing_runner_leaves_an_empty_engine():
         tried.step()
     assert [seq.finish_reason for seq in victims] == ["abort"] * 6
     assert tried.scheduler.pool.num_free == 8
-    tried.runner.run = run
+    monkeypatch.undo()
     seq = sequence([1, 2], 3)
     tried.add(seq)
     while tried.has_unfinished():

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,8 +92,8 @@ def alone(folder: Path, **kwargs) -> list:
     return [tokens, logprobs]
 
 
-GREEDY = {"max_gen_len": 16, "temperature": 0.0, "logprobs": True, "echo": True}
-SAMPLED = {"max_gen_len": 16, "temperature": 1.0, "top_p": 0.95}
+GREEDY: dict[str, Any] = {"max_gen_len": 16, "temperature": 0.0, "logprobs": True, "echo": True}
+SAMPLED: dict[str, Any] = {"max_gen_len": 16, "temperature": 1.0, "top_p": 0.95}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -100,7 +101,9 @@ def test_every_shard_count_on_every_world(world, sharded, tmp_path):
     """1, 2 and 4 shards, and kv heads fewer than ranks: the ids of one process, on every rank,
     greedy and sampled, log-probabilities within 1e-4."""
     folders = [str(folder) for folder in sharded.values()]
-    jobs = [{"do": "generate", "folder": f, "prompts": PROMPTS, **GREEDY} for f in folders]
+    jobs: list[dict[str, Any]] = [
+        {"do": "generate", "folder": f, "prompts": PROMPTS, **GREEDY} for f in folders
+    ]
     jobs += [{"do": "generate", "folder": f, "prompts": PROMPTS, **SAMPLED} for f in folders]
     ranks = torchrun(world, jobs, tmp_path)
     assert all(rank == ranks[0] for rank in ranks), "ranks differ"
@@ -115,7 +118,7 @@ def test_every_shard_count_on_every_world(world, sharded, tmp_path):
 def test_four_ranks_as_two_replicas(sharded, tmp_path):
     """A world larger than the model-parallel size: two groups of neighbours, all with results."""
     folder = str(sharded["shards2"])
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"do": "place", "folder": folder, "size": 2},
         {"do": "generate", "folder": folder, "prompts": PROMPTS, "size": 2, **GREEDY},
     ]
@@ -131,7 +134,7 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, tmp_path):
     """Different prompts, one bad prompt, unlike arguments, a folder missing on one rank: an error
     on both ranks within seconds, and the same Llama answers afterwards."""
     folder = str(sharded["kv2"])
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"do": "place", "folder": folder},
         {"do": "different", "folder": folder, "prompts": [[256, 65], [256, 66]]},
         {"do": "one_bad", "folder": folder, "bad_rank": 1},

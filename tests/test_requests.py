@@ -7,13 +7,15 @@ and the answers that are not streamed.
 import asyncio
 import itertools
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from conftest import DEMO
 from test_generation import prompts_of
 
-from llama import Llama
+from llama import Dialog, Llama, Message
 from llama.convert import convert
 from llama.engine.params import SamplingParams
 from llama.llm_engine import LLMEngine, RequestOutput, answer_seed
@@ -56,7 +58,7 @@ def babbler(make_checkpoint) -> Llama:
 
 
 @pytest.fixture
-def engine(llama) -> LLMEngine:
+def engine(llama) -> Iterator[LLMEngine]:
     """The module's engine; every test must leave it empty."""
     yield llama.llm_engine
     assert not llama.llm_engine.has_unfinished_requests()
@@ -68,13 +70,13 @@ def engine(llama) -> LLMEngine:
 def run(engine: LLMEngine, requests: dict[str, tuple]) -> dict[str, RequestOutput]:
     for request_id, (prompt, params) in requests.items():
         engine.add_request(request_id, prompt, params)
-    last = {}
+    last: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         last |= {output.request_id: output for output in engine.step()}
     return last
 
 
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.7, "top_p": 0.8, "seed": 6},
@@ -108,7 +110,7 @@ def test_a_mixed_batch_equals_each_request_alone(engine):
         alone = run(engine, {request_id: request})[request_id]
         assert answers(alone) == answers(together[request_id])
     order = random.Random(0).sample(sorted(requests), len(requests))
-    last = {}
+    last: dict[str, RequestOutput] = {}
     for request_id in itertools.chain(order, itertools.repeat("")):
         if request_id:
             engine.add_request(request_id, *requests[request_id])
@@ -158,7 +160,7 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
     """n answers are those of n requests with the derived seeds; best_of returns the n with the
     highest sum of log-probabilities, which are transformers-checked elsewhere."""
     (prompt,) = prompts_of([9], seed=33)
-    common = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
+    common: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
     found = run(engine, {"n": (prompt, SamplingParams(n=5, seed=4, **common))})["n"].outputs
     single = {f"s{i}": (prompt, SamplingParams(seed=answer_seed(4, i), **common)) for i in range(5)}
     alone = [output.outputs[0] for output in run(engine, single).values()]
@@ -167,7 +169,7 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
     assert [a.token_ids for a in found] == [a.token_ids for a in alone]
     assert len({tuple(a.token_ids) for a in found}) > 1
     best = run(engine, {"b": (prompt, SamplingParams(n=2, best_of=5, seed=4, **common))})["b"]
-    ranked = sorted(alone, key=lambda a: -a.cumulative_logprob)
+    ranked = sorted(alone, key=lambda a: -(a.cumulative_logprob or 0.0))
     assert [a.token_ids for a in best.outputs] == [a.token_ids for a in ranked[:2]]
     assert [a.index for a in best.outputs] == [0, 1]
     assert best.usage.completion_tokens == sum(len(a.token_ids) for a in alone)
@@ -179,7 +181,7 @@ def test_stops_are_named_and_left_out(babbler):
     text, ids = free.outputs[0].text, free.outputs[0].token_ids
     stop = text[3:6]
     at = text.index(stop)
-    params = {"max_tokens": 30, "temperature": 0}
+    params: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
     cut = run(engine, {"a": (prompt, SamplingParams(stop=stop, **params))})["a"].outputs[0]
     assert (cut.text, cut.finish_reason, cut.stop_reason) == (text[:at], "stop", stop)
     kept = SamplingParams(stop=[stop], include_stop_str_in_output=True, **params)
@@ -193,7 +195,7 @@ def test_stops_are_named_and_left_out(babbler):
 
 
 def test_bad_words_are_never_said(babbler):
-    params = {"max_tokens": 60, "temperature": 0}
+    params: dict[str, Any] = {"max_tokens": 60, "temperature": 0}
     request = {"a": ("x", SamplingParams(**params))}
     assert "漢" in run(babbler.llm_engine, request)["a"].outputs[0].text
     request = {"a": ("x", SamplingParams(bad_words=["漢"], **params))}
@@ -239,7 +241,8 @@ def test_a_ten_turn_chat_computes_only_what_is_new(demo):
     answers are those of an engine without reuse."""
     plain = Llama.build(str(DEMO), None, 384, 1, device="cpu", dtype="fp32")
     plain.engine.scheduler.pool.reuse = False
-    dialog, stats = [], demo.engine.stats
+    dialog: list[Message] = []
+    stats = demo.engine.stats
     known: list[int] = []
     for turn in range(10):
         dialog.append({"role": "user", "content": f"What is {turn} plus one?"})
@@ -258,7 +261,7 @@ def test_a_ten_turn_chat_computes_only_what_is_new(demo):
     assert plain.engine.stats.prompt_tokens > 3 * stats.prompt_tokens
 
 
-BAD_REQUESTS = [
+BAD_REQUESTS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     (("", [256], SamplingParams()), TypeError, "request_id=''"),
     (("a", [], SamplingParams()), ValueError, "the prompt has 0 tokens"),
     (("a", [1] * 129, SamplingParams()), ValueError, "129 tokens, where 1 to max_seq_len=128"),
@@ -332,7 +335,9 @@ def test_stop_strings_never_leak_wherever_tokens_end(babbler):
 
 
 def test_streamed_chat_equals_not_streamed(demo):
-    dialogs = [[{"role": "user", "content": text}] for text in ("Hello", "Tell me a story.")]
+    dialogs: list[Dialog] = [
+        [{"role": "user", "content": text}] for text in ("Hello", "Tell me a story.")
+    ]
     whole = demo.chat_completion(dialogs, 0.0, max_gen_len=60)
     text = joined(demo.stream_chat(dialogs, 0.0, max_gen_len=60))
     assert [text[i] for i in range(2)] == [r["generation"]["content"] for r in whole]

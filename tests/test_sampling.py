@@ -1,4 +1,7 @@
-"""Sampling against transformers' processors, against a naive row in float64, and against chance."""
+"""Sampling against transformers' processors, against a naive row in float64, and against chance.
+
+Over 400 lines, since each step of the pipeline has its own oracle here.
+"""
 
 import random
 from collections.abc import Callable
@@ -301,6 +304,12 @@ def test_philox_gives_its_authors_known_answers(counter, key, words) -> None:
     assert found.tolist() == [[word >> 1 for word in words]]
 
 
+@given(st.integers(0, 2**60 - 1), st.integers(0, 2**62))
+def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share) -> None:
+    words = torch.tensor([divmod(share, 2**31)])
+    assert int(sampling._part(torch.tensor([whole]), words)) == whole * share >> 62
+
+
 def test_numbers_differ_by_seed_by_position_and_by_both_words_of_the_seed() -> None:
     seeds = torch.tensor([0, 1, 2, 2**32, 2**62, 2**63 - 1]).repeat_interleave(2000)
     positions = torch.arange(2000).repeat(6)
@@ -389,7 +398,9 @@ def test_greedy_heeds_bias_bans_and_penalties() -> None:
     assert ids.tolist() == [token for _, token in cases]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 3}, {"logprobs": 2}]
+)
 @pytest.mark.parametrize("fault", ["nan", "inf", "all -inf", "all banned"])
 def test_a_row_without_an_answer_is_marked_and_harms_no_other(params, fault) -> None:
     good, bad = sequence(**params), sequence(**params)
