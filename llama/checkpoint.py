@@ -379,7 +379,3 @@ def _check_count(checkpoint: Checkpoint, shards: list[dict[str, Stored]]) -> Non
             f"tok_embeddings.weight), but {len(shards)} are in {checkpoint.folder}: download the "
             "rest, or move away what does not belong to the model"
         )
-
-
-def _embedding(params: ModelArgs) -> tuple[int, int]:
-    return params.vocab_size, params.dim

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -157,8 +158,8 @@ def _deductions(seq: Sequence) -> dict[int, float]:
 
 def _cells(logits: Tensor, ids: Seq[Collection[int]]) -> tuple[Tensor, Tensor]:
     """Row and column of each id listed for each row."""
-    rows = [row for row, found in enumerate(ids) for _ in range(len(found))]
-    return _beside(logits, rows), _beside(logits, [token for found in ids for token in found])
+    rows = np.repeat(np.arange(len(ids)), [len(found) for found in ids])
+    return _beside(logits, rows), _beside(logits, list(chain.from_iterable(ids)))
 
 
 def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
@@ -168,15 +169,14 @@ def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
         peak, ids = logits.max(dim=-1)
     else:
         peak = logits.amax(dim=-1)  # on a CPU it costs a sixth of what it does with the index
-    finite = peak.isfinite()
     if not all(greedy):
-        drawn = _drawn(logits, peak.where(finite, 0), sequences)
+        drawn = _drawn(logits, peak, sequences)
         ids = ids.where(_beside(logits, greedy), drawn) if any(greedy) else drawn
-    return ids.where(finite, -1)
+    return ids.where(peak.isfinite(), -1)
 
 
 def _drawn(logits: Tensor, peak: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """(B, V) logits and their finite row maxima (B) -> (B) ids drawn from the filtered rows."""
+    """(B, V) logits and their row maxima (B) -> (B) ids drawn from what the filters keep."""
     params = [seq.params for seq in sequences]
     seeds = torch.tensor([seq.seed for seq in sequences])
     positions = torch.tensor([len(seq.tokens) for seq in sequences])
@@ -254,7 +254,7 @@ def _inverse(weights: Tensor, number: Tensor) -> Tensor:
     """(B, C) weights, overwritten, and (B, 2) of `uniform` -> (B) columns, none of weight 0.
 
     Column i has the whole numbers from the sum before it up to, not with, the sum to it, and the
-    one drawn is below the sum of all. (Only a row without a finite peak has none: it is clamped.)
+    one drawn is below the sum of all. (The clamp: a row without a finite peak holds anything.)
     """
     sums = weights.cumsum_(dim=-1)
     drawn = _part(sums[:, -1], number)
@@ -269,7 +269,7 @@ def _part(whole: Tensor, words: Tensor) -> Tensor:
     return high * a + ((high * b + low * a + (low * b >> 31)) >> 31)
 
 
-def _beside(tensor: Tensor, values: Seq) -> Tensor:
+def _beside(tensor: Tensor, values: Seq | np.ndarray) -> Tensor:
     """A list of numbers on the tensor's device, without a sync; floats become float32."""
     dtype = np.float32 if isinstance(values[0], float) else None
     # Through NumPy: a long list becomes a tensor several times as fast.
