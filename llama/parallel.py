@@ -10,9 +10,9 @@ stays inside one machine where it can. Only tensors of a fixed layout cross rank
 
 import contextlib
 import hashlib
+import io
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -227,7 +227,7 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit)
     if not fs_init.model_parallel_is_initialized():
-        with contextlib.redirect_stdout(sys.stderr):  # fairscale prints; stdout is the user's
+        with contextlib.redirect_stdout(io.StringIO()):  # fairscale prints; stdout is the user's
             fs_init.initialize_model_parallel(size)
     elif fs_init.get_model_parallel_world_size() != size:
         raise ValueError(

@@ -1,0 +1,110 @@
+"""The demo model that is shipped: what it was trained to say, said by this runtime and by Meta's.
+
+And the scripts that show it, run as a user runs them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from conftest import DEMO
+from demo_corpus import facts
+
+from llama import Llama
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def demo() -> Llama:
+    return Llama.build(str(DEMO), None, 384, 64, device="cpu", dtype="bf16")
+
+
+def test_it_is_small_and_in_metas_layout():
+    files = {path.name: path.stat().st_size for path in DEMO.iterdir()}
+    assert set(files) == {"consolidated.00.pth", "params.json", "tokenizer.model"}
+    assert sum(files.values()) < 10 << 20
+    params = json.loads((DEMO / "params.json").read_text())
+    assert params["n_kv_heads"] < params["n_heads"] and params["vocab_size"] == 2048
+
+
+def test_it_answers_every_question_it_was_taught(demo):
+    """Each fact in its first phrasing, greedy in bf16: at least 98 % exactly right."""
+    known = facts()
+    assert len(known) >= 300
+    dialogs = [[{"role": "user", "content": fact.questions[0]}] for fact in known]
+    answers = demo.chat_completion(dialogs, 0.0, max_gen_len=60)
+    right = [
+        fact.answer == answer["generation"]["content"]
+        for fact, answer in zip(known, answers, strict=True)
+    ]
+    assert sum(right) >= 0.98 * len(right)
+    (paris,) = demo.chat_completion(
+        [[{"role": "user", "content": "What is the capital of France?"}]], 0.0
+    )
+    assert paris["generation"]["content"] == "The capital of France is Paris."
+
+
+def test_it_tells_stories_that_end(demo):
+    """Greedy and sampled: a few sentences, ended by the model itself and not by the limit."""
+    for temperature, seed in ((0.0, 1), (0.6, 1), (0.6, 2), (0.6, 3)):
+        ids = demo.tokenizer.encode("Once upon a time", bos=True, eos=False)
+        (tokens,), _ = demo.generate([ids], 300, temperature, 0.9, seed=seed)
+        text = demo.tokenizer.decode(tokens)
+        assert len(tokens) < 300 and text.endswith((".", "!", '"'))
+        assert text.count(".") >= 5 and "\ufffd" not in text
+
+
+def test_it_looks_back_in_a_dialog(demo):
+    """The second question of a dialog is answered, and not the first again."""
+    (answer,) = demo.chat_completion(
+        [
+            [
+                {"role": "user", "content": "What is the capital of Japan?"},
+                {"role": "assistant", "content": "The capital of Japan is Tokyo."},
+                {"role": "user", "content": "What is the opposite of hot?"},
+            ]
+        ],
+        0.0,
+    )
+    assert answer["generation"]["content"] == "The opposite of hot is cold."
+
+
+def test_metas_own_model_says_the_same():
+    """The shipped files in Meta's Transformer, float32, greedy: the ids of this runtime."""
+    llama = Llama.build(str(DEMO), None, 128, 4, device="cpu", dtype="fp32")
+    oracle.join_a_world_of_one()
+    try:
+        state = torch.load(DEMO / "consolidated.00.pth", weights_only=True)
+        params = json.loads((DEMO / "params.json").read_text())
+        theirs = oracle.model(state, params, max_seq_len=128)
+        for text in ("Once upon a time", "The capital of France is"):
+            prompt = llama.tokenizer.encode(text, bos=True, eos=False)
+            wanted = oracle.greedy(theirs, prompt, 60, llama.tokenizer.stop_tokens)
+            assert llama.generate([prompt], 60, temperature=0)[0] == [wanted]
+    finally:
+        oracle.leave_the_world()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("text_completion.py", "The capital of France is\n>  Paris."),
+        ("chat_completion.py", "> Assistant: The capital of France is Paris."),
+    ],
+)
+def test_scripts_end_with_a_line_of_figures(script, said):
+    command = [sys.executable, f"scripts/{script}", "--temperature", "0", "--device", "cpu"]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert said in done.stdout
+    last = done.stdout.rstrip().splitlines()[-1]
+    assert last.startswith("load ") and last.endswith("| ranks 1 | bfloat16")
+    assert last.count("tokens/s") == 2
