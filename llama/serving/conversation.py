@@ -19,9 +19,11 @@ from llama.tokenizer import ChatFormat, Message, validate_dialog
 # What a person may set, with SamplingParams' names and checks; one has the flag's name instead.
 SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "max_gen_len", "min_tokens", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "stop", "bad_words", "ignore_eos", "seed",
+    "presence_penalty", "frequency_penalty", "stop", "bad_words", "seed",
 )  # fmt: skip
 _FIELDS = {"max_gen_len": "max_tokens"}
+# Those of Llama's own calls.
+_DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None, "seed": 1}
 
 # name: (what follows it, what it does); [ ] may be left out
 COMMANDS = {
@@ -89,7 +91,7 @@ class Conversation:
         self.formatter = formatter
         self.context = context
         self.messages: list[Message] = []
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, Any] = dict(_DEFAULTS)
         self.figures: list[Figures] = []
         self._attempt = 0  # of the last answer
         self._files: set[Path] = set()  # written or read by this chat, which /save may replace
@@ -125,7 +127,7 @@ class Conversation:
 
     def sampling(self, attempt: int = 0) -> dict[str, Any]:
         """The settings as arguments of SamplingParams; each attempt has a seed of its own."""
-        seed = self.settings.get("seed")
+        seed = self.settings["seed"]
         seed = secrets.randbits(63) if seed is None else (seed + attempt) % 2**63
         return _arguments(self.settings) | {"seed": seed}
 
