@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from llama import Llama
+from llama.engine.params import SamplingParams
 from llama.parallel import disconnect
 
 RANK = int(os.environ["RANK"])
@@ -77,6 +78,28 @@ def die(folder: str, rank: int) -> None:
 
     llama.engine.runner.run = run_and_die  # type: ignore[method-assign]
     llama.generate([[256, 65]], 64, 0)
+
+
+def different_requests(folder: str) -> None:
+    """Each rank adds another request: the next step is an error on every rank."""
+    engine = build(folder).llm_engine
+    engine.add_request("a", [256, 65 + RANK], SamplingParams(max_tokens=4))
+    try:
+        engine.step()
+    finally:
+        assert not engine.has_unfinished_requests()
+
+
+def stream(folder: str, prompts: list[str]) -> list[str]:
+    """Streamed answers, joined, on every rank."""
+    texts = [""] * len(prompts)
+    for increment in build(folder).stream_text(prompts, 1.0, 1.0, 16):
+        texts[increment.index] += increment.text
+    return texts
+
+
+def beams(folder: str, prompts: list[str]) -> list:
+    return [[b["generation"] for b in found] for found in build(folder).beam_search(prompts, 3, 8)]
 
 
 def main(jobs_file: str, out_dir: str) -> None:

@@ -154,6 +154,26 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, tmp_path):
         assert after["result"][0] == alone(sharded["kv2"], **GREEDY)[0]
 
 
+def test_requests_streams_and_beams_on_two_ranks(sharded, tmp_path):
+    """What stands on the engine's step: the answers of one process on each rank; and requests that
+    differ between ranks are an error on each, after which the engine serves on."""
+    folder, prompts = str(sharded["kv4"]), ["Once", "x", "The end"]
+    jobs: list[dict[str, Any]] = [
+        {"do": "place", "folder": folder},
+        {"do": "different_requests", "folder": folder},
+        {"do": "stream", "folder": folder, "prompts": prompts},
+        {"do": "beams", "folder": folder, "prompts": prompts},
+    ]
+    ranks = torchrun(2, jobs, tmp_path)
+    llama = Llama.build(folder, None, 128, 4, dtype="fp32", device="cpu")
+    texts = [r["generation"] for r in llama.text_completion(prompts, 1.0, 1.0, 16)]
+    beams = [[b["generation"] for b in found] for found in llama.beam_search(prompts, 3, 8)]
+    for _, differ, streamed, searched in ranks:
+        assert "the requests differ between rank 0 and rank 1" in differ["error"]
+        assert streamed["result"] == texts
+        assert searched["result"] == beams
+
+
 def test_a_stalled_rank_is_not_waited_for_beyond_the_limit(sharded, tmp_path):
     """Rank 1 comes 12 seconds late to a call with a limit of 3: rank 0 stops with an error."""
     job = {"do": "stall", "folder": str(sharded["kv2"]), "rank": 1, "seconds": 12, "timeout_s": 3}
