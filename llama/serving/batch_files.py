@@ -51,9 +51,9 @@ def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
 
 
 def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
-    """OSError or ValueError unless the input can be read and no result would be overwritten."""
-    with open(in_path, "rb"):
-        pass
+    """OSError or ValueError unless the input is there and no result would be overwritten."""
+    os.stat(in_path)  # not opened: a pipe would be spent
+    os.stat(os.path.dirname(out_path) or ".")
     if resume and not os.path.isfile(in_path):
         raise ValueError(f"{in_path} is a stream, and cannot be read again to resume: give a file")
     if not resume and os.path.exists(out_path) and os.path.getsize(out_path):
@@ -63,25 +63,28 @@ def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
         )
 
 
+def _open_existing(path: str, flags: int) -> int:
+    """For ranks after the first: one that cannot see the first's file must not make its own."""
+    return os.open(path, flags & ~os.O_CREAT)
+
+
 class Results:
     """The output file, shared by the replicas of one job and by nobody else.
 
     done: for each line, at its number, its fingerprint, or 0 if it has no record yet: four bytes a
     line, and none in a new file. failed: the records that hold an error. The `first` of a job's
-    ranks makes the file and cuts off a torn last line; the others open it after that.
+    ranks makes the file, and sees that no other job has it; the others open it after that.
     """
 
     def __init__(self, path: str, *, first: bool = True, most_lines: int = 0) -> None:
         self.path = path
         self.failed = 0
+        self._first = first
         self.done = array("I", [0])
-        keep = ~0 if first else ~os.O_CREAT  # a rank that cannot see the first's file is an error
-        opener = lambda name, flags: os.open(name, flags & keep, 0o666)  # noqa: E731
-        self._file = io.FileIO(path, "a+", opener=opener)
+        self._file = io.FileIO(path, "a+", opener=None if first else _open_existing)
         self._claim(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
         self._read(most_lines)
         if first:
-            self._mend()
             self._claim(fcntl.LOCK_SH)
 
     @property
@@ -144,7 +147,9 @@ class Results:
         except OSError as e:
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 raise
-            # A file system without locks. On one machine, appending is atomic without them.
+            if not self._first:  # a rank alone can do without
+                why = "this file system has no locks, which several ranks need: write elsewhere"
+                raise OSError(e.errno, why, self.path) from None
 
     def _read(self, most_lines: int) -> None:
         """Learn which lines are done. ValueError, before any change, if these are not records."""
