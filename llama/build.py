@@ -51,6 +51,7 @@ def load_model(
         model = Transformer(params, parallel=parallel, device=place, dtype=kind)
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         checkpoint.load(found, model, progress=shows)
+        model.pack()
     return model, tokenizer
 
 

@@ -21,6 +21,7 @@ from llama.ops.rope import apply_rope, rope_table
 from llama.ops.swiglu import silu_mul
 from llama.parallel import (
     ColumnParallelLinear,
+    Linear,
     ModelParallel,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -314,6 +315,7 @@ class Transformer(nn.Module):
 
     def weight_slots(self) -> dict[str, Tensor]:
         """Meta's name of each weight -> the view that holds this rank's share of it."""
+        assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
         slots = {"tok_embeddings.weight": self.tok_embeddings.weight.data}
         for i, layer in enumerate(self.blocks()):
             slots |= {f"layers.{i}.{name}": share for name, share in layer.weight_slots().items()}
@@ -321,6 +323,17 @@ class Transformer(nn.Module):
         if not self.params.tied_output:
             slots["output.weight"] = self.output.weight.data
         return slots
+
+    def pack(self) -> None:
+        """Once the weights are filled: put them in this machine's fastest layout, in place.
+
+        `weight_slots` no longer holds after this.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.params.tied_output:
+            self.tok_embeddings.weight = self.output.weight
 
     def empty_pages(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""

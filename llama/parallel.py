@@ -19,9 +19,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor, nn
+
+from llama.ops.linear import best_layout, linear, rows
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
 
@@ -268,31 +269,39 @@ def unfilled(
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype), requires_grad=False)
 
 
-class ColumnParallelLinear(nn.Module):
-    """(T, in) -> (T, out / size): each rank holds `out / size` rows of the weight. No bias."""
+class Linear(nn.Module):
+    """(T, in) -> (T, out) by this rank's weight, in whatever layout is fastest here. No bias."""
 
-    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
+    def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
-        assert n_out % parallel.size == 0, (n_out, parallel.size)
-        rows = n_out // parallel.size
-        self.weight = unfilled(rows, n_in)
+        self.weight = unfilled(n_out, n_in)
+
+    def pack(self) -> None:
+        """Put the weight in this machine's fastest layout; views of it are worthless after."""
+        self.weight = nn.Parameter(best_layout(self.weight.data), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
-class RowParallelLinear(nn.Module):
+class ColumnParallelLinear(Linear):
+    """(T, in) -> (T, out / size): each rank holds `out / size` rows of the weight."""
+
+    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
+        assert n_out % parallel.size == 0, (n_out, parallel.size)
+        super().__init__(n_in, n_out // parallel.size)
+
+
+class RowParallelLinear(Linear):
     """(T, in / size) -> (T, out), summed over the ranks: each holds `in / size` columns."""
 
     def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
-        super().__init__()
         assert n_in % parallel.size == 0, (n_in, parallel.size)
+        super().__init__(n_in // parallel.size, n_out)
         self.parallel = parallel
-        columns = n_in // parallel.size
-        self.weight = unfilled(n_out, columns)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.all_reduce(F.linear(x, self.weight))
+        return self.parallel.all_reduce(super().forward(x))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -302,14 +311,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         assert n_vocab % parallel.size == 0, (n_vocab, parallel.size)
         self.parallel = parallel
-        rows = n_vocab // parallel.size
-        self.first = rows * parallel.rank
-        self.weight = unfilled(rows, dim)
+        self.num_local = n_vocab // parallel.size
+        self.first = self.num_local * parallel.rank
+        self.weight = unfilled(self.num_local, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.parallel.size == 1:
-            return F.embedding(tokens, self.weight)
+            return rows(tokens, self.weight)
         local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= self.num_local)
+        x = rows(local.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.all_reduce(x.masked_fill_(elsewhere[:, None], 0))

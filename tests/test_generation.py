@@ -20,7 +20,7 @@ from test_pages import watch_releases
 
 from llama import Llama, ModelArgs, Transformer
 from llama.build import pick_dtype
-from llama.checkpoint import find, load
+from llama.checkpoint import Weights, find, load
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -299,6 +299,21 @@ def test_bf16_stays_near_float32(checkpoint_dir, shared_llama):
         rough = llama.model(tokens, 0)[0, -1].softmax(-1)
         exact = shared_llama.model(tokens, 0)[0, -1].softmax(-1)
         assert 0 < (rough - exact).abs().sum() / 2 < 0.05
+
+
+def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
+    """`pack` is a matter of speed: logits stay within bf16 rounding, tied and untied."""
+    folder, _, params = make_checkpoint(seed=21, dim=128)
+    for tied in (False, True):
+        args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
+        model = Transformer(args, dtype=torch.bfloat16)
+        source = Weights(find(folder))
+        for name, slot in model.weight_slots().items():
+            source.copy(name, slot, 0, 1)
+        tokens = torch.tensor(prompts_of([20, 20], seed=22))
+        plain = model(tokens, 0)
+        model.pack()
+        torch.testing.assert_close(model(tokens, 0), plain, atol=0.05, rtol=0.05)
 
 
 def test_text_and_chat_return_metas_keys(shared_llama):

@@ -1,0 +1,141 @@
+"""From kernels.cpp to functions that can be called: compiled on first use for the CPU at hand.
+
+`kernels()` gives the loaded library, or None, and the ops then run their torch body. What was
+compiled is kept in ~/.cache/llama (or $XDG_CACHE_HOME/llama), readable and writable by its owner
+alone, under a name made from all that it depends on. Needs g++ and an x86-64 CPU with AVX2. It
+knows nothing of what the kernels compute.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+# One rounding for a multiply and its add, everywhere: a row's bytes may not hang on its batch.
+_COMPILE = "-O3 -march=native -std=c++17 -ffp-contract=fast -fno-exceptions -fPIC -fopenmp".split()
+# No -fopenmp here: a second OpenMP runtime beside torch's would bring threads of its own, which
+# fight with torch's for the cores. The names are found in the runtime that torch has loaded.
+_LINK = "-shared -nodefaultlibs -lc".split()
+_HUGE = 2 << 20  # bytes of a huge page
+_ADVICE = (14, 25)  # MADV_HUGEPAGE: may become huge; MADV_COLLAPSE, from Linux 6.1: right now
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, in Linux's words; empty on other systems."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return frozenset()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return frozenset(next((x for x in lines if x.startswith("flags")), "").split())
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL | None:
+    """The compiled kernels; None on a CPU that they are not for, or after a warning."""
+    if not cpu_flags() >= {"avx2", "fma"}:
+        return None
+    try:
+        return load(cache_folder())
+    except (OSError, subprocess.SubprocessError) as e:
+        detail = str(getattr(e, "stderr", None) or e)[:500]
+        warnings.warn(
+            f"the CPU kernels could not be built, and torch's slower ones are used: {detail}",
+            stacklevel=2,
+        )
+        return None
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "llama"
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """The library from `folder`, built if it is not there whole. OSError or SubprocessError."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler: install g++")
+    name = f"{_fingerprint(compiler)}.so"
+    try:
+        _make_private(folder)
+    except OSError:  # no home, or one that cannot be written: build for this process alone
+        with tempfile.TemporaryDirectory() as own:
+            return _open(_build(compiler, Path(own) / name))
+    path = folder / name
+    return _open(path if _is_whole(path) else _build(compiler, path))
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, timeout=60, check=True
+    ).stdout
+    parts = (SOURCE.read_bytes(), version, *_COMPILE, *_LINK, *sorted(cpu_flags()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _make_private(folder: Path) -> None:
+    """What lies here is run: OSError unless it is ours to write, and nobody else's."""
+    if not folder.is_absolute():
+        raise FileNotFoundError(f"{folder}: this user has no home")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} is not this user's alone")
+
+
+def _build(compiler: str, path: Path) -> Path:
+    """Compile to `path`, which appears whole or not at all: several ranks may come here at once."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        made, library = Path(own) / "kernels.o", Path(own) / "kernels.so"
+        for arguments in (
+            [*_COMPILE, "-c", str(SOURCE), "-o", str(made)],
+            [str(made), *_LINK, "-o", str(library)],
+        ):
+            command = [compiler, *arguments]
+            subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        content = library.read_bytes()
+        # A loader does not mind bytes behind the end; these show that nothing was cut off.
+        library.write_bytes(content + hashlib.sha256(content).digest())
+        os.replace(library, path)
+    return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Loading half a file would end the process with SIGBUS."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    pointer, size, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+    for name, pointers in (("linear_bf16", 4), ("linear_int8", 5)):
+        function = getattr(library, name)
+        function.argtypes = [pointer] * pointers + [size] * 3 + [threads]
+        function.restype = None
+    return library
+
+
+def use_huge_pages(tensor: Tensor) -> None:
+    """Ask Linux for pages of 2 MiB under a tensor that is read whole, where it has them to give."""
+    start = -(-tensor.data_ptr() // _HUGE) * _HUGE
+    end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
+    if start >= end or sys.platform != "linux":
+        return
+    with contextlib.suppress(AttributeError):  # a C library without madvise: it was only a wish
+        madvise = ctypes.CDLL(None).madvise
+        for advice in _ADVICE:
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))

@@ -1,0 +1,354 @@
+"""Packed products against float64, alone against in a batch, and what happens without a compiler.
+
+Each product is tested with the kernel for this CPU, with the one for AVX2 where that runs too, and
+with torch's body.
+"""
+
+import ctypes
+import multiprocessing
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops import native
+from llama.ops.linear import (
+    Int8Weight,
+    best_layout,
+    fits,
+    linear,
+    pack,
+    pack_int8,
+    rows,
+    unpack,
+    unpack_int8,
+)
+
+HAS_KERNELS = native.cpu_flags() >= {"avx2", "fma"} and shutil.which("g++") is not None
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+STUB = 'extern "C" void linear_bf16() {}\nextern "C" void linear_int8() {}\n'
+_rng = random.Random(5)
+SHAPES = [  # (M, N, K): around the kernel's blocks of 14 and 6 rows, slices of 512 and 112 rows
+    (1, 32, 2), (1, 64, 4096), (2, 32, 510), (6, 96, 512), (7, 32, 514), (13, 64, 66),
+    (14, 32, 1024), (15, 160, 1026), (28, 32, 2), (29, 64, 128), (70, 96, 256), (112, 64, 64),
+    (113, 32, 514), (225, 64, 32), (512, 96, 128),
+] + [
+    (_rng.randint(1, 70), 32 * _rng.randint(1, 5), 2 * _rng.randint(1, 400)) for _ in range(12)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory) -> dict[str, ctypes.CDLL]:
+    folder = tmp_path_factory.mktemp("kernels")
+    built = {"native": native.load(folder)}
+    with pytest.MonkeyPatch.context() as patch:
+        flags = ["-march=haswell" if f == "-march=native" else f for f in native._COMPILE]
+        patch.setattr(native, "_COMPILE", flags)
+        built["avx2"] = native.load(folder)
+    return built
+
+
+@pytest.fixture(params=["native", "avx2"])
+def kernels(request, monkeypatch):
+    """The op with a kernel, as compiled for this CPU and as compiled for any with AVX2."""
+    if not HAS_KERNELS:
+        pytest.skip("needs x86-64 with AVX2, and g++")
+    library = request.getfixturevalue("libraries")[request.param]
+    monkeypatch.setattr(native, "kernels", lambda: library)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch) -> Path:
+    """A cache folder, for a source that compiles in no time."""
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "stub.cpp")
+    native.SOURCE.write_text(STUB)
+    return tmp_path / "cache"
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Within a rounding to bf16 of the exact product, and what K float32 additions may lose."""
+    x, weight = x.double(), weight.double()
+    exact, size = x @ weight.T, x.abs() @ weight.abs().T
+    assert out.dtype is torch.bfloat16
+    assert ((out.double() - exact).abs() <= exact.abs() / 256 + size * x.shape[1] / 2**23).all()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_a_packed_product_is_the_product(kernels, m, n, k):
+    x, weight = numbers(m, k), numbers(n, k, seed=1)
+    check_product(x, weight, linear(x, pack(weight.clone())))
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES[::4])
+def test_torch_body(no_kernels, m, n, k):
+    x, weight = numbers(m, k), numbers(n, k, seed=1)
+    check_product(x, weight, linear(x, pack(weight.clone())))
+    check_product(x, weight, linear(x, weight))
+
+
+def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels):
+    x, weight = numbers(130, 516), numbers(96, 516, seed=1)
+    for packed in (pack_int8(weight), pack(weight.clone())):
+        whole = linear(x, packed)
+        for m in [*range(1, 71), 112, 113]:
+            assert same(linear(x[:m], packed), whole[:m]), m
+        for row in range(0, 130, 9):
+            assert same(linear(x[row : row + 1], packed), whole[row : row + 1]), row
+
+
+def test_any_number_of_threads_gives_the_same_bytes(kernels):
+    packed = pack(numbers(320, 258, seed=1))
+    for m in (1, 9, 120):
+        x = numbers(m, 258)
+        alone = linear(x, packed)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)  # conftest puts it back
+            assert same(linear(x, packed), alone)
+        torch.set_num_threads(1)
+
+
+def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
+    bits = torch.randint(-(2**15), 2**15, (4128, 6), dtype=torch.int16)  # any bytes, NaNs too
+    weight = bits.view(torch.bfloat16).clone()
+    packed = pack(weight)
+    assert packed.shape == (129, 3, 32, 2)
+    assert packed.data_ptr() == weight.data_ptr()
+    assert torch.equal(unpack(packed).view(torch.int16), bits)
+    ids = torch.tensor([0, 31, 32, 4127, 4127])
+    assert torch.equal(rows(ids, packed).view(torch.int16), bits[ids])
+
+
+def test_the_layout_that_the_kernels_file_describes():
+    weight = torch.arange(64 * 4).view(64, 4).bfloat16()
+    flat = pack(weight.clone()).flatten()
+    assert flat[:4].tolist() == [*weight[0, :2].tolist(), *weight[1, :2].tolist()]
+    assert flat[64:68].tolist() == [*weight[0, 2:].tolist(), *weight[1, 2:].tolist()]
+    assert flat[128:130].tolist() == weight[32, :2].tolist()
+
+
+def test_rows_of_an_unpacked_weight_are_an_embedding():
+    weight = numbers(5, 3)
+    assert torch.equal(rows(torch.tensor([4, 0]), weight), weight[[4, 0]])
+
+
+def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels):
+    """One weight of 1 a row: the sums are those given, exactly."""
+    weight = torch.zeros(32, 2).bfloat16()
+    weight[:, 0] = 1
+    weight[1, 1], weight[2, 1], weight[3, 1] = 1, 1.5, -1
+    x = torch.tensor([[256.0, 1.0], [258.0, 1.0], [-258.0, 1.0]]).bfloat16()  # bf16 steps by 2 here
+    out = linear(x, pack(weight))
+    assert out[:, :4].tolist() == [
+        [256, 256, 258, 255],
+        [258, 260, 260, 256],
+        [-258, -256, -256, -260],
+    ]
+
+
+def test_infinities_and_nans_pass_through(kernels):
+    inf, nan = float("inf"), float("nan")
+    weight = torch.zeros(32, 4).bfloat16()
+    weight[0], weight[1] = 1, torch.tensor([1.0, 1.0, 1.0, -1.0])
+    packed = pack(weight.clone())
+    x = torch.tensor([[inf, 0, 0, 0], [inf, 0, 0, inf], [nan, 0, 0, 0], [3e38, 3e38, 0, 0]])
+    x = x.bfloat16()
+    x.view(torch.int16)[2, 0] = 0x7FFF  # a NaN of all ones: rounding must not carry into its sign
+    assert repr(linear(x, packed)[:, :2].tolist()) == repr(
+        [[inf, inf], [inf, nan], [nan, nan], [inf, inf]]
+    )
+    assert linear(x, packed)[:, 2].isnan().tolist() == [True, True, True, False]  # inf x 0
+
+
+def test_rows_that_are_not_contiguous(kernels):
+    weight = numbers(64, 20, seed=1)
+    wide = numbers(9, 50)
+    for packed in (pack_int8(weight), pack(weight.clone())):
+        for x in (wide[:, 3:23], wide[::2, 10:30], numbers(20, 9).T):
+            assert same(linear(x, packed), linear(x.contiguous(), packed))
+
+
+def test_no_rows(kernels):
+    assert linear(numbers(0, 8), pack(numbers(64, 8))).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        numbers(33, 8),
+        numbers(32, 7),
+        numbers(32, 8).float(),
+        numbers(32, 8).half(),
+        numbers(8, 32).T,
+        numbers(0, 8),
+        numbers(257)[1:].view(32, 8),
+        torch.empty(32, 8, device="meta", dtype=torch.bfloat16),
+    ],
+    ids=["rows", "odd", "float32", "float16", "transposed", "empty", "offset", "meta"],
+)
+def test_what_does_not_fit_stays_as_it_is(weight):
+    assert not fits(weight)
+    assert best_layout(weight) is weight
+    if weight.device.type == "cpu":
+        x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
+        assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@needs_kernels
+def test_weights_are_packed_where_the_cpu_has_no_matrix_unit(libraries, monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: libraries["native"])
+    plain = native.cpu_flags() - {"amx_bf16", "avx512_bf16"}
+    for flags, dims in ((plain, 4), (plain | {"amx_bf16"}, 2), (plain | {"avx512_bf16"}, 2)):
+        monkeypatch.setattr(native, "cpu_flags", lambda flags=flags: flags)
+        packed = best_layout(numbers(64, 8))
+        assert packed.dim() == dims
+        assert best_layout(packed) is packed
+
+
+def test_without_kernels_nothing_is_packed(no_kernels):
+    assert best_layout(numbers(64, 8)).dim() == 2
+
+
+def test_int8_is_off_by_half_a_scale_at_most():
+    weight = numbers(2080, 30) * torch.logspace(-6, 6, 2080)[:, None].bfloat16()
+    weight[7] = 0
+    packed = pack_int8(weight)
+    assert packed.values.dtype is torch.int8 and packed.values.shape == (65, 30, 32)
+    restored = unpack_int8(packed)
+    assert (restored[7] == 0).all()
+    off = (restored.double() - weight.double()).abs()
+    assert (off <= packed.scales[:, None].double() * 0.5001).all()
+    assert torch.allclose(packed.scales, weight.float().abs().amax(1) / 127)
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_an_int8_product_is_the_product_with_what_is_packed(kernels, m, n, k):
+    x, packed = numbers(m, k), pack_int8(numbers(n, k, seed=1))
+    check_product(x, unpack_int8(packed), linear(x, packed))
+
+
+def test_int8_torch_body(no_kernels):
+    x, packed = numbers(9, 66), pack_int8(numbers(96, 66, seed=1))
+    assert isinstance(packed, Int8Weight)
+    check_product(x, unpack_int8(packed), linear(x, packed))
+
+
+def test_wrong_rows_are_refused(kernels):
+    packed = pack(numbers(32, 8))
+    for x in (numbers(2, 6), numbers(2, 8).float()):
+        with pytest.raises(AssertionError):
+            linear(x, packed)
+
+
+@needs_kernels
+def test_no_compiler_is_one_warning_and_torch_does_the_work(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    native.kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"install g\+\+") as warned:
+            assert best_layout(numbers(64, 8)).dim() == 2
+            x, weight = numbers(3, 8), numbers(64, 8)
+            check_product(x, weight, linear(x, pack(weight.clone())))
+        assert len(warned) == 1
+    finally:
+        native.kernels.cache_clear()
+
+
+@needs_kernels
+def test_a_source_that_does_not_compile_says_why(stub, monkeypatch):
+    native.SOURCE.write_text("this is no program")
+    monkeypatch.setattr(native, "cache_folder", lambda: stub)
+    native.kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="stub.cpp"):
+            assert native.kernels() is None
+    finally:
+        native.kernels.cache_clear()
+    assert list(stub.iterdir()) == []
+
+
+@needs_kernels
+def test_built_once_and_again_only_when_something_changed(stub, monkeypatch):
+    native.load(stub)
+    (first,) = stub.iterdir()
+    made = first.stat().st_mtime_ns
+    native.load(stub)
+    assert first.stat().st_mtime_ns == made
+    assert stub.stat().st_mode & 0o777 == 0o700
+    native.SOURCE.write_text(STUB + "// changed\n")
+    native.load(stub)
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"another CPU"}))
+    native.load(stub)
+    assert len(list(stub.iterdir())) == 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
+def test_a_damaged_library_is_built_again(stub, damage):
+    """Half a library passes for one until its missing half is touched: SIGBUS, not an error."""
+    native.load(stub)
+    (path,) = stub.iterdir()
+    whole = path.read_bytes()
+    path.unlink()  # the loaded one stays as it was
+    broken = {"cut": whole[:-500], "changed": whole[:900] + b"?" + whole[901:], "empty": b""}
+    path.write_bytes(broken[damage])
+    assert not native._is_whole(path)
+    native.load(stub)
+    assert native._is_whole(path)
+
+
+@needs_kernels
+def test_processes_that_build_at_once_do_not_meet(stub):
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=native.load, args=(stub,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    (path,) = stub.iterdir()
+    assert native._is_whole(path)
+
+
+@needs_kernels
+def test_a_folder_that_others_can_write_is_not_trusted(stub):
+    stub.mkdir()
+    stub.chmod(0o777)
+    assert native.load(stub) is not None
+    assert list(stub.iterdir()) == []
+
+
+@needs_kernels
+def test_a_folder_that_cannot_be_made_is_done_without(stub):
+    stub.write_text("a file in the way")
+    assert native.load(stub) is not None
+    assert native.load(Path("no/home")) is not None
+
+
+@needs_kernels
+def test_threads_come_from_torchs_own_runtime(libraries):
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {line.split()[-1] for line in lines if "gomp" in line or "iomp" in line}
+    assert len(runtimes) == 1, runtimes
+
+
+def test_huge_pages_are_only_asked_for():
+    for size in (0, 5, 3 << 20):
+        tensor = torch.ones(size, dtype=torch.int8)
+        native.use_huge_pages(tensor)
+        assert (tensor == 1).all()
