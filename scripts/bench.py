@@ -1,0 +1,223 @@
+"""How fast it is, as a share of what this machine can do, and beside other engines.
+
+    python scripts/bench.py latency --model 1b --batches 1,8,32 --context 512,512,64
+    python scripts/bench.py latency --model 1b --vs transformers,llama_models --plot latency.svg
+    python scripts/bench.py prefill|offline|load|startup --model demo
+
+Flags in (every command takes those of `bench_run.Bench`), a table and one line of JSON, the last,
+out. A model is a shape (demo, 1b, 3b, 8b) with random weights, or a folder with weights.
+"""
+
+import inspect
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fire
+from bench_model import decode_bytes, offline_floor, prefill_operations, random_lengths
+from bench_peers import OUTSIDE_STEPS
+from bench_report import Column
+from bench_report import plot as draw
+from bench_run import Bench, Limits, Row, whole
+from fire.decorators import SetParseFns
+
+_LATENCY: list[Column] = [
+    ("engine", "engine", ""), ("batch", "batch", ""), ("context", "context", ""),
+    ("first ms", "first_ms", ".1f"), ("step ms", "step_ms", ".2f"), ("least", "step_ms_min", ".2f"),
+    ("outside", "outside_ms", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
+    ("GB/s", "gb_per_s", ".1f"), ("floor ms", "floor_ms", ".2f"), ("of floor", "share", ".0%"),
+]  # fmt: skip
+_PREFILL: list[Column] = [
+    ("engine", "engine", ""), ("tokens", "tokens", ""), ("ms", "ms", ".1f"),
+    ("least", "ms_min", ".1f"), ("tokens/s", "tokens_per_s", ".1f"),
+    ("TFLOP/s", "tflop_per_s", ".3f"), ("floor ms", "floor_ms", ".1f"),
+    ("of floor", "share", ".0%"),
+]  # fmt: skip
+_OFFLINE: list[Column] = [
+    ("engine", "engine", ""), ("requests", "requests", ""), ("in", "tokens_in", ""),
+    ("out", "tokens_out", ""), ("seconds", "seconds", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
+    ("out/s", "out_per_s", ".1f"), ("floor s", "floor_s", ".2f"), ("of floor", "share", ".0%"),
+]  # fmt: skip
+_LOAD: list[Column] = [
+    ("engine", "engine", ""), ("import s", "imports", ".2f"), ("load s", "load", ".2f"),
+    ("private GB", "private_gb", ".2f"), ("resident GB", "resident_gb", ".2f"),
+    ("device GB", "device_gb", ".2f"),
+]  # fmt: skip
+_STARTUP: list[Column] = [
+    ("engine", "engine", ""), ("first token s", "seconds", ".2f"), ("import s", "imports", ".2f"),
+    ("load s", "load", ".2f"),
+]  # fmt: skip
+
+
+# Or fire would make a number of a folder named 3.1, and a tuple of two names.
+_as_text = SetParseFns(model=str, vs=str, work_dir=str, out=str, plot=str)
+
+
+@_as_text
+def latency(
+    batches: int | tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+    context: int | tuple[int, ...] = 512,
+    steps: int = 32,
+    warmup: int = 4,
+    plot: str | None = None,
+    **flags: Any,
+) -> None:
+    """Time to the first token, and of each step after it, by batch.
+
+    context: prompt tokens, one number or one a batch. The step is the median; "outside" is what of
+    it is not the model's forward. With batches above 1, the first token is that of the last prompt.
+    """
+    bench = Bench(**flags)
+    sizes = [whole("batches", batch) for batch in _several(batches)]
+    contexts = [whole("context", length) for length in _several(context)]
+    if len(contexts) not in (1, len(sizes)):
+        raise ValueError(
+            f"context={context}: give one number, or one for each of batches={batches}"
+        )
+    more = whole("steps", steps) + whole("warmup", warmup, 0) + OUTSIDE_STEPS
+    cases = [
+        # The prompts of a batch may be read over several steps, in which the first ones go on.
+        {"batch": b, "context": c, "steps": steps, "warmup": warmup, "longest": c + more + b + 1}
+        for b, c in zip(sizes, contexts * (len(sizes) if len(contexts) == 1 else 1), strict=True)
+    ]
+
+    def row_of(case: Row, told: Row, limits: Limits) -> Row:
+        step = statistics.median(told["steps"])
+        reached = case["context"] + warmup + steps // 2
+        read = decode_bytes(bench.args, bench.itemsize, [reached] * case["batch"])
+        outside = told.get("outside")
+        return {
+            "first_ms": told["first"] * 1e3,
+            "step_ms": step * 1e3,
+            "step_ms_min": min(told["steps"]) * 1e3,
+            "outside_ms": None if outside is None else outside * 1e3,
+            "tokens_per_s": case["batch"] / step,
+            "gb_per_s": read / step / 1e9,
+            "floor_ms": read / limits.read * 1e3,
+            "share": read / limits.read / step,
+        }
+
+    rows = bench.run("latency", cases, _LATENCY, row_of)
+    if plot is not None:
+        Path(plot).write_text(draw(rows))
+
+
+@_as_text
+def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
+    """Tokens a second of one prompt, to its first token; the median of `repeats`."""
+    bench = Bench(**flags)
+    whole("repeats", repeats)
+    longest = whole("tokens", tokens) + 2
+    case = {"batch": 1, "context": tokens, "repeats": repeats, "longest": longest}
+    operations = prefill_operations(bench.args, tokens)
+
+    def row_of(case: Row, told: Row, limits: Limits) -> Row:
+        seconds = statistics.median(told["prefills"])
+        return {
+            "tokens": tokens,
+            "ms": seconds * 1e3,
+            "ms_min": min(told["prefills"]) * 1e3,
+            "tokens_per_s": tokens / seconds,
+            "tflop_per_s": operations / seconds / 1e12,
+            "floor_ms": operations / limits.rate * 1e3,
+            "share": operations / limits.rate / seconds,
+        }
+
+    bench.run("prefill", [case], _PREFILL, row_of)
+
+
+@_as_text
+def offline(
+    requests: int = 32,
+    shortest: int = 16,
+    longest: int = 256,
+    max_batch_size: int = 32,
+    **flags: Any,
+) -> None:
+    """All of a fixed set of requests, whose prompts and answers are of mixed lengths.
+
+    shortest, longest: tokens of a prompt, and of an answer, drawn with the seed.
+    """
+    bench = Bench(**flags)
+    whole("max_batch_size", max_batch_size)
+    whole("longest", longest, whole("shortest", shortest))
+    lengths = random_lengths(whole("requests", requests), shortest, longest, bench.seed)
+    tokens_in, tokens_out = sum(p for p, _ in lengths), sum(n for _, n in lengths)
+    case = {"batch": max_batch_size, "lengths": lengths, "longest": 2 * longest}
+
+    def row_of(case: Row, told: Row, limits: Limits) -> Row:
+        seconds = told["seconds"]
+        floor = offline_floor(bench.args, bench.itemsize, lengths, limits.read, limits.rate)
+        return {
+            "requests": requests,
+            "tokens_in": tokens_in,
+            "tokens_out": tokens_out,
+            "tokens_per_s": (tokens_in + tokens_out) / seconds,
+            "out_per_s": tokens_out / seconds,
+            "floor_s": floor,
+            "share": floor / seconds,
+        }
+
+    bench.run("offline", [case], _OFFLINE, row_of)
+
+
+@_as_text
+def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
+    """Seconds to load a checkpoint that the page cache holds, and the peak memory of the process.
+
+    Private memory is what the process has of its own (RssAnon, sampled), resident memory counts the
+    pages of mapped files too (VmHWM), and device memory is that of CUDA.
+    """
+    bench = Bench(**flags)
+    sizes = {
+        "longest": whole("max_seq_len", max_seq_len),
+        "batch": whole("max_batch_size", max_batch_size),
+    }
+
+    def row_of(case: Row, told: Row, limits: Limits) -> Row:
+        return {
+            "private_gb": told["peak_private"] / 1e9,
+            "resident_gb": told["peak_resident"] / 1e9,
+            "device_gb": told["peak_device"] / 1e9,
+        }
+
+    bench.run("load", [sizes], _LOAD, row_of)
+
+
+@_as_text
+def startup(max_seq_len: int = 512, **flags: Any) -> None:
+    """Seconds from the command to the first token of a short prompt: interpreter, imports, load."""
+    bench = Bench(**flags)
+    case = {"batch": 1, "longest": whole("max_seq_len", max_seq_len, 16)}
+
+    bench.run("startup", [case], _STARTUP, lambda case, told, limits: {})
+
+
+def _several(value: Any) -> tuple:
+    """What fire makes of "1,8" and of "1", alike."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _help(commands: list[Callable]) -> str:
+    """All flags on one page: fire would leave out those that `Bench` takes."""
+    shown = [(command.__name__, command) for command in commands] + [("Every command", Bench)]
+    parts = [f"{name}{inspect.signature(c)}\n\n{inspect.getdoc(c)}" for name, c in shown]
+    return "\n\n".join([__doc__ or "", *parts])
+
+
+def main() -> None:
+    commands = [latency, prefill, offline, load, startup]
+    if {"-h", "--help"} & set(sys.argv):
+        print(_help(commands))
+        return
+    try:
+        fire.Fire({command.__name__: command for command in commands}, name="bench.py")
+    except (ValueError, TypeError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What the machine is and can do: its name, its read bandwidth and its matrix rate.
+
+In: a device and dtypes. Out: facts as JSON has them, and rates a second, each the best that was
+seen. Nothing here knows of models.
+"""
+
+import functools
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
+_TRIES, _PATIENCE = 5, 1.0  # runs at most, seconds after which none is added
+_LONG_ENOUGH = 0.05  # seconds of one product: a larger one would not be faster
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    cpu, flags = _cpu()
+    return {
+        "device": device.type,
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "flags": [flag for flag in _FLAGS if flag in flags],
+        "load_average": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu() -> tuple[str, set[str]]:
+    """The CPU's name and flags; without /proc, what Python knows."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return platform.processor() or platform.machine(), set()
+    lines = (line.partition(":") for line in path.read_text().splitlines())
+    told = {key.strip(): value.strip() for key, _, value in lines}
+    return told.get("model name", platform.machine()), set(told.get("flags", "").split())
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a sum over far more than any cache holds."""
+    buffer = torch.ones(2**28 if device.type == "cpu" else 2**30, device=device)  # 1 or 4 GiB
+    seconds = best_seconds(lambda: buffer.sum(), device)
+    return buffer.numel() * buffer.itemsize / seconds
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of square products, the second factor transposed as weights are."""
+    best = 0.0
+    for size in (512, 1024, 2048, 4096, 8192, 16384):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = best_seconds(functools.partial(F.linear, a, b), device)
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > _LONG_ENOUGH:
+            break
+    return best
+
+
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of a few runs, after one that warms up."""
+    work()
+    best, until = math.inf, time.perf_counter() + _PATIENCE
+    for _ in range(_TRIES):
+        wait_for(device)
+        began = time.perf_counter()
+        work()
+        wait_for(device)
+        ended = time.perf_counter()
+        best = min(best, ended - began)
+        if ended > until:
+            break
+    return best
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done all it was given (a sync)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

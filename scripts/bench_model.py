@@ -1,0 +1,170 @@
+"""The benchmark's models: shapes, random weights, files of them, and the least that a step costs.
+
+In: a name of `SHAPES` or a folder with weights. Out: params, filled tensors, a checkpoint in Meta's
+layout with a made-up tokenizer, prompts, and floors in bytes and operations. Nothing is timed here.
+"""
+
+import base64
+import json
+import random
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama import ModelArgs, Transformer
+from llama.checkpoint import Checkpoint, find
+from llama.convert import convert, reshard
+
+_LLAMA_3 = {"vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0, "n_kv_heads": 8}
+_LLAMA_3_2 = _LLAMA_3 | {"multiple_of": 256, "use_scaled_rope": True, "tied_output": True}
+# params.json of each; tied_output is ours: Meta's file of a tied model holds the matrix twice.
+SHAPES: dict[str, dict[str, Any]] = {
+    "demo": {
+        "dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048,
+        "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 500000.0,
+    },
+    "1b": _LLAMA_3_2 | {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5},
+    "3b": _LLAMA_3_2 | {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0},
+    "8b": _LLAMA_3 | {
+        "dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3,
+        "multiple_of": 1024, "use_scaled_rope": True,
+    },
+}  # fmt: skip
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NUM_SPECIAL = 256  # the last ids of every vocabulary
+_NOISE = 2**22 - 3  # prime: repeated down a matrix, it makes no two rows alike
+
+
+def params_of(model: str) -> dict[str, Any]:
+    """The params of a shape, or of the checkpoint in a folder; ValueError names what is allowed."""
+    if model in SHAPES:
+        return dict(SHAPES[model])
+    if not Path(model).is_dir():
+        raise ValueError(
+            f"model={model!r} is neither a folder nor one of {', '.join(SHAPES)}: give one of those"
+        )
+    args = find(model).params
+    sizes = ("max_batch_size", "max_seq_len")
+    return {k: v for k, v in vars(args).items() if k not in sizes and v is not None}
+
+
+def random_model(params: dict[str, Any], dtype: torch.dtype, device: str) -> Transformer:
+    """A Transformer of random weights, made in its own memory; the same ones for the same shape."""
+    model = Transformer(ModelArgs(**params), dtype=dtype, device=device)
+    fill(model.weight_slots())
+    return model
+
+
+def fill(weights: dict[str, Tensor], seed: int = 0) -> None:
+    """Norms become ones, all else normal with std 0.02, which depends on seed, order and size.
+
+    The numbers are one block, repeated: to draw a billion would take longer than the benchmark.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    first = next(iter(weights.values()))
+    noise = (torch.randn(_NOISE, generator=draw) * 0.02).to(first.device, first.dtype)
+    for i, weight in enumerate(weights.values()):
+        flat = weight.view(-1)
+        if weight.dim() == 1:
+            flat.fill_(1)
+            continue
+        turned = noise.roll(7919 * i)
+        for start in range(0, len(flat), _NOISE):
+            piece = flat[start : start + _NOISE]
+            piece.copy_(turned[: len(piece)])
+
+
+def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -> Path:
+    """Write `random_model`'s weights in Meta's layout, once: a folder that is there is kept."""
+    told = {key: value for key, value in params.items() if key != "tied_output"}
+    if folder.exists():
+        if json.loads((folder / "params.json").read_text()) != told:
+            raise ValueError(f"{folder} holds a model of another shape: remove it")
+        return folder
+    draft = folder.with_name(folder.name + ".partial")
+    draft.mkdir(parents=True)
+    slots = Transformer(ModelArgs(**params), device="meta").weight_slots()
+    weights = {name: torch.empty(slot.shape, dtype=dtype) for name, slot in slots.items()}
+    fill(weights)
+    if params.get("tied_output"):
+        weights["output.weight"] = weights["tok_embeddings.weight"].clone()
+    torch.save(weights, draft / "consolidated.00.pth")
+    (draft / "params.json").write_text(json.dumps(told))
+    write_tokenizer(draft / "tokenizer.model", params["vocab_size"])
+    return draft.replace(folder)
+
+
+def layouts(found: Checkpoint, work_dir: Path) -> dict[str, str]:
+    """A checkpoint as every engine reads it: {"meta": one shard, "hf": safetensors}."""
+    folders = {found.layout: found.folder}
+    if found.layout == "hf":
+        folders["meta"] = _once(work_dir / "meta", convert, found.folder)
+    elif len(found.shards) > 1:
+        folders["meta"] = _once(work_dir / "one_shard", reshard, found.folder, 1)
+    if "hf" not in folders:
+        folders["hf"] = _once(work_dir / "hf", convert, folders["meta"])
+    return {layout: str(folder) for layout, folder in folders.items()}
+
+
+def _once(out: Path, write: Any, source: Path, *more: int) -> Path:
+    if not out.exists():
+        write(source, out, *more)
+    return out
+
+
+def write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A tokenizer.model of that vocabulary: all bytes, then all pairs, then triples as needed."""
+    if vocab_size < 512:
+        raise ValueError(f"vocab_size={vocab_size} leaves no room for 256 bytes and 256 specials")
+    spellings = (bytes(t) for length in (1, 2, 3) for t in product(range(256), repeat=length))
+    tokens = islice(spellings, vocab_size - _NUM_SPECIAL)
+    lines = (f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
+    path.write_text("".join(lines))
+
+
+def random_lengths(count: int, shortest: int, longest: int, seed: int) -> list[tuple[int, int]]:
+    """(prompt, answer) tokens of each of `count` requests."""
+    draw = random.Random(seed)
+    return [
+        (draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(count)
+    ]
+
+
+def block_matrix_size(args: ModelArgs) -> int:
+    """Numbers in the matrices of one layer."""
+    qkv_rows = (args.n_heads + 2 * args.kv_heads) * args.head_dim
+    return args.dim * (qkv_rows + args.dim + 3 * args.ffn_dim)
+
+
+def decode_bytes(args: ModelArgs, itemsize: int, contexts: list[int]) -> int:
+    """Bytes that one step must read: all weights once, with one embedding row a sequence, and the
+    keys and values of each sequence's context."""
+    layers = args.n_layers * (block_matrix_size(args) + 2 * args.dim)
+    head = args.dim * (args.vocab_size + 1)  # the output matrix and the last norm
+    embedding = len(contexts) * args.dim
+    cache = sum(contexts) * 2 * args.n_layers * args.kv_heads * args.head_dim
+    return itemsize * (layers + head + embedding + cache)
+
+
+def prefill_operations(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
+    """Two a parameter and token; the output matrix for the last token of a prompt only.
+
+    Attention itself is left out: at 512 tokens it would add two in a hundred.
+    """
+    layers = args.n_layers * block_matrix_size(args)
+    return 2 * tokens * layers + 2 * prompts * args.vocab_size * args.dim
+
+
+def offline_floor(
+    args: ModelArgs, itemsize: int, lengths: list[tuple[int, int]], read: float, rate: float
+) -> float:
+    """Seconds: all prompts at `rate` operations a second, then a step a token with all that are
+    not done in one batch, at `read` bytes a second."""
+    seconds = prefill_operations(args, sum(p for p, _ in lengths), len(lengths)) / rate
+    for done in range(1, max(answer for _, answer in lengths)):
+        contexts = [prompt + done for prompt, answer in lengths if answer > done]
+        seconds += decode_bytes(args, itemsize, contexts) / read
+    return seconds

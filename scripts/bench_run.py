@@ -1,0 +1,244 @@
+"""Runs the benchmark's engines, each job in a process of its own, and reports what they measured.
+
+In: the flags that all commands take, and cases. Out: rows, and on stdout the machine, its limits, a
+table and one line of JSON. What a figure means is for the command to say: see `bench.py`.
+"""
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_machine import facts, matrix_rate, read_bandwidth
+from bench_model import DTYPES, layouts, params_of, write_checkpoint
+from bench_peers import ENGINES
+from bench_report import Column, table
+
+from llama import ModelArgs
+from llama.checkpoint import find
+from llama.parallel import pick_device
+
+Row = dict[str, Any]
+_HERE = Path(__file__).resolve().parent
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The flags that every command takes, checked, and the running of engines in turn.
+
+    dtype: of weights and activations. device: cpu, cuda or mps; by default the first there is of
+    cuda, mps, cpu. threads: by default torch's choice, for every engine. vs: peers, separated by
+    commas, each a name or name:VENV, the folder of a virtual environment that has it. work_dir:
+    where checkpoints of the model are written, and kept; without it they go to a folder that is
+    removed. out: a file for all that is printed.
+    """
+
+    model: str = "demo"
+    dtype: str = "bf16"
+    device: str | None = None
+    threads: int | None = None
+    vs: str = ""
+    work_dir: str | None = None
+    out: str | None = None
+    seed: int = 0
+    skipped: dict[str, str] = field(default_factory=dict, init=False)
+    failed: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.params = params_of(self.model)
+        self.args = ModelArgs(**self.params)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
+        self.place = pick_device(self.device)
+        if self.threads is not None:
+            torch.set_num_threads(whole("threads", self.threads))
+        self.pythons = {"ours": sys.executable} | _pythons(self.vs)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    def run(
+        self,
+        measure: str,
+        cases: list[Row],
+        columns: list[Column],
+        row_of: "Callable[[Row, Row, Limits], Row]",
+    ) -> list[Row]:
+        """Run every case with every engine in turn, between two looks at the machine's limits.
+
+        A case has "batch" and "longest" (tokens of a sequence), and what its measure needs. row_of
+        makes figures of a case, of what the worker measured, and of the limits.
+        """
+        longest = max(case["longest"] for case in cases)
+        if longest > self.args.longest_context:
+            raise ValueError(
+                f"{longest} tokens are beyond this model's {self.args.longest_context}: "
+                "ask for a shorter context or fewer steps"
+            )
+        limits = Limits(self.place, self.dtype)
+        with self._folders(measure) as folders:
+            jobs = [self._job(measure) | folders | case for case in cases]
+            told = self._in_turn(jobs)
+        limits.look_again()
+        shown = ("batch", "context")
+        rows = [
+            {**{k: job[k] for k in shown if k in job}, **row, **row_of(job, row, limits)}
+            for job, row in told
+        ]
+        self._report(columns, rows, limits)
+        return rows
+
+    def _in_turn(self, jobs: list[Row]) -> list[tuple[Row, Row]]:
+        """(job, what was measured): all engines do a job before any does the next."""
+        told = []
+        try:
+            for job, engine in itertools.product(jobs, self.pythons):
+                if (row := self._one(engine, job)) is not None:
+                    told.append((job, row))
+        except KeyboardInterrupt:  # hours of rows are still told
+            self.failed["interrupted"] = "rows are missing"
+        return told
+
+    def _job(self, measure: str) -> Row:
+        return {
+            "measure": measure,
+            "params": self.params,
+            "dtype": self.dtype,
+            "device": self.place.type,
+            "seed": self.seed,
+        }
+
+    @contextlib.contextmanager
+    def _folders(self, measure: str) -> Iterator[Row]:
+        """Where the weights lie: "folder" for ours (None: made in memory), "meta" and "hf"."""
+        given = Path(self.model) if Path(self.model).is_dir() else None
+        on_disk = given is not None or measure in ("load", "startup")
+        if not on_disk and len(self.pythons) == 1:
+            yield {"folder": None}
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            work = Path(self.work_dir or scratch, f"{Path(self.model).name}-{self.dtype}")
+            folder = given or write_checkpoint(work / "meta", self.params, DTYPES[self.dtype])
+            others = layouts(find(folder), work) if len(self.pythons) > 1 else {}
+            yield {"folder": str(folder) if on_disk else None, **others}
+
+    def _one(self, engine: str, job: Row) -> Row | None:
+        """One engine's answer to one job; None where it is skipped or fails, which is noted."""
+        if engine in self.skipped | self.failed:
+            return None
+        print(f"... {engine} {job['measure']} batch {job['batch']}", file=sys.stderr, flush=True)
+        began = time.monotonic()  # a clock that processes share
+        done = subprocess.run(
+            [self.pythons[engine], str(_HERE / "bench_worker.py"), engine],
+            input=json.dumps(job), env=_environment(), capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            self.failed[engine] = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            return None
+        row = json.loads(done.stdout.splitlines()[-1])
+        if "skipped" in row:
+            self.skipped[engine] = row["skipped"]
+            return None
+        if "first_token_at" in row:
+            row["seconds"] = row.pop("first_token_at") - began
+        return {"engine": engine, **row}
+
+    def _report(self, columns: list[Column], rows: list[Row], limits: "Limits") -> None:
+        """Print the machine, the table and the JSON; write them to a file if asked to."""
+        machine = facts(self.place)
+        document = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine,
+            "limits": limits.told(),
+            "model": {"name": self.model, "dtype": self.dtype, **self.params},
+            "rows": rows,
+            "skipped": self.skipped,
+            "failed": self.failed,
+        }
+        notes = [f"{name}: skipped, {why}" for name, why in self.skipped.items()]
+        notes += [f"{name}: failed, {why}" for name, why in self.failed.items()]
+        head = [
+            f"{machine['accelerator'] or machine['cpu']}, {machine['cores']} cores, "
+            f"{machine['threads']} threads, torch {machine['torch']}, {self.model} {self.dtype}",
+            str(limits),
+        ]
+        text = "\n".join([*head, "", table(columns, rows), *notes, "", json.dumps(document)])
+        print(text)
+        if self.out is not None:
+            Path(self.out).write_text(text + "\n")
+        if self.failed:
+            sys.exit(1)
+
+
+class Limits:
+    """Read bandwidth and matrix rates; bandwidth twice, as others may share the machine."""
+
+    def __init__(self, device: torch.device, dtype: str) -> None:
+        self.device = device
+        self.reads = [read_bandwidth(device)]
+        self.rates = {n: matrix_rate(device, DTYPES[n]) for n in dict.fromkeys((dtype, "fp32"))}
+
+    def look_again(self) -> None:
+        self.reads.append(read_bandwidth(self.device))
+
+    @property
+    def read(self) -> float:
+        return max(self.reads)
+
+    @property
+    def rate(self) -> float:
+        """Of the dtype or of float32: the limit is the best that the machine showed."""
+        return max(self.rates.values())
+
+    def told(self) -> Row:
+        return {"read_bytes_per_s": self.reads, "matrix_operations_per_s": self.rates}
+
+    def __str__(self) -> str:
+        before, after = (f"{read / 1e9:.1f}" for read in self.reads)
+        rates = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in self.rates.items())
+        return f"read {before} GB/s before, {after} after; matrix product TFLOP/s: {rates}"
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """A flag that counts something; ValueError names it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give a whole number from {least}")
+    return value
+
+
+def _pythons(vs: str) -> dict[str, str]:
+    """The interpreter of each peer in "name,name:VENV"; ValueError names what is wrong."""
+    found = {}
+    for peer in filter(None, vs.split(",")):
+        name, _, venv = peer.partition(":")
+        if name not in ENGINES or name == "ours":
+            allowed = ", ".join(peer for peer in ENGINES if peer != "ours")
+            raise ValueError(f"vs={peer!r}: the peers are {allowed}")
+        python = Path(venv, "bin", "python") if venv else Path(sys.executable)
+        if not python.exists():
+            raise ValueError(f"vs={peer!r}: {python} does not exist: give a virtual environment")
+        found[name] = str(python)
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """The worker finds this package where it is not installed, and has as many threads as we."""
+    paths = [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }

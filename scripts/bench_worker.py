@@ -1,0 +1,150 @@
+"""One engine in a process of its own, with the same work and the same clock as every other.
+
+    python scripts/bench_worker.py transformers < job.json
+
+In: an engine's name, and a job as JSON on stdin. Out: one line of JSON, the last on stdout: seconds
+as measured, bytes of memory, or {"skipped": why}. It imports nothing heavy before it is told to.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench_peers import ENGINES, Engine, Job, Ours
+
+Row = dict[str, Any]
+_NUM_SPECIAL = 256  # the last ids of a vocabulary, not for prompts
+
+
+def random_prompts(lengths: list[int], job: Job, seed: int) -> list[list[int]]:
+    """Ids below the special ones, the same for every engine; no two begin alike, to be reused."""
+    draw = random.Random(seed)
+    ids = range(job["params"]["vocab_size"] - _NUM_SPECIAL)
+    return [draw.choices(ids, k=length) for length in lengths]
+
+
+def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+def latency(engine: Engine, job: Job) -> Row:
+    """Seconds to the first token of all, then of each step, after one prompt as a warm-up."""
+    lengths = [job["context"]] * job["batch"]
+    engine.start(random_prompts(lengths[:1], job, job["seed"] + 1))
+    engine.finish()
+    prompts = random_prompts(lengths, job, job["seed"])
+    first, ids = seconds_of(partial(engine.start, prompts))
+    told = [ids[0]]
+    steps = []
+    for _ in range(job["warmup"] + job["steps"]):
+        seconds, ids = seconds_of(engine.step)
+        assert len(ids) == job["batch"], "a sequence ended early"
+        steps.append(seconds)
+        told.append(ids[0])
+    row = {"first": first, "steps": steps[job["warmup"] :], "ids": told[:8]}
+    return row | ({"outside": engine.outside()} if isinstance(engine, Ours) else {})
+
+
+def prefill(engine: Engine, job: Job) -> Row:
+    """Seconds to the first token of one prompt: all repeats, after a warm-up."""
+    seconds = []
+    for i in range(job["repeats"] + 1):
+        prompts = random_prompts([job["context"]], job, job["seed"] + i)
+        seconds.append(seconds_of(partial(engine.start, prompts))[0])
+        engine.finish()
+    return {"prefills": seconds[1:]}
+
+
+def offline(engine: Engine, job: Job) -> Row:
+    prompts = random_prompts([p for p, _ in job["lengths"]], job, job["seed"])
+    answers = [answer for _, answer in job["lengths"]]
+    engine.start(random_prompts([len(prompts[0])], job, job["seed"] + 1))  # a warm-up
+    engine.finish()
+    return {"seconds": seconds_of(partial(engine.offline, prompts, answers))[0]}
+
+
+def startup(engine: Engine, job: Job) -> Row:
+    """The moment of the first token, on a clock that the parent process shares."""
+    engine.start(random_prompts([8], job, job["seed"]))
+    return {"first_token_at": time.monotonic()}
+
+
+MEASURES: dict[str, Callable[[Engine, Job], Row]] = {
+    "latency": latency,
+    "prefill": prefill,
+    "offline": offline,
+    "startup": startup,
+    "load": lambda engine, job: {},  # what `measure` says of every engine
+}
+
+
+class PeakMemory:
+    """Watches this process from a thread: bytes that are its own, without the files it maps."""
+
+    def __enter__(self) -> "PeakMemory":
+        self.private = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+        # The most ever resident, mapped files too: of this program alone, where ru_maxrss would
+        # begin with what the parent had at the fork.
+        self.resident = _memory("VmHWM")
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self.private = max(self.private, _memory("RssAnon"))
+
+
+def _memory(key: str) -> int:
+    """A line of /proc/self/status, in bytes; 0 where the system has none."""
+    path = Path("/proc/self/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
+
+
+def _device_memory(device: str) -> int:
+    """The most bytes of CUDA memory that torch had at once."""
+    if device != "cuda":
+        return 0
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
+def measure(name: str, job: Job) -> Row:
+    """Import, load, and do what the job says; {"skipped": why} where a module is missing."""
+    kind, package, modules = ENGINES[name]
+    missing = [m for m in modules if "." not in m and importlib.util.find_spec(m) is None]
+    if missing:
+        return {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
+    imports, _ = seconds_of(lambda: [importlib.import_module(m) for m in modules])
+    with PeakMemory() as peak:
+        load, engine = seconds_of(partial(kind, job))
+    row = MEASURES[job["measure"]](engine, job)
+    version = importlib.metadata.version(package) if name != "ours" else "this tree"
+    memory = {
+        "peak_private": peak.private,
+        "peak_resident": peak.resident,
+        "peak_device": _device_memory(job["device"]),
+    }
+    return {"version": version, "imports": imports, "load": load, **memory, **row}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], json.load(sys.stdin))))
