@@ -13,7 +13,8 @@ from llama.engine.engine import Engine
 from llama.engine.params import SamplingParams
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
-from llama.tokenizer import StopStrings, StreamDecoder, Tokenizer
+from llama.text_stream import StopStrings, StreamDecoder
+from llama.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

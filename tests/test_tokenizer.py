@@ -19,10 +19,9 @@ from llama_models.datatypes import RawMessage
 from llama_models.llama3 import chat_format as oracle_chat_format
 from llama_models.llama3 import tokenizer as oracle_module
 
+from llama.text_stream import StopStrings, StreamDecoder
 from llama.tokenizer import (
     ChatFormat,
-    StopStrings,
-    StreamDecoder,
     Tokenizer,
     _split_long_runs,
     validate_dialog,

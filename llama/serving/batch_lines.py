@@ -12,7 +12,8 @@ from typing import Any
 from llama.engine.params import SamplingParams
 from llama.llm_engine import CompletionOutput, RequestOutput, Usage
 from llama.serving.batch_files import MAX_LINE
-from llama.tokenizer import StreamDecoder, Tokenizer
+from llama.text_stream import StreamDecoder
+from llama.tokenizer import Tokenizer
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _ENVELOPE = {"custom_id", "method", "url", "body"}
