@@ -5,6 +5,7 @@ And the scripts that show it, run as a user runs them.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,14 @@ def test_scripts_end_with_a_line_of_figures(script, said):
     last = done.stdout.rstrip().splitlines()[-1]
     assert last.startswith("load ") and last.endswith("| ranks 1 | bfloat16")
     assert last.count("tokens/s") == 2
+
+
+def test_the_python_of_the_readme_runs():
+    """Every ```python block, one after the other, as a reader would paste them."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 6
+    done = subprocess.run(
+        [sys.executable, "-"], input="\n".join(blocks), cwd=REPO, capture_output=True, text=True,
+        timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert "{'prompt_tokens': " in done.stdout

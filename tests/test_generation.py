@@ -18,9 +18,10 @@ import torch
 from conftest import change_params
 from test_pages import watch_releases
 
-from llama import Llama, ModelArgs, Transformer
+from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.build import pick_dtype
 from llama.checkpoint import Weights, find, load
+from llama.convert import convert
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -76,8 +77,6 @@ def test_greedy_equals_transformers(make_checkpoint, tmp_path):
     """The same weights, converted, through Hugging Face's own generate."""
     from transformers import LlamaForCausalLM
 
-    from llama.convert import convert
-
     folder, _, _ = make_checkpoint(seed=5, use_scaled_rope=True)
     convert(folder, tmp_path / "hf")
     theirs: Any = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -90,6 +89,27 @@ def test_greedy_equals_transformers(make_checkpoint, tmp_path):
         )[0, len(prompt) :].tolist()  # fmt: skip
         kept = [t for t in out if t not in llama.tokenizer.stop_tokens]
         assert llama.generate([prompt], 20, temperature=0)[0] == [kept]
+
+
+@pytest.mark.parametrize("tokenizer_file", ["tokenizer.model", "tokenizer.json"])
+def test_a_hugging_face_folder_loads_as_it_is(tokenizer_file, make_checkpoint, tmp_path):
+    """*.safetensors, config.json and either tokenizer file: the answers of Meta's layout."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    folder, _, _ = make_checkpoint(seed=6, use_scaled_rope=True)
+    wanted = build(folder).text_completion(["Once", "né 漢"], 0.0, max_gen_len=12)
+    convert(folder, tmp_path / "hf")
+    if tokenizer_file == "tokenizer.json":
+        path, names = (
+            tmp_path / "hf" / "tokenizer.model",
+            Tokenizer(str(folder / "tokenizer.model")),
+        )
+        converter = TikTokenConverter(
+            str(path), pattern=Tokenizer.pat_str, extra_special_tokens=list(names.special_tokens)
+        )
+        converter.converted().save(str(tmp_path / "hf" / "tokenizer.json"))
+        path.unlink()
+    assert build(tmp_path / "hf").text_completion(["Once", "né 漢"], 0.0, max_gen_len=12) == wanted
 
 
 def test_the_raw_transformer_keeps_metas_forward(checkpoint_dir, meta):
@@ -112,6 +132,23 @@ def test_more_prompts_than_max_batch_size_queue(shared_llama):
     prompts = prompts_of([5, 9, 2, 7, 30, 4, 12, 3, 8, 6, 11])
     together = shared_llama.generate(prompts, 12, temperature=0)[0]
     assert together == [shared_llama.generate([p], 12, temperature=0)[0][0] for p in prompts]
+
+
+def test_prompts_of_mixed_lengths_are_prefilled_whole(checkpoint_dir):
+    """The reference prefills the shortest prompt, then feeds the others one token a step: 60 steps
+    here. A ragged batch takes one."""
+    llama = build(checkpoint_dir[0])
+    llama.generate(prompts_of([2, 30, 61]), 1, temperature=0)
+    assert llama.engine.stats.steps == 1
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_a_model_parallel_size_must_divide_the_model(size, checkpoint_dir):
+    params = find(checkpoint_dir[0]).params
+    for fits in (1, 2, 4):  # with 2 kv heads: 4 ranks hold each of them twice
+        params.check_ranks(fits)
+    with pytest.raises(ValueError, match=f"model_parallel_size={size} does not divide n_heads=4"):
+        params.check_ranks(size)
 
 
 def test_long_contexts_are_allowed_where_the_model_has_them(make_checkpoint):

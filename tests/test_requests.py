@@ -67,6 +67,15 @@ def engine(llama) -> Iterator[LLMEngine]:
     llama.engine.scheduler.check()
 
 
+@pytest.fixture(scope="module")
+def theirs(checkpoint_dir, tmp_path_factory):
+    from transformers import LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("beams") / "hf"
+    convert(checkpoint_dir[0], folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def run(engine: LLMEngine, requests: dict[str, tuple]) -> dict[str, RequestOutput]:
     for request_id, (prompt, params) in requests.items():
         engine.add_request(request_id, prompt, params)
@@ -173,6 +182,30 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
     assert [a.token_ids for a in best.outputs] == [a.token_ids for a in ranked[:2]]
     assert [a.index for a in best.outputs] == [0, 1]
     assert best.usage.completion_tokens == sum(len(a.token_ids) for a in alone)
+
+
+def test_best_of_is_chosen_by_the_scores_that_transformers_gives(engine, theirs):
+    """The sum of log-probabilities of each answer, computed by transformers, within 1e-3; the n
+    returned come in its order, and none that was left out scores higher."""
+    (prompt,) = prompts_of([9], seed=37)
+    common: dict[str, Any] = {
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "seed": 4,
+        "ignore_eos": True,
+    }
+    every = run(engine, {"n": (prompt, SamplingParams(n=6, **common))})["n"].outputs
+
+    def score(tokens: list[int]) -> float:
+        logits = theirs(torch.tensor([prompt + tokens])).logits[0].detach().log_softmax(-1)
+        return sum(float(logits[8 + i, token]) for i, token in enumerate(tokens))
+
+    for answer in every:
+        assert answer.cumulative_logprob == pytest.approx(score(answer.token_ids), abs=1e-3)
+    best = run(engine, {"b": (prompt, SamplingParams(n=2, best_of=6, **common))})["b"].outputs
+    found = [score(answer.token_ids) for answer in best]
+    assert found == pytest.approx(sorted(map(score, (a.token_ids for a in every)))[:-3:-1])
 
 
 def test_stops_are_named_and_left_out(babbler):
@@ -366,15 +399,6 @@ def test_two_streams_and_a_call_between_share_the_engine(engine, llama):
 def test_bad_streams_are_refused_at_the_call(change, llama):
     with pytest.raises(ValueError):
         llama.stream_text(["a"], **change)
-
-
-@pytest.fixture(scope="module")
-def theirs(checkpoint_dir, tmp_path_factory):
-    from transformers import LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("beams") / "hf"
-    convert(checkpoint_dir[0], folder)
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
