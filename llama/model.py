@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.ops.attention import paged_attention, store
+from llama.ops.native import use_huge_pages
 from llama.ops.norm import rms_norm
 from llama.ops.rope import apply_rope, rope_table
 from llama.ops.swiglu import silu_mul
@@ -302,6 +303,7 @@ class Transformer(nn.Module):
             weight = getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter):
                 module.weight = unfilled(*weight.shape, device=device, dtype=dtype)
+                use_huge_pages(module.weight)  # before the first touch, which settles it
         if params.tied_output:
             self.output.weight = self.tok_embeddings.weight
         table = rope_table(

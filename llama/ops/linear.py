@@ -61,7 +61,6 @@ def pack(weight: Tensor) -> Tensor:
         pairs = part.view(torch.int32).view(-1, PANEL, k // 2)
         turned = pairs.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         part.view(torch.int32).copy_(turned.view_as(pairs).view(-1, k // 2))
-    native.use_huge_pages(weight)
     return weight.view(n // PANEL, k // 2, PANEL, 2)
 
 
@@ -84,6 +83,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
     assert fits(weight), (weight.shape, weight.dtype, weight.device)
     n, k = weight.shape
     values = torch.empty(n // PANEL, k, PANEL, dtype=torch.int8)
+    native.use_huge_pages(values)
     scales = torch.empty(n)
     whole = (weight.view(-1, PANEL, k), values, scales.view(-1, PANEL))
     parts = zip(*(t.split(_SCRATCH_ROWS // PANEL) for t in whole), strict=True)
@@ -92,7 +92,6 @@ def pack_int8(weight: Tensor) -> Int8Weight:
         scale.copy_(wide.abs().amax(-1) / 127)
         nonzero = scale.masked_fill(scale == 0, 1)
         into.copy_((wide / nonzero[:, :, None]).round().transpose(1, 2))
-    native.use_huge_pages(values)
     return Int8Weight(values, scales)
 
 

@@ -28,7 +28,7 @@ _COMPILE = "-O3 -march=native -std=c++17 -ffp-contract=fast -fno-exceptions -fPI
 # fight with torch's for the cores. The names are found in the runtime that torch has loaded.
 _LINK = "-shared -nodefaultlibs -lc".split()
 _HUGE = 2 << 20  # bytes of a huge page
-_ADVICE = (14, 25)  # MADV_HUGEPAGE: may become huge; MADV_COLLAPSE, from Linux 6.1: right now
+_MADV_HUGEPAGE = 14
 
 
 @functools.cache
@@ -130,12 +130,12 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def use_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux for pages of 2 MiB under a tensor that is read whole, where it has them to give."""
+    """Ask Linux for pages of 2 MiB under a tensor of host memory that nobody has touched yet."""
+    if tensor.device.type != "cpu" or sys.platform != "linux":
+        return
     start = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
-    if start >= end or sys.platform != "linux":
-        return
-    with contextlib.suppress(AttributeError):  # a C library without madvise: it was only a wish
-        madvise = ctypes.CDLL(None).madvise
-        for advice in _ADVICE:
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), ctypes.c_int(advice))
+    if start < end:
+        with contextlib.suppress(AttributeError):  # a C library without madvise: it was only a wish
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
