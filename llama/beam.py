@@ -5,6 +5,7 @@ sequence of one token a round; prefix reuse keeps its past, so a round computes 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from llama.engine.engine import Engine
@@ -111,12 +112,16 @@ def beam_search(
     limits: list[int],
     stop_ids: frozenset[int],
     params: BeamParams,
+    advance: Callable[[], None],
 ) -> list[list[Beam]]:
-    """The up to beam_width best continuations of each prompt, best first; limits are in tokens."""
+    """The up to beam_width best continuations of each prompt, best first; limits are in tokens.
+
+    `advance` runs the engine once, and tells whoever else has requests in it.
+    """
     searches = [_Search(p, n, stop_ids, params) for p, n in zip(prompts, limits, strict=True)]
     while open_ones := [s for s in searches if not s.done and s.limit > 0]:
         rounds = [(search, _next_tokens(search)) for search in open_ones]
-        _run(engine, [seq for _, sequences in rounds for seq in sequences])
+        _run(engine, advance, [seq for _, sequences in rounds for seq in sequences])
         for search, sequences in rounds:
             search.advance([seq.top_logprobs[0] for seq in sequences])
     return [search.finished for search in searches]
@@ -129,12 +134,12 @@ def _next_tokens(search: _Search) -> list[Sequence]:
     return [Sequence(start, replace(params), len(start) + 1, seed=0) for start in starts]
 
 
-def _run(engine: Engine, sequences: list[Sequence]) -> None:
+def _run(engine: Engine, advance: Callable[[], None], sequences: list[Sequence]) -> None:
     try:
         for seq in sequences:
             engine.add(seq)
         while not all(seq.finished for seq in sequences):
-            engine.step()
+            advance()
     finally:
         for seq in sequences:
             engine.abort(seq)

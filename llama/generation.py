@@ -262,9 +262,9 @@ class Llama:
             facts += [params, [(seq.tokens, seq.limit) for seq in sequences]]
         limits = [seq.limit - seq.num_prompt for seq in sequences]
         stop_ids = frozenset(self.tokenizer.stop_tokens)
-        found = beam_search(
-            self.engine, [seq.tokens for seq in sequences], limits, stop_ids, params
-        )
+        ids = [seq.tokens for seq in sequences]
+        advance = self.llm_engine.advance
+        found = beam_search(self.engine, ids, limits, stop_ids, params, advance)
         return [
             [
                 {"generation": self.tokenizer.decode(beam.tokens), "score": beam.score}

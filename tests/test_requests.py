@@ -384,12 +384,14 @@ def test_leaving_a_stream_aborts_what_is_left(engine, llama):
 
 
 def test_two_streams_and_a_call_between_share_the_engine(engine, llama):
-    """A call to generate in the middle of a stream moves it on, and loses nothing of it."""
+    """A call to generate or beam_search in the middle of a stream moves it on, here to its end,
+    and loses nothing of it."""
     wanted = [llama.text_completion([p], 0.0, max_gen_len=20)[0]["generation"] for p in "ab"]
     first = llama.stream_text(["a"], 0.0, max_gen_len=20)
     second = llama.stream_text(["b"], 0.0, max_gen_len=20)
     said = [next(first).text, next(second).text]
-    llama.generate(prompts_of([9]), 30, 0)
+    llama.generate(prompts_of([9]), 10, 0)
+    llama.beam_search(["x"], 2, 15)
     said[1] += "".join(inc.text for inc in second)
     said[0] += "".join(inc.text for inc in first)
     assert said == wanted
