@@ -4,6 +4,7 @@ A job is {"do": name, ...}; its result is what the function of that name returns
 error that it raised with the seconds that took.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -64,6 +65,43 @@ def stall(folder: str, rank: int, seconds: float, timeout_s: float) -> None:
     if rank == RANK:
         time.sleep(seconds)
     llama.generate([[256, 65]], 4)
+
+
+def stall_inside(folder: str, rank: int, seconds: float, timeout_s: float) -> None:
+    """One rank falls behind in the middle of an answer, where the others wait for its sums."""
+    llama = build(folder, timeout_s=timeout_s)
+    run = llama.engine.runner.run
+
+    def run_late(scheduled):
+        if rank == RANK and llama.engine.stats.steps == 2:
+            time.sleep(seconds)
+        return run(scheduled)
+
+    llama.engine.runner.run = run_late  # type: ignore[method-assign]
+    llama.generate([[256, 65]], 16, 0)
+
+
+def listening(folder: str) -> list[str]:
+    """Addresses, in the kernel's hex, that this process listens on beyond loopback."""
+    build(folder)
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            links.append(os.readlink(fd))
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, state, inode = line.split()[1], line.split()[3], line.split()[9]
+            if state == "0A" and inode in own:
+                found.append(address)
+    loopback = (
+        "0100007F:",
+        "00000000000000000000000001000000:",
+        "0000000000000000FFFF00000100007F:",
+    )
+    assert found, "gloo listens somewhere"
+    return [address for address in found if not address.startswith(loopback)]
 
 
 def die(folder: str, rank: int) -> None:

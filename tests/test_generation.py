@@ -22,6 +22,7 @@ from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.build import pick_dtype
 from llama.checkpoint import Weights, find, load
 from llama.convert import convert
+from llama.memory import free_bytes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -507,6 +508,22 @@ def test_types_follow_the_device():
 def test_fp16_runs_on_the_cpu(checkpoint_dir):
     llama = build(checkpoint_dir[0], dtype="fp16")
     assert llama.generate(prompts_of([5, 9]), 8, 0)[0][0]
+
+
+def test_weights_that_give_nan_are_an_error_and_not_an_answer(checkpoint_dir):
+    llama = build(checkpoint_dir[0])
+    weight = llama.model.norm.weight.clone()
+    llama.model.norm.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="logits hold NaN"):
+        llama.generate(prompts_of([5, 9]), 4, 0)
+    llama.model.norm.weight.copy_(weight)
+    assert llama.generate(prompts_of([5]), 4, 0)[0][0]
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch):
+    alone = free_bytes(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(torch.device("cpu")) == pytest.approx(alone / 4, rel=0.2)
 
 
 def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir, monkeypatch):

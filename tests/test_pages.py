@@ -166,6 +166,19 @@ def test_preemption_happens_and_is_invisible(monkeypatch):
     assert [s.tokens for s in sequences] == [alone([i], 27, frozenset()) for i in range(6)]
 
 
+def test_who_gave_up_its_pages_comes_before_who_never_had_any():
+    """Three sequences that cannot all run to their end, and a fourth that waits behind them."""
+    tried = engine(num_pages=8, max_batch_size=3)
+    sequences = [sequence([i], 15) for i in range(4)]
+    for seq in sequences:
+        tried.add(seq)
+    ended = []
+    while tried.has_unfinished():
+        ended += [seq for seq in tried.step() if seq.finished]
+        tried.scheduler.check()
+    assert [sequences.index(seq) for seq in ended] == [0, 1, 2, 3]
+
+
 def test_more_prompts_than_the_batch_holds_queue_in_order():
     tried = engine(num_pages=40, max_batch_size=2)
     sequences = [sequence([i % VOCAB], 5) for i in range(7)]

@@ -160,6 +160,7 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, tmp_path):
     folder, prompts = str(sharded["kv4"]), ["Once", "x", "The end"]
     jobs: list[dict[str, Any]] = [
         {"do": "place", "folder": folder},
+        {"do": "listening", "folder": folder},
         {"do": "different_requests", "folder": folder},
         {"do": "stream", "folder": folder, "prompts": prompts},
         {"do": "beams", "folder": folder, "prompts": prompts},
@@ -168,15 +169,18 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, tmp_path):
     llama = Llama.build(folder, None, 128, 4, dtype="fp32", device="cpu")
     texts = [r["generation"] for r in llama.text_completion(prompts, 1.0, 1.0, 16)]
     beams = [[b["generation"] for b in found] for found in llama.beam_search(prompts, 3, 8)]
-    for _, differ, streamed, searched in ranks:
+    for _, listening, differ, streamed, searched in ranks:
+        assert listening["result"] == [], "ranks of one machine talk over loopback alone"
         assert "the requests differ between rank 0 and rank 1" in differ["error"]
         assert streamed["result"] == texts
         assert searched["result"] == beams
 
 
-def test_a_stalled_rank_is_not_waited_for_beyond_the_limit(sharded, tmp_path):
-    """Rank 1 comes 12 seconds late to a call with a limit of 3: rank 0 stops with an error."""
-    job = {"do": "stall", "folder": str(sharded["kv2"]), "rank": 1, "seconds": 12, "timeout_s": 3}
+@pytest.mark.parametrize("where", ["stall", "stall_inside"])
+def test_a_stalled_rank_is_not_waited_for_beyond_the_limit(where, sharded, tmp_path):
+    """Rank 1 comes 12 seconds late, to a call or in the middle of it, with a limit of 3: rank 0
+    stops with an error."""
+    job = {"do": where, "folder": str(sharded["kv2"]), "rank": 1, "seconds": 12, "timeout_s": 3}
     by_hand(2, [job], tmp_path)
     (result,) = json.loads((tmp_path / "rank0.json").read_text())
     assert "imed out" in result["error"] or "imeout" in result["error"], result

@@ -16,6 +16,7 @@ from conftest import DEMO
 from test_generation import prompts_of
 
 from llama import Dialog, Llama, Message
+from llama.beam import BeamParams, _Search
 from llama.convert import convert
 from llama.engine.params import SamplingParams
 from llama.llm_engine import LLMEngine, RequestOutput, answer_seed
@@ -172,7 +173,6 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
     common: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
     found = run(engine, {"n": (prompt, SamplingParams(n=5, seed=4, **common))})["n"].outputs
     single = {f"s{i}": (prompt, SamplingParams(seed=answer_seed(4, i), **common)) for i in range(5)}
-    alone = [output.outputs[0] for output in run(engine, single).values()]
     by_id = run(engine, single)
     alone = [by_id[f"s{i}"].outputs[0] for i in range(5)]
     assert [a.token_ids for a in found] == [a.token_ids for a in alone]
@@ -313,6 +313,15 @@ def test_bad_requests_are_refused_before_anything_is_queued(args, kind, message,
     assert not engine.has_unfinished_requests()
 
 
+def test_an_aborted_request_is_not_heard_of_again(engine, llama):
+    """It moved in somebody else's call, and was aborted before its output was asked for."""
+    engine.add_request("a", [256, 65], SamplingParams(max_tokens=9, temperature=0))
+    llama.generate(prompts_of([5]), 1, 0)
+    assert engine.abort_request("a") is not None
+    last = run(engine, {"b": ([256, 66], SamplingParams(max_tokens=2, temperature=0))})
+    assert list(last) == ["b"]
+
+
 def test_an_id_in_use_is_refused(engine):
     engine.add_request("a", [256], SamplingParams(max_tokens=4))
     with pytest.raises(ValueError, match="request_id='a' is in use"):
@@ -431,6 +440,13 @@ def test_beam_search_equals_transformers(penalty, early_stopping, llama, theirs)
             assert scores == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
     finally:
         llama.tokenizer.stop_tokens = {257, 265}
+
+
+def test_beams_go_on_though_every_stop_token_is_likelier():
+    search = _Search([256], 9, frozenset({1, 2, 3}), BeamParams(beam_width=1))
+    search.advance([[(1, -0.1), (2, -0.2), (3, -0.3), (4, -0.4)]])
+    assert [beam.tokens for beam in search.running] == [[4]]
+    assert [beam.tokens for beam in search.finished] == [[]]
 
 
 def test_many_prompts_of_beams_are_those_of_each(llama):

@@ -55,7 +55,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """A sampled token: kept, unless it stops the sequence."""
         assert not self.finished and len(self.tokens) < self.limit
-        if token in self.stop_ids and self.num_output >= self.params.min_tokens:
+        if token in self.stop_ids:  # `sample` does not choose one before min_tokens
             self.finish_reason, self.stop_id = "stop", token
             return
         self.tokens.append(token)
