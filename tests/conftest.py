@@ -1,7 +1,9 @@
-"""Shared fixtures: a tokenizer, a small random checkpoint, and a loaded `Llama` on the CPU."""
+"""Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels."""
 
 import base64
+import ctypes
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,11 +12,18 @@ import torch
 
 from checkpoints import random_state, write_meta
 from llama import Llama
+from llama.ops import native
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
+HAS_KERNELS = native.cpu_flags() >= {"avx2", "fma"} and shutil.which("g++") is not None
+BODIES = {  # of the kernels, by the oldest CPU that runs them, and what tells such a CPU
+    "native": ("native", {"avx2"}),
+    "avx512": ("skylake-avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx2": ("haswell", {"avx2"}),
+}
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 
 
@@ -57,6 +66,36 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory) -> dict[str, ctypes.CDLL]:
+    """The kernels as compiled for this CPU, and for older ones that it can stand for."""
+    folder = tmp_path_factory.mktemp("kernels")
+    built = {}
+    for name, (cpu, needs) in BODIES.items():
+        if native.cpu_flags() >= needs:
+            with pytest.MonkeyPatch.context() as patch:
+                flags = [f.replace("-march=native", f"-march={cpu}") for f in native._COMPILE]
+                patch.setattr(native, "_COMPILE", flags)
+                built[name] = native.load(folder)
+    return built
+
+
+@pytest.fixture(params=BODIES)
+def kernels(request, monkeypatch):
+    """An op with its kernel, in each body that runs here."""
+    if not HAS_KERNELS:
+        pytest.skip("needs x86-64 with AVX2, and g++")
+    libraries = request.getfixturevalue("libraries")
+    if request.param not in libraries:
+        pytest.skip(f"this CPU has no {request.param}")
+    monkeypatch.setattr(native, "kernels", lambda: libraries[request.param])
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
 
 
 def change_params(folder: Path, **changes) -> None:

@@ -1,17 +1,10 @@
-"""Packed products against float64, alone against in a batch, and what happens without a compiler.
+"""Packed products against float64, alone against in a batch, with each body and without kernels."""
 
-Each product is tested with the kernel for this CPU, with the one for AVX2 where that runs too, and
-with torch's body.
-"""
-
-import ctypes
-import multiprocessing
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import HAS_KERNELS
 from torch import Tensor
 
 from llama.ops import native
@@ -27,9 +20,6 @@ from llama.ops.linear import (
     unpack_int8,
 )
 
-HAS_KERNELS = native.cpu_flags() >= {"avx2", "fma"} and shutil.which("g++") is not None
-needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
-STUB = 'extern "C" void linear_bf16() {}\nextern "C" void linear_int8() {}\n'
 _rng = random.Random(5)
 SHAPES = [  # (M, N, K): around the kernel's blocks of 14 and 6 rows, slices of 512 and 112 rows
     (1, 32, 2), (1, 64, 4096), (2, 32, 510), (6, 96, 512), (7, 32, 514), (13, 64, 66),
@@ -38,39 +28,6 @@ SHAPES = [  # (M, N, K): around the kernel's blocks of 14 and 6 rows, slices of 
 ] + [
     (_rng.randint(1, 70), 32 * _rng.randint(1, 5), 2 * _rng.randint(1, 400)) for _ in range(12)
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory) -> dict[str, ctypes.CDLL]:
-    folder = tmp_path_factory.mktemp("kernels")
-    built = {"native": native.load(folder)}
-    with pytest.MonkeyPatch.context() as patch:
-        flags = ["-march=haswell" if f == "-march=native" else f for f in native._COMPILE]
-        patch.setattr(native, "_COMPILE", flags)
-        built["avx2"] = native.load(folder)
-    return built
-
-
-@pytest.fixture(params=["native", "avx2"])
-def kernels(request, monkeypatch):
-    """The op with a kernel, as compiled for this CPU and as compiled for any with AVX2."""
-    if not HAS_KERNELS:
-        pytest.skip("needs x86-64 with AVX2, and g++")
-    library = request.getfixturevalue("libraries")[request.param]
-    monkeypatch.setattr(native, "kernels", lambda: library)
-
-
-@pytest.fixture
-def no_kernels(monkeypatch):
-    monkeypatch.setattr(native, "kernels", lambda: None)
-
-
-@pytest.fixture
-def stub(tmp_path, monkeypatch) -> Path:
-    """A cache folder, for a source that compiles in no time."""
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "stub.cpp")
-    native.SOURCE.write_text(STUB)
-    return tmp_path / "cache"
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -209,11 +166,11 @@ def test_what_does_not_fit_stays_as_it_is(weight):
         assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
-@needs_kernels
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_weights_are_packed_where_the_cpu_has_no_matrix_unit(libraries, monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: libraries["native"])
     plain = native.cpu_flags() - {"amx_bf16", "avx512_bf16"}
-    for flags, dims in ((plain, 4), (plain | {"amx_bf16"}, 2), (plain | {"avx512_bf16"}, 2)):
+    for flags, dims in ((plain, 4), (plain | {"amx_bf16"}, 2), (plain | {"avx512_bf16"}, 4)):
         monkeypatch.setattr(native, "cpu_flags", lambda flags=flags: flags)
         packed = best_layout(numbers(64, 8))
         assert packed.dim() == dims
@@ -228,7 +185,7 @@ def test_int8_is_off_by_half_a_scale_at_most():
     weight = numbers(2080, 30) * torch.logspace(-6, 6, 2080)[:, None].bfloat16()
     weight[7] = 0
     packed = pack_int8(weight)
-    assert packed.values.dtype is torch.int8 and packed.values.shape == (65, 30, 32)
+    assert packed.values.dtype is torch.int8 and packed.values.shape == (65, 15, 32, 2)
     restored = unpack_int8(packed)
     assert (restored[7] == 0).all()
     off = (restored.double() - weight.double()).abs()
@@ -253,102 +210,3 @@ def test_wrong_rows_are_refused(kernels):
     for x in (numbers(2, 6), numbers(2, 8).float()):
         with pytest.raises(AssertionError):
             linear(x, packed)
-
-
-@needs_kernels
-def test_no_compiler_is_one_warning_and_torch_does_the_work(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    native.kernels.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"install g\+\+") as warned:
-            assert best_layout(numbers(64, 8)).dim() == 2
-            x, weight = numbers(3, 8), numbers(64, 8)
-            check_product(x, weight, linear(x, pack(weight.clone())))
-        assert len(warned) == 1
-    finally:
-        native.kernels.cache_clear()
-
-
-@needs_kernels
-def test_a_source_that_does_not_compile_says_why(stub, monkeypatch):
-    native.SOURCE.write_text("this is no program")
-    monkeypatch.setattr(native, "cache_folder", lambda: stub)
-    native.kernels.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="stub.cpp"):
-            assert native.kernels() is None
-    finally:
-        native.kernels.cache_clear()
-    assert list(stub.iterdir()) == []
-
-
-@needs_kernels
-def test_built_once_and_again_only_when_something_changed(stub, monkeypatch):
-    native.load(stub)
-    (first,) = stub.iterdir()
-    made = first.stat().st_mtime_ns
-    native.load(stub)
-    assert first.stat().st_mtime_ns == made
-    assert stub.stat().st_mode & 0o777 == 0o700
-    native.SOURCE.write_text(STUB + "// changed\n")
-    native.load(stub)
-    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"another CPU"}))
-    native.load(stub)
-    assert len(list(stub.iterdir())) == 3
-
-
-@needs_kernels
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
-def test_a_damaged_library_is_built_again(stub, damage):
-    """Half a library passes for one until its missing half is touched: SIGBUS, not an error."""
-    native.load(stub)
-    (path,) = stub.iterdir()
-    whole = path.read_bytes()
-    path.unlink()  # the loaded one stays as it was
-    broken = {"cut": whole[:-500], "changed": whole[:900] + b"?" + whole[901:], "empty": b""}
-    path.write_bytes(broken[damage])
-    assert not native._is_whole(path)
-    native.load(stub)
-    assert native._is_whole(path)
-
-
-@needs_kernels
-def test_processes_that_build_at_once_do_not_meet(stub):
-    context = multiprocessing.get_context("fork")
-    both = [context.Process(target=native.load, args=(stub,)) for _ in range(2)]
-    for process in both:
-        process.start()
-    for process in both:
-        process.join()
-    assert [process.exitcode for process in both] == [0, 0]
-    (path,) = stub.iterdir()
-    assert native._is_whole(path)
-
-
-@needs_kernels
-def test_a_folder_that_others_can_write_is_not_trusted(stub):
-    stub.mkdir()
-    stub.chmod(0o777)
-    assert native.load(stub) is not None
-    assert list(stub.iterdir()) == []
-
-
-@needs_kernels
-def test_a_folder_that_cannot_be_made_is_done_without(stub):
-    stub.write_text("a file in the way")
-    assert native.load(stub) is not None
-    assert native.load(Path("no/home")) is not None
-
-
-@needs_kernels
-def test_threads_come_from_torchs_own_runtime(libraries):
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    runtimes = {line.split()[-1] for line in lines if "gomp" in line or "iomp" in line}
-    assert len(runtimes) == 1, runtimes
-
-
-def test_huge_pages_are_only_asked_for():
-    for size in (0, 5, 3 << 20):
-        tensor = torch.ones(size, dtype=torch.int8)
-        native.use_huge_pages(tensor)
-        assert (tensor == 1).all()

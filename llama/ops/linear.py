@@ -2,9 +2,9 @@
 
 A weight is (N, K) as in the checkpoint, or packed by `pack` into panels (N/32, K/2, 32, 2) in the
 same memory, or by `pack_int8` at half the size. `best_layout` packs where that is faster: on x86-64
-CPUs with AVX2 or AVX-512 and no bf16 matrix unit (both were run on a Xeon without one). With AMX or
-avx512_bf16, and on other devices, weights stay as they are and torch does the product. The kernels
-are in kernels.cpp: a row of x gives the same bytes alone as in any batch, on any number of threads.
+CPUs with AVX2, AVX-512 or avx512_bf16 (all three were run) and no AMX. With AMX, and on other
+devices, weights stay as they are and torch does the product. The kernels are in linear.cpp: a row
+of x gives the same bytes alone as in any batch, on any number of threads.
 
 Shapes: M rows, N outputs, K inputs, T token ids.
 """
@@ -22,9 +22,9 @@ _SCRATCH_ROWS = 64 * PANEL  # of a weight that are packed at a time
 
 
 class Int8Weight(NamedTuple):
-    """weight[n, k] is about values[n // 32, k, n % 32] * scales[n]: off by half a scale at most."""
+    """weight[n, k] is values[n // 32, k // 2, n % 32, k % 2] * scales[n], within half a scale."""
 
-    values: Tensor  # (N/32, K, 32) int8
+    values: Tensor  # (N/32, K/2, 32, 2) int8
     scales: Tensor  # (N) float32
 
 
@@ -44,8 +44,7 @@ def fits(weight: Tensor) -> bool:
 
 def best_layout(weight: Tensor) -> Tensor:
     """`weight`, packed in place where this machine's fastest product wants it so."""
-    has_matrix_unit = native.cpu_flags() & {"amx_bf16", "avx512_bf16"}
-    if not fits(weight) or has_matrix_unit or native.kernels() is None:
+    if not fits(weight) or "amx_bf16" in native.cpu_flags() or native.kernels() is None:
         return weight
     return pack(weight)
 
@@ -82,7 +81,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
     """(N, K) bf16 -> int8 with a scale a row: the largest of the row becomes 127."""
     assert fits(weight), (weight.shape, weight.dtype, weight.device)
     n, k = weight.shape
-    values = torch.empty(n // PANEL, k, PANEL, dtype=torch.int8)
+    values = torch.empty(n // PANEL, k // 2, PANEL, 2, dtype=torch.int8)
     native.use_huge_pages(values)
     scales = torch.empty(n)
     whole = (weight.view(-1, PANEL, k), values, scales.view(-1, PANEL))
@@ -91,13 +90,14 @@ def pack_int8(weight: Tensor) -> Int8Weight:
         wide = part.float()
         scale.copy_(wide.abs().amax(-1) / 127)
         nonzero = scale.masked_fill(scale == 0, 1)
-        into.copy_((wide / nonzero[:, :, None]).round().transpose(1, 2))
+        whole_numbers = (wide / nonzero[:, :, None]).round()
+        into.copy_(whole_numbers.unflatten(2, (-1, 2)).transpose(1, 2))
     return Int8Weight(values, scales)
 
 
 def unpack_int8(weight: Int8Weight) -> Tensor:
     """(N, K) float32: what the packed numbers stand for."""
-    return weight.values.transpose(1, 2).flatten(0, 1) * weight.scales[:, None]
+    return unpack(weight.values) * weight.scales[:, None]
 
 
 def linear(x: Tensor, weight: Tensor | Int8Weight) -> Tensor:
@@ -105,23 +105,18 @@ def linear(x: Tensor, weight: Tensor | Int8Weight) -> Tensor:
     if isinstance(weight, Tensor) and weight.dim() == 2:
         return F.linear(x, weight)
     assert x.dtype is torch.bfloat16, x.dtype
-    library = native.kernels()
-    if isinstance(weight, Int8Weight):
-        if library is None:
-            return F.linear(x.float(), unpack_int8(weight)).bfloat16()
-        panels, k, _ = weight.values.shape
-        return _run(library.linear_int8, x, weight, panels * PANEL, k)
-    if library is None:
-        return F.linear(x, unpack(weight))
-    return _run(library.linear_bf16, x, (weight,), weight.shape[0] * PANEL, weight.shape[1] * 2)
-
-
-def _run(kernel, x: Tensor, weight: tuple[Tensor, ...], n: int, k: int) -> Tensor:
+    packed = weight.values if isinstance(weight, Int8Weight) else weight
+    n, k = packed.shape[0] * PANEL, packed.shape[1] * 2
+    if native.kernels() is None:
+        plain = unpack_int8(weight) if isinstance(weight, Int8Weight) else unpack(weight)
+        return F.linear(x.to(plain.dtype), plain).bfloat16()
     x = x.contiguous()
     m = x.shape[0]
     assert x.shape == (m, k), (x.shape, n, k)
     out = torch.empty(m, n, dtype=torch.bfloat16)
-    wide = torch.empty(m * k)  # x as float32, in the kernel's own order
-    pointers = [t.data_ptr() for t in (x, *weight, out, wide)]
-    kernel(*pointers, m, n, k, torch.get_num_threads())
+    turned = torch.empty(m * k)  # x in the kernel's own order
+    if isinstance(weight, Int8Weight):
+        native.call("linear_int8", x, weight.values, weight.scales, out, turned, m, n, k)
+    else:
+        native.call("linear_bf16", x, weight, out, turned, m, n, k)
     return out

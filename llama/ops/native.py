@@ -1,9 +1,9 @@
-"""From kernels.cpp to functions that can be called: compiled on first use for the CPU at hand.
+"""From the C++ files beside it to functions that can be called: compiled on first use.
 
-`kernels()` gives the loaded library, or None, and the ops then run their torch body. What was
-compiled is kept in ~/.cache/llama (or $XDG_CACHE_HOME/llama), readable and writable by its owner
-alone, under a name made from all that it depends on. Needs g++ and an x86-64 CPU with AVX2. It
-knows nothing of what the kernels compute.
+`kernels()` gives the loaded library, or None, and the ops then run their torch body; `call` runs
+one of its functions. Each CPU has its own, kept in ~/.cache/llama (or $XDG_CACHE_HOME/llama),
+readable and writable by its owner alone, under a name made from all that it depends on. Needs g++
+and an x86-64 CPU with AVX2. It knows nothing of what the kernels compute.
 """
 
 import contextlib
@@ -17,16 +17,19 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent  # of the sources, *.cpp and *.h
 # One rounding for a multiply and its add, everywhere: a row's bytes may not hang on its batch.
 _COMPILE = "-O3 -march=native -std=c++17 -ffp-contract=fast -fno-exceptions -fPIC -fopenmp".split()
 # No -fopenmp here: a second OpenMP runtime beside torch's would bring threads of its own, which
 # fight with torch's for the cores. The names are found in the runtime that torch has loaded.
 _LINK = "-shared -nodefaultlibs -lc".split()
+_SUFFIXES = (".cpp", ".h")
 _HUGE = 2 << 20  # bytes of a huge page
 _MADV_HUGEPAGE = 14
 
@@ -70,16 +73,17 @@ def load(folder: Path) -> ctypes.CDLL:
         _make_private(folder)
     except OSError:  # no home, or one that cannot be written: build for this process alone
         with tempfile.TemporaryDirectory() as own:
-            return _open(_build(compiler, Path(own) / name))
+            return ctypes.CDLL(str(_build(compiler, Path(own) / name)))
     path = folder / name
-    return _open(path if _is_whole(path) else _build(compiler, path))
+    return ctypes.CDLL(str(path if _is_whole(path) else _build(compiler, path)))
 
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, timeout=60, check=True
     ).stdout
-    parts = (SOURCE.read_bytes(), version, *_COMPILE, *_LINK, *sorted(cpu_flags()))
+    sources = [path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _SUFFIXES]
+    parts = (*sources, version, *_COMPILE, *_LINK, *sorted(cpu_flags()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -96,13 +100,12 @@ def _make_private(folder: Path) -> None:
 def _build(compiler: str, path: Path) -> Path:
     """Compile to `path`, which appears whole or not at all: several ranks may come here at once."""
     with tempfile.TemporaryDirectory(dir=path.parent) as own:
-        made, library = Path(own) / "kernels.o", Path(own) / "kernels.so"
-        for arguments in (
-            [*_COMPILE, "-c", str(SOURCE), "-o", str(made)],
-            [str(made), *_LINK, "-o", str(library)],
-        ):
-            command = [compiler, *arguments]
-            subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        library = Path(own) / "kernels.so"
+        objects = {str(source): f"{own}/{source.stem}.o" for source in FOLDER.glob("*.cpp")}
+        with ThreadPoolExecutor() as pool:
+            commands = [[*_COMPILE, "-c", source, "-o", made] for source, made in objects.items()]
+            list(pool.map(functools.partial(_run, compiler), commands))
+        _run(compiler, [*objects.values(), *_LINK, "-o", str(library)])
         content = library.read_bytes()
         # A loader does not mind bytes behind the end; these show that nothing was cut off.
         library.write_bytes(content + hashlib.sha256(content).digest())
@@ -119,14 +122,24 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    pointer, size, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    for name, pointers in (("linear_bf16", 4), ("linear_int8", 5)):
-        function = getattr(library, name)
-        function.argtypes = [pointer] * pointers + [size] * 3 + [threads]
-        function.restype = None
-    return library
+def _run(compiler: str, arguments: list[str]) -> None:
+    subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=300, check=True)
+
+
+def call(name: str, *args: Tensor | int | float) -> None:
+    """Run one of `kernels()`: tensors go as pointers, int as long, float as float.
+
+    The number of threads, an int, comes last of its own.
+    """
+    function = getattr(kernels(), name)
+    function.restype = None
+    function(*map(_as_c, args), torch.get_num_threads())
+
+
+def _as_c(value: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_float:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
 def use_huge_pages(tensor: Tensor) -> None:
