@@ -4,6 +4,7 @@ In: what the user asked for. Out: one rank's Transformer and the Tokenizer, or o
 every rank before any weight is read. Nothing here runs the model.
 """
 
+import functools
 import os
 import sys
 
@@ -15,7 +16,12 @@ from llama.model import ModelArgs, Transformer
 from llama.parallel import ModelParallel, connect, pick_device
 from llama.tokenizer import Tokenizer
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,  # weights; all else is bf16
+}
 
 
 def load_model(
@@ -48,11 +54,16 @@ def load_model(
         facts += [params, max_seq_len, max_batch_size, seed, kind, place.type]
     _choose_sizes(found, parallel, place, kind, max_seq_len, max_batch_size)
     with parallel.together("the checkpoint", world=True):
-        model = Transformer(params, parallel=parallel, device=place, dtype=kind)
+        model = Transformer(params, parallel=parallel, device=place, dtype=_wide(kind))
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
-        checkpoint.load(found, model, progress=shows)
-        model.pack()
+        pack = functools.partial(model.pack, int8=kind is torch.int8)
+        checkpoint.load(found, model, filled=pack, progress=shows)
     return model, tokenizer
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """The type of activations, keys and values."""
+    return torch.bfloat16 if kind is torch.int8 else kind
 
 
 def _choose_sizes(
@@ -70,7 +81,7 @@ def _choose_sizes(
         params.max_seq_len, params.max_batch_size = fit(
             free=free,
             weights=checkpoint.bytes_of(found, parallel.size, kind),
-            per_token=_bytes_per_token(params, parallel.size, kind),
+            per_token=_bytes_per_token(params, parallel.size, _wide(kind)),
             longest=params.longest_context,
             max_seq_len=max_seq_len,
             max_batch_size=max_batch_size,
@@ -79,16 +90,17 @@ def _choose_sizes(
 
 def describe(model: Transformer) -> str:
     """Device, type, ranks and sizes, as `Llama.build` prints them."""
-    weight, params = model.norm.weight, model.params
-    name = next(name for name, dtype in _DTYPES.items() if dtype is weight.dtype)
+    params, device = model.params, model.norm.weight.device
+    dtype = model.norm.weight.dtype if model.output.scales is None else torch.int8
+    name = next(name for name, value in _DTYPES.items() if value is dtype)
     return (
-        f"{weight.device.type}, {name}, model_parallel_size={model.parallel.size}, "
+        f"{device.type}, {name}, model_parallel_size={model.parallel.size}, "
         f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}"
     )
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The type of weights and activations: bf16 where the device has it, else fp16."""
+    """The type of the weights; by default bf16 where the device has it, else fp16."""
     if dtype is None:
         lacks = device.type == "cuda" and not torch.cuda.is_bf16_supported(
             including_emulation=False
@@ -97,6 +109,8 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
     chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in _DTYPES.values():
         raise ValueError(f"dtype={dtype!r}: give one of {', '.join(_DTYPES)}, or None")
+    if chosen is torch.int8 and device.type != "cpu":
+        raise ValueError(f"dtype='int8' is for device='cpu', not {device.type}: use 'bf16'")
     return chosen
 
 

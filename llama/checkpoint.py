@@ -12,12 +12,13 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from llama import hf
@@ -173,8 +174,18 @@ def share(params: ModelArgs, size: int, dtype: torch.dtype = torch.float32) -> d
 
 
 def bytes_of(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
-    """Bytes of the weights that one of `size` ranks holds in `dtype`; reads no file."""
-    return sum(slot.nbytes for slot in share(checkpoint.params, size, dtype).values())
+    """Bytes of the weights that one of `size` ranks holds in `dtype`; reads no file.
+
+    In int8, norms and an embedding of its own are bf16, and each row of a matrix has a scale.
+    """
+    slots = share(checkpoint.params, size, dtype)
+    if dtype is not torch.int8:
+        return sum(slot.nbytes for slot in slots.values())
+    untied = () if checkpoint.params.tied_output else ("tok_embeddings.weight",)
+    return sum(
+        2 * slot.numel() if slot.dim() < 2 or name in untied else slot.numel() + 4 * slot.shape[0]
+        for name, slot in slots.items()
+    )
 
 
 class Stored(NamedTuple):
@@ -288,20 +299,28 @@ class Weights:
             into.copy_(piece)
 
 
-def load(checkpoint: Checkpoint, model: Transformer, *, progress: bool = False) -> None:
+def load(
+    checkpoint: Checkpoint,
+    model: Transformer,
+    *,
+    filled: Callable[[nn.Module], None] = lambda part: None,
+    progress: bool = False,
+) -> None:
     """Fill a model with its rank's share of the weights, in the model's type and on its device.
 
     The checkpoint may have any number of shards, and the model's group any size that divides it.
     Every file is checked before anything is copied: ValueError names what is wrong. Host memory
-    beside the model: at most one tensor. `progress` draws a bar on stderr.
+    beside the model: at most one tensor. `filled` is called with each part of the model once it is
+    whole; `progress` draws a bar on stderr.
     """
-    weights, slots = Weights(checkpoint), model.weight_slots()
-    assert slots.keys() == weights.shapes.keys(), "the model was not made from this checkpoint"
-    total = sum(slot.nbytes for slot in slots.values())
+    weights, rank, size = Weights(checkpoint), model.parallel.rank, model.parallel.size
+    total = sum(weight.nbytes for weight in model.parameters())
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress) as bar:
-        for name, slot in slots.items():
-            weights.copy(name, slot, model.parallel.rank, model.parallel.size)
-            bar.update(slot.nbytes)
+        for part, slots in model.parts():
+            for name, slot in slots.items():
+                weights.copy(name, slot, rank, size)
+                bar.update(slot.nbytes)
+            filled(part)
 
 
 def verify(ckpt_dir: str | os.PathLike[str]) -> list[str]:

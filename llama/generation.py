@@ -81,7 +81,9 @@ class Llama:
         beside the weights; max_seq_len (tokens of prompt and answer) and max_batch_size (sequences
         that run at once; more wait their turn) to what fits the memory; model_parallel_size to the
         number of processes; device to cuda, mps or cpu, the first there is; dtype ("bf16", "fp16",
-        "fp32") to bf16 where the device has it. timeout_s (seconds) bounds each wait for a rank.
+        "fp32") to bf16 where the device has it; "int8", on the CPU, holds the matrices in half the
+        memory, with a scale a row, and the rest in bf16. timeout_s (seconds) bounds each wait for a
+        rank.
 
         The same seed and prompt give the same answer. ValueError, FileNotFoundError and the like
         name what is wrong, on every rank, before weights are read. No global state is changed.

@@ -8,6 +8,7 @@ and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pag
 M pages a sequence, L layers.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -275,8 +276,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
 
-    `weight_slots` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing
-    is allocated.
+    `parts` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing is
+    allocated.
     """
 
     def __init__(
@@ -315,27 +316,36 @@ class Transformer(nn.Module):
     def blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, layer) for layer in self.layers]
 
+    def parts(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+        """Each part of the model, and Meta's names -> the views that hold this rank's share of it.
+
+        One after the other, so that a part can be packed before the next takes memory.
+        """
+        assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
+        yield self.tok_embeddings, {"tok_embeddings.weight": self.tok_embeddings.weight.data}
+        for i, layer in enumerate(self.blocks()):
+            slots = layer.weight_slots()
+            yield layer, {f"layers.{i}.{name}": share for name, share in slots.items()}
+        yield self.norm, {"norm.weight": self.norm.weight.data}
+        tied = self.params.tied_output
+        yield self.output, {} if tied else {"output.weight": self.output.weight.data}
+
     def weight_slots(self) -> dict[str, Tensor]:
         """Meta's name of each weight -> the view that holds this rank's share of it."""
-        assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
-        slots = {"tok_embeddings.weight": self.tok_embeddings.weight.data}
-        for i, layer in enumerate(self.blocks()):
-            slots |= {f"layers.{i}.{name}": share for name, share in layer.weight_slots().items()}
-        slots["norm.weight"] = self.norm.weight.data
-        if not self.params.tied_output:
-            slots["output.weight"] = self.output.weight.data
-        return slots
+        return {name: share for _, slots in self.parts() for name, share in slots.items()}
 
-    def pack(self) -> None:
-        """Once the weights are filled: put them in this machine's fastest layout, in place.
+    def pack(self, part: nn.Module | None = None, *, int8: bool = False) -> None:
+        """Put one of `parts`, or all, in this machine's fastest layout, once it is filled.
 
-        `weight_slots` no longer holds after this.
+        int8: the matrices at half the size, each number off by half of its row's scale at most.
+        The views of it no longer hold after this.
         """
-        for module in self.modules():
+        for module in (part or self).modules():
             if isinstance(module, Linear):
-                module.pack()
-        if self.params.tied_output:
-            self.tok_embeddings.weight = self.output.weight
+                module.pack(int8=int8)
+            if module is self.output and self.params.tied_output:
+                self.tok_embeddings.weight = self.output.weight
+                self.tok_embeddings.scales = self.output.scales
 
     def empty_pages(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor, nn
 
-from llama.ops.linear import best_layout, linear, rows
+from llama.ops.linear import best_layout, fits, linear, pack_int8, rows
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
 
@@ -275,13 +275,20 @@ class Linear(nn.Module):
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
         self.weight = unfilled(n_out, n_in)
+        self.scales: Tensor | None = None  # (out) of an int8 weight
 
-    def pack(self) -> None:
-        """Put the weight in this machine's fastest layout; views of it are worthless after."""
-        self.weight = nn.Parameter(best_layout(self.weight.data), requires_grad=False)
+    def pack(self, *, int8: bool = False) -> None:
+        """Put the weight in this machine's fastest layout; views of it are worthless after.
+
+        int8: at half the size, where its shape allows that.
+        """
+        weight = self.weight.data
+        if int8 and fits(weight):
+            weight, self.scales = pack_int8(weight)
+        self.weight = nn.Parameter(best_layout(weight), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.scales)
 
 
 class ColumnParallelLinear(Linear):
@@ -314,11 +321,12 @@ class VocabParallelEmbedding(nn.Module):
         self.num_local = n_vocab // parallel.size
         self.first = self.num_local * parallel.rank
         self.weight = unfilled(self.num_local, dim)
+        self.scales: Tensor | None = None  # (vocab / size) of an int8 weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.parallel.size == 1:
-            return rows(tokens, self.weight)
+            return rows(tokens, self.weight, self.scales)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.num_local)
-        x = rows(local.masked_fill(elsewhere, 0), self.weight)
+        x = rows(local.masked_fill(elsewhere, 0), self.weight, self.scales)
         return self.parallel.all_reduce(x.masked_fill_(elsewhere[:, None], 0))

@@ -27,7 +27,7 @@ from llama import checkpoint, convert, hf
 from llama.checkpoint import Checkpoint, bytes_of, find, load, verify
 from llama.cli import main
 from llama.model import ModelArgs, Transformer
-from llama.parallel import ModelParallel
+from llama.parallel import Linear, ModelParallel
 
 REPO = Path(__file__).resolve().parent.parent
 SIZES = (1, 2, 4, 8, 16)
@@ -174,6 +174,31 @@ def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
     found = find(write_meta(tmp_path, PARAMS, STATE, 2))
     shares = [shard_of(name, t, PARAMS, 0, size).to(dtype) for name, t in STATE.items()]
     assert bytes_of(found, size, dtype) == sum(t.nbytes for t in shares)
+
+
+def test_bytes_of_int8_are_what_packing_leaves(tmp_path):
+    """Norms and the embedding stay in bf16; a part is packed before the next one is read."""
+    params = PARAMS | {"dim": 128, "vocab_size": 256}
+    found = find(write_meta(tmp_path, params, random_state(params), 2))
+    model = Transformer(found.params, dtype=torch.bfloat16)
+    whole = model.weight_slots()
+    for slot in whole.values():
+        slot.zero_()
+    seen = []
+
+    def filled(part: torch.nn.Module) -> None:
+        seen.append([name for name, slot in whole.items() if slot.any()])
+        model.pack(part, int8=True)
+
+    load(found, model, filled=filled)
+    counts = [len(names) for names in seen]
+    assert counts == sorted(counts) and len(set(counts)) == len(counts) == 5  # 2 layers
+    assert seen[-1] == list(whole)
+    held = [w.nbytes for w in model.parameters()]
+    held += [
+        m.scales.nbytes for m in model.modules() if isinstance(m, Linear) and m.scales is not None
+    ]
+    assert bytes_of(found, 1, torch.int8) == sum(held)
 
 
 def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):

@@ -16,7 +16,7 @@ import torch
 from conftest import DEMO
 from demo_corpus import facts
 
-from llama import Llama
+from llama import Dialog, Llama
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -34,11 +34,13 @@ def test_it_is_small_and_in_metas_layout():
     assert params["n_kv_heads"] < params["n_heads"] and params["vocab_size"] == 2048
 
 
-def test_it_answers_every_question_it_was_taught(demo):
-    """Each fact in its first phrasing, greedy in bf16: at least 98 % exactly right."""
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_it_answers_every_question_it_was_taught(dtype):
+    """Each fact in its first phrasing, greedy: at least 98 % exactly right."""
+    demo = Llama.build(str(DEMO), None, 384, 64, device="cpu", dtype=dtype)
     known = facts()
     assert len(known) >= 300
-    dialogs = [[{"role": "user", "content": fact.questions[0]}] for fact in known]
+    dialogs: list[Dialog] = [[{"role": "user", "content": f.questions[0]}] for f in known]
     answers = demo.chat_completion(dialogs, 0.0, max_gen_len=60)
     right = [
         fact.answer == answer["generation"]["content"]

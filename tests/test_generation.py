@@ -23,6 +23,8 @@ from llama.build import pick_dtype
 from llama.checkpoint import Weights, find, load
 from llama.convert import convert
 from llama.memory import free_bytes
+from llama.ops.linear import pack_int8, unpack
+from llama.parallel import Linear
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -352,6 +354,36 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
         plain = model(tokens, 0)
         model.pack()
         torch.testing.assert_close(model(tokens, 0), plain, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
+    """All matrices but an embedding of its own are rounded; a float32 model with those agrees."""
+    folder, _, params = make_checkpoint(seed=21, dim=128)
+    args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
+    models = [Transformer(args, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    source = Weights(find(folder))
+    for model in models:
+        for name, slot in model.weight_slots().items():
+            source.copy(name, slot, 0, 1)
+    small, exact = models
+    for module in exact.modules():
+        if isinstance(module, Linear):
+            module.weight.copy_(unpack(*pack_int8(module.weight.bfloat16())))
+    small.pack(int8=True)
+    sizes = {w.dtype: w.numel() for w in small.parameters() if w.dim() > 1}
+    assert sizes.keys() == {torch.int8} | (set() if tied else {torch.bfloat16})
+    tokens = torch.tensor(prompts_of([20, 20], seed=22))
+    ours, theirs = (model(tokens, 0).softmax(-1) for model in models)
+    assert ((ours - theirs).abs().sum(-1) / 2).max() < 0.03  # what activations in bf16 cost
+
+
+def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
+    with pytest.raises(ValueError, match="dtype='int8' is for device='cpu', not cuda"):
+        pick_dtype("int8", torch.device("cuda"))
+    llama = Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="int8")
+    assert "cpu, int8, model_parallel_size=1" in capsys.readouterr().out
+    assert llama.model.empty_pages(1, 16).dtype is torch.bfloat16
 
 
 def test_text_and_chat_return_metas_keys(shared_llama):

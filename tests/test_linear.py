@@ -9,7 +9,6 @@ from torch import Tensor
 
 from llama.ops import native
 from llama.ops.linear import (
-    Int8Weight,
     best_layout,
     fits,
     linear,
@@ -17,14 +16,14 @@ from llama.ops.linear import (
     pack_int8,
     rows,
     unpack,
-    unpack_int8,
 )
 
 _rng = random.Random(5)
-SHAPES = [  # (M, N, K): around the kernel's blocks of 14 and 6 rows, slices of 512 and 112 rows
+SHAPES = [  # (M, N, K): around the kernel's blocks of 14 and 6 rows, slices of 1,024, chunks of 256
     (1, 32, 2), (1, 64, 4096), (2, 32, 510), (6, 96, 512), (7, 32, 514), (13, 64, 66),
     (14, 32, 1024), (15, 160, 1026), (28, 32, 2), (29, 64, 128), (70, 96, 256), (112, 64, 64),
-    (113, 32, 514), (225, 64, 32), (512, 96, 128),
+    (113, 32, 514), (225, 64, 32), (512, 96, 128), (1, 32, 1024), (3, 32, 1026), (5, 64, 2052),
+    (15, 32, 3070), (256, 32, 34), (257, 64, 1030), (600, 32, 64),
 ] + [
     (_rng.randint(1, 70), 32 * _rng.randint(1, 5), 2 * _rng.randint(1, 400)) for _ in range(12)
 ]  # fmt: skip
@@ -60,13 +59,13 @@ def test_torch_body(no_kernels, m, n, k):
 
 
 def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels):
-    x, weight = numbers(130, 516), numbers(96, 516, seed=1)
-    for packed in (pack_int8(weight), pack(weight.clone())):
-        whole = linear(x, packed)
-        for m in [*range(1, 71), 112, 113]:
-            assert same(linear(x[:m], packed), whole[:m]), m
+    x, weight = numbers(130, 1030), numbers(96, 1030, seed=1)
+    for packed in (pack_int8(weight), (pack(weight.clone()),)):
+        whole = linear(x, *packed)
+        for m in [*range(1, 71), 112, 113, 129]:
+            assert same(linear(x[:m], *packed), whole[:m]), m
         for row in range(0, 130, 9):
-            assert same(linear(x[row : row + 1], packed), whole[row : row + 1]), row
+            assert same(linear(x[row : row + 1], *packed), whole[row : row + 1]), row
 
 
 def test_any_number_of_threads_gives_the_same_bytes(kernels):
@@ -97,6 +96,12 @@ def test_the_layout_that_the_kernels_file_describes():
     assert flat[:4].tolist() == [*weight[0, :2].tolist(), *weight[1, :2].tolist()]
     assert flat[64:68].tolist() == [*weight[0, 2:].tolist(), *weight[1, 2:].tolist()]
     assert flat[128:130].tolist() == weight[32, :2].tolist()
+
+
+def test_rows_of_int8_are_what_they_stand_for():
+    values, scales = pack_int8(numbers(96, 14))
+    ids = torch.tensor([95, 0, 33, 33])
+    assert torch.equal(rows(ids, values, scales), unpack(values, scales)[ids].bfloat16())
 
 
 def test_rows_of_an_unpacked_weight_are_an_embedding():
@@ -135,9 +140,9 @@ def test_infinities_and_nans_pass_through(kernels):
 def test_rows_that_are_not_contiguous(kernels):
     weight = numbers(64, 20, seed=1)
     wide = numbers(9, 50)
-    for packed in (pack_int8(weight), pack(weight.clone())):
+    for packed in (pack_int8(weight), (pack(weight.clone()),)):
         for x in (wide[:, 3:23], wide[::2, 10:30], numbers(20, 9).T):
-            assert same(linear(x, packed), linear(x.contiguous(), packed))
+            assert same(linear(x, *packed), linear(x.contiguous(), *packed))
 
 
 def test_no_rows(kernels):
@@ -184,25 +189,37 @@ def test_without_kernels_nothing_is_packed(no_kernels):
 def test_int8_is_off_by_half_a_scale_at_most():
     weight = numbers(2080, 30) * torch.logspace(-6, 6, 2080)[:, None].bfloat16()
     weight[7] = 0
-    packed = pack_int8(weight)
-    assert packed.values.dtype is torch.int8 and packed.values.shape == (65, 15, 32, 2)
-    restored = unpack_int8(packed)
+    values, scales = pack_int8(weight)
+    assert values.dtype is torch.int8 and values.shape == (65, 15, 32, 2)
+    restored = unpack(values, scales)
     assert (restored[7] == 0).all()
     off = (restored.double() - weight.double()).abs()
-    assert (off <= packed.scales[:, None].double() * 0.5001).all()
-    assert torch.allclose(packed.scales, weight.float().abs().amax(1) / 127)
+    assert (off <= scales[:, None].double() * 0.5001).all()
+    assert torch.allclose(scales, weight.float().abs().amax(1) / 127)
 
 
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_an_int8_product_is_the_product_with_what_is_packed(kernels, m, n, k):
     x, packed = numbers(m, k), pack_int8(numbers(n, k, seed=1))
-    check_product(x, unpack_int8(packed), linear(x, packed))
+    check_product(x, unpack(*packed), linear(x, *packed))
+
+
+@pytest.mark.parametrize("n, k", [(32, 2), (64, 514), (96, 4096), (4128, 66)])
+def test_the_kernels_pack_as_torch_does(kernels, n, k):
+    weight = numbers(n, k) * torch.logspace(-20, 20, n)[:, None].bfloat16()
+    weight[5] = 0
+    packed, small = pack(weight.clone()), pack_int8(weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: None)
+        expected, expected_small = pack(weight.clone()), pack_int8(weight)
+    assert same(packed, expected)
+    for ours, theirs in zip(small, expected_small, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_int8_torch_body(no_kernels):
     x, packed = numbers(9, 66), pack_int8(numbers(96, 66, seed=1))
-    assert isinstance(packed, Int8Weight)
-    check_product(x, unpack_int8(packed), linear(x, packed))
+    check_product(x, unpack(*packed), linear(x, *packed))
 
 
 def test_wrong_rows_are_refused(kernels):

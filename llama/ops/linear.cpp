@@ -11,6 +11,10 @@
 //
 // Every sum runs over k in order, in one accumulator, whatever M and the number of threads are: a
 // row of x gives the same bytes alone as in any batch.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "vectors.h"
@@ -23,9 +27,13 @@ constexpr int ROWS = 14;  // 14 x 2 sums of the 32 registers
 constexpr int ROWS = 6;  // AVX2: 6 x 2 of 16
 #endif
 constexpr int WIDTH = 32;
-constexpr long CHUNK = 112 / ROWS;  // blocks of x that share one pass over a panel
-constexpr long SLICE = 512;         // places of k that a thread rearranges at a time
-constexpr long AHEAD = 4096;        // bytes; without it 13 to 28 % slower at M = 1 to 8 (one Xeon)
+constexpr long SLICE = 1024;  // places of k: 64 KiB of a panel, which the second cache holds
+constexpr long CHUNK = 256;   // rows of x, about, that share one pass over a panel
+// So few rows are bound by memory alone, and fetch what comes next into the first cache, this many
+// bytes ahead (on one Zen 4 core, 29 GB/s at M = 1 and not 24); more rows fetch the next slice into
+// the second (at M = 8, 25 GB/s and not 21).
+constexpr int FEW = 4;
+constexpr long AHEAD = 4096;
 
 // Two neighbouring k of LANES rows of the weight, and of one row of x.
 #if defined(__AVX512BF16__)
@@ -90,16 +98,31 @@ struct Int8 {
 };
 #endif
 
-// R rows of x as (K/2, R) inputs, times one panel -> R rows of 32 outputs, n apart.
-template <class Weight, int R>
-void tile(const Inputs* x, const char* panel, const float* scales, uint16_t* out, long n, long k) {
+// What a block of x does with one slice of a panel: the weights, where the next slice lies, and how
+// much of it to fetch at each pair of k, as all blocks together fetch it once.
+struct Slice {
+  const char *weights, *next;
+  long pairs, fetched;
+};
+
+template <int R> void fetch(const char* line) {
+  if constexpr (R <= FEW)
+    __builtin_prefetch(line);
+  else
+    __builtin_prefetch(line, 0, 2);  // into the second cache
+}
+
+// R rows of x as (K/2, R) inputs, times one slice of a panel, onto R rows of 32 sums.
+template <class Weight, int R> void tile(const Inputs* x, Slice slice, float* totals) {
   constexpr long STEP = 2 * WIDTH * Weight::BYTES;  // from two places of k to the next two
   for (int first = 0; first < WIDTH; first += 2 * LANES) {
-    Floats sums[R][2] = {};
-    const Inputs* in = x;
-    const char* w = panel + first * 2 * Weight::BYTES;
-    for (const char* end = w + k / 2 * STEP; w < end; w += STEP, in += R) {
-      for (long line = 0; line < STEP; line += 64) __builtin_prefetch(w + AHEAD + line);
+    Floats sums[R][2];
+    for (int r = 0; r < R; r++) std::memcpy(sums[r], totals + r * WIDTH + first, sizeof sums[r]);
+    const char *w = slice.weights + first * 2 * Weight::BYTES, *next = slice.next;
+    for (const Inputs *in = x, *end = x + slice.pairs * R; in < end; in += R, w += STEP) {
+      fetch<R>(next);
+      if constexpr (STEP > 64) fetch<R>(next + slice.fetched / 2);
+      next += slice.fetched;
       const Weights left = Weight::pairs(w), right = Weight::pairs(w + LANES * 2 * Weight::BYTES);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
@@ -107,30 +130,23 @@ void tile(const Inputs* x, const char* panel, const float* scales, uint16_t* out
         multiply_add(sums[r][1], right, in[r]);
       }
     }
-    for (int r = 0; r < R; r++) {
-      float row[2 * LANES];
-      std::memcpy(row, sums[r], sizeof row);
-      for (int i = 0; i < 2 * LANES; i++) {
-        const float scale = scales ? scales[first + i] : 1;
-        out[r * n + first + i] = narrow(row[i] * scale);
-      }
-    }
+    for (int r = 0; r < R; r++) std::memcpy(totals + r * WIDTH + first, sums[r], sizeof sums[r]);
   }
 }
 
-using Tile = void (*)(const Inputs*, const char*, const float*, uint16_t*, long, long);
+using Tile = void (*)(const Inputs*, Slice, float*);
 
 template <class Weight, int... R> Tile pick(long rows, std::integer_sequence<int, R...>) {
   static constexpr Tile TILES[] = {tile<Weight, R + 1>...};
   return TILES[rows - 1];
 }
 
-// The rows of x in blocks of at most ROWS, as even as can be: 16 rows are 8 and 8.
-struct Blocks {
-  long rows, count;
-  explicit Blocks(long m) : rows(m), count((m + ROWS - 1) / ROWS) {}
-  long first(long block) const { return block * rows / count; }
-  long size(long block) const { return first(block + 1) - first(block); }
+// Some things in parts of at most `most`, as even as can be: 16 rows are 8 and 8.
+struct Parts {
+  long whole, count;
+  Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
+  long first(long part) const { return part * whole / count; }
+  long size(long part) const { return first(part + 1) - first(part); }
 };
 
 // A block of x, bf16 (R, K) -> (K/2, R) inputs, for k from begin to end.
@@ -139,38 +155,106 @@ void rearrange(const uint16_t* x, Inputs* to, long rows, long k, long begin, lon
     for (long i = begin; i < end; i += 2) to[i / 2 * rows + r] = inputs(x + r * k + i);
 }
 
+// Blocks of x from one to another, times one panel -> their rows of 32 sums, in `totals`.
+template <class Weight>
+void panel_sums(const Inputs* x, const Parts& blocks, long from, long to, const char* panel,
+                long k, float* totals) {
+  const long first_row = blocks.first(from);
+  std::memset(totals, 0, (blocks.first(to) - first_row) * WIDTH * sizeof(float));
+  for (long begin = 0; begin < k; begin += SLICE) {
+    const long pairs = (k - begin < SLICE ? k - begin : SLICE) / 2;
+    const long fetched = 2 * WIDTH * Weight::BYTES / (to - from);
+    const char* weights = panel + begin * WIDTH * Weight::BYTES;
+    const bool is_near = to - from == 1 && blocks.size(from) <= FEW;
+    const char* next = weights + (is_near ? AHEAD : SLICE * WIDTH * Weight::BYTES);
+    for (long b = from; b < to; b++) {
+      const long row = blocks.first(b), rows = blocks.size(b);
+      const Slice slice{weights, next + (b - from) * fetched * pairs, pairs, fetched};
+      pick<Weight>(rows, std::make_integer_sequence<int, ROWS>())(
+          x + row * (k / 2) + begin / 2 * rows, slice, totals + (row - first_row) * WIDTH);
+    }
+  }
+}
+
 template <class Weight>
 void linear(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
             Inputs* turned, long m, long n, long k, int threads) {
-  const Blocks blocks(m);
-  const long slices = (k + SLICE - 1) / SLICE, panels = n / WIDTH;
-  const long chunks = (blocks.count + CHUNK - 1) / CHUNK;
+  const Parts blocks(m, ROWS), slices(k / 2, SLICE / 2), chunks(blocks.count, CHUNK / ROWS);
+  const long panels = n / WIDTH;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
-    for (long item = 0; item < blocks.count * slices; item++) {
-      const long block = item / slices, begin = item % slices * SLICE, row = blocks.first(block);
-      const long end = begin + SLICE < k ? begin + SLICE : k;
-      rearrange(x + row * k, turned + row * (k / 2), blocks.size(block), k, begin, end);
+    for (long item = 0; item < blocks.count * slices.count; item++) {
+      const long block = item / slices.count, slice = item % slices.count;
+      const long row = blocks.first(block), begin = 2 * slices.first(slice);
+      rearrange(x + row * k, turned + row * (k / 2), blocks.size(block), k, begin,
+                begin + 2 * slices.size(slice));
     }
     // Guided: long runs of panels first, as the prefetchers like it; single ones at the end, so
     // that nobody waits long for a thread that was interrupted or sits on a slower core.
 #pragma omp for schedule(guided)
-    for (long item = 0; item < chunks * panels; item++) {
-      const long chunk = item / panels, panel = item % panels, column = panel * WIDTH;
-      for (long b = chunk * CHUNK; b < blocks.count && b < (chunk + 1) * CHUNK; b++) {
-        const long row = blocks.first(b);
-        const Tile run = pick<Weight>(blocks.size(b), std::make_integer_sequence<int, ROWS>());
-        run(turned + row * (k / 2), weight + column * k * Weight::BYTES,
-            scales ? scales + column : nullptr, out + row * n + column, n, k);
-      }
+    for (long item = 0; item < chunks.count * panels; item++) {
+      const long chunk = item / panels, column = item % panels * WIDTH;
+      const long from = chunks.first(chunk), to = chunks.first(chunk + 1);
+      alignas(64) float totals[CHUNK * WIDTH];
+      panel_sums<Weight>(turned, blocks, from, to, weight + column * k * Weight::BYTES, k, totals);
+      const float* sum = totals;
+      for (long row = blocks.first(from); row < blocks.first(to); row++)
+        for (int i = 0; i < WIDTH; i++)
+          out[row * n + column + i] = narrow(*sum++ * (scales ? scales[column + i] : 1));
     }
   }
+}
+
+constexpr long PAD = 64;  // bytes between rows of scratch, or all fall into one set of a cache
+
+// 32 rows of `count` pairs, in scratch -> pairs of rows, a cache line of each row at a time.
+template <class Pair> void turn(const char* rows, Pair* to, long count) {
+  constexpr long LINE = 64 / sizeof(Pair);
+  const long stride = count * sizeof(Pair) + PAD;
+  for (long begin = 0; begin < count; begin += LINE)
+    for (long i = begin; i < begin + LINE && i < count; i++)
+      for (long row = 0; row < WIDTH; row++)
+        to[i * WIDTH + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
+}
+
+// A row of k bf16 -> int8 in units of its scale, which is returned: the largest becomes 127.
+float quantize(const uint16_t* row, int8_t* to, long k) {
+  uint16_t largest = 0;  // without their signs, bf16 are in the order of their bits
+  for (long i = 0; i < k; i++) largest = std::max<uint16_t>(largest, row[i] & 0x7fff);
+  const float scale = widen(largest) / 127, unit = scale == 0 ? 1 : scale;
+  for (long i = 0; i < k; i++) to[i] = (int8_t)std::nearbyint(widen(row[i]) / unit);
+  return scale;
 }
 
 }  // namespace
 
 extern "C" {
+
+// weight (n, k) is packed in place; scratch has 32 rows of 2 k + 64 bytes a thread.
+void pack_bf16(char* weight, char* scratch, long n, long k, int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (long panel = 0; panel < n / WIDTH; panel++) {
+    char* own = scratch + omp_get_thread_num() * WIDTH * (2 * k + PAD);
+    char* rows = weight + panel * WIDTH * 2 * k;
+    for (long r = 0; r < WIDTH; r++) std::memcpy(own + r * (2 * k + PAD), rows + r * 2 * k, 2 * k);
+    turn(own, (uint32_t*)rows, k / 2);
+  }
+}
+
+// weight (n, k) -> values, packed, and scales (n); scratch has 32 rows of k + 64 bytes a thread.
+void pack_int8(const uint16_t* weight, int8_t* values, float* scales, char* scratch, long n, long k,
+               int threads) {
+#pragma omp parallel for num_threads(threads)
+  for (long panel = 0; panel < n / WIDTH; panel++) {
+    char* own = scratch + omp_get_thread_num() * WIDTH * (k + PAD);
+    for (long row = 0; row < WIDTH; row++) {
+      const long n = panel * WIDTH + row;
+      scales[n] = quantize(weight + n * k, (int8_t*)own + row * (k + PAD), k);
+    }
+    turn(own, (uint16_t*)(values + panel * WIDTH * k), k / 2);
+  }
+}
 
 // x (m, k) and out (m, n) are bf16; turned is scratch for m * k floats; n is a multiple of 32, k
 // of 2.
