@@ -24,7 +24,7 @@ from tqdm import tqdm
 from llama import hf
 from llama.model import ModelArgs, Transformer
 from llama.parallel import ModelParallel
-from llama.tensor_files import broken, guess, open_tensors
+from llama.tensor_files import broken, guess, offsets, open_tensors, read_into
 
 # Meta's name, without "layers.N." -> Hugging Face's, and the dimension that the ranks of a group
 # divide among them (None: each holds the whole). Load, reshard and convert all go by this table.
@@ -194,6 +194,24 @@ class Stored(NamedTuple):
     file: Path
     name: str  # in the file
     data: Tensor
+    offset: int | None  # in the file, if that is known
+
+    def copy(self, piece: Tensor, into: Tensor) -> None:
+        """Fill `into` with a piece of `data`: read where it is the same bytes, else converted."""
+        same = piece.dtype is into.dtype and piece.is_contiguous() and into.is_contiguous()
+        if self.offset is None or not same or into.device.type != "cpu":
+            into.copy_(piece)
+            return
+        read_into(into, self.file, self.offset + piece.data_ptr() - self.data.data_ptr())
+
+
+def _stored(file: Path) -> list[Stored]:
+    found = open_tensors(file)
+    places = offsets(file, found.values())
+    return [
+        Stored(file, name, data, offset)
+        for (name, data), offset in zip(found.items(), places, strict=True)
+    ]
 
 
 class Weights:
@@ -208,7 +226,7 @@ class Weights:
         self.shapes = {name: slot.shape for name, slot in share(self.params, 1).items()}
         ours = {name_in(self.layout, name): name for name in self.shapes}
         self.shards = [  # "?": a name of the other layout must not pass for one of this
-            {ours.get(n, f"?{n}"): Stored(file, n, data) for n, data in open_tensors(file).items()}
+            {ours.get(stored.name, f"?{stored.name}"): stored for stored in _stored(file)}
             for file in checkpoint.shards
         ]
         if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
@@ -279,7 +297,8 @@ class Weights:
         """Fill `into`, of any float type and device, with part number `part` of a tensor."""
         dim = sharded_dim(name)
         if dim is None:
-            into.copy_(self.shards[0][name].data)
+            stored = self.shards[0][name]
+            stored.copy(stored.data, into)
             return
         start, end = self.span(name, part, parts)
         here = start
@@ -288,15 +307,13 @@ class Weights:
             if low <= here < min(high, end):  # the first shard that has it; copies are passed over
                 count = min(high, end) - here
                 piece = shard[name].data.narrow(dim, here - low, count)
-                self._copy_piece(name, into.narrow(dim, here - start, count), piece)
+                target = into.narrow(dim, here - start, count)
+                if self.layout == "hf" and name.endswith(ROTATED):
+                    hf.copy_pairs(target, piece, self.params.head_dim)
+                else:
+                    shard[name].copy(piece, target)
                 here += count
         assert here == end, (name, part, parts)
-
-    def _copy_piece(self, name: str, into: Tensor, piece: Tensor) -> None:
-        if self.layout == "hf" and name.endswith(ROTATED):
-            hf.copy_pairs(into, piece, self.params.head_dim)
-        else:
-            into.copy_(piece)
 
 
 def load(

@@ -28,6 +28,7 @@ from llama.checkpoint import Checkpoint, bytes_of, find, load, verify
 from llama.cli import main
 from llama.model import ModelArgs, Transformer
 from llama.parallel import Linear, ModelParallel
+from llama.tensor_files import offsets, open_tensors, read_into
 
 REPO = Path(__file__).resolve().parent.parent
 SIZES = (1, 2, 4, 8, 16)
@@ -167,6 +168,48 @@ def test_types_are_converted(tmp_path, stored):
         model = loaded(found, 1, 4, dtype)
         assert model.norm.weight.dtype == dtype
         expect_share(model, state, PARAMS)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")
+@pytest.mark.parametrize("layout", ["meta", "hf"])
+def test_mapped_tensors_are_found_in_their_file(tmp_path, layout):
+    write_meta(tmp_path / "meta", PARAMS, STATE)
+    convert.convert(tmp_path / "meta", tmp_path / "hf")
+    for file in find(tmp_path / layout).shards:
+        tensors, content = open_tensors(file), file.read_bytes()
+        for tensor, offset in zip(tensors.values(), offsets(file, tensors.values()), strict=True):
+            assert offset is not None
+            assert content[offset:][: tensor.nbytes] == tensor.numpy().tobytes()
+            read = torch.empty_like(tensor)
+            read_into(read, file, offset)
+            assert torch.equal(read, tensor)
+        file.rename(tmp_path / "moved")
+        file.write_bytes(content)
+        assert not any(offsets(file, tensors.values()))  # another file by now
+
+
+def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, monkeypatch):
+    found, read = find(write_meta(tmp_path, PARAMS, STATE, 2)), []
+
+    def counted(tensor: Tensor, file: Path, offset: int) -> None:
+        read.append(tensor.nbytes)
+        read_into(tensor, file, offset)
+
+    monkeypatch.setattr(checkpoint, "read_into", counted)
+    expect_share(loaded(found), STATE, PARAMS)
+    by_column = ("wo.weight", "w2.weight")  # of two shards: their rows are in two files
+    assert sum(read) == sum(t.nbytes for n, t in STATE.items() if not n.endswith(by_column))
+    read.clear()
+    loaded(found, dtype=torch.bfloat16)
+    assert not read
+
+
+def test_a_file_cut_while_it_is_read_is_named(tmp_path):
+    file = tmp_path / "weights.pth"
+    file.write_bytes(b"12345678")
+    tensor = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"weights\.pth \(8 bytes\) became shorter"):
+        read_into(tensor, file, 0)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (8, torch.bfloat16)])
