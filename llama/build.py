@@ -1,4 +1,4 @@
-"""From the arguments of `Llama.build` to a loaded model: device, ranks, sizes, memory, weights.
+"""From the arguments of `Llama.build` to a loaded model: device, ranks, threads, memory, weights.
 
 In: what the user asked for. Out: one rank's Transformer and the Tokenizer, or one clear error on
 every rank before any weight is read. Nothing here runs the model.
@@ -14,6 +14,7 @@ from llama import checkpoint
 from llama.memory import fit, free_bytes
 from llama.model import ModelArgs, Transformer
 from llama.parallel import ModelParallel, connect, pick_device
+from llama.threads import settle_threads
 from llama.tokenizer import Tokenizer
 
 _DTYPES = {
@@ -52,6 +53,8 @@ def load_model(
                 f"{params.longest_context} tokens: build with that or less"
             )
         facts += [params, max_seq_len, max_batch_size, seed, kind, place.type]
+    if place.type == "cpu":
+        settle_threads()
     _choose_sizes(found, parallel, place, kind, max_seq_len, max_batch_size)
     with parallel.together("the checkpoint", world=True):
         model = Transformer(params, parallel=parallel, device=place, dtype=_wide(kind))

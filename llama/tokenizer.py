@@ -5,7 +5,7 @@ Nothing here knows of models, devices or tensors. Every mistake in a file or a d
 that names the place and the remedy; that is a third of this file.
 """
 
-import base64
+import binascii
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -220,7 +220,7 @@ def _parse_ranks(path: Path) -> dict[bytes, int]:
             continue
         try:
             text, rank = line.split()
-            token = base64.b64decode(text, validate=True)
+            token = binascii.a2b_base64(text, strict_mode=True)
             if token in ranks:
                 raise ValueError("this token was given before")
             ranks[token] = int(rank)

@@ -18,6 +18,7 @@ BELOW = {
     "llama/ops": {"ops"},
     "llama/parallel.py": {"ops"},
     "llama/memory.py": set(),
+    "llama/threads.py": set(),
     "llama/tokenizer.py": set(),
     "llama/text_stream.py": {"tokenizer"},
     "llama/model.py": {"ops", "parallel"},
@@ -31,7 +32,7 @@ BELOW = {
     "llama/generation.py": {
         "beam", "build", "engine", "llm_engine", "model", "tokenizer",
     },
-    "llama/build.py": {"checkpoint", "memory", "model", "parallel", "tokenizer"},
+    "llama/build.py": {"checkpoint", "memory", "model", "parallel", "threads", "tokenizer"},
     "llama/serving": {
         "engine", "generation", "llm_engine", "parallel", "serving", "text_stream", "tokenizer",
     },
