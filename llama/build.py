@@ -46,6 +46,7 @@ def load_model(
         found = checkpoint.find(ckpt_dir)
         params = found.params
         params.check_ranks(parallel.size)
+        params.tied_output = checkpoint.is_tied(found)
         tokenizer = load_tokenizer(tokenizer_path or found.tokenizer_path(), params)
         if max_seq_len is not None and max_seq_len > params.longest_context:
             raise ValueError(

@@ -6,12 +6,10 @@ mapped, so that a rank reads the bytes that it copies and no others, and nothing
 Which layout it is follows from the files there, never from a path's name.
 """
 
-import hashlib
 import itertools
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,7 +124,7 @@ def _hf_shards(folder: Path) -> list[Path]:
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(map(_is_plain, names.values())):
+    if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
         raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
     shards = [folder / name for name in sorted(set(names.values()))]
     missing = [path.name for path in shards if not path.is_file()]
@@ -135,7 +133,7 @@ def _hf_shards(folder: Path) -> list[Path]:
     return shards
 
 
-def _is_plain(name: object) -> bool:
+def is_plain(name: object) -> bool:
     """Is it the name of a file in the folder itself?"""
     return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
@@ -225,9 +223,12 @@ class Weights:
         self.layout = checkpoint.layout
         self.shapes = {name: slot.shape for name, slot in share(self.params, 1).items()}
         ours = {name_in(self.layout, name): name for name in self.shapes}
+        files = [{stored.name: stored for stored in _stored(f)} for f in checkpoint.shards]
+        if self.params.tied_output:
+            for file in filter(_is_tied, files):
+                del file["output.weight"]
         self.shards = [  # "?": a name of the other layout must not pass for one of this
-            {ours.get(stored.name, f"?{stored.name}"): stored for stored in _stored(file)}
-            for file in checkpoint.shards
+            {ours.get(name, f"?{name}"): stored for name, stored in file.items()} for file in files
         ]
         if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
             self.shards = [_merge(self.shards)]
@@ -340,48 +341,23 @@ def load(
             filled(part)
 
 
-def verify(ckpt_dir: str | os.PathLike[str]) -> list[str]:
-    """Check a checkpoint: checksums (checklist.chk, where there is one), names, shapes, shards.
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """Whether output and embedding are one matrix: by config.json, or by how Meta's file is stored.
 
-    Returns a line for each file. ValueError or FileNotFoundError names the first bad one.
+    In the .pth of 3.2 1B and 3B both names stand for the same bytes, which params.json leaves out.
     """
-    found = find(ckpt_dir)
-    sums = _read_checklist(found.folder / "checklist.chk")
-    matched = {name: _check_sum(found.folder / name, md5) for name, md5 in sums.items()}
-    weights = Weights(found)
-    counts = Counter(stored.file.name for shard in weights.shards for stored in shard.values())
-    lines = [
-        f"{file.name}: {counts[file.name]} tensors, {file.stat().st_size:,} bytes, "
-        + matched.pop(file.name, "no checksum to compare with")
-        for file in found.shards
-    ]
-    lines += [f"{name}: {line}" for name, line in matched.items()]
-    numel = sum(shape.numel() for shape in weights.shapes.values())
-    return lines + [
-        f"{found.folder}: complete, {numel:,} parameters in {len(found.shards)} file(s)"
-    ]
+    if checkpoint.params.tied_output or checkpoint.layout == "hf":
+        return checkpoint.params.tied_output
+    shards = ({s.name: s for s in _stored(file)} for file in checkpoint.shards)
+    return all(_is_tied(shard) for shard in shards)
 
 
-def _read_checklist(path: Path) -> dict[str, str]:
-    """Lines "md5  name", as md5sum writes them -> name: md5; empty where there is no such file."""
-    sums: dict[str, str] = {}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        parts = re.fullmatch(r"([0-9a-fA-F]{32})\s+\*?(.+?)\s*", line)
-        if parts and _is_plain(parts[2]):
-            sums[parts[2]] = parts[1].lower()
-        elif line.strip():
-            raise ValueError(f"{path}: {line[:80]!r} is no md5 and file name: download it again")
-    return sums
-
-
-def _check_sum(path: Path, md5: str) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing, which checklist.chk lists: download it")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if digest != md5:
-        raise broken(path, f"has md5 {digest}, where checklist.chk says {md5}")
-    return "checksum matches"
+def _is_tied(shard: dict[str, Stored]) -> bool:
+    """Whether the two names of a shard stand for the same bytes in the same shape."""
+    if not shard.keys() >= {"output.weight", "tok_embeddings.weight"}:
+        return False
+    a, b = shard["output.weight"].data, shard["tok_embeddings.weight"].data
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _merge(files: list[dict[str, Stored]]) -> dict[str, Stored]:

@@ -8,14 +8,14 @@ import sys
 import fire
 from fire.decorators import SetParseFns
 
-from llama import checkpoint
 from llama import convert as writing
+from llama import verify as checking
 
 
 @SetParseFns(ckpt_dir=str)  # or fire would read a folder named 3.1 as a number
 def verify(ckpt_dir: str) -> None:
     """Check the files of a checkpoint: checksums, names, shapes, that no shard is missing."""
-    for line in checkpoint.verify(ckpt_dir):
+    for line in checking.verify(ckpt_dir):
         print(line)
 
 

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from checkpoints import ffn_dim, random_state, shard_of, write_meta
 from llama import checkpoint, convert, hf
-from llama.checkpoint import Checkpoint, bytes_of, find, load, verify
+from llama.checkpoint import Checkpoint, bytes_of, find, is_tied, load
 from llama.cli import main
 from llama.model import ModelArgs, Transformer
 from llama.parallel import Linear, ModelParallel
 from llama.tensor_files import offsets, open_tensors, read_into
+from llama.verify import verify
 
 REPO = Path(__file__).resolve().parent.parent
 SIZES = (1, 2, 4, 8, 16)
@@ -168,6 +169,30 @@ def test_types_are_converted(tmp_path, stored):
         model = loaded(found, 1, 4, dtype)
         assert model.norm.weight.dtype == dtype
         expect_share(model, state, PARAMS)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_one_matrix_stored_under_two_names_is_held_once(tmp_path, num_shards, monkeypatch):
+    """As in Meta's files of 3.2 1B and 3B, whose params.json does not tell."""
+    state = STATE | {"output.weight": STATE["tok_embeddings.weight"]}
+    untied = find(write_meta(tmp_path / "untied", PARAMS, state, num_shards))
+    folder = write_meta(tmp_path / "tied", PARAMS, state, num_shards)
+    for file in sorted(folder.glob("*.pth")):
+        shard = torch.load(file, weights_only=True)
+        torch.save(shard | {"output.weight": shard["tok_embeddings.weight"]}, file)
+    tied = find(folder)
+    assert (is_tied(tied), is_tied(untied)) == (True, False)
+    tied.params.tied_output = True
+    models = [loaded(found) for found in (tied, untied)]
+    assert models[0].output.weight is models[0].tok_embeddings.weight
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in models]
+    assert sizes[1] - sizes[0] == state["output.weight"].numel()
+    tokens = torch.tensor([[3, 1, 2]])
+    assert torch.equal(*(model(tokens, 0) for model in models))
+    assert len(verify(folder)) == num_shards + 1  # where nothing is held, both names are there
+    untied.params.tied_output = True
+    with pytest.raises(ValueError, match=r"output\.weight has no place .* output is not tied"):
+        loaded(untied)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")

@@ -378,6 +378,15 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     assert ((ours - theirs).abs().sum(-1) / 2).max() < 0.03  # what activations in bf16 cost
 
 
+def test_a_matrix_stored_once_is_held_once(make_checkpoint):
+    """Meta's 3.2 1B: one fifth of its weights would else be there twice."""
+    folder, state, _ = make_checkpoint(seed=23)
+    tied = state | {"output.weight": state["tok_embeddings.weight"]}
+    torch.save(tied, folder / "consolidated.00.pth")
+    model = Llama.build(str(folder), None, 64, 2, device="cpu", dtype="fp32").model
+    assert model.params.tied_output and model.output.weight is model.tok_embeddings.weight
+
+
 def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
     with pytest.raises(ValueError, match="dtype='int8' is for device='cpu', not cuda"):
         pick_dtype("int8", torch.device("cuda"))

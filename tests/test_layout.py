@@ -25,8 +25,9 @@ BELOW = {
     "llama/tensor_files.py": set(),
     "llama/hf.py": {"model"},
     "llama/checkpoint.py": {"hf", "model", "parallel", "tensor_files"},
+    "llama/verify.py": {"checkpoint", "tensor_files"},
     "llama/convert.py": {"checkpoint", "hf", "model", "parallel", "tensor_files"},
-    "llama/engine": {"engine", "model"},
+    "llama/engine": {"engine", "model", "ops"},
     "llama/llm_engine.py": {"engine", "parallel", "text_stream", "tokenizer"},
     "llama/beam.py": {"engine"},
     "llama/generation.py": {
@@ -36,7 +37,7 @@ BELOW = {
     "llama/serving": {
         "engine", "generation", "llm_engine", "parallel", "serving", "text_stream", "tokenizer",
     },
-    "llama/cli.py": {"checkpoint", "convert", "generation"},
+    "llama/cli.py": {"convert", "verify"},
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {"generation", "model", "tokenizer"},
 }  # fmt: skip

@@ -61,7 +61,7 @@ def test_without_a_quota_the_cores_count(monkeypatch, tmp_path):
 
 
 def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
-    """What `settle_threads` looks for is what torchrun does: two ranks of eight cores get four each."""
+    """`settle_threads` knows what torchrun does: two ranks on eight cores get four each."""
     script = tmp_path / "ranks.py"
     script.write_text(
         "import os, torch\n"
