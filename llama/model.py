@@ -16,10 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llama.ops.attention import paged_attention, store
-from llama.ops.native import use_huge_pages
+from llama.ops.attention import paged_attention
+from llama.ops.native import use_huge_pages, zeros
 from llama.ops.norm import rms_norm
-from llama.ops.rope import apply_rope, rope_table
+from llama.ops.rope import rope_and_store, rope_table
 from llama.ops.swiglu import silu_mul
 from llama.parallel import (
     ColumnParallelLinear,
@@ -222,9 +222,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
-        q, k, v = qkv.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
-        store(apply_rope(k, turns), v, kv_pages, batch.slots)
-        q = apply_rope(q, turns)
+        q = rope_and_store(qkv, turns, kv_pages, batch.slots)
         table, seen = batch.page_table, batch.seen
         out = paged_attention(q, kv_pages, table, seen, batch.query_lens, batch.seq_lens)
         return self.wo(out.flatten(1))
@@ -353,7 +351,7 @@ class Transformer(nn.Module):
         n_kv_heads = max(1, p.kv_heads // self.parallel.size)
         shape = (p.n_layers, 2, num_pages, page_size, n_kv_heads, p.head_dim)
         # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
-        return torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        return zeros(shape, weight.dtype, weight.device)
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
         """tokens (T), kv_pages (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""

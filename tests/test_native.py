@@ -1,6 +1,7 @@
 """Kernels are compiled once, kept whole and safe; without a compiler torch does the work."""
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,19 @@ def test_huge_pages_are_only_asked_for():
         tensor = torch.ones(size, dtype=torch.int8)
         native.use_huge_pages(tensor)
         assert (tensor == 1).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")
+def test_zeros_take_memory_only_when_they_are_written():
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    pages = native.zeros((64, 1 << 20), torch.bfloat16, torch.device("cpu"))
+    assert pages.shape == (64, 1 << 20) and pages.dtype is torch.bfloat16
+    assert pages.is_contiguous() and pages.data_ptr() % 64 == 0
+    assert resident() - before < 16 << 20
+    pages[7] = 1
+    assert float(pages[6:9].float().sum()) == 1 << 20
+    assert resident() - before < 32 << 20
+    assert not pages[:7].any() and not pages[8:].any()

@@ -1,7 +1,9 @@
 """Attention of a flat ragged batch over paged keys and values (Kwon et al., 2023, PagedAttention).
 
 In: the queries of all sequences one after the other, and the pages that hold each one's past. Out:
-one row a query. It knows nothing of requests or of who owns a page.
+one row a query. It knows nothing of requests or of who owns a page. bf16 on the CPU has a kernel,
+attention.cpp, that reads the pages in place; a query gives the same bytes there alone as in any
+batch, as part of a prefill as in a decode step, on any number of threads.
 
 Example, with S = 4 slots a page: sequences of 5, 7 and 2 tokens, the first two with one new token,
 the last with two. queries are (4, H, D): one row, one row, two rows; page_table is
@@ -16,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.ops import native
 
-def store(keys: Tensor, values: Tensor, kv_pages: Tensor, slots: Tensor) -> None:
-    """Write keys and values (T, K, D) to slots (T) of one layer's kv_pages (2, P, S, K, D)."""
-    flat = kv_pages.flatten(1, 2)  # (2, P * S, K, D)
-    flat[0].index_copy_(0, slots, keys)
-    flat[1].index_copy_(0, slots, values)
+# As in attention.cpp: keys, and rows, that are worked on together, and the largest D.
+_CHUNK, _BLOCK, _MAX_DIM = 256, 56, 256
+_START_WORDS = 3  # int64 that attention.cpp keeps of a sequence
 
 
 def paged_attention(
@@ -38,6 +39,9 @@ def paged_attention(
     look; query_lens and seq_lens (B) are on the host, so that nothing here waits for the device.
     The sequences with one query come first and go through one call; each longer one has its own.
     """
+    fits = queries.shape[-1] <= _MAX_DIM and kv_pages.is_contiguous()
+    if fits and native.has_kernel(queries, kv_pages):
+        return _native(queries.contiguous(), kv_pages, page_table, query_lens, seq_lens)
     out = torch.empty_like(queries)
     n = seen.shape[0]
     if n:
@@ -47,6 +51,42 @@ def paged_attention(
         end = start + query_lens[row]
         out[start:end] = _prefill(queries[start:end], kv_pages, page_table[row], seq_lens[row])
         start = end
+    return out
+
+
+def _native(
+    queries: Tensor,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+) -> Tensor:
+    _, n_heads, head_dim = queries.shape
+    _, num_pages, page_size, n_kv_heads, _ = kv_pages.shape
+    n, width = page_table.shape
+    assert max(seq_lens) <= width * page_size, (seq_lens, page_table.shape, page_size)
+    most = _BLOCK * n_kv_heads // n_heads  # queries whose rows are one block: split by chunks
+    lens = zip(query_lens, seq_lens, strict=True)
+    parts = sum(q * -(-length // _CHUNK) for q, length in lens if q <= most)
+    out = torch.empty_like(queries)
+    native.call(
+        "paged_attention_bf16",
+        queries,
+        kv_pages,
+        page_table.contiguous(),
+        torch.tensor((query_lens, seq_lens)),
+        out,
+        torch.empty(n + 1, _START_WORDS, dtype=torch.int64),
+        torch.empty(parts * n_heads * (head_dim + 2)),
+        n,
+        num_pages,
+        page_size,
+        width,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        head_dim**-0.5,
+    )
     return out
 
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,6 +128,15 @@ def _run(compiler: str, arguments: list[str]) -> None:
     subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=300, check=True)
 
 
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether kernels take them: bf16 on the CPU, with rows of a multiple of 32 numbers."""
+    fits = all(
+        x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.shape[-1] % 32 == 0
+        for x in tensors
+    )
+    return fits and kernels() is not None
+
+
 def call(name: str, *args: Tensor | int | float) -> None:
     """Run one of `kernels()`: tensors go as pointers, int as long, float as float.
 
@@ -152,3 +163,17 @@ def use_huge_pages(tensor: Tensor) -> None:
         with contextlib.suppress(AttributeError):  # a C library without madvise: it was only a wish
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.zeros, but host memory that is no burden until it is written, in pages of 2 MiB.
+
+    torch writes the zeros; the system's fresh memory has them already.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + 63, np.uint8))
+    use_huge_pages(raw)
+    first = -raw.data_ptr() % 64  # where a cache line begins
+    return raw[first : first + size].view(dtype).view(shape)

@@ -1,13 +1,18 @@
 """Rotary position embedding (Su et al., 2021) in Meta's layout: neighbours 2i, 2i + 1 are a pair.
 
-In: positions and the rows of queries or keys. Out: the rows turned. Angles are made and applied in
-float32. `scale_frequencies` is Llama 3.1's stretch of the context from 8,192 to 131,072 tokens.
+In: positions and the rows of queries, keys and values. Out: the rows turned, and keys and values in
+their slots. Angles are made and applied in float32. `scale_frequencies` is Llama 3.1's stretch of
+the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in elementwise.cpp.
+
+Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots a page.
 """
 
 import math
 
 import torch
 from torch import Tensor
+
+from llama.ops import native
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, before it was stretched
 _LOW, _HIGH = 1.0, 4.0  # wavelengths over 8192/1 are divided, under 8192/4 kept, between: blended
@@ -34,3 +39,24 @@ def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
     """x (T, H, D), turns (T, D/2) complex -> (T, H, D) in x's type."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
+
+
+def rope_and_store(qkv: Tensor, turns: Tensor, kv_pages: Tensor, slots: Tensor) -> Tensor:
+    """qkv (T, H + 2K, D), one layer's kv_pages (2, P, S, K, D), slots (T) -> queries (T, H, D).
+
+    Queries and keys are turned; keys and values are written to their slots, page * S + offset.
+    """
+    rows, n, head_dim = qkv.shape
+    n_kv_heads = kv_pages.shape[3]
+    n_heads = n - 2 * n_kv_heads
+    if native.has_kernel(qkv, kv_pages) and kv_pages.is_contiguous():
+        queries = qkv.new_empty(rows, n_heads, head_dim)
+        tensors = qkv.contiguous(), turns.contiguous(), kv_pages, slots.contiguous(), queries
+        sizes = rows, n_heads, n_kv_heads, head_dim, kv_pages.shape[1] * kv_pages.shape[2]
+        native.call("rope_and_store_bf16", *tensors, *sizes)
+        return queries
+    q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+    keys, values = kv_pages.flatten(1, 2)  # 2 x (P * S, K, D)
+    keys.index_copy_(0, slots, apply_rope(k, turns))
+    values.index_copy_(0, slots, v)
+    return apply_rope(q, turns)

@@ -1,9 +1,11 @@
-// What the kernels share: vectors as wide as the CPU's, and bf16 <-> float32.
+// What the kernels share: vectors as wide as the CPU's, bf16 <-> float32, and e^x.
 #pragma once
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <utility>
 
 namespace {
 
@@ -16,6 +18,8 @@ constexpr int LANES = VECTOR_BYTES / 4;
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));  // each holds two bf16
+using Lanes = std::make_integer_sequence<uint32_t, LANES>;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 template <class Vector> Vector load(const void* from) {
   Vector v;
@@ -42,6 +46,56 @@ inline uint16_t narrow(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// narrow() of each lane, kept as a float, and of two vectors of lanes into words.
+inline Words rounded_bits(Floats v) {
+  const Words bits = (Words)v;
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+inline Floats rounded(Floats v) { return (Floats)(rounded_bits(v) & 0xffff0000u); }
+inline Words narrow(Floats first, Floats second) {
+  return rounded_bits(first) >> 16 | (rounded_bits(second) & 0xffff0000u);
+}
+
+// Lane by lane in turn: a0 b0 a1 b1 ... from the lower halves of both, or from the upper ones.
+template <class Vector, uint32_t... I>
+Vector lower_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
+  return __builtin_shuffle(a, b, Words{(I / 2 + I % 2 * LANES)...});
+}
+
+template <class Vector, uint32_t... I>
+Vector upper_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
+  return __builtin_shuffle(a, b, Words{(LANES / 2 + I / 2 + I % 2 * LANES)...});
+}
+
+inline float largest_of(Floats v) {
+  float top = v[0];
+  for (int i = 1; i < LANES; i++) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+inline float sum_of(Floats v) {
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
+  return v[0];
+}
+
+// e^x within 2e-7 of itself; exactly 1 at 0, 0 below -86, infinite above 88.7, NaN for NaN.
+inline Floats exp(Floats x) {
+  constexpr float ROUND = 12582912;  // 1.5 * 2^23: the sum's last bits are a whole number
+  const Floats shifted = x * 1.44269504f + ROUND, n = shifted - ROUND;
+  const Floats f = x - n * 0.693145752f - n * 1.42860677e-6f;  // ln 2 in two parts
+  // (e^f - 1 - f) / f^2 for |f| <= ln 2 / 2, fitted for the least relative error of e^f.
+  Floats q = f * 1.38143206e-3f + 8.36885069e-3f;
+  q = q * f + 4.16684002e-2f;
+  q = q * f + 1.66665196e-1f;
+  q = q * f + 4.9999994e-1f;
+  const Floats near = q * f * f + f + 1;
+  const Floats half_power = (Floats)(((Words)shifted + 126) << 23);  // 2^(n - 1): 2^128 is no float
+  const Floats result = near * half_power * 2;
+  const Floats none = {};
+  return x < -86 ? none : x > 88.7228f ? none + INFINITE : result;
 }
 
 }  // namespace

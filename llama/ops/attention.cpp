@@ -1,0 +1,375 @@
+// Attention over paged keys and values: bf16 in and out, float32 scores, softmax and sums.
+// native.py compiles this file for the CPU that it runs on; attention.py owns the tensors, checks
+// the shapes and has the legend of their letters.
+//
+// The rows of a sequence and a kv head are its queries times the G heads that share the kv head,
+// row = query * G + head; a block of them goes over the keys together. The context is cut into
+// chunks of CHUNK keys by position. Each chunk gives a row its partial: D sums of value times
+// e^(score - top), top and the sum of e^(score - top); partials are merged in order of position.
+// A sequence with one block has an item of work for each chunk, so that a single long context uses
+// every thread; a longer one has an item for each block.
+//
+// Which keys are in a chunk, and the order of every sum, hang on positions alone: a query gives the
+// same bytes alone as in any batch, as part of a prefill as in a decode step, on any number of
+// threads.
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int ROWS = 14;  // 14 x 2 sums of the 32 registers
+#else
+constexpr int ROWS = 6;  // AVX2: 6 x 2 of 16
+#endif
+constexpr long CHUNK = 256, BLOCK = 56;  // as in attention.py
+constexpr long MAX_DIM = 256;
+constexpr int KEYS = 2 * LANES;
+constexpr long AHEAD = 64;  // keys; fetching none took twice as long (Zen 4, out of the memory)
+constexpr double WORTH_THREADS = 3e5;  // multiplications; below, waking them takes longer
+
+// Two neighbouring numbers of a query, to multiply with the same two of LANES keys.
+#if defined(__AVX512BF16__)
+typedef uint32_t Pair;
+
+Pair pair_at(const uint16_t* query) { return load<Pair>(query); }
+
+void add_products(Floats& sum, Words keys, Pair query) {
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys,
+                                 (__m512bh)_mm512_set1_epi32(query));
+}
+#else
+struct Pair {
+  float first, second;
+};
+
+Pair pair_at(const uint16_t* query) { return {widen(query[0]), widen(query[1])}; }
+
+void add_products(Floats& sum, Words keys, Pair query) {
+  sum += first_of(keys) * query.first;
+  sum += second_of(keys) * query.second;
+}
+#endif
+
+struct Call {  // the tensors of one call, see attention.py
+  const uint16_t *queries, *keys, *values;
+  uint16_t* out;
+  const int64_t *table, *query_lens, *seq_lens;
+  float* partials;
+  long num_seqs, pages_each, page_size, heads, kv_heads, dim;
+  float scale;  // of the scores
+
+  long group() const { return heads / kv_heads; }
+  long rows(long seq) const { return query_lens[seq] * group(); }
+  long blocks(long seq) const { return (rows(seq) + BLOCK - 1) / BLOCK; }
+  long chunks(long seq) const { return (seq_lens[seq] + CHUNK - 1) / CHUNK; }
+  bool is_split(long seq) const { return blocks(seq) == 1; }
+};
+
+struct Start {  // of a sequence, among all
+  int64_t query, item, partial;
+};
+
+// A block of rows of one sequence and one kv head.
+struct Block {
+  long seq, kv_head, first_query, first_row, rows;
+};
+
+uint16_t* row_at(const Call& call, uint16_t* tensor, const Block& block, long i) {
+  const long row = block.first_row + i, group = call.group();
+  const long query = block.first_query + row / group, head = block.kv_head * group + row % group;
+  return tensor + (query * call.heads + head) * call.dim;
+}
+
+// How many tokens the i-th row of a block may look at.
+long seen_by(const Call& call, const Block& block, long i) {
+  const long query = (block.first_row + i) / call.group();
+  return call.seq_lens[block.seq] - call.query_lens[block.seq] + query + 1;
+}
+
+// The rows of a block in tiles of at most ROWS, as even as can be: 16 are 8 and 8.
+struct Tiles {
+  long rows, count;
+  explicit Tiles(long n) : rows(n), count((n + ROWS - 1) / ROWS) {}
+  long first(long tile) const { return tile * rows / count; }
+  long size(long tile) const { return first(tile + 1) - first(tile); }
+};
+
+// The queries of a block, tile after tile: (D/2, R) pairs each.
+void rearrange(const Call& call, const Block& block, Pair* to) {
+  const Tiles tiles(block.rows);
+  for (long tile = 0; tile < tiles.count; tile++) {
+    const long first = tiles.first(tile), size = tiles.size(tile);
+    for (long r = 0; r < size; r++) {
+      const uint16_t* query = row_at(call, (uint16_t*)call.queries, block, first + r);
+      for (long i = 0; i < call.dim / 2; i++) to[i * size + r] = pair_at(query + 2 * i);
+    }
+    to += size * (call.dim / 2);
+  }
+}
+
+// Where the keys of positions begin to end lie, and their values; one kv head.
+void find(const Call& call, const Block& block, long begin, long end, long* offsets) {
+  const long stride = call.kv_heads * call.dim;
+  const int64_t* pages = call.table + block.seq * call.pages_each;
+  while (begin < end) {
+    const long slot = begin % call.page_size, first = pages[begin / call.page_size];
+    const long count = std::min(call.page_size - slot, end - begin);
+    long at = (first * call.page_size + slot) * stride + block.kv_head * call.dim;
+    for (long i = 0; i < count; i++, at += stride) *offsets++ = at;
+    begin += count;
+  }
+}
+
+// LANES rows of LANES words: word j of row i becomes word i of row j.
+void transpose(Words (&rows)[LANES]) {
+  for (int done = 1; done < LANES; done *= 2) {
+    Words mixed[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES / 2; i++) {
+      mixed[2 * i] = lower_of(rows[i], rows[i + LANES / 2], Lanes());
+      mixed[2 * i + 1] = upper_of(rows[i], rows[i + LANES / 2], Lanes());
+    }
+    std::memcpy(rows, mixed, sizeof mixed);
+  }
+}
+
+// Up to KEYS keys -> (D/2, KEYS) words: a vector holds the same two numbers of LANES keys.
+void turn(const uint16_t* keys, const long* offsets, long count, long dim, Words* to) {
+  for (int side = 0; side < 2; side++, to++) {
+    const long first = side * LANES;
+    for (long i = 0; i < dim / 2; i += LANES) {
+      Words rows[LANES] = {};
+      for (long key = first; key < count && key < first + LANES; key++)
+        rows[key - first] = load<Words>(keys + offsets[key] + 2 * i);
+      transpose(rows);
+      for (int j = 0; j < LANES; j++) to[2 * (i + j)] = rows[j];
+    }
+  }
+}
+
+// Asks for KEYS keys or values, for the second cache: in the first they push one another out.
+void fetch(const uint16_t* from, const long* offsets, long begin, long count, long dim) {
+  for (long key = begin; key < count && key < begin + KEYS; key++)
+    for (long i = 0; i < dim; i += 32) __builtin_prefetch(from + offsets[key] + i, 0, 2);
+}
+
+// R rows times KEYS keys -> R rows of scores, CHUNK apart.
+template <int R>
+void score(const Pair* queries, const Words* keys, long dim, float scale, float* scores) {
+  Floats sums[R][2] = {};
+  for (const Pair* end = queries + dim / 2 * R; queries < end; queries += R, keys += 2)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      add_products(sums[r][0], keys[0], queries[r]);
+      add_products(sums[r][1], keys[1], queries[r]);
+    }
+  for (int r = 0; r < R; r++)
+    for (int side = 0; side < 2; side++)
+      store(scores + r * CHUNK + side * LANES, sums[r][side] * scale);
+}
+
+// R rows of weights, CHUNK apart, times the values -> R rows of D sums, D + 2 apart.
+template <int R>
+void weigh(const float* weights, const uint16_t* values, const long* offsets, long count, long dim,
+           float* out) {
+  for (long i = 0; i < dim; i += 2 * LANES) {
+    Floats sums[R][2] = {};
+    for (long key = 0; key < count; key++) {
+      const Words words = load<Words>(values + offsets[key] + i);
+      const Floats first = first_of(words), second = second_of(words);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        sums[r][0] += first * weights[r * CHUNK + key];
+        sums[r][1] += second * weights[r * CHUNK + key];
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      float* to = out + r * (dim + 2) + i;
+      store(to, lower_of(sums[r][0], sums[r][1], Lanes()));
+      store(to + LANES, upper_of(sums[r][0], sums[r][1], Lanes()));
+    }
+  }
+}
+
+using Score = void (*)(const Pair*, const Words*, long, float, float*);
+using Weigh = void (*)(const float*, const uint16_t*, const long*, long, long, float*);
+
+template <int... R> Score pick_score(long rows, std::integer_sequence<int, R...>) {
+  static constexpr Score ALL[] = {score<R + 1>...};
+  return ALL[rows - 1];
+}
+
+template <int... R> Weigh pick_weigh(long rows, std::integer_sequence<int, R...>) {
+  static constexpr Weigh ALL[] = {weigh<R + 1>...};
+  return ALL[rows - 1];
+}
+
+// One row of scores of which the first `seen` count -> weights, their top and their sum.
+void softmax(float* row, long seen, long count, float* top, float* total) {
+  const long padded = (count + LANES - 1) / LANES * LANES;
+  if (seen <= 0) {
+    std::fill(row, row + padded, 0);
+    *top = -INFINITE, *total = 0;
+    return;
+  }
+  std::fill(row + std::min(seen, padded), row + padded, -INFINITE);
+  Floats tops = load<Floats>(row), sums = {};
+  for (long i = LANES; i < padded; i += LANES) {
+    const Floats next = load<Floats>(row + i);
+    tops = next > tops ? next : tops;
+  }
+  *top = largest_of(tops);
+  for (long i = 0; i < padded; i += LANES) {
+    const Floats weights = exp(load<Floats>(row + i) - *top);
+    store(row + i, weights);
+    sums += weights;
+  }
+  *total = sum_of(sums);
+}
+
+// The partials of a block of rows over one chunk: D sums, top and total each.
+void attend(const Call& call, const Block& block, const Pair* queries, long chunk, float* out) {
+  const long dim = call.dim, begin = chunk * CHUNK;
+  const long end = std::min(begin + CHUNK, seen_by(call, block, block.rows - 1));
+  const long count = end - begin;
+  const Tiles tiles(block.rows);
+  long offsets[CHUNK];
+  alignas(64) float scores[BLOCK * CHUNK];
+  find(call, block, begin, end, offsets);
+  for (long key = 0; key < AHEAD; key += KEYS) fetch(call.keys, offsets, key, count, dim);
+  for (long key = 0; key < count; key += KEYS) {
+    Words turned[MAX_DIM];
+    turn(call.keys, offsets + key, count - key, dim, turned);
+    fetch(call.keys, offsets, key + AHEAD, count, dim);
+    fetch(call.values, offsets, key, count, dim);
+    for (long tile = 0; tile < tiles.count; tile++) {
+      const long first = tiles.first(tile);
+      const Score run = pick_score(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
+      run(queries + first * (dim / 2), turned, dim, call.scale, scores + first * CHUNK + key);
+    }
+  }
+  for (long r = 0; r < block.rows; r++) {
+    float* partial = out + r * (dim + 2);
+    softmax(scores + r * CHUNK, seen_by(call, block, r) - begin, count, partial + dim,
+            partial + dim + 1);
+  }
+  for (long tile = 0; tile < tiles.count; tile++) {
+    const long first = tiles.first(tile);
+    const Weigh run = pick_weigh(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
+    run(scores + first * CHUNK, call.values, offsets, count, dim, out + first * (dim + 2));
+  }
+}
+
+void clear(float* partials, long rows, long dim) {
+  for (long r = 0; r < rows; r++) {
+    float* partial = partials + r * (dim + 2);
+    std::fill(partial, partial + dim + 2, 0);
+    partial[dim] = -INFINITE;
+  }
+}
+
+// Not inlined: every copy must round alike.
+__attribute__((noinline)) void merge(float* partials, const float* next, long rows, long dim) {
+  for (long r = 0; r < rows; r++, partials += dim + 2, next += dim + 2) {
+    const float top = std::max(partials[dim], next[dim]);
+    const Floats scales = exp(Floats{partials[dim] - top, next[dim] - top});
+    const float old = scales[0], fresh = scales[1];
+    partials[dim] = top;
+    for (long i = 0; i < dim; i++) partials[i] = partials[i] * old + next[i] * fresh;
+    partials[dim + 1] = partials[dim + 1] * old + next[dim + 1] * fresh;
+  }
+}
+
+void finish(const Call& call, const Block& block, const float* partials) {
+  for (long r = 0; r < block.rows; r++, partials += call.dim + 2) {
+    uint16_t* to = row_at(call, call.out, block, r);
+    for (long i = 0; i < call.dim; i++) to[i] = narrow(partials[i] / partials[call.dim + 1]);
+  }
+}
+
+float* partials_at(const Call& call, const Block& block, const Start& start, long chunk) {
+  const long rows = start.partial + chunk * call.kv_heads * block.rows + block.kv_head * block.rows;
+  return call.partials + rows * (call.dim + 2);
+}
+
+// An item of work: a chunk of a sequence that is split, else a block of its rows.
+void run_item(const Call& call, long seq, const Start& start, long item) {
+  const long blocks = call.blocks(seq), rows = call.rows(seq);
+  Pair queries[BLOCK * MAX_DIM / 2];
+  if (call.is_split(seq)) {  // neighbouring kv heads are neighbours in memory
+    const long chunk = item / call.kv_heads, kv_head = item % call.kv_heads;
+    const Block block = {seq, kv_head, start.query, 0, rows};
+    rearrange(call, block, queries);
+    attend(call, block, queries, chunk, partials_at(call, block, start, chunk));
+    return;
+  }
+  const long first = (blocks - 1 - item % blocks) * BLOCK;  // the longest first
+  const Block block = {seq, item / blocks, start.query, first, std::min(BLOCK, rows - first)};
+  alignas(64) float sums[BLOCK * (MAX_DIM + 2)], next[BLOCK * (MAX_DIM + 2)];
+  rearrange(call, block, queries);
+  clear(sums, block.rows, call.dim);
+  for (long chunk = 0; chunk * CHUNK < seen_by(call, block, block.rows - 1); chunk++) {
+    attend(call, block, queries, chunk, next);
+    merge(sums, next, block.rows, call.dim);
+  }
+  finish(call, block, sums);
+}
+
+void run_merge(const Call& call, long seq, const Start& start, long kv_head) {
+  const Block block = {seq, kv_head, start.query, 0, call.rows(seq)};
+  float sums[BLOCK * (MAX_DIM + 2)];
+  clear(sums, block.rows, call.dim);
+  for (long chunk = 0; chunk < call.chunks(seq); chunk++)
+    merge(sums, partials_at(call, block, start, chunk), block.rows, call.dim);
+  finish(call, block, sums);
+}
+
+// Fills starts (num_seqs + 1), the last one being the totals. Returns the multiplications to do.
+double plan(const Call& call, Start* starts) {
+  Start at = {};
+  double work = 0;
+  for (long seq = 0; seq < call.num_seqs; seq++) {
+    starts[seq] = at;
+    const bool split = call.is_split(seq);
+    at.query += call.query_lens[seq];
+    at.item += call.kv_heads * (split ? call.chunks(seq) : call.blocks(seq));
+    at.partial += split ? call.kv_heads * call.rows(seq) * call.chunks(seq) : 0;
+    work += 2.0 * call.query_lens[seq] * call.seq_lens[seq] * call.heads * call.dim;
+  }
+  starts[call.num_seqs] = at;
+  return work;
+}
+
+}  // namespace
+
+extern "C" {
+
+// starts is scratch for num_seqs + 1 of them; partials for D + 2 floats for each row and chunk of
+// the sequences that are split.
+void paged_attention_bf16(const uint16_t* queries, const uint16_t* kv_pages, const int64_t* table,
+                          const int64_t* lens, uint16_t* out, Start* starts, float* partials,
+                          long num_seqs, long num_pages, long page_size, long pages_each,
+                          long heads, long kv_heads, long dim, float scale,
+                          int threads) {
+  const uint16_t* values = kv_pages + num_pages * page_size * kv_heads * dim;
+  const Call call = {queries,  kv_pages, values,     out,       table, lens,     lens + num_seqs,
+                     partials, num_seqs, pages_each, page_size, heads, kv_heads, dim, scale};
+  const double work = plan(call, starts);
+#pragma omp parallel num_threads(threads) if (work > WORTH_THREADS)
+  {
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < starts[num_seqs].item; item++) {
+      const Start* after = std::upper_bound(
+          starts, starts + num_seqs, item, [](long i, const Start& s) { return i < s.item; });
+      run_item(call, after - 1 - starts, after[-1], item - after[-1].item);
+    }
+#pragma omp for schedule(dynamic)
+    for (long item = 0; item < num_seqs * kv_heads; item++) {
+      const long seq = item / kv_heads;
+      if (call.is_split(seq)) run_merge(call, seq, starts[seq], item % kv_heads);
+    }
+  }
+}
+}
