@@ -304,12 +304,6 @@ def test_philox_gives_its_authors_known_answers(counter, key, words) -> None:
     assert found.tolist() == [[word >> 1 for word in words]]
 
 
-@given(st.integers(0, 2**60 - 1), st.integers(0, 2**62))
-def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share) -> None:
-    words = torch.tensor([divmod(share, 2**31)])
-    assert int(sampling._part(torch.tensor([whole]), words)) == whole * share >> 62
-
-
 def test_numbers_differ_by_seed_by_position_and_by_both_words_of_the_seed() -> None:
     seeds = torch.tensor([0, 1, 2, 2**32, 2**62, 2**63 - 1]).repeat_interleave(2000)
     positions = torch.arange(2000).repeat(6)
