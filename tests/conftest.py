@@ -19,10 +19,15 @@ PARAMS = {
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
 HAS_KERNELS = native.cpu_flags() >= {"avx2", "fma"} and shutil.which("g++") is not None
-BODIES = {  # of the kernels, by the oldest CPU that runs them, and what tells such a CPU
-    "native": ("native", {"avx2"}),
-    "avx512": ("skylake-avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
-    "avx2": ("haswell", {"avx2"}),
+EMULATED_AMX = [  # by a header that takes the place of the CPU's tiles; no variable of it is shared
+    "-march=native", "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
+    "-include", str(Path(__file__).resolve().parent / "amx_emulated.h"),
+]  # fmt: skip
+BODIES = {  # of the kernels: how they are compiled for a CPU, and what tells one that runs them
+    "native": (["-march=native"], {"avx2"}),
+    "amx": (EMULATED_AMX, {"avx512_bf16"}),
+    "avx512": (["-march=skylake-avx512"], {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    "avx2": (["-march=haswell"], {"avx2"}),
 }
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
 
@@ -70,14 +75,14 @@ def single_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory) -> dict[str, ctypes.CDLL]:
-    """The kernels as compiled for this CPU, and for older ones that it can stand for."""
+    """The kernels as compiled for this CPU, and for others that it can stand for."""
     folder = tmp_path_factory.mktemp("kernels")
     built = {}
-    for name, (cpu, needs) in BODIES.items():
+    for name, (cpu_flags, needs) in BODIES.items():
         if native.cpu_flags() >= needs:
             with pytest.MonkeyPatch.context() as patch:
-                flags = [f.replace("-march=native", f"-march={cpu}") for f in native._COMPILE]
-                patch.setattr(native, "_COMPILE", flags)
+                flags = [f for f in native._COMPILE if f != "-march=native"]
+                patch.setattr(native, "_COMPILE", [*flags, *cpu_flags])
                 built[name] = native.load(folder)
     return built
 

@@ -1,9 +1,13 @@
 """Packed products against float64, alone against in a batch, with each body and without kernels."""
 
+import ctypes
 import random
+import shutil
+import subprocess
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import HAS_KERNELS
 from torch import Tensor
 
@@ -19,11 +23,14 @@ from llama.ops.linear import (
 )
 
 _rng = random.Random(5)
-SHAPES = [  # (M, N, K): around the kernel's blocks of 14 and 6 rows, slices of 1,024, chunks of 256
+SHAPES = [  # (M, N, K): around the kernels' blocks of 14 and 6 rows, slices of 1,024, chunks of 256
     (1, 32, 2), (1, 64, 4096), (2, 32, 510), (6, 96, 512), (7, 32, 514), (13, 64, 66),
     (14, 32, 1024), (15, 160, 1026), (28, 32, 2), (29, 64, 128), (70, 96, 256), (112, 64, 64),
     (113, 32, 514), (225, 64, 32), (512, 96, 128), (1, 32, 1024), (3, 32, 1026), (5, 64, 2052),
     (15, 32, 3070), (256, 32, 34), (257, 64, 1030), (600, 32, 64),
+    # Tiles of 16 rows and 32 places of k, in blocks of one and two.
+    (2, 32, 1056), (16, 64, 2048), (17, 32, 32), (32, 64, 96), (33, 96, 2080), (48, 32, 1056),
+    (257, 32, 1056), (289, 32, 64),
 ] + [
     (_rng.randint(1, 70), 32 * _rng.randint(1, 5), 2 * _rng.randint(1, 400)) for _ in range(12)
 ]  # fmt: skip
@@ -58,8 +65,9 @@ def test_torch_body(no_kernels, m, n, k):
     check_product(x, weight, linear(x, weight))
 
 
-def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels):
-    x, weight = numbers(130, 1030), numbers(96, 1030, seed=1)
+@pytest.mark.parametrize("k", [1030, 1056])
+def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels, k):
+    x, weight = numbers(130, k), numbers(96, k, seed=1)
     for packed in (pack_int8(weight), (pack(weight.clone()),)):
         whole = linear(x, *packed)
         for m in [*range(1, 71), 112, 113, 129]:
@@ -68,10 +76,11 @@ def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels):
             assert same(linear(x[row : row + 1], *packed), whole[row : row + 1]), row
 
 
-def test_any_number_of_threads_gives_the_same_bytes(kernels):
-    packed = pack(numbers(320, 258, seed=1))
+@pytest.mark.parametrize("k", [258, 256])
+def test_any_number_of_threads_gives_the_same_bytes(kernels, k):
+    packed = pack(numbers(320, k, seed=1))
     for m in (1, 9, 120):
-        x = numbers(m, 258)
+        x = numbers(m, k)
         alone = linear(x, packed)
         for threads in (2, 3):
             torch.set_num_threads(threads)  # conftest puts it back
@@ -109,13 +118,14 @@ def test_rows_of_an_unpacked_weight_are_an_embedding():
     assert torch.equal(rows(torch.tensor([4, 0]), weight), weight[[4, 0]])
 
 
-def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels):
+@pytest.mark.parametrize("k", [2, 32])
+def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels, k):
     """One weight of 1 a row: the sums are those given, exactly."""
-    weight = torch.zeros(32, 2).bfloat16()
+    weight = torch.zeros(32, k).bfloat16()
     weight[:, 0] = 1
     weight[1, 1], weight[2, 1], weight[3, 1] = 1, 1.5, -1
     x = torch.tensor([[256.0, 1.0], [258.0, 1.0], [-258.0, 1.0]]).bfloat16()  # bf16 steps by 2 here
-    out = linear(x, pack(weight))
+    out = linear(F.pad(x, (0, k - 2)), pack(weight))
     assert out[:, :4].tolist() == [
         [256, 256, 258, 255],
         [258, 260, 260, 256],
@@ -123,13 +133,14 @@ def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels):
     ]
 
 
-def test_infinities_and_nans_pass_through(kernels):
+@pytest.mark.parametrize("k", [4, 32])
+def test_infinities_and_nans_pass_through(kernels, k):
     inf, nan = float("inf"), float("nan")
-    weight = torch.zeros(32, 4).bfloat16()
-    weight[0], weight[1] = 1, torch.tensor([1.0, 1.0, 1.0, -1.0])
+    weight = torch.zeros(32, k).bfloat16()
+    weight[0], weight[1, :4] = 1, torch.tensor([1.0, 1.0, 1.0, -1.0])
     packed = pack(weight.clone())
     x = torch.tensor([[inf, 0, 0, 0], [inf, 0, 0, inf], [nan, 0, 0, 0], [3e38, 3e38, 0, 0]])
-    x = x.bfloat16()
+    x = F.pad(x, (0, k - 4)).bfloat16()
     x.view(torch.int16)[2, 0] = 0x7FFF  # a NaN of all ones: rounding must not carry into its sign
     assert repr(linear(x, packed)[:, :2].tolist()) == repr(
         [[inf, inf], [inf, nan], [nan, nan], [inf, inf]]
@@ -145,8 +156,9 @@ def test_rows_that_are_not_contiguous(kernels):
             assert same(linear(x, *packed), linear(x.contiguous(), *packed))
 
 
-def test_no_rows(kernels):
-    assert linear(numbers(0, 8), pack(numbers(64, 8))).shape == (0, 64)
+@pytest.mark.parametrize("k", [8, 32])
+def test_no_rows(kernels, k):
+    assert linear(numbers(0, k), pack(numbers(64, k))).shape == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -168,18 +180,14 @@ def test_what_does_not_fit_stays_as_it_is(weight):
     assert best_layout(weight) is weight
     if weight.device.type == "cpu":
         x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
-        assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
-def test_weights_are_packed_where_the_cpu_has_no_matrix_unit(libraries, monkeypatch):
-    monkeypatch.setattr(native, "kernels", lambda: libraries["native"])
-    plain = native.cpu_flags() - {"amx_bf16", "avx512_bf16"}
-    for flags, dims in ((plain, 4), (plain | {"amx_bf16"}, 2), (plain | {"avx512_bf16"}, 4)):
-        monkeypatch.setattr(native, "cpu_flags", lambda flags=flags: flags)
-        packed = best_layout(numbers(64, 8))
-        assert packed.dim() == dims
-        assert best_layout(packed) is packed
+@pytest.mark.parametrize("kernels", ["native"], indirect=True)
+def test_weights_are_packed_once_where_there_are_kernels(kernels):
+    packed = best_layout(numbers(64, 8))
+    assert packed.dim() == 4
+    assert best_layout(packed) is packed
 
 
 def test_without_kernels_nothing_is_packed(no_kernels):
@@ -227,3 +235,56 @@ def test_wrong_rows_are_refused(kernels):
     for x in (numbers(2, 6), numbers(2, 8).float()):
         with pytest.raises(AssertionError):
             linear(x, packed)
+
+
+def library() -> ctypes.CDLL:
+    kernels = native.kernels()
+    assert kernels is not None
+    return kernels
+
+
+def products_of_tiles() -> int:
+    """How many the emulation has made so far."""
+    return ctypes.c_long.in_dll(library(), "amx_products").value
+
+
+@pytest.mark.parametrize("kernels", ["amx"], indirect=True)
+def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
+    linear(numbers(1, 32), pack(numbers(32, 32)))  # after their own check
+    for m, n, k in [(1, 32, 32), (16, 96, 1056), (17, 64, 64), (100, 32, 2080), (300, 32, 64)]:
+        for packed in (pack_int8(numbers(n, k)), (pack(numbers(n, k)),)):
+            before = products_of_tiles()
+            linear(numbers(m, k), *packed)
+            assert products_of_tiles() - before == -(-m // 16) * n // 16 * k // 32
+    before = products_of_tiles()
+    for m, n, k in [(1, 32, 30), (16, 64, 1072), (40, 32, 34)]:
+        linear(numbers(m, k), pack(numbers(n, k)))
+    assert products_of_tiles() == before
+
+
+@pytest.mark.parametrize("kernels", ["amx"], indirect=True)
+@pytest.mark.parametrize("fault, checked", [("amx_refused", 0), ("amx_wrong", 8)])
+def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fault, checked):
+    copy = ctypes.CDLL(shutil.copy(library()._name, tmp_path))  # that has used none yet
+    ctypes.c_int.in_dll(copy, fault).value = 1
+    monkeypatch.setattr(native, "kernels", lambda: copy)
+    for m in (1, 33):
+        x, weight = numbers(m, 64), numbers(32, 64, seed=1)
+        check_product(x, weight, linear(x, pack(weight.clone())))
+        assert products_of_tiles() == checked
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+def test_tiles_compile_for_the_cpus_that_have_them(tmp_path):
+    def compile_for_amx(source: str, *options: str) -> subprocess.CompletedProcess:
+        flags = [f.replace("native", "sapphirerapids") for f in native._COMPILE]
+        command = ["g++", *flags, *options, source, "-o", "made.s"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    if compile_for_amx("/dev/null", "-x", "c++", "-S").returncode != 0:
+        pytest.skip("this g++ does not know Sapphire Rapids")
+    done = compile_for_amx(str(native.FOLDER / "linear.cpp"), "-S")
+    assert done.returncode == 0, done.stderr
+    made = (tmp_path / "made.s").read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+        assert f"\t{instruction}\t" in made or f"\t{instruction}\n" in made

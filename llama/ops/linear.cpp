@@ -1,23 +1,21 @@
 // Matrix products with packed weights: bf16 rows in, bf16 rows out, float32 sums. native.py
 // compiles this file for the CPU that it runs on; linear.py owns the tensors and checks the shapes.
+// Weights are packed in panels, as panels.h shows.
 //
-// A panel is 32 rows of the weight (N, K), in their old place in memory, but turned so that one
-// vector holds the same two k of neighbouring rows, (N/32, K/2, 32, 2): for K = 4,
-//     row 0: a0 a1 a2 a3,  row 1: b0 b1 b2 b3,  ...  is stored as
-//     a0 a1 b0 b1 c0 c1 ... | a2 a3 b2 b3 c2 c3 ...
-// The CPU's own product of bf16 pairs takes such a vector as it is; without one, a shift makes
-// floats of the even k, and a mask of the odd. int8 weights lie in the same order at half the size;
-// a row's sum is multiplied by its scale.
-//
-// Every sum runs over k in order, in one accumulator, whatever M and the number of threads are: a
-// row of x gives the same bytes alone as in any batch.
+// Every sum runs over k in the same order, whatever M and the number of threads are: a row of x
+// gives the same bytes alone as in any batch. Tiles (amx.h) have another order than vectors, and so
+// they do all products with a weight, or none.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "vectors.h"
+#include "panels.h"
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include "amx.h"
+#define HAS_TILES
+#endif
 
 namespace {
 
@@ -25,77 +23,6 @@ namespace {
 constexpr int ROWS = 14;  // 14 x 2 sums of the 32 registers
 #else
 constexpr int ROWS = 6;  // AVX2: 6 x 2 of 16
-#endif
-constexpr int WIDTH = 32;
-constexpr long SLICE = 1024;  // places of k: 64 KiB of a panel, which the second cache holds
-constexpr long CHUNK = 256;   // rows of x, about, that share one pass over a panel
-// So few rows are bound by memory alone, and fetch what comes next into the first cache, this many
-// bytes ahead (on one Zen 4 core, 29 GB/s at M = 1 and not 24); more rows fetch the next slice into
-// the second (at M = 8, 25 GB/s and not 21).
-constexpr int FEW = 4;
-constexpr long AHEAD = 4096;
-
-// Two neighbouring k of LANES rows of the weight, and of one row of x.
-#if defined(__AVX512BF16__)
-typedef __m512bh Weights;
-typedef uint32_t Inputs;
-
-void multiply_add(Floats& sum, Weights w, Inputs x) {
-  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, w, (__m512bh)_mm512_set1_epi32(x));
-}
-
-Inputs inputs(const uint16_t* x) { return load<Inputs>(x); }
-
-struct Bf16 {
-  static constexpr long BYTES = 2;
-  static Weights pairs(const char* w) { return load<Weights>(w); }
-};
-
-struct Int8 {
-  static constexpr long BYTES = 1;
-  static __m512 widened(const char* w) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
-  }
-  static Weights pairs(const char* w) { return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w)); }
-};
-#else
-struct Weights {
-  Floats even, odd;
-};
-struct Inputs {
-  float even, odd;
-};
-
-void multiply_add(Floats& sum, Weights w, Inputs x) {
-  sum += w.even * x.even;
-  sum += w.odd * x.odd;
-}
-
-Inputs inputs(const uint16_t* x) { return {widen(x[0]), widen(x[1])}; }
-
-struct Bf16 {
-  static constexpr long BYTES = 2;
-  static Weights pairs(const char* w) {
-    const Words words = load<Words>(w);
-    return {first_of(words), second_of(words)};
-  }
-};
-
-struct Int8 {
-  static constexpr long BYTES = 1;
-  typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  static Weights pairs(const char* w) {  // gcc makes poor code of a portable conversion
-#if defined(__AVX512F__)
-    const __m512i both = _mm512_cvtepi16_epi32(load<__m256i>(w));
-    const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
-    return {(Floats)_mm512_cvtepi32_ps((__m512i)even), (Floats)_mm512_cvtepi32_ps((__m512i)odd)};
-#else
-    const __m256i both = _mm256_cvtepi16_epi32(load<__m128i>(w));
-    const Integers even = (Integers)_mm256_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
-    return {(Floats)_mm256_cvtepi32_ps((__m256i)even), (Floats)_mm256_cvtepi32_ps((__m256i)odd)};
-#endif
-  }
-};
 #endif
 
 // What a block of x does with one slice of a panel: the weights, where the next slice lies, and how
@@ -141,14 +68,6 @@ template <class Weight, int... R> Tile pick(long rows, std::integer_sequence<int
   return TILES[rows - 1];
 }
 
-// Some things in parts of at most `most`, as even as can be: 16 rows are 8 and 8.
-struct Parts {
-  long whole, count;
-  Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
-  long first(long part) const { return part * whole / count; }
-  long size(long part) const { return first(part + 1) - first(part); }
-};
-
 // A block of x, bf16 (R, K) -> (K/2, R) inputs, for k from begin to end.
 void rearrange(const uint16_t* x, Inputs* to, long rows, long k, long begin, long end) {
   for (long r = 0; r < rows; r++)
@@ -177,8 +96,8 @@ void panel_sums(const Inputs* x, const Parts& blocks, long from, long to, const 
 }
 
 template <class Weight>
-void linear(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
-            Inputs* turned, long m, long n, long k, int threads) {
+void linear_in_vectors(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
+                       Inputs* turned, long m, long n, long k, int threads) {
   const Parts blocks(m, ROWS), slices(k / 2, SLICE / 2), chunks(blocks.count, CHUNK / ROWS);
   const long panels = n / WIDTH;
 #pragma omp parallel num_threads(threads)
@@ -198,12 +117,19 @@ void linear(const uint16_t* x, const char* weight, const float* scales, uint16_t
       const long from = chunks.first(chunk), to = chunks.first(chunk + 1);
       alignas(64) float totals[CHUNK * WIDTH];
       panel_sums<Weight>(turned, blocks, from, to, weight + column * k * Weight::BYTES, k, totals);
-      const float* sum = totals;
-      for (long row = blocks.first(from); row < blocks.first(to); row++)
-        for (int i = 0; i < WIDTH; i++)
-          out[row * n + column + i] = narrow(*sum++ * (scales ? scales[column + i] : 1));
+      write_rows(totals, scales, out, blocks.first(from), blocks.first(to), n, column);
     }
   }
+}
+
+template <class Weight>
+void linear(const uint16_t* x, const char* weight, const float* scales, uint16_t* out, void* turned,
+            long m, long n, long k, int threads) {
+#if defined(HAS_TILES)
+  if (k % TILE_K == 0 && tiles_work())
+    return linear_in_tiles<Weight>(x, weight, scales, out, (uint16_t*)turned, m, n, k, threads);
+#endif
+  linear_in_vectors<Weight>(x, weight, scales, out, (Inputs*)turned, m, n, k, threads);
 }
 
 constexpr long PAD = 64;  // bytes between rows of scratch, or all fall into one set of a cache
@@ -260,11 +186,11 @@ void pack_int8(const uint16_t* weight, int8_t* values, float* scales, char* scra
 // of 2.
 void linear_bf16(const uint16_t* x, const char* weight, uint16_t* out, void* turned, long m, long n,
                  long k, int threads) {
-  linear<Bf16>(x, weight, nullptr, out, (Inputs*)turned, m, n, k, threads);
+  linear<Bf16>(x, weight, nullptr, out, turned, m, n, k, threads);
 }
 
 void linear_int8(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
                  void* turned, long m, long n, long k, int threads) {
-  linear<Int8>(x, weight, scales, out, (Inputs*)turned, m, n, k, threads);
+  linear<Int8>(x, weight, scales, out, turned, m, n, k, threads);
 }
 }

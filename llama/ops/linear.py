@@ -1,10 +1,12 @@
 """Rows times a weight: x (M, K), weight -> (M, N), bf16 with float32 sums.
 
 A weight is (N, K) as in the checkpoint, or packed by `pack` into panels (N/32, K/2, 32, 2) in the
-same memory, or by `pack_int8` at half the size, with a scale a row. `best_layout` packs where that
-is faster: on x86-64 CPUs with AVX2, AVX-512 or avx512_bf16 (all three were run) and no AMX. With
-AMX, and on other devices, weights stay as they are and torch does the product. The kernels are in
-linear.cpp: a row of x gives the same bytes alone as in any batch, on any number of threads.
+same memory, or by `pack_int8` at half the size, with a scale a row. `best_layout` packs where there
+are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 (all three were run) or
+AMX. The last has run in emulation only: its tiles are held against a plain loop when they are first
+used, and not used if they differ, or if Linux does not grant them. Elsewhere weights stay as
+they are and torch does the product. A row of x gives the same bytes alone as in any batch, on any
+number of threads.
 
 Shapes: M rows, N outputs, K inputs, T token ids.
 """
@@ -33,8 +35,8 @@ def fits(weight: Tensor) -> bool:
 
 
 def best_layout(weight: Tensor) -> Tensor:
-    """`weight`, packed in place where this machine's fastest product wants it so."""
-    if not fits(weight) or "amx_bf16" in native.cpu_flags() or native.kernels() is None:
+    """`weight`, packed in place where there are kernels to use it so."""
+    if not fits(weight) or native.kernels() is None:
         return weight
     return pack(weight)
 

@@ -1,0 +1,104 @@
+// What the products with packed weights share: how a weight lies, its vectors, and how the work is
+// cut. linear.cpp multiplies in vectors, amx.h in tiles.
+//
+// A panel is 32 rows of the weight (N, K), in their old place in memory, but turned so that one
+// vector holds the same two k of neighbouring rows, (N/32, K/2, 32, 2): for K = 4,
+//     row 0: a0 a1 a2 a3,  row 1: b0 b1 b2 b3,  ...  is stored as
+//     a0 a1 b0 b1 c0 c1 ... | a2 a3 b2 b3 c2 c3 ...
+// The CPU's own product of bf16 pairs takes such a vector as it is; without one, a shift makes
+// floats of the even k, and a mask of the odd. int8 weights lie in the same order at half the size;
+// a row's sum is multiplied by its scale.
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+constexpr int WIDTH = 32;
+constexpr long SLICE = 1024;  // places of k: 64 KiB of a panel, which the second cache holds
+constexpr long CHUNK = 256;   // rows of x, about, that share one pass over a panel
+// So few rows are bound by memory alone, and fetch what comes next into the first cache, this many
+// bytes ahead (on one Zen 4 core, 29 GB/s at M = 1 and not 24); more rows fetch the next slice into
+// the second (at M = 8, 25 GB/s and not 21).
+constexpr int FEW = 4;
+constexpr long AHEAD = 4096;
+
+// Two neighbouring k of LANES rows of the weight, and of one row of x.
+#if defined(__AVX512BF16__)
+typedef __m512bh Weights;
+typedef uint32_t Inputs;
+
+inline void multiply_add(Floats& sum, Weights w, Inputs x) {
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, w, (__m512bh)_mm512_set1_epi32(x));
+}
+
+inline Inputs inputs(const uint16_t* x) { return load<Inputs>(x); }
+
+struct Bf16 {
+  static constexpr long BYTES = 2;
+  static Weights pairs(const char* w) { return load<Weights>(w); }
+};
+
+struct Int8 {
+  static constexpr long BYTES = 1;
+  static __m512 widened(const char* w) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
+  }
+  static Weights pairs(const char* w) { return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w)); }
+};
+#else
+struct Weights {
+  Floats even, odd;
+};
+struct Inputs {
+  float even, odd;
+};
+
+inline void multiply_add(Floats& sum, Weights w, Inputs x) {
+  sum += w.even * x.even;
+  sum += w.odd * x.odd;
+}
+
+inline Inputs inputs(const uint16_t* x) { return {widen(x[0]), widen(x[1])}; }
+
+struct Bf16 {
+  static constexpr long BYTES = 2;
+  static Weights pairs(const char* w) {
+    const Words words = load<Words>(w);
+    return {first_of(words), second_of(words)};
+  }
+};
+
+struct Int8 {
+  static constexpr long BYTES = 1;
+  typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
+  static Weights pairs(const char* w) {  // gcc makes poor code of a portable conversion
+#if defined(__AVX512F__)
+    const __m512i both = _mm512_cvtepi16_epi32(load<__m256i>(w));
+    const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
+    return {(Floats)_mm512_cvtepi32_ps((__m512i)even), (Floats)_mm512_cvtepi32_ps((__m512i)odd)};
+#else
+    const __m256i both = _mm256_cvtepi16_epi32(load<__m128i>(w));
+    const Integers even = (Integers)_mm256_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
+    return {(Floats)_mm256_cvtepi32_ps((__m256i)even), (Floats)_mm256_cvtepi32_ps((__m256i)odd)};
+#endif
+  }
+};
+#endif
+
+// Some things in parts of at most `most`, as even as can be: 16 rows are 8 and 8.
+struct Parts {
+  long whole, count;
+  Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
+  long first(long part) const { return part * whole / count; }
+  long size(long part) const { return first(part + 1) - first(part); }
+};
+
+// The 32 sums of some rows of x -> a panel's columns of out (m, n), from `column` on.
+inline void write_rows(const float* sums, const float* scales, uint16_t* out, long from, long to,
+                       long n, long column) {
+  for (long row = from; row < to; row++)
+    for (int i = 0; i < WIDTH; i++)
+      out[row * n + column + i] = narrow(*sums++ * (scales ? scales[column + i] : 1));
+}
+
+}  // namespace
