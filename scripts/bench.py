@@ -3,6 +3,7 @@
     python scripts/bench.py latency --model 1b --batches 1,8,32 --context 512,512,64
     python scripts/bench.py latency --model 1b --vs transformers,llama_models --plot latency.svg
     python scripts/bench.py prefill|offline|load|startup --model demo
+    python scripts/bench.py soak --minutes 20
 
 Flags in (every command takes those of `bench_run.Bench`), a table and one line of JSON, the last,
 out. A model is a shape (demo, 1b, 3b, 8b) with random weights, or a folder with weights.
@@ -21,33 +22,39 @@ from bench_peers import OUTSIDE_STEPS
 from bench_report import Column
 from bench_report import plot as draw
 from bench_run import Bench, Limits, Row, whole
+from bench_soak import soak
 from fire.decorators import SetParseFns
 
+_TO_OURS: Column = ("to ours", "to_ours", ".2f")  # times the seconds of our engine
+_WHO: list[Column] = [("engine", "engine", ""), ("dtype", "dtype", "")]
 _LATENCY: list[Column] = [
-    ("engine", "engine", ""), ("batch", "batch", ""), ("context", "context", ""),
+    *_WHO, ("batch", "batch", ""), ("context", "context", ""),
     ("first ms", "first_ms", ".1f"), ("step ms", "step_ms", ".2f"), ("least", "step_ms_min", ".2f"),
     ("outside", "outside_ms", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
     ("GB/s", "gb_per_s", ".1f"), ("floor ms", "floor_ms", ".2f"), ("of floor", "share", ".0%"),
+    _TO_OURS,
 ]  # fmt: skip
 _PREFILL: list[Column] = [
-    ("engine", "engine", ""), ("tokens", "tokens", ""), ("ms", "ms", ".1f"),
+    *_WHO, ("tokens", "tokens", ""), ("ms", "ms", ".1f"),
     ("least", "ms_min", ".1f"), ("tokens/s", "tokens_per_s", ".1f"),
     ("TFLOP/s", "tflop_per_s", ".3f"), ("floor ms", "floor_ms", ".1f"),
     ("of floor", "share", ".0%"),
+    _TO_OURS,
 ]  # fmt: skip
 _OFFLINE: list[Column] = [
-    ("engine", "engine", ""), ("requests", "requests", ""), ("in", "tokens_in", ""),
+    *_WHO, ("requests", "requests", ""), ("in", "tokens_in", ""),
     ("out", "tokens_out", ""), ("seconds", "seconds", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
     ("out/s", "out_per_s", ".1f"), ("floor s", "floor_s", ".2f"), ("of floor", "share", ".0%"),
+    _TO_OURS,
 ]  # fmt: skip
 _LOAD: list[Column] = [
-    ("engine", "engine", ""), ("import s", "imports", ".2f"), ("load s", "load", ".2f"),
+    *_WHO, ("import s", "imports", ".2f"), ("load s", "load", ".2f"),
     ("private GB", "private_gb", ".2f"), ("resident GB", "resident_gb", ".2f"),
     ("device GB", "device_gb", ".2f"),
 ]  # fmt: skip
 _STARTUP: list[Column] = [
-    ("engine", "engine", ""), ("first token s", "seconds", ".2f"), ("import s", "imports", ".2f"),
-    ("load s", "load", ".2f"),
+    *_WHO, ("first token s", "seconds", ".2f"), ("import s", "imports", ".2f"),
+    ("load s", "load", ".2f"), _TO_OURS,
 ]  # fmt: skip
 
 
@@ -86,7 +93,7 @@ def latency(
     def row_of(case: Row, told: Row, limits: Limits) -> Row:
         step = statistics.median(told["steps"])
         reached = case["context"] + warmup + steps // 2
-        read = decode_bytes(bench.args, bench.itemsize, [reached] * case["batch"])
+        read = decode_bytes(bench.args, contexts=[reached] * case["batch"], **bench.storage(case))
         outside = told.get("outside")
         return {
             "first_ms": told["first"] * 1e3,
@@ -99,7 +106,7 @@ def latency(
             "share": read / limits.read / step,
         }
 
-    rows = bench.run("latency", cases, _LATENCY, row_of)
+    rows = bench.run("latency", cases, _LATENCY, row_of, "step_ms")
     if plot is not None:
         Path(plot).write_text(draw(rows))
 
@@ -125,7 +132,7 @@ def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
             "share": operations / limits.rate / seconds,
         }
 
-    bench.run("prefill", [case], _PREFILL, row_of)
+    bench.run("prefill", [case], _PREFILL, row_of, "ms")
 
 
 @_as_text
@@ -149,7 +156,13 @@ def offline(
 
     def row_of(case: Row, told: Row, limits: Limits) -> Row:
         seconds = told["seconds"]
-        floor = offline_floor(bench.args, bench.itemsize, lengths, limits.read, limits.rate)
+        floor = offline_floor(
+            bench.args,
+            lengths=lengths,
+            read=limits.read,
+            rate=limits.rate,
+            **bench.storage(case),
+        )
         return {
             "requests": requests,
             "tokens_in": tokens_in,
@@ -208,7 +221,7 @@ def _help(commands: list[Callable]) -> str:
 
 
 def main() -> None:
-    commands = [latency, prefill, offline, load, startup]
+    commands = [latency, prefill, offline, load, startup, _as_text(soak)]
     if {"-h", "--help"} & set(sys.argv):
         print(_help(commands))
         return

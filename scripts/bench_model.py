@@ -7,6 +7,7 @@ layout with a made-up tokenizer, prompts, and floors in bytes and operations. No
 import base64
 import json
 import random
+from collections.abc import Callable
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,16 @@ def layouts(found: Checkpoint, work_dir: Path) -> dict[str, str]:
     """A checkpoint as every engine reads it: {"meta": one shard, "hf": safetensors}."""
     folders = {found.layout: found.folder}
     if found.layout == "hf":
-        folders["meta"] = _once(work_dir / "meta", convert, found.folder)
+        folders["meta"] = once(work_dir / "meta", convert, found.folder)
     elif len(found.shards) > 1:
-        folders["meta"] = _once(work_dir / "one_shard", reshard, found.folder, 1)
+        folders["meta"] = once(work_dir / "one_shard", reshard, found.folder, 1)
     if "hf" not in folders:
-        folders["hf"] = _once(work_dir / "hf", convert, folders["meta"])
+        folders["hf"] = once(work_dir / "hf", convert, folders["meta"])
     return {layout: str(folder) for layout, folder in folders.items()}
 
 
-def _once(out: Path, write: Any, source: Path, *more: int) -> Path:
+def once(out: Path, write: Callable, source: Any, *more: Any) -> Path:
+    """`out`, which write(source, out, *more) makes if it is not there."""
     if not out.exists():
         write(source, out, *more)
     return out
@@ -139,14 +141,24 @@ def block_matrix_size(args: ModelArgs) -> int:
     return args.dim * (qkv_rows + args.dim + 3 * args.ffn_dim)
 
 
-def decode_bytes(args: ModelArgs, itemsize: int, contexts: list[int]) -> int:
+def _block_rows(args: ModelArgs) -> int:
+    """Rows of the matrices of one layer: wqkv, wo, w1, w3 and w2."""
+    return (args.n_heads + 2 * args.kv_heads) * args.head_dim + 2 * args.dim + 2 * args.ffn_dim
+
+
+def decode_bytes(args: ModelArgs, itemsize: int, contexts: list[int], *, int8: bool = False) -> int:
     """Bytes that one step must read: all weights once, with one embedding row a sequence, and the
-    keys and values of each sequence's context."""
-    layers = args.n_layers * (block_matrix_size(args) + 2 * args.dim)
-    head = args.dim * (args.vocab_size + 1)  # the output matrix and the last norm
+    keys and values of each sequence's context.
+
+    int8: matrices are a byte a number and a float32 scale a row; the rest is as `itemsize` says.
+    """
+    matrices = args.n_layers * block_matrix_size(args) + args.vocab_size * args.dim
+    scales = args.n_layers * _block_rows(args) + args.vocab_size
+    norms = (2 * args.n_layers + 1) * args.dim
     embedding = len(contexts) * args.dim
     cache = sum(contexts) * 2 * args.n_layers * args.kv_heads * args.head_dim
-    return itemsize * (layers + head + embedding + cache)
+    weights = matrices + 4 * scales if int8 else itemsize * matrices
+    return weights + itemsize * (norms + embedding + cache)
 
 
 def prefill_operations(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
@@ -159,12 +171,18 @@ def prefill_operations(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
 
 
 def offline_floor(
-    args: ModelArgs, itemsize: int, lengths: list[tuple[int, int]], read: float, rate: float
+    args: ModelArgs,
+    itemsize: int,
+    lengths: list[tuple[int, int]],
+    read: float,
+    rate: float,
+    *,
+    int8: bool = False,
 ) -> float:
     """Seconds: all prompts at `rate` operations a second, then a step a token with all that are
     not done in one batch, at `read` bytes a second."""
     seconds = prefill_operations(args, sum(p for p, _ in lengths), len(lengths)) / rate
     for done in range(1, max(answer for _, answer in lengths)):
         contexts = [prompt + done for prompt, answer in lengths if answer > done]
-        seconds += decode_bytes(args, itemsize, contexts) / read
+        seconds += decode_bytes(args, itemsize, contexts, int8=int8) / read
     return seconds

@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from bench_llama_cpp import LlamaCpp
+from bench_vllm import Vllm, vllm_environment
 
 Job = dict[str, Any]
 OUTSIDE_STEPS = 8  # how many are run again, with the model's share timed apart
@@ -38,18 +41,12 @@ class Ours:
     """The public request API: `Llama.llm_engine`."""
 
     def __init__(self, job: Job) -> None:
-        from llama import Llama
         from llama.engine.params import SamplingParams
 
         self.greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
         self.names = itertools.count()
         sizes = {"max_seq_len": job["longest"], "max_batch_size": job["batch"]}
-        if job["folder"]:
-            self.llama = Llama.build(
-                job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"]
-            )
-        else:
-            self.llama = _random_llama(job, sizes)
+        self.llama = our_llama(job, sizes)
         self.engine = self.llama.llm_engine
 
     def start(self, prompts: list[list[int]]) -> list[int]:
@@ -104,14 +101,18 @@ class Ours:
         return sorted(seconds)[len(seconds) // 2]
 
 
-def _random_llama(job: Job, sizes: dict[str, int]) -> Any:
-    """What `Llama.build` makes, of weights that were never in a file."""
+def our_llama(job: Job, sizes: dict[str, Any]) -> Any:
+    """What `Llama.build` makes, of a folder or of weights that were never in a file."""
     from bench_model import DTYPES, random_model, write_tokenizer
 
     from llama import Llama, Tokenizer
 
-    model = random_model(job["params"] | sizes, DTYPES[job["dtype"]], job["device"])
-    model.pack()  # as `Llama.build` does
+    if job["folder"]:
+        return Llama.build(job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"])
+    int8 = job["dtype"] == "int8"
+    dtype = DTYPES["bf16" if int8 else job["dtype"]]
+    model = random_model(job["params"] | sizes, dtype, job["device"])
+    model.pack(int8=int8)  # as `Llama.build` does
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])
@@ -213,17 +214,24 @@ def _torch_dtype(name: str) -> Any:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
 
 
-# name -> how it is made, the package that tells its version, the modules that take long to import
-ENGINES: dict[str, tuple[type[Engine], str, tuple[str, ...]]] = {
-    "ours": (Ours, "llama", ("torch", "llama")),
-    "transformers": (
-        Transformers,
-        "transformers",
-        ("torch", "transformers", "transformers.models.llama.modeling_llama"),
+class Peer(NamedTuple):
+    """How an engine is made, and what its process needs before that."""
+
+    kind: type[Engine]
+    modules: tuple[str, ...]  # that take long to import; the last is of the package itself
+    environment: Callable[[Path], dict[str, str]] = lambda venv: {}
+
+
+_OUR_MODULES = ("torch", "llama")
+ENGINES = {
+    "ours": Peer(Ours, _OUR_MODULES),
+    "ours_bf16": Peer(Ours, _OUR_MODULES),  # what it is beside, where --dtype is another
+    "transformers": Peer(
+        Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
     ),
-    "llama_models": (
-        LlamaModels,
-        "llama-models",
-        ("torch", "fairscale", "llama_models", "llama_models.llama3.model"),
+    "llama_models": Peer(
+        LlamaModels, ("torch", "fairscale", "llama_models", "llama_models.llama3.model")
     ),
+    "vllm": Peer(Vllm, ("torch", "vllm", "vllm.v1.engine.llm_engine"), vllm_environment),
+    "llama_cpp": Peer(LlamaCpp, ("numpy", "llama_cpp")),
 }

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 Column = tuple[str, str, str]  # heading, key of the row, format
-_COLOURS = ("#1f5fbf", "#c0392b", "#2e8b57", "#8e44ad", "#b8860b")
+_COLOURS = ("#1f5fbf", "#c0392b", "#2e8b57", "#8e44ad", "#b8860b", "#00838f", "#555555")
 _WIDTH, _HEIGHT, _MARGIN = 720, 440, 70
 
 

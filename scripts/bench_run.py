@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_gguf import write_gguf
 from bench_machine import facts, matrix_rate, read_bandwidth
-from bench_model import DTYPES, layouts, params_of, write_checkpoint
+from bench_model import DTYPES, layouts, once, params_of, write_checkpoint
 from bench_peers import ENGINES
 from bench_report import Column, table
 
@@ -37,11 +38,12 @@ _HERE = Path(__file__).resolve().parent
 class Bench:
     """The flags that every command takes, checked, and the running of engines in turn.
 
-    dtype: of weights and activations. device: cpu, cuda or mps; by default the first there is of
+    dtype: of weights and activations; int8 is of our weights only, and the peers' are bf16 then
+    (`--vs ours_bf16` for our own). device: cpu, cuda or mps; by default the first there is of
     cuda, mps, cpu. threads: by default torch's choice, for every engine. vs: peers, separated by
     commas, each a name or name:VENV, the folder of a virtual environment that has it. work_dir:
     where checkpoints of the model are written, and kept; without it they go to a folder that is
-    removed. out: a file for all that is printed.
+    removed. limit_s: seconds after which an engine is ended. out: a file for all that is printed.
     """
 
     model: str = "demo"
@@ -50,6 +52,7 @@ class Bench:
     threads: int | None = None
     vs: str = ""
     work_dir: str | None = None
+    limit_s: int = 900
     out: str | None = None
     seed: int = 0
     skipped: dict[str, str] = field(default_factory=dict, init=False)
@@ -58,16 +61,28 @@ class Bench:
     def __post_init__(self) -> None:
         self.params = params_of(self.model)
         self.args = ModelArgs(**self.params)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}")
+        if self.dtype not in (*DTYPES, "int8"):
+            raise ValueError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, int8")
+        whole("limit_s", self.limit_s)
         self.place = pick_device(self.device)
         if self.threads is not None:
             torch.set_num_threads(whole("threads", self.threads))
         self.pythons = {"ours": sys.executable} | _pythons(self.vs)
 
     @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+    def stored(self) -> str:
+        """The dtype of the files, of the peers, and of all that int8 leaves as it is."""
+        return "bf16" if self.dtype == "int8" else self.dtype
+
+    def storage(self, job: Row) -> Row:
+        """How an engine's numbers lie in memory, for `decode_bytes`."""
+        int8 = job["dtype"] == "int8"
+        return {"itemsize": DTYPES["bf16" if int8 else job["dtype"]].itemsize, "int8": int8}
+
+    def ours(self) -> Row:
+        """A job of our own engine, in this process."""
+        folder = self.model if Path(self.model).is_dir() else None
+        return self._job("") | {"dtype": self.dtype, "folder": folder}
 
     def run(
         self,
@@ -75,11 +90,13 @@ class Bench:
         cases: list[Row],
         columns: list[Column],
         row_of: "Callable[[Row, Row, Limits], Row]",
+        figure: str = "seconds",
     ) -> list[Row]:
         """Run every case with every engine in turn, between two looks at the machine's limits.
 
         A case has "batch" and "longest" (tokens of a sequence), and what its measure needs. row_of
-        makes figures of a case, of what the worker measured, and of the limits.
+        makes figures of a case, of what the worker measured, and of the limits. A row's "to_ours"
+        is its `figure`, a time, over that of our engine in the same case.
         """
         longest = max(case["longest"] for case in cases)
         if longest > self.args.longest_context:
@@ -87,51 +104,66 @@ class Bench:
                 f"{longest} tokens are beyond this model's {self.args.longest_context}: "
                 "ask for a shorter context or fewer steps"
             )
-        limits = Limits(self.place, self.dtype)
+        limits = Limits(self.place, self.stored)
         with self._folders(measure) as folders:
-            jobs = [self._job(measure) | folders | case for case in cases]
+            jobs = [
+                self._job(measure) | folders | case | {"case": i} for i, case in enumerate(cases)
+            ]
             told = self._in_turn(jobs)
         limits.look_again()
-        shown = ("batch", "context")
+        shown = ("batch", "context", "dtype")
         rows = [
             {**{k: job[k] for k in shown if k in job}, **row, **row_of(job, row, limits)}
             for job, row in told
         ]
-        self._report(columns, rows, limits)
+        ours = {job["case"]: row for row, (job, _) in zip(rows, told, strict=True)
+                if row["engine"] == "ours" and figure in row}  # fmt: skip
+        for row, (job, _) in zip(rows, told, strict=True):
+            if job["case"] in ours:
+                row["to_ours"] = row[figure] / ours[job["case"]][figure]
+        self.report(columns, rows, limits)
         return rows
 
     def _in_turn(self, jobs: list[Row]) -> list[tuple[Row, Row]]:
         """(job, what was measured): all engines do a job before any does the next."""
         told = []
         try:
-            for job, engine in itertools.product(jobs, self.pythons):
+            for shared, engine in itertools.product(jobs, self.pythons):
+                job = shared | {"dtype": self._dtype(engine)}
                 if (row := self._one(engine, job)) is not None:
                     told.append((job, row))
         except KeyboardInterrupt:  # hours of rows are still told
             self.failed["interrupted"] = "rows are missing"
         return told
 
+    def _dtype(self, engine: str) -> str:
+        return {"ours": self.dtype, "ours_bf16": "bf16"}.get(engine, self.stored)
+
     def _job(self, measure: str) -> Row:
         return {
             "measure": measure,
             "params": self.params,
-            "dtype": self.dtype,
+            "threads": torch.get_num_threads(),
             "device": self.place.type,
             "seed": self.seed,
         }
 
     @contextlib.contextmanager
     def _folders(self, measure: str) -> Iterator[Row]:
-        """Where the weights lie: "folder" for ours (None: made in memory), "meta" and "hf"."""
+        """Where the weights lie: "folder" for ours (None: made in memory), "meta", "hf", "gguf"."""
         given = Path(self.model) if Path(self.model).is_dir() else None
         on_disk = given is not None or measure in ("load", "startup")
-        if not on_disk and len(self.pythons) == 1:
+        peers = self.pythons.keys() - {"ours", "ours_bf16"}
+        if not on_disk and not peers:
             yield {"folder": None}
             return
         with tempfile.TemporaryDirectory() as scratch:
-            work = Path(self.work_dir or scratch, f"{Path(self.model).name}-{self.dtype}")
-            folder = given or write_checkpoint(work / "meta", self.params, DTYPES[self.dtype])
-            others = layouts(find(folder), work) if len(self.pythons) > 1 else {}
+            dtype = DTYPES[self.stored]
+            work = Path(self.work_dir or scratch, f"{Path(self.model).name}-{self.stored}")
+            folder = given or write_checkpoint(work / "meta", self.params, dtype)
+            others = layouts(find(folder), work) if peers else {}
+            if "llama_cpp" in peers:
+                others["gguf"] = str(once(work / "model.gguf", write_gguf, find(folder), dtype))
             yield {"folder": str(folder) if on_disk else None, **others}
 
     def _one(self, engine: str, job: Row) -> Row | None:
@@ -140,10 +172,15 @@ class Bench:
             return None
         print(f"... {engine} {job['measure']} batch {job['batch']}", file=sys.stderr, flush=True)
         began = time.monotonic()  # a clock that processes share
-        done = subprocess.run(
-            [self.pythons[engine], str(_HERE / "bench_worker.py"), engine],
-            input=json.dumps(job), env=_environment(), capture_output=True, text=True,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [self.pythons[engine], str(_HERE / "bench_worker.py"), engine],
+                input=json.dumps(job), env=self._environment(engine), capture_output=True,
+                text=True, timeout=self.limit_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            self.failed[engine] = f"no answer in {self.limit_s} s"
+            return None
         if done.returncode:
             self.failed[engine] = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return None
@@ -155,14 +192,25 @@ class Bench:
             row["seconds"] = row.pop("first_token_at") - began
         return {"engine": engine, **row}
 
-    def _report(self, columns: list[Column], rows: list[Row], limits: "Limits") -> None:
+    def _environment(self, engine: str) -> dict[str, str]:
+        """The worker finds this package where it is not installed, and has our threads."""
+        paths = [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
+        venv = Path(self.pythons[engine]).parent.parent
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            **ENGINES[engine].environment(venv),
+        }
+
+    def report(self, columns: list[Column], rows: list[Row], limits: "Limits | None") -> None:
         """Print the machine, the table and the JSON; write them to a file if asked to."""
         machine = facts(self.place)
         document = {
             "command": shlex.join(["python", *sys.argv]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine,
-            "limits": limits.told(),
+            "limits": limits and limits.told(),
             "model": {"name": self.model, "dtype": self.dtype, **self.params},
             "rows": rows,
             "skipped": self.skipped,
@@ -173,7 +221,7 @@ class Bench:
         head = [
             f"{machine['accelerator'] or machine['cpu']}, {machine['cores']} cores, "
             f"{machine['threads']} threads, torch {machine['torch']}, {self.model} {self.dtype}",
-            str(limits),
+            *([str(limits)] if limits else []),
         ]
         text = "\n".join([*head, "", table(columns, rows), *notes, "", json.dumps(document)])
         print(text)
@@ -232,13 +280,3 @@ def _pythons(vs: str) -> dict[str, str]:
             raise ValueError(f"vs={peer!r}: {python} does not exist: give a virtual environment")
         found[name] = str(python)
     return found
-
-
-def _environment() -> dict[str, str]:
-    """The worker finds this package where it is not installed, and has as many threads as we."""
-    paths = [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }

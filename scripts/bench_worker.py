@@ -2,14 +2,15 @@
 
     python scripts/bench_worker.py transformers < job.json
 
-In: an engine's name, and a job as JSON on stdin. Out: one line of JSON, the last on stdout: seconds
-as measured, bytes of memory, or {"skipped": why}. It imports nothing heavy before it is told to.
+In: an engine's name, and a job as JSON on stdin. Out: one line of JSON, all there is on stdout:
+seconds as measured, bytes of memory, or {"skipped": why}. Nothing heavy is imported before that.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import random
 import sys
 import threading
@@ -104,14 +105,14 @@ class PeakMemory:
         self._thread.join()
         # The most ever resident, mapped files too: of this program alone, where ru_maxrss would
         # begin with what the parent had at the fork.
-        self.resident = _memory("VmHWM")
+        self.resident = memory("VmHWM")
 
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.private = max(self.private, _memory("RssAnon"))
+            self.private = max(self.private, memory("RssAnon"))
 
 
-def _memory(key: str) -> int:
+def memory(key: str) -> int:
     """A line of /proc/self/status, in bytes; 0 where the system has none."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
@@ -127,9 +128,17 @@ def _device_memory(device: str) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def _version(module: str) -> str:
+    """Of the package that it is from, which may have another name than the module."""
+    package = module.partition(".")[0]
+    if package == "llama":
+        return "this tree"
+    return importlib.metadata.version(importlib.metadata.packages_distributions()[package][0])
+
+
 def measure(name: str, job: Job) -> Row:
     """Import, load, and do what the job says; {"skipped": why} where a module is missing."""
-    kind, package, modules = ENGINES[name]
+    kind, modules, _ = ENGINES[name]
     missing = [m for m in modules if "." not in m and importlib.util.find_spec(m) is None]
     if missing:
         return {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
@@ -137,14 +146,15 @@ def measure(name: str, job: Job) -> Row:
     with PeakMemory() as peak:
         load, engine = seconds_of(partial(kind, job))
     row = MEASURES[job["measure"]](engine, job)
-    version = importlib.metadata.version(package) if name != "ours" else "this tree"
     memory = {
         "peak_private": peak.private,
         "peak_resident": peak.resident,
         "peak_device": _device_memory(job["device"]),
     }
-    return {"version": version, "imports": imports, "load": load, **memory, **row}
+    return {"version": _version(modules[-1]), "imports": imports, "load": load, **memory, **row}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], json.load(sys.stdin))))
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an engine prints, from C too, goes to stderr
+    print(json.dumps(measure(sys.argv[1], json.load(sys.stdin))), file=answer, flush=True)

@@ -130,11 +130,10 @@ def _run(compiler: str, arguments: list[str]) -> None:
 
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether kernels take them: bf16 on the CPU, with rows of a multiple of 32 numbers."""
-    fits = all(
-        x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.shape[-1] % 32 == 0
-        for x in tensors
-    )
-    return fits and kernels() is not None
+    for x in tensors:
+        if x.dtype is not torch.bfloat16 or x.device.type != "cpu" or x.shape[-1] % 32:
+            return False
+    return kernels() is not None
 
 
 def call(name: str, *args: Tensor | int | float) -> None:
@@ -143,14 +142,17 @@ def call(name: str, *args: Tensor | int | float) -> None:
     The number of threads, an int, comes last of its own.
     """
     function = getattr(kernels(), name)
-    function.restype = None
-    function(*map(_as_c, args), torch.get_num_threads())
+    if function.argtypes is None:  # the first time; a function keeps the kinds of its arguments
+        function.argtypes = [*map(_c_type, args), ctypes.c_int]
+        function.restype = None
+    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
+    function(*values, torch.get_num_threads())
 
 
-def _as_c(value: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_float:
+def _c_type(value: Tensor | int | float) -> type:
     if isinstance(value, Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    return ctypes.c_long(value) if isinstance(value, int) else ctypes.c_float(value)
+        return ctypes.c_void_p
+    return ctypes.c_long if isinstance(value, int) else ctypes.c_float
 
 
 def use_huge_pages(tensor: Tensor) -> None:

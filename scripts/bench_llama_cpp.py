@@ -1,0 +1,103 @@
+"""llama.cpp behind the benchmark's `Engine`, through the C functions that llama-cpp-python exposes.
+
+In: a job with "gguf", a file that `bench_gguf` wrote, then prompts as ids. Out: ids. Each sequence
+has a slot, all that run are one llama_batch, and its own key-value cache (no unified one).
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+_UBATCH = 512  # tokens that go through the model at once: llama.cpp's own default
+
+
+class LlamaCpp:
+    def __init__(self, job: dict[str, Any]) -> None:
+        import llama_cpp
+        import numpy
+
+        self.api, self.numpy, self.vocab_size = llama_cpp, numpy, job["params"]["vocab_size"]
+        llama_cpp.llama_backend_init()
+        path = str(Path(job["gguf"])).encode()
+        self.model = llama_cpp.llama_model_load_from_file(
+            path, llama_cpp.llama_model_default_params()
+        )
+        self.context = self.model and llama_cpp.llama_init_from_model(
+            self.model, self._settings(job)
+        )
+        if not self.context:
+            raise RuntimeError(f"llama.cpp cannot load {job['gguf']}")
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.room = llama_cpp.llama_batch_init(self.num_batch, 0, 1)
+        self.lengths = [0] * job["batch"]  # tokens that each slot holds
+        self.latest: dict[int, int] = {}  # slot -> its newest id, which is not yet computed
+
+    def _settings(self, job: dict[str, Any]) -> Any:
+        """Flash attention is llama.cpp's own choice ("auto"), and on; 16 bits of keys and values
+        as in every engine, 32 where the weights have them."""
+        settings = self.api.llama_context_default_params()
+        each = -(-job["longest"] // 256) * 256  # what the cache is padded to anyway
+        self.num_batch = job["batch"] * each
+        settings.n_ctx = settings.n_batch = self.num_batch
+        settings.n_ubatch = min(_UBATCH, self.num_batch)
+        settings.n_seq_max = settings.n_outputs_max = job["batch"]
+        settings.n_threads = settings.n_threads_batch = job["threads"]
+        settings.kv_unified = False
+        if job["dtype"] == "fp32":
+            settings.type_k = settings.type_v = self.api.GGML_TYPE_F32
+        return settings
+
+    def start(self, prompts: list[list[int]]) -> list[int]:
+        self.finish()
+        self._compute(dict(enumerate(prompts)))
+        return list(self.latest.values())
+
+    def step(self) -> list[int]:
+        self._compute({slot: [token] for slot, token in self.latest.items()})
+        return list(self.latest.values())
+
+    def finish(self) -> None:
+        for slot in list(self.latest):
+            self._free(slot)
+
+    def offline(self, prompts: list[list[int]], answers: list[int]) -> None:
+        """A request waits for a slot; its prompt is read in the step where it gets one."""
+        waiting = list(zip(prompts, answers, strict=True))[::-1]
+        left: dict[int, int] = {}  # slot -> tokens still to come
+        while waiting or left:
+            rows = {slot: [self.latest[slot]] for slot in left}
+            for slot in range(len(self.lengths)):
+                if waiting and slot not in left:
+                    rows[slot], left[slot] = waiting.pop()
+            self._compute(rows)
+            left = {slot: count - 1 for slot, count in left.items()}
+            for slot in [slot for slot, count in left.items() if not count]:
+                self._free(slot)
+                del left[slot]
+
+    def _compute(self, rows: dict[int, list[int]]) -> None:
+        """Run the new tokens of these slots in one batch; `latest` is what follows each."""
+        room, count = self.room, 0
+        for slot, tokens in rows.items():
+            for token in tokens:
+                room.token[count] = token
+                room.pos[count] = self.lengths[slot]
+                room.n_seq_id[count], room.seq_id[count][0] = 1, slot
+                room.logits[count] = False
+                self.lengths[slot] += 1
+                count += 1
+            room.logits[count - 1] = True
+        room.n_tokens = count
+        if error := self.api.llama_decode(self.context, room):
+            raise RuntimeError(f"llama_decode returned {error}")
+        logits = self.api.llama_get_logits(self.context)  # waits until all is computed
+        shape = (len(rows), self.vocab_size)
+        best = self.numpy.ctypeslib.as_array(
+            ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), shape
+        ).argmax(-1)
+        self.latest |= dict(zip(rows, best.tolist(), strict=True))
+
+    def _free(self, slot: int) -> None:
+        self.api.llama_memory_seq_rm(self.memory, slot, -1, -1)
+        self.lengths[slot] = 0
+        del self.latest[slot]

@@ -1,0 +1,187 @@
+"""Random requests for as long as asked: does memory grow, and does every page come back?
+
+In: minutes, a seed and the benchmark's flags. Out: a table of samples, one JSON line, and exit
+code 1 where memory grew or pages were lost. Speed is not judged: the requests are drawn to differ.
+"""
+
+import gc
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench_peers import our_llama
+from bench_report import Column
+from bench_run import Bench, Row, whole
+from bench_worker import memory
+
+from llama.engine.engine import Engine
+from llama.engine.pages import PagePool
+from llama.engine.params import SamplingParams
+from llama.engine.runner import Runner
+from llama.engine.scheduler import Scheduler
+from llama.engine.sequence import Sequence
+
+_PAGE_SIZE, _TOKEN_BUDGET = 16, 256
+_LONGEST = 384  # tokens of prompt and answer
+_LIVE = 24  # requests at once, so that some wait
+_COLUMNS: list[Column] = [
+    ("second", "second", ".0f"), ("requests", "requests", ""), ("aborted", "aborted", ""),
+    ("tokens", "tokens", ""), ("preempted", "preempted", ""), ("private MB", "private_mb", ".1f"),
+    ("growth MB", "growth_mb", ".1f"), ("pages in use", "pages", ""),
+]  # fmt: skip
+
+
+def soak(
+    minutes: float = 20,
+    max_batch_size: int = 16,
+    sample_s: float = 10,
+    growth_mb: float = 8,
+    **flags: Any,
+) -> None:
+    """Random requests with aborts and too few pages: fails where memory grows or pages are lost.
+
+    Every sample_s seconds all requests are brought to their end, pages are counted, and private
+    memory (RssAnon) is read. growth_mb: how much of it may come between a third of the time, when
+    all is warm, and the end.
+    """
+    bench = Bench(**flags)
+    for name, value in (("minutes", minutes), ("sample_s", sample_s), ("growth_mb", growth_mb)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"{name}={value!r}: give a number above 0")
+    if bench.vs:
+        raise ValueError(f"vs={bench.vs!r}: a soak is of this engine alone")
+    sizes = {"max_seq_len": _LONGEST, "max_batch_size": whole("max_batch_size", max_batch_size)}
+    traffic = Traffic(our_llama(bench.ours(), sizes), max_batch_size, bench.seed)
+    rows: list[Row] = []
+    began = time.monotonic()
+    while len(rows) < 2 or rows[-1]["second"] < 60 * minutes:
+        told = traffic.sample(time.monotonic() + sample_s)
+        rows.append({"second": time.monotonic() - began, **told})
+        print(f"... {rows[-1]}", file=sys.stderr, flush=True)
+    note_growth(rows, 60 * minutes)
+    bench.failed |= faults(rows, growth_mb)
+    bench.report(_COLUMNS, rows, None)
+
+
+def note_growth(rows: list[Row], seconds: float) -> None:
+    """Memory beyond that of the sample after a third of `seconds`, or of the last but one."""
+    warm = next((row for row in rows[:-1] if row["second"] >= seconds / 3), rows[-2])
+    for row in rows[rows.index(warm) :]:
+        row["growth_mb"] = row["private_mb"] - warm["private_mb"]
+
+
+def faults(rows: list[Row], growth_mb: float) -> dict[str, str]:
+    """What is wrong with the samples of a run."""
+    grown, lost = rows[-1]["growth_mb"], max(row["pages"] for row in rows)
+    told = {}
+    if grown > growth_mb:
+        told["memory"] = f"it grew by {grown:.1f} MB after the first third, over {growth_mb}"
+    if lost:
+        told["pages"] = f"{lost} were in use when nothing ran"
+    return told
+
+
+@dataclass
+class Traffic:
+    """Keeps an engine busy with requests drawn from a seed."""
+
+    llama: Any
+    max_batch_size: int
+    seed: int
+    live: dict[str, None] = field(default_factory=dict)
+    requests: int = 0  # finished, or aborted
+    aborted: int = 0
+    tokens: int = 0
+    preempted: int = 0
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+        self.serial = 0
+        self.engine = self.llama.llm_engine
+        self.ids = range(self.llama.tokenizer.n_words - 256)  # the last ones are special
+        self.prefixes = [self.draw.choices(self.ids, k=k) for k in (20, 70, 130)]
+        self.ousted: set[Sequence] = set()
+        # Pages for a few of the longest requests: with a batch of many, some are preempted.
+        num_pages = 4 * (_LONGEST // _PAGE_SIZE)
+        self.engine.engine = Engine(
+            Runner(self.llama.model, num_pages=num_pages, page_size=_PAGE_SIZE),
+            Scheduler(
+                PagePool(num_pages, _PAGE_SIZE),
+                max_batch_size=self.max_batch_size,
+                token_budget=max(_TOKEN_BUDGET, self.max_batch_size),
+            ),
+        )
+
+    def sample(self, until: float) -> Row:
+        """Requests until that moment, then none, until all have ended: what was done so far."""
+        while time.monotonic() < until or self.engine.has_unfinished_requests():
+            if time.monotonic() < until:
+                self._add()
+            self._step()
+        gc.collect()
+        scheduler = self.engine.engine.scheduler
+        return {
+            "requests": self.requests,
+            "aborted": self.aborted,
+            "tokens": self.tokens,
+            "preempted": self.preempted,
+            "private_mb": memory("RssAnon") / 1e6,
+            "pages": scheduler.pool.num_pages - scheduler.pool.num_free,
+        }
+
+    def _add(self) -> None:
+        for _ in range(self.draw.randint(0, _LIVE - len(self.live))):
+            name = str(self.serial)
+            self.serial += 1
+            self.engine.add_request(name, self._prompt(), self._params())
+            self.live[name] = None
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                self._end(output)
+        waiting = {seq for seq in self.engine.engine.scheduler.waiting if seq.num_output}
+        self.preempted += len(waiting - self.ousted)
+        self.ousted = waiting
+        if self.live and self.draw.random() < 0.02:
+            name = self.draw.choice(list(self.live))
+            self._end(self.engine.abort_request(name))
+            self.aborted += 1
+
+    def _end(self, output: Any) -> None:
+        del self.live[output.request_id]
+        self.requests += 1
+        self.tokens += output.usage.completion_tokens
+
+    def _prompt(self) -> list[int]:
+        """Half of them begin as others do."""
+        shared = self.draw.choice([*self.prefixes, [], [], []])
+        return shared + self.draw.choices(self.ids, k=self.draw.randint(1, 120))
+
+    def _params(self) -> SamplingParams:
+        pick, draw = self.draw.choice, self.draw
+        warm = pick((0.0, 0.7, 1.3))
+        n = pick((1, 1, 1, 2, 4)) if warm else 1
+        return SamplingParams(
+            max_tokens=draw.randint(1, 120),
+            min_tokens=pick((0, 0, 1)),
+            temperature=warm,
+            top_p=pick((1.0, 0.9)),
+            top_k=pick((0, 50)),
+            min_p=pick((0.0, 0.05)),
+            repetition_penalty=pick((1.0, 1.1)),
+            presence_penalty=pick((0.0, 0.5)),
+            frequency_penalty=pick((0.0, 0.5)),
+            logit_bias=pick((None, {draw.choice(self.ids): 2.0})),
+            stop=pick(((), (), (chr(draw.randint(97, 122)),), ("no such end", "e"))),
+            stop_token_ids=pick(((), (draw.choice(self.ids),))),
+            ignore_eos=pick((True, False)),
+            seed=pick((None, draw.randint(0, 2**40))),
+            n=n,
+            best_of=pick((None, n + 1)) if warm else None,
+            logprobs=pick((None, None, 0, 5)),
+            prompt_logprobs=pick((None, None, None, 2)),
+            bad_words=pick(((), ("the",))),
+        )
