@@ -363,7 +363,7 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (R, E) -> (R, V) float32, whole on every rank."""
-        return self.parallel.all_gather(self.output(hidden)).float()
+        return self.parallel.all_gather(self.output(hidden, dtype=torch.float32))
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:

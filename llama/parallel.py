@@ -287,8 +287,9 @@ class Linear(nn.Module):
             weight, self.scales = pack_int8(weight)
         self.weight = nn.Parameter(best_layout(weight), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.scales)
+    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: of the result; float32 keeps what rounding to x's type would lose."""
+        return linear(x, self.weight, self.scales, dtype=dtype)
 
 
 class ColumnParallelLinear(Linear):
@@ -307,8 +308,8 @@ class RowParallelLinear(Linear):
         super().__init__(n_in // parallel.size, n_out)
         self.parallel = parallel
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parallel.all_reduce(super().forward(x))
+    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        return self.parallel.all_reduce(super().forward(x, dtype=dtype))
 
 
 class VocabParallelEmbedding(nn.Module):

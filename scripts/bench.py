@@ -74,7 +74,9 @@ def latency(
     """Time to the first token, and of each step after it, by batch.
 
     context: prompt tokens, one number or one a batch. The step is the median; "outside" is what of
-    it is not the model's forward. With batches above 1, the first token is that of the last prompt.
+    it is not the model's forward. The floor is to read all weights and the context once, or the
+    operations of all tokens, whichever takes longer here. With batches above 1, the first token is
+    that of the last prompt.
     """
     bench = Bench(**flags)
     sizes = [whole("batches", batch) for batch in _several(batches)]
@@ -94,6 +96,8 @@ def latency(
         step = statistics.median(told["steps"])
         reached = case["context"] + warmup + steps // 2
         read = decode_bytes(bench.args, contexts=[reached] * case["batch"], **bench.storage(case))
+        operations = prefill_operations(bench.args, case["batch"], case["batch"])
+        floor = max(read / limits.read, operations / limits.rate)
         outside = told.get("outside")
         return {
             "first_ms": told["first"] * 1e3,
@@ -102,8 +106,8 @@ def latency(
             "outside_ms": None if outside is None else outside * 1e3,
             "tokens_per_s": case["batch"] / step,
             "gb_per_s": read / step / 1e9,
-            "floor_ms": read / limits.read * 1e3,
-            "share": read / limits.read / step,
+            "floor_ms": floor * 1e3,
+            "share": floor / step,
         }
 
     rows = bench.run("latency", cases, _LATENCY, row_of, "step_ms")

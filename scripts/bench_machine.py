@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from llama.ops.native import use_huge_pages
+
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 _TRIES, _PATIENCE = 5, 1.0  # runs at most, seconds after which none is added
 _LONG_ENOUGH = 0.05  # seconds of one product: a larger one would not be faster
@@ -48,8 +50,10 @@ def _cpu() -> tuple[str, set[str]]:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a sum over far more than any cache holds."""
-    buffer = torch.ones(2**28 if device.type == "cpu" else 2**30, device=device)  # 1 or 4 GiB
+    """Bytes a second of a sum over far more than any cache holds, in large pages as weights are."""
+    buffer = torch.empty(2**28 if device.type == "cpu" else 2**30, device=device)  # 1 or 4 GiB
+    use_huge_pages(buffer)
+    buffer.fill_(1)
     seconds = best_seconds(lambda: buffer.sum(), device)
     return buffer.numel() * buffer.itemsize / seconds
 

@@ -230,6 +230,25 @@ def test_int8_torch_body(no_kernels):
     check_product(x, unpack(*packed), linear(x, *packed))
 
 
+@pytest.mark.parametrize("m", [1, 9, 40])
+def test_float32_results_are_the_sums_before_they_are_rounded(kernels, m):
+    x, weight = numbers(m, 514), numbers(96, 514, seed=1)
+    for packed in ((pack(weight.clone()),), pack_int8(weight)):
+        wide = linear(x, *packed, dtype=torch.float32)
+        assert wide.dtype is torch.float32
+        assert same(wide.bfloat16(), linear(x, *packed))
+        exact = x.double() @ unpack(*packed).double().T
+        assert (wide - exact).abs().max() < exact.abs().max() * 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_bodies_give_the_type_that_is_asked_for(no_kernels, dtype):
+    x, weight = numbers(3, 66), numbers(96, 66, seed=1)
+    for layout in ((weight,), (pack(weight.clone()),), pack_int8(weight)):
+        assert linear(x, *layout, dtype=dtype).dtype is dtype
+        assert linear(x, *layout).dtype is torch.bfloat16
+
+
 def test_wrong_rows_are_refused(kernels):
     packed = pack(numbers(32, 8))
     for x in (numbers(2, 6), numbers(2, 8).float()):

@@ -176,10 +176,10 @@ void panel_sums_in_tiles(const uint16_t* x, long height, const Parts& blocks, lo
 }
 
 template <class Weight>
-void linear_in_tiles(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
-                     uint16_t* turned, long m, long n, long k, int threads) {
+void linear_in_tiles(const uint16_t* x, const char* weight, const float* scales, Outputs out,
+                     uint16_t* turned, long m, long k, int threads) {
   const long height = std::clamp(m, 1L, TILE_ROWS);  // none would be a fault
-  const long panels = n / WIDTH;
+  const long panels = out.n / WIDTH;
   const Parts tiles(m, TILE_ROWS), slices(k / TILE_K, SLICE / TILE_K);
   const Parts blocks(tiles.count, 2), chunks(blocks.count, CHUNK / (2 * TILE_ROWS));
 #pragma omp parallel num_threads(threads)
@@ -198,8 +198,8 @@ void linear_in_tiles(const uint16_t* x, const char* weight, const float* scales,
       alignas(64) float totals[CHUNK * WIDTH];
       panel_sums_in_tiles<Weight>(turned, height, blocks, from, to,
                                   weight + column * k * Weight::BYTES, k, totals);
-      write_rows(totals, scales, out, blocks.first(from) * TILE_ROWS,
-                 std::min(m, blocks.first(to) * TILE_ROWS), n, column);
+      out.write(totals, scales, blocks.first(from) * TILE_ROWS,
+                std::min(m, blocks.first(to) * TILE_ROWS), column);
     }
     _tile_release();
   }

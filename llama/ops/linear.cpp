@@ -96,10 +96,10 @@ void panel_sums(const Inputs* x, const Parts& blocks, long from, long to, const 
 }
 
 template <class Weight>
-void linear_in_vectors(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
-                       Inputs* turned, long m, long n, long k, int threads) {
+void linear_in_vectors(const uint16_t* x, const char* weight, const float* scales, Outputs out,
+                       Inputs* turned, long m, long k, int threads) {
   const Parts blocks(m, ROWS), slices(k / 2, SLICE / 2), chunks(blocks.count, CHUNK / ROWS);
-  const long panels = n / WIDTH;
+  const long panels = out.n / WIDTH;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
@@ -117,19 +117,19 @@ void linear_in_vectors(const uint16_t* x, const char* weight, const float* scale
       const long from = chunks.first(chunk), to = chunks.first(chunk + 1);
       alignas(64) float totals[CHUNK * WIDTH];
       panel_sums<Weight>(turned, blocks, from, to, weight + column * k * Weight::BYTES, k, totals);
-      write_rows(totals, scales, out, blocks.first(from), blocks.first(to), n, column);
+      out.write(totals, scales, blocks.first(from), blocks.first(to), column);
     }
   }
 }
 
 template <class Weight>
-void linear(const uint16_t* x, const char* weight, const float* scales, uint16_t* out, void* turned,
-            long m, long n, long k, int threads) {
+void linear(const uint16_t* x, const char* weight, const float* scales, Outputs out, void* turned,
+            long m, long k, int threads) {
 #if defined(HAS_TILES)
   if (k % TILE_K == 0 && tiles_work())
-    return linear_in_tiles<Weight>(x, weight, scales, out, (uint16_t*)turned, m, n, k, threads);
+    return linear_in_tiles<Weight>(x, weight, scales, out, (uint16_t*)turned, m, k, threads);
 #endif
-  linear_in_vectors<Weight>(x, weight, scales, out, (Inputs*)turned, m, n, k, threads);
+  linear_in_vectors<Weight>(x, weight, scales, out, (Inputs*)turned, m, k, threads);
 }
 
 constexpr long PAD = 64;  // bytes between rows of scratch, or all fall into one set of a cache
@@ -182,15 +182,15 @@ void pack_int8(const uint16_t* weight, int8_t* values, float* scales, char* scra
   }
 }
 
-// x (m, k) and out (m, n) are bf16; turned is scratch for m * k floats; n is a multiple of 32, k
-// of 2.
-void linear_bf16(const uint16_t* x, const char* weight, uint16_t* out, void* turned, long m, long n,
-                 long k, int threads) {
-  linear<Bf16>(x, weight, nullptr, out, turned, m, n, k, threads);
+// x (m, k) is bf16, out (m, n) too, or float32 if it is wide; turned is scratch for m * k floats; n
+// is a multiple of 32, k of 2.
+void linear_bf16(const uint16_t* x, const char* weight, void* out, void* turned, long m, long n,
+                 long k, long is_wide, int threads) {
+  linear<Bf16>(x, weight, nullptr, {out, n, is_wide}, turned, m, k, threads);
 }
 
-void linear_int8(const uint16_t* x, const char* weight, const float* scales, uint16_t* out,
-                 void* turned, long m, long n, long k, int threads) {
-  linear<Int8>(x, weight, scales, out, turned, m, n, k, threads);
+void linear_int8(const uint16_t* x, const char* weight, const float* scales, void* out,
+                 void* turned, long m, long n, long k, long is_wide, int threads) {
+  linear<Int8>(x, weight, scales, {out, n, is_wide}, turned, m, k, threads);
 }
 }

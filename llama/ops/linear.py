@@ -97,21 +97,28 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """x (M, K), weight (N, K) in any layout -> (M, N) in x's type; packed ones want bf16 rows."""
+def linear(
+    x: Tensor, weight: Tensor, scales: Tensor | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x (M, K), weight (N, K) in any layout -> (M, N); packed ones want bf16 rows.
+
+    In x's type, or in float32 where that is asked for: packed ones then keep their sums unrounded.
+    """
+    dtype = dtype or x.dtype
     if weight.dim() == 2:
-        return F.linear(x, weight)
-    assert x.dtype is torch.bfloat16, x.dtype
+        return F.linear(x, weight).to(dtype)
+    assert x.dtype is torch.bfloat16 and dtype in (torch.bfloat16, torch.float32), (x.dtype, dtype)
     if native.kernels() is None:
         plain = unpack(weight, scales)
-        return F.linear(x.to(plain.dtype), plain).bfloat16()
+        return F.linear(x.to(plain.dtype), plain).to(dtype)
     x = x.contiguous()
     m, n, k = x.shape[0], weight.shape[0] * PANEL, weight.shape[1] * 2
     assert x.shape == (m, k), (x.shape, n, k)
-    out = torch.empty(m, n, dtype=torch.bfloat16)
+    out = torch.empty(m, n, dtype=dtype)
     turned = torch.empty(m * k)  # x in the kernel's own order
+    sizes = m, n, k, dtype is torch.float32
     if scales is None:
-        native.call("linear_bf16", x, weight, out, turned, m, n, k)
+        native.call("linear_bf16", x, weight, out, turned, *sizes)
     else:
-        native.call("linear_int8", x, weight, scales, out, turned, m, n, k)
+        native.call("linear_int8", x, weight, scales, out, turned, *sizes)
     return out

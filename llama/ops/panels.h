@@ -93,12 +93,23 @@ struct Parts {
   long size(long part) const { return first(part + 1) - first(part); }
 };
 
-// The 32 sums of some rows of x -> a panel's columns of out (m, n), from `column` on.
-inline void write_rows(const float* sums, const float* scales, uint16_t* out, long from, long to,
-                       long n, long column) {
-  for (long row = from; row < to; row++)
-    for (int i = 0; i < WIDTH; i++)
-      out[row * n + column + i] = narrow(*sums++ * (scales ? scales[column + i] : 1));
-}
+// Where the outputs go: (m, n), bf16 or, as logits do, float32.
+struct Outputs {
+  void* data;
+  long n;
+  long is_wide;
+
+  // The 32 sums of some rows of x, a panel's columns from `column` on; int8 has a scale for each.
+  void write(const float* sums, const float* scales, long from, long to, long column) const {
+    for (long row = from; row < to; row++)
+      for (long at = row * n + column, i = 0; i < WIDTH; i++, at++) {
+        const float value = *sums++ * (scales ? scales[column + i] : 1);
+        if (is_wide)
+          ((float*)data)[at] = value;
+        else
+          ((uint16_t*)data)[at] = narrow(value);
+      }
+  }
+};
 
 }  // namespace
