@@ -21,7 +21,7 @@ from llama.convert import convert, reshard
 
 _LLAMA_3 = {"vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0, "n_kv_heads": 8}
 _LLAMA_3_2 = _LLAMA_3 | {"multiple_of": 256, "use_scaled_rope": True, "tied_output": True}
-# params.json of each; tied_output is ours: Meta's file of a tied model holds the matrix twice.
+# params.json of each; tied_output is ours: Meta's file of a tied model names the matrix twice.
 SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
         "dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048,
@@ -91,7 +91,7 @@ def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -
     weights = {name: torch.empty(slot.shape, dtype=dtype) for name, slot in slots.items()}
     fill(weights)
     if params.get("tied_output"):
-        weights["output.weight"] = weights["tok_embeddings.weight"].clone()
+        weights["output.weight"] = weights["tok_embeddings.weight"]
     torch.save(weights, draft / "consolidated.00.pth")
     (draft / "params.json").write_text(json.dumps(told))
     write_tokenizer(draft / "tokenizer.model", params["vocab_size"])

@@ -15,7 +15,7 @@ import oracle
 import pytest
 import reference
 import torch
-from conftest import change_params
+from conftest import HAS_KERNELS, change_params
 from test_pages import watch_releases
 
 from llama import Llama, ModelArgs, Tokenizer, Transformer
@@ -354,6 +354,27 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
         plain = model(tokens, 0)
         model.pack()
         torch.testing.assert_close(model(tokens, 0), plain, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_answers_of_the_kernels_are_the_same_to_the_bit_alone_and_in_a_batch(
+    make_checkpoint, dtype, monkeypatch
+):
+    """Tokens and log-probabilities, whoever else runs and however the prompt was cut."""
+    folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32: what the kernels take
+
+    def answers(prompts: list[list[int]], budget: int) -> list[tuple[list[int], list[float]]]:
+        monkeypatch.setattr("llama.generation.TOKEN_BUDGET", budget)
+        llama = Llama.build(str(folder), None, 300, 8, device="cpu", dtype=dtype)
+        tokens, logprobs = llama.generate(prompts, 12, 0.0, logprobs=True, echo=True)
+        assert logprobs is not None
+        return list(zip(tokens, logprobs, strict=True))
+
+    prompts = prompts_of([5, 70, 23, 260, 1, 33], seed=25)
+    together = answers(prompts, 2048)
+    assert answers(prompts, 50) == together  # prompts are read in pieces
+    assert [answers([prompt], 2048)[0] for prompt in prompts] == together
 
 
 @pytest.mark.parametrize("tied", [False, True])
