@@ -18,39 +18,11 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int ROWS = 14;  // 14 x 2 sums of the 32 registers
-#else
-constexpr int ROWS = 6;  // AVX2: 6 x 2 of 16
-#endif
 constexpr long CHUNK = 256, BLOCK = 56;  // as in attention.py
 constexpr long MAX_DIM = 256;
 constexpr int KEYS = 2 * LANES;
 constexpr long AHEAD = 64;  // keys; fetching none took twice as long (Zen 4, out of the memory)
 constexpr double WORTH_THREADS = 3e5;  // multiplications; below, waking them takes longer
-
-// Two neighbouring numbers of a query, to multiply with the same two of LANES keys.
-#if defined(__AVX512BF16__)
-typedef uint32_t Pair;
-
-Pair pair_at(const uint16_t* query) { return load<Pair>(query); }
-
-void add_products(Floats& sum, Words keys, Pair query) {
-  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)keys,
-                                 (__m512bh)_mm512_set1_epi32(query));
-}
-#else
-struct Pair {
-  float first, second;
-};
-
-Pair pair_at(const uint16_t* query) { return {widen(query[0]), widen(query[1])}; }
-
-void add_products(Floats& sum, Words keys, Pair query) {
-  sum += first_of(keys) * query.first;
-  sum += second_of(keys) * query.second;
-}
-#endif
 
 struct Call {  // the tensors of one call, see attention.py
   const uint16_t *queries, *keys, *values;
@@ -88,22 +60,14 @@ long seen_by(const Call& call, const Block& block, long i) {
   return call.seq_lens[block.seq] - call.query_lens[block.seq] + query + 1;
 }
 
-// The rows of a block in tiles of at most ROWS, as even as can be: 16 are 8 and 8.
-struct Tiles {
-  long rows, count;
-  explicit Tiles(long n) : rows(n), count((n + ROWS - 1) / ROWS) {}
-  long first(long tile) const { return tile * rows / count; }
-  long size(long tile) const { return first(tile + 1) - first(tile); }
-};
-
 // The queries of a block, tile after tile: (D/2, R) pairs each.
 void rearrange(const Call& call, const Block& block, Pair* to) {
-  const Tiles tiles(block.rows);
+  const Parts tiles(block.rows, ROWS);
   for (long tile = 0; tile < tiles.count; tile++) {
     const long first = tiles.first(tile), size = tiles.size(tile);
     for (long r = 0; r < size; r++) {
       const uint16_t* query = row_at(call, (uint16_t*)call.queries, block, first + r);
-      for (long i = 0; i < call.dim / 2; i++) to[i * size + r] = pair_at(query + 2 * i);
+      for (long i = 0; i < call.dim / 2; i++) to[i * size + r] = load_pair(query + 2 * i);
     }
     to += size * (call.dim / 2);
   }
@@ -159,12 +123,14 @@ void fetch(const uint16_t* from, const long* offsets, long begin, long count, lo
 template <int R>
 void score(const Pair* queries, const Words* keys, long dim, float scale, float* scores) {
   Floats sums[R][2] = {};
-  for (const Pair* end = queries + dim / 2 * R; queries < end; queries += R, keys += 2)
+  for (const Pair* end = queries + dim / 2 * R; queries < end; queries += R, keys += 2) {
+    const Pairs left = load_pairs(keys), right = load_pairs(keys + 1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      add_products(sums[r][0], keys[0], queries[r]);
-      add_products(sums[r][1], keys[1], queries[r]);
+      multiply_add(sums[r][0], left, queries[r]);
+      multiply_add(sums[r][1], right, queries[r]);
     }
+  }
   for (int r = 0; r < R; r++)
     for (int side = 0; side < 2; side++)
       store(scores + r * CHUNK + side * LANES, sums[r][side] * scale);
@@ -234,7 +200,7 @@ void attend(const Call& call, const Block& block, const Pair* queries, long chun
   const long dim = call.dim, begin = chunk * CHUNK;
   const long end = std::min(begin + CHUNK, seen_by(call, block, block.rows - 1));
   const long count = end - begin;
-  const Tiles tiles(block.rows);
+  const Parts tiles(block.rows, ROWS);
   long offsets[CHUNK];
   alignas(64) float scores[BLOCK * CHUNK];
   find(call, block, begin, end, offsets);

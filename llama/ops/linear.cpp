@@ -19,12 +19,6 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int ROWS = 14;  // 14 x 2 sums of the 32 registers
-#else
-constexpr int ROWS = 6;  // AVX2: 6 x 2 of 16
-#endif
-
 // What a block of x does with one slice of a panel: the weights, where the next slice lies, and how
 // much of it to fetch at each pair of k, as all blocks together fetch it once.
 struct Slice {
@@ -39,18 +33,18 @@ template <int R> void fetch(const char* line) {
     __builtin_prefetch(line, 0, 2);  // into the second cache
 }
 
-// R rows of x as (K/2, R) inputs, times one slice of a panel, onto R rows of 32 sums.
-template <class Weight, int R> void tile(const Inputs* x, Slice slice, float* totals) {
+// R rows of x as (K/2, R) pairs, times one slice of a panel, onto R rows of 32 sums.
+template <class Weight, int R> void tile(const Pair* x, Slice slice, float* totals) {
   constexpr long STEP = 2 * WIDTH * Weight::BYTES;  // from two places of k to the next two
   for (int first = 0; first < WIDTH; first += 2 * LANES) {
     Floats sums[R][2];
     for (int r = 0; r < R; r++) std::memcpy(sums[r], totals + r * WIDTH + first, sizeof sums[r]);
     const char *w = slice.weights + first * 2 * Weight::BYTES, *next = slice.next;
-    for (const Inputs *in = x, *end = x + slice.pairs * R; in < end; in += R, w += STEP) {
+    for (const Pair *in = x, *end = x + slice.pairs * R; in < end; in += R, w += STEP) {
       fetch<R>(next);
       if constexpr (STEP > 64) fetch<R>(next + slice.fetched / 2);
       next += slice.fetched;
-      const Weights left = Weight::pairs(w), right = Weight::pairs(w + LANES * 2 * Weight::BYTES);
+      const Pairs left = Weight::pairs(w), right = Weight::pairs(w + LANES * 2 * Weight::BYTES);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         multiply_add(sums[r][0], left, in[r]);
@@ -61,22 +55,22 @@ template <class Weight, int R> void tile(const Inputs* x, Slice slice, float* to
   }
 }
 
-using Tile = void (*)(const Inputs*, Slice, float*);
+using Tile = void (*)(const Pair*, Slice, float*);
 
 template <class Weight, int... R> Tile pick(long rows, std::integer_sequence<int, R...>) {
   static constexpr Tile TILES[] = {tile<Weight, R + 1>...};
   return TILES[rows - 1];
 }
 
-// A block of x, bf16 (R, K) -> (K/2, R) inputs, for k from begin to end.
-void rearrange(const uint16_t* x, Inputs* to, long rows, long k, long begin, long end) {
+// A block of x, bf16 (R, K) -> (K/2, R) pairs, for k from begin to end.
+void rearrange(const uint16_t* x, Pair* to, long rows, long k, long begin, long end) {
   for (long r = 0; r < rows; r++)
-    for (long i = begin; i < end; i += 2) to[i / 2 * rows + r] = inputs(x + r * k + i);
+    for (long i = begin; i < end; i += 2) to[i / 2 * rows + r] = load_pair(x + r * k + i);
 }
 
 // Blocks of x from one to another, times one panel -> their rows of 32 sums, in `totals`.
 template <class Weight>
-void panel_sums(const Inputs* x, const Parts& blocks, long from, long to, const char* panel,
+void panel_sums(const Pair* x, const Parts& blocks, long from, long to, const char* panel,
                 long k, float* totals) {
   const long first_row = blocks.first(from);
   std::memset(totals, 0, (blocks.first(to) - first_row) * WIDTH * sizeof(float));
@@ -97,7 +91,7 @@ void panel_sums(const Inputs* x, const Parts& blocks, long from, long to, const 
 
 template <class Weight>
 void linear_in_vectors(const uint16_t* x, const char* weight, const float* scales, Outputs out,
-                       Inputs* turned, long m, long k, int threads) {
+                       Pair* turned, long m, long k, int threads) {
   const Parts blocks(m, ROWS), slices(k / 2, SLICE / 2), chunks(blocks.count, CHUNK / ROWS);
   const long panels = out.n / WIDTH;
 #pragma omp parallel num_threads(threads)
@@ -129,7 +123,7 @@ void linear(const uint16_t* x, const char* weight, const float* scales, Outputs 
   if (k % TILE_K == 0 && tiles_work())
     return linear_in_tiles<Weight>(x, weight, scales, out, (uint16_t*)turned, m, k, threads);
 #endif
-  linear_in_vectors<Weight>(x, weight, scales, out, (Inputs*)turned, m, k, threads);
+  linear_in_vectors<Weight>(x, weight, scales, out, (Pair*)turned, m, k, threads);
 }
 
 constexpr long PAD = 64;  // bytes between rows of scratch, or all fall into one set of a cache

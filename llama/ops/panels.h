@@ -22,56 +22,26 @@ constexpr long CHUNK = 256;   // rows of x, about, that share one pass over a pa
 constexpr int FEW = 4;
 constexpr long AHEAD = 4096;
 
-// Two neighbouring k of LANES rows of the weight, and of one row of x.
-#if defined(__AVX512BF16__)
-typedef __m512bh Weights;
-typedef uint32_t Inputs;
-
-inline void multiply_add(Floats& sum, Weights w, Inputs x) {
-  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, w, (__m512bh)_mm512_set1_epi32(x));
-}
-
-inline Inputs inputs(const uint16_t* x) { return load<Inputs>(x); }
-
+// What the two kinds of weight differ in: how many bytes a number has, and how LANES rows of two
+// neighbouring k are made of them.
 struct Bf16 {
   static constexpr long BYTES = 2;
-  static Weights pairs(const char* w) { return load<Weights>(w); }
+  static Pairs pairs(const char* w) { return load_pairs(w); }
 };
 
+#if defined(__AVX512BF16__)
 struct Int8 {
   static constexpr long BYTES = 1;
   static __m512 widened(const char* w) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
   }
-  static Weights pairs(const char* w) { return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w)); }
+  static Pairs pairs(const char* w) { return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w)); }
 };
 #else
-struct Weights {
-  Floats even, odd;
-};
-struct Inputs {
-  float even, odd;
-};
-
-inline void multiply_add(Floats& sum, Weights w, Inputs x) {
-  sum += w.even * x.even;
-  sum += w.odd * x.odd;
-}
-
-inline Inputs inputs(const uint16_t* x) { return {widen(x[0]), widen(x[1])}; }
-
-struct Bf16 {
-  static constexpr long BYTES = 2;
-  static Weights pairs(const char* w) {
-    const Words words = load<Words>(w);
-    return {first_of(words), second_of(words)};
-  }
-};
-
 struct Int8 {
   static constexpr long BYTES = 1;
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  static Weights pairs(const char* w) {  // gcc makes poor code of a portable conversion
+  static Pairs pairs(const char* w) {  // gcc makes poor code of a portable conversion
 #if defined(__AVX512F__)
     const __m512i both = _mm512_cvtepi16_epi32(load<__m256i>(w));
     const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
@@ -84,14 +54,6 @@ struct Int8 {
   }
 };
 #endif
-
-// Some things in parts of at most `most`, as even as can be: 16 rows are 8 and 8.
-struct Parts {
-  long whole, count;
-  Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
-  long first(long part) const { return part * whole / count; }
-  long size(long part) const { return first(part + 1) - first(part); }
-};
 
 // Where the outputs go: (m, n), bf16 or, as logits do, float32.
 struct Outputs {

@@ -15,6 +15,7 @@ constexpr int VECTOR_BYTES = 64;
 constexpr int VECTOR_BYTES = 32;  // AVX2
 #endif
 constexpr int LANES = VECTOR_BYTES / 4;
+constexpr int ROWS = LANES == 16 ? 14 : 6;  // times 2 sums of the 32 registers, or 16
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));  // each holds two bf16
@@ -47,6 +48,46 @@ inline uint16_t narrow(float value) {
   std::memcpy(&bits, &value, 4);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+
+// Two neighbouring numbers of each of LANES rows, and of one row that all are multiplied with. The
+// CPU's own product of bf16 pairs takes them as they lie.
+#if defined(__AVX512BF16__)
+typedef __m512bh Pairs;
+typedef uint32_t Pair;
+
+inline Pairs load_pairs(const void* from) { return load<Pairs>(from); }
+inline Pair load_pair(const uint16_t* from) { return load<Pair>(from); }
+
+inline void multiply_add(Floats& sum, Pairs a, Pair b) {
+  sum = (Floats)_mm512_dpbf16_ps((__m512)sum, a, (__m512bh)_mm512_set1_epi32(b));
+}
+#else
+struct Pairs {
+  Floats first, second;
+};
+struct Pair {
+  float first, second;
+};
+
+inline Pairs load_pairs(const void* from) {
+  const Words words = load<Words>(from);
+  return {first_of(words), second_of(words)};
+}
+inline Pair load_pair(const uint16_t* from) { return {widen(from[0]), widen(from[1])}; }
+
+inline void multiply_add(Floats& sum, Pairs a, Pair b) {
+  sum += a.first * b.first;
+  sum += a.second * b.second;
+}
+#endif
+
+// Some things in parts of at most `most`, as even as can be: 16 rows are 8 and 8.
+struct Parts {
+  long whole, count;
+  Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
+  long first(long part) const { return part * whole / count; }
+  long size(long part) const { return first(part + 1) - first(part); }
+};
 
 // narrow() of each lane, kept as a float, and of two vectors of lanes into words.
 inline Words rounded_bits(Floats v) {
