@@ -15,6 +15,7 @@ from test_generation import prompts_of
 
 from checkpoints import write_meta
 from llama import Llama
+from llama.ops.linear import pack_int8, unpack
 from llama.ops.norm import rms_norm
 from llama.parallel import (
     ColumnParallelLinear,
@@ -231,3 +232,21 @@ def test_layers_split_over_ranks_are_the_whole_layer():
     torch.testing.assert_close(sum(rows), x @ weight.T)
     torch.testing.assert_close(sum(embedded), weight[tokens])
     assert rms_norm(x, torch.ones(8), 1e-5).pow(2).mean() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
+    """The scales of a rank are those of its own rows."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    tokens = torch.tensor([0, 127, 64, 63, 5])
+    values, scales = pack_int8(weight)
+    embedded = []
+    for rank in range(2):
+        parallel = ModelParallel(rank=rank, size=2)
+        object.__setattr__(parallel, "all_reduce", lambda t: t)
+        output = ColumnParallelLinear(64, 128, parallel).to_empty(device="cpu")
+        output.weight = torch.nn.Parameter(weight.chunk(2)[rank].clone(), requires_grad=False)
+        output.pack(int8=True)
+        embedding = VocabParallelEmbedding(128, 64, parallel)
+        embedding.weight, embedding.scales = output.weight, output.scales
+        embedded.append(embedding(tokens))
+    assert torch.equal(sum(embedded), unpack(values, scales)[tokens].bfloat16())
