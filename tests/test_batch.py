@@ -4,6 +4,7 @@ Real files, real processes and real kills; the oracle is the output of a job tha
 """
 
 import errno
+import functools
 import json
 import multiprocessing
 import os
@@ -315,7 +316,11 @@ def test_the_script_and_its_exit_codes(undisturbed, checkpoint_dir, tmp_path):
     (tmp_path / "in").write_bytes(written(requests(400, 60)))
     flags = ["--ckpt_dir", checkpoint_dir[0], *SIZES, "--temperature", "1"]
     command = script(tmp_path / "in", tmp_path / "out", *flags)
-    running = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True,
+        # A shell starts what it puts in the background deaf to Ctrl-C, and so all of its children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     while num_lines(tmp_path / "out") < 10 and running.poll() is None:
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
