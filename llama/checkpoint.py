@@ -203,8 +203,10 @@ class Stored(NamedTuple):
         read_into(into, self.file, self.offset + piece.data_ptr() - self.data.data_ptr())
 
 
-def _stored(file: Path) -> list[Stored]:
+def _stored(file: Path, *, tied: bool) -> list[Stored]:
     found = open_tensors(file)
+    if tied and _is_tied(found):
+        del found["output.weight"]
     places = offsets(file, found.values())
     return [
         Stored(file, name, data, offset)
@@ -223,12 +225,10 @@ class Weights:
         self.layout = checkpoint.layout
         self.shapes = {name: slot.shape for name, slot in share(self.params, 1).items()}
         ours = {name_in(self.layout, name): name for name in self.shapes}
-        files = [{stored.name: stored for stored in _stored(f)} for f in checkpoint.shards]
-        if self.params.tied_output:
-            for file in filter(_is_tied, files):
-                del file["output.weight"]
+        tied = self.params.tied_output
         self.shards = [  # "?": a name of the other layout must not pass for one of this
-            {ours.get(name, f"?{name}"): stored for name, stored in file.items()} for file in files
+            {ours.get(stored.name, f"?{stored.name}"): stored for stored in _stored(f, tied=tied)}
+            for f in checkpoint.shards
         ]
         if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
             self.shards = [_merge(self.shards)]
@@ -275,6 +275,10 @@ class Weights:
                 f"{len(self.shards)} shard(s) give {tuple(wanted.shape)}: they do not belong "
                 "together, or shards are missing"
             )
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """Are two tensors the same numbers in every shard? Other layouts then hold them once."""
+        return all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.shards[0][name].data.dtype
@@ -348,15 +352,14 @@ def is_tied(checkpoint: Checkpoint) -> bool:
     """
     if checkpoint.params.tied_output or checkpoint.layout == "hf":
         return checkpoint.params.tied_output
-    shards = ({s.name: s for s in _stored(file)} for file in checkpoint.shards)
-    return all(_is_tied(shard) for shard in shards)
+    return all(_is_tied(open_tensors(file)) for file in checkpoint.shards)
 
 
-def _is_tied(shard: dict[str, Stored]) -> bool:
+def _is_tied(shard: dict[str, Tensor]) -> bool:
     """Whether the two names of a shard stand for the same bytes in the same shape."""
     if not shard.keys() >= {"output.weight", "tok_embeddings.weight"}:
         return False
-    a, b = shard["output.weight"].data, shard["tok_embeddings.weight"].data
+    a, b = shard["output.weight"], shard["tok_embeddings.weight"]
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 

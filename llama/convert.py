@@ -93,7 +93,7 @@ def _write_shards(
 
 def _write_hf(weights: Weights, folder: Path, progress: bool) -> None:
     """The .safetensors files, their index where there are several, and config.json."""
-    tied = weights.params.tied_output or _equal(weights, "output.weight", "tok_embeddings.weight")
+    tied = weights.params.tied_output or weights.are_equal("output.weight", "tok_embeddings.weight")
     names = [name for name in weights.shapes if not (tied and name == "output.weight")]
     sizes = {n: weights.shapes[n].numel() * weights.dtype(n).itemsize for n in names}
     files = _by_size(sizes, _FILE_BYTES)
@@ -126,11 +126,6 @@ def _whole_hf(weights: Weights, name: str, folder: Path) -> Tensor:
     turned = _scratch(folder, shape, dtype)
     hf.copy_halves(turned, whole, weights.params.head_dim)
     return turned
-
-
-def _equal(weights: Weights, one: str, other: str) -> bool:
-    """Are two tensors the same in every shard? Then Hugging Face's layout holds them once."""
-    return all(torch.equal(shard[one].data, shard[other].data) for shard in weights.shards)
 
 
 def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:

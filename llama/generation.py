@@ -86,7 +86,8 @@ class Llama:
         rank.
 
         The same seed and prompt give the same answer. ValueError, FileNotFoundError and the like
-        name what is wrong, on every rank, before weights are read. No global state is changed.
+        name what is wrong, on every rank, before weights are read. No global state is changed, but
+        for torch's number of threads on the CPU where nobody chose it: see `llama.threads`.
         """
         began = time.perf_counter()
         model, tokenizer = load_model(

@@ -14,7 +14,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "200000 100000" is tw
 def settle_threads() -> None:
     """Divide the cores among the ranks of this machine, and use no more than a container's share.
 
-    What the user chose stays: OMP_NUM_THREADS, or torch.set_num_threads before this. torchrun gives
+    What the user chose stays: OMP_NUM_THREADS, or fewer by torch.set_num_threads. torchrun gives
     every rank OMP_NUM_THREADS=1 where the user gave none, which is nobody's choice.
     """
     chosen, now, share = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads(), own_cores()

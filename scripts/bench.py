@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import fire
-from bench_model import decode_bytes, offline_floor, prefill_operations, random_lengths
+from bench_model import (
+    decode_bytes,
+    offline_floor,
+    prefill_operations,
+    random_lengths,
+    step_floor,
+)
 from bench_peers import OUTSIDE_STEPS
 from bench_report import Column
 from bench_report import plot as draw
@@ -94,10 +100,12 @@ def latency(
 
     def row_of(case: Row, told: Row, limits: Limits) -> Row:
         step = statistics.median(told["steps"])
-        reached = case["context"] + warmup + steps // 2
-        read = decode_bytes(bench.args, contexts=[reached] * case["batch"], **bench.storage(case))
-        operations = prefill_operations(bench.args, case["batch"], case["batch"])
-        floor = max(read / limits.read, operations / limits.rate)
+        contexts = [case["context"] + warmup + steps // 2] * case["batch"]
+        storage = bench.storage(case)
+        read = decode_bytes(bench.args, contexts=contexts, **storage)
+        floor = step_floor(
+            bench.args, contexts=contexts, read=limits.read, rate=limits.rate, **storage
+        )
         outside = told.get("outside")
         return {
             "first_ms": told["first"] * 1e3,

@@ -38,7 +38,7 @@ def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
     """Rows of wq and wk stay in Meta's order: GGUF's llama turns neighbours, as Meta's does."""
     weights, args = Weights(found), found.params
     names = {name: gguf_name(name) for name in weights.shapes}
-    if "output.weight" in names and _is_tied(weights):
+    if "output.weight" in names and weights.are_equal("output.weight", "tok_embeddings.weight"):
         del names["output.weight"]  # where there is none, llama.cpp takes the embedding
     extra = {} if args.rope_factor is None else {"rope_freqs.weight": rope_divisors(args)}
     infos = {
@@ -90,11 +90,6 @@ def rope_divisors(args: ModelArgs) -> Tensor:
     frequencies = 1.0 / args.rope_theta**exponents
     assert args.rope_factor is not None
     return frequencies / scale_frequencies(frequencies, args.rope_factor)
-
-
-def _is_tied(weights: Weights) -> bool:
-    pairs = ((shard["output.weight"], shard["tok_embeddings.weight"]) for shard in weights.shards)
-    return all(torch.equal(output.data, embedding.data) for output, embedding in pairs)
 
 
 def _stored(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:

@@ -170,6 +170,21 @@ def prefill_operations(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
     return 2 * tokens * layers + 2 * prompts * args.vocab_size * args.dim
 
 
+def step_floor(
+    args: ModelArgs,
+    itemsize: int,
+    contexts: list[int],
+    read: float,
+    rate: float,
+    *,
+    int8: bool = False,
+) -> float:
+    """Seconds of one decode step: its bytes at `read` a second, or its operations at `rate`,
+    whichever takes longer."""
+    reading = decode_bytes(args, itemsize, contexts, int8=int8) / read
+    return max(reading, prefill_operations(args, len(contexts), len(contexts)) / rate)
+
+
 def offline_floor(
     args: ModelArgs,
     itemsize: int,
@@ -180,9 +195,9 @@ def offline_floor(
     int8: bool = False,
 ) -> float:
     """Seconds: all prompts at `rate` operations a second, then a step a token with all that are
-    not done in one batch, at `read` bytes a second."""
+    not done in one batch."""
     seconds = prefill_operations(args, sum(p for p, _ in lengths), len(lengths)) / rate
     for done in range(1, max(answer for _, answer in lengths)):
         contexts = [prompt + done for prompt, answer in lengths if answer > done]
-        seconds += decode_bytes(args, itemsize, contexts, int8=int8) / read
+        seconds += step_floor(args, itemsize, contexts, read, rate, int8=int8)
     return seconds

@@ -265,7 +265,8 @@ class Limits:
 def _read_once(places: set[str]) -> None:
     """Into the page cache: what lay there may have been dropped since it was written."""
     for place in map(Path, places):
-        for file in [place] if place.is_file() else place.iterdir():
+        found = [place] if place.is_file() else place.iterdir()
+        for file in filter(Path.is_file, found):
             with file.open("rb", buffering=0) as content:
                 while content.read(1 << 24):
                     pass

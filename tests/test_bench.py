@@ -159,6 +159,24 @@ def test_load_reads_files_that_are_kept(bench, tmp_path):
     assert (tmp_path / "demo-bf16" / "meta" / "consolidated.00.pth").exists()
 
 
+def test_files_are_read_once_before_loading_is_timed(tmp_path, monkeypatch):
+    """A real folder has others in it: Hugging Face's keeps Meta's files in original/."""
+    folder = tmp_path / "model"
+    (folder / "original").mkdir(parents=True)
+    (folder / "weights").write_bytes(b"12345")
+    (tmp_path / "model.gguf").write_bytes(b"678")
+    read = []
+    opened = Path.open
+
+    def noted(path: Path, *args, **kwargs):
+        read.append(path)
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", noted)
+    bench_run._read_once({str(folder), str(tmp_path / "model.gguf")})
+    assert set(read) == {tmp_path / "model.gguf", folder / "weights"}
+
+
 def test_help_tells_every_flag(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py", "latency", "--help"])
     cli.main()
@@ -215,6 +233,11 @@ def test_floors_by_hand():
     matrices = 2 * block + 512 * 64
     smaller = by_hand - matrices + 4 * scales  # a byte a number instead of two
     assert bench_model.decode_bytes(args, 2, [10, 20, 30], int8=True) == smaller == 154624
+    few, many = [10, 20, 30], [10] * 50  # read for 279 us, multiplied for 13 ms
+    assert bench_model.step_floor(args, 2, few, read=1e9, rate=1e12) == pytest.approx(278528e-9)
+    operations = 2 * 50 * (2 * block + 512 * 64)
+    floor = bench_model.step_floor(args, 2, many, read=1e12, rate=1e9)
+    assert floor == pytest.approx(operations / 1e9) == pytest.approx(0.0131072)
     seconds = bench_model.offline_floor(args, 2, [(10, 3), (5, 1)], read=1e9, rate=1e9)
     operations = bench_model.prefill_operations(args, 15, 2)
     steps = [bench_model.decode_bytes(args, 2, [11]), bench_model.decode_bytes(args, 2, [12])]

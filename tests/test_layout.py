@@ -27,7 +27,8 @@ BELOW = {
     "llama/checkpoint.py": {"hf", "model", "parallel", "tensor_files"},
     "llama/verify.py": {"checkpoint", "tensor_files"},
     "llama/convert.py": {"checkpoint", "hf", "model", "parallel", "tensor_files"},
-    "llama/engine": {"engine", "model", "ops"},
+    "llama/engine/sampling.py": {"engine", "ops"},
+    "llama/engine": {"engine", "model"},
     "llama/llm_engine.py": {"engine", "parallel", "text_stream", "tokenizer"},
     "llama/beam.py": {"engine"},
     "llama/generation.py": {

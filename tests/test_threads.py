@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llama import threads
+from llama.build import load_model
 from llama.threads import own_cores, settle_threads
 
 
@@ -51,6 +52,17 @@ TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 )
 def test_threads(machine, cores, quota, before, environment, after):
     assert machine(cores, quota, before, **environment) == after
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 1), ("meta", 0)])
+def test_building_on_the_cpu_settles_threads(checkpoint_dir, monkeypatch, device, times):
+    settled = []
+    monkeypatch.setattr("llama.build.settle_threads", lambda: settled.append(1))
+    monkeypatch.setattr("llama.build.pick_device", lambda _: torch.device(device))
+    monkeypatch.setattr("llama.build._choose_sizes", lambda *_: None)
+    monkeypatch.setattr("llama.build.checkpoint.load", lambda *_, **__: None)
+    load_model(str(checkpoint_dir[0]), None, 64, 2, None, 1, device=None, dtype="fp32", timeout_s=9)
+    assert len(settled) == times
 
 
 def test_without_a_quota_the_cores_count(monkeypatch, tmp_path):

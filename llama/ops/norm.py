@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows, width = x.shape
         x = x.contiguous()
         out = torch.empty_like(x)
-        native.call("rms_norm_bf16", x, weight.contiguous(), out, rows, width, eps)
+        native.call("rms_norm_bf16", x, weight.contiguous(), out, rows, width, float(eps))
         return out
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
