@@ -8,8 +8,8 @@ import sys
 import fire
 from fire.decorators import SetParseFns
 
-from llama import convert as writing
-from llama import verify as checking
+from llama.checkpoint import convert as writing
+from llama.checkpoint import verify as checking
 
 
 @SetParseFns(ckpt_dir=str)  # or fire would read a folder named 3.1 as a number

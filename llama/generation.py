@@ -13,17 +13,17 @@ from typing import TypedDict
 
 import torch
 
-from llama.beam import BeamParams, beam_search
-from llama.build import describe, load_model
-from llama.engine.engine import Engine
+from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
-from llama.engine.params import SamplingParams
-from llama.engine.runner import Runner
-from llama.engine.sampling import sample_top_p
+from llama.engine.runner import ModelRunner
+from llama.engine.sampler import sample_top_p
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import Sequence
-from llama.llm_engine import LLMEngine, Request, check_prompt
+from llama.loading import describe, load_model
 from llama.model import Transformer
+from llama.requests.beam_search import BeamParams, beam_search
+from llama.requests.llm_engine import LLMEngine, Request, check_prompt
+from llama.sampling_params import SamplingParams
 from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer, validate_dialog
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
@@ -50,7 +50,7 @@ class BeamPrediction(TypedDict):
 
 
 @dataclass(frozen=True)
-class Increment:
+class TextDelta:
     """A piece of the answer to prompt `index`; finish_reason ("stop", "length") ends the last."""
 
     index: int
@@ -101,7 +101,7 @@ class Llama:
             dtype=dtype,
             timeout_s=timeout_s,
         )
-        with model.parallel.together("the pages", world=True):
+        with model.parallel.agree("the pages", world=True):
             llama = Llama(model, tokenizer, seed=seed)
         llama.load_seconds = time.perf_counter() - began
         if model.parallel.global_rank == 0:
@@ -117,8 +117,8 @@ class Llama:
         self._serials = count()  # of streams: the same on every rank
         args = model.params
         num_pages = args.max_batch_size * -(-args.max_seq_len // PAGE_SIZE)
-        engine = Engine(
-            Runner(model, num_pages=num_pages, page_size=PAGE_SIZE),
+        engine = EngineCore(
+            ModelRunner(model, num_pages=num_pages, page_size=PAGE_SIZE),
             Scheduler(
                 PagePool(num_pages, PAGE_SIZE),
                 max_batch_size=args.max_batch_size,
@@ -134,7 +134,7 @@ class Llama:
         )
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineCore:
         return self.llm_engine.engine
 
     def generate(
@@ -156,10 +156,10 @@ class Llama:
         default the build's) and its position alone. ValueError or TypeError names the bad prompt or
         parameter, before any work, and where the ranks of one group were given different ones.
         """
-        with self.model.parallel.together("the prompts or parameters") as facts:
+        with self.model.parallel.agree("the prompts or parameters") as must_match:
             params = self._params(temperature, top_p, logprobs, echo, seed)
             sequences = self._sequences(prompt_tokens, max_gen_len, params)
-            facts += [params, [(seq.tokens, seq.limit) for seq in sequences]]
+            must_match += [params, [(seq.tokens, seq.limit) for seq in sequences]]
         self._run(sequences)
         tokens = [seq.tokens if echo else seq.output for seq in sequences]
         if not logprobs:
@@ -178,7 +178,7 @@ class Llama:
         seed: int | None = None,
     ) -> list[CompletionPrediction]:
         """Continue each text: [{"generation": text}]; with logprobs, also "tokens", "logprobs"."""
-        with self.model.parallel.together("the prompts"):
+        with self.model.parallel.agree("the prompts"):
             ids = self._encode_texts(prompts)
         tokens, scores = self.generate(
             ids, max_gen_len, temperature, top_p, logprobs, echo, seed=seed
@@ -201,7 +201,7 @@ class Llama:
         seed: int | None = None,
     ) -> list[ChatPrediction]:
         """Answer each dialog: [{"generation": {"role": "assistant", "content": text}}]."""
-        with self.model.parallel.together("the dialogs"):
+        with self.model.parallel.agree("the dialogs"):
             ids = self._encode_dialogs(dialogs)
         tokens, scores = self.generate(ids, max_gen_len, temperature, top_p, logprobs, seed=seed)
         answers: list[Message] = [
@@ -223,13 +223,13 @@ class Llama:
         *,
         stop: str | Seq[str] = (),
         seed: int | None = None,
-    ) -> Iterator[Increment]:
+    ) -> Iterator[TextDelta]:
         """text_completion as it comes: joined by index, the increments are its answers.
 
         No increment holds half a character or any part of a stop string. Leaving the loop early
         aborts what is left. Errors are raised at the call, before any work.
         """
-        with self.model.parallel.together("the prompts"):
+        with self.model.parallel.agree("the prompts"):
             ids = self._encode_texts(prompts)
         return self._stream(ids, temperature, top_p, max_gen_len, stop, seed)
 
@@ -242,9 +242,9 @@ class Llama:
         *,
         stop: str | Seq[str] = (),
         seed: int | None = None,
-    ) -> Iterator[Increment]:
+    ) -> Iterator[TextDelta]:
         """chat_completion as it comes; as `stream_text`."""
-        with self.model.parallel.together("the dialogs"):
+        with self.model.parallel.agree("the dialogs"):
             ids = self._encode_dialogs(dialogs)
         return self._stream(ids, temperature, top_p, max_gen_len, stop, seed)
 
@@ -257,12 +257,12 @@ class Llama:
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
     ) -> list[list[BeamPrediction]]:
-        """The likeliest continuations of each text, best first; see `llama.beam.BeamParams`."""
-        with self.model.parallel.together("the prompts or parameters") as facts:
+        """The likeliest continuations of each text, best first; see `BeamParams`."""
+        with self.model.parallel.agree("the prompts or parameters") as must_match:
             params = BeamParams(beam_width, length_penalty, early_stopping)
             sampling = self._params(0.0, 1.0, False, False, None)
             sequences = self._sequences(self._encode_texts(prompts), max_gen_len, sampling)
-            facts += [params, [(seq.tokens, seq.limit) for seq in sequences]]
+            must_match += [params, [(seq.tokens, seq.limit) for seq in sequences]]
         limits = [seq.limit - seq.num_prompt for seq in sequences]
         stop_ids = frozenset(self.tokenizer.stop_tokens)
         ids = [seq.tokens for seq in sequences]
@@ -284,9 +284,9 @@ class Llama:
         max_gen_len: int | None,
         stop: str | Seq[str],
         seed: int | None,
-    ) -> Iterator[Increment]:
+    ) -> Iterator[TextDelta]:
         """Check everything now; queue and run once the caller asks for the first increment."""
-        with self.model.parallel.together("the prompts or parameters") as facts:
+        with self.model.parallel.agree("the prompts or parameters") as must_match:
             params = replace(self._params(temperature, top_p, False, False, seed), stop=stop)
             params = replace(params, max_tokens=check_length(max_gen_len))
             serial = next(self._serials)
@@ -294,10 +294,10 @@ class Llama:
                 self.llm_engine.prepare(f"stream-{serial}-{i}", prompt, params)
                 for i, prompt in enumerate(prompts)
             ]
-            facts += [params, prompts]
+            must_match += [params, prompts]
         return self._increments(requests)
 
-    def _increments(self, requests: list[Request]) -> Iterator[Increment]:
+    def _increments(self, requests: list[Request]) -> Iterator[TextDelta]:
         indices = {request.request_id: i for i, request in enumerate(requests)}
         try:
             for request in requests:
@@ -308,7 +308,7 @@ class Llama:
                     if output.finished:
                         del indices[output.request_id]
                     if answer.new_text or output.finished:
-                        yield Increment(index, answer.new_text, answer.finish_reason)
+                        yield TextDelta(index, answer.new_text, answer.finish_reason)
         finally:
             for request_id in indices:
                 self.llm_engine.abort_request(request_id)

@@ -10,139 +10,26 @@ M pages a sequence, L layers.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from llama.ops.attention import paged_attention
-from llama.ops.native import use_huge_pages, zeros
-from llama.ops.norm import rms_norm
-from llama.ops.rope import rope_and_store, rope_table
-from llama.ops.swiglu import silu_mul
-from llama.parallel import (
+from llama.args import ModelArgs
+from llama.device import use_huge_pages, zeros
+from llama.layers import (
     ColumnParallelLinear,
     Linear,
-    ModelParallel,
+    RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     unfilled,
 )
-
-# Keys that some releases of params.json carry and that change nothing here.
-HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
-_DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
-
-
-@dataclass
-class ModelArgs:
-    """What params.json says of a model, under Meta's names, and the two sizes of the run.
-
-    `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
-    inferred, Hugging Face's config.json states them.
-    """
-
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int | None = None  # None: as many as n_heads
-    vocab_size: int = -1
-    multiple_of: int = 256  # the ffn size is rounded up to this
-    ffn_dim_multiplier: float | None = None
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000
-    use_scaled_rope: bool = False
-    rope_scale_factor: float | None = None
-    context_length: int | None = None
-    tied_output: bool = False
-
-    max_batch_size: int = 32  # sequences that run at once
-    max_seq_len: int = 2048  # tokens of prompt and answer together
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_kv_heads or self.n_heads
-
-    @property
-    def ffn_dim(self) -> int:
-        """Meta's rule: 2/3 of 4 x dim, times the multiplier, up to the next multiple."""
-        wide = int(2 * (4 * self.dim) / 3)
-        if self.ffn_dim_multiplier is not None:
-            wide = int(self.ffn_dim_multiplier * wide)
-        return -(-wide // self.multiple_of) * self.multiple_of
-
-    @property
-    def rope_factor(self) -> float | None:
-        """The divisor of slow frequencies: as given, else 32 for 3.2's shapes, else 8."""
-        if not self.use_scaled_rope:
-            return None
-        return self.rope_scale_factor or (32.0 if self.dim in _DIM_OF_3_2 else 8.0)
-
-    @property
-    def longest_context(self) -> int:
-        """Tokens that the model was made for."""
-        return self.context_length or (131072 if self.use_scaled_rope else 8192)
-
-    @classmethod
-    def from_params(cls, params: dict[str, Any], source: str) -> "ModelArgs":
-        """The checked contents of a params.json; `source` names the file in errors."""
-        known = {f.name for f in fields(cls)} - HARMLESS_PARAMS
-        for key in sorted(params.keys() - known - HARMLESS_PARAMS):
-            raise ValueError(
-                f"{source}: unknown key {key!r}. This runtime knows text models with the keys "
-                f"{', '.join(sorted(known))}; a key that it ignored could change the answers"
-            )
-        for key in ("dim", "n_layers", "n_heads", "vocab_size"):
-            if key not in params:
-                raise ValueError(f"{source}: the key {key!r} is missing: fetch the file again")
-        args = cls(**{key: value for key, value in params.items() if key in known})
-        args.check(source)
-        return args
-
-    def check(self, source: str) -> None:
-        """ValueError, naming `source`, unless the sizes are numbers that fit one another."""
-        sizes = ("dim", "n_layers", "n_heads", "kv_heads", "vocab_size", "multiple_of")
-        numbers = ("norm_eps", "rope_theta")
-        optional = ("ffn_dim_multiplier", "rope_scale_factor", "context_length")
-        for name in (*sizes, *numbers, *optional):
-            value = getattr(self, name)
-            if name in optional and value is None:
-                continue
-            kinds = (int,) if name in sizes else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
-                kind = "a whole number" if name in sizes else "a number"
-                raise ValueError(f"{source}: {name} must be {kind} above 0, not {value!r}")
-        for name in ("use_scaled_rope", "tied_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{source}: {name} must be true or false")
-        if self.dim % self.n_heads or self.head_dim % 2:
-            raise ValueError(
-                f"{source}: dim={self.dim} over n_heads={self.n_heads} is no even head size"
-            )
-        if self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"{source}: n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
-            )
-
-    def check_ranks(self, size: int) -> None:
-        """ValueError unless a model-parallel group of `size` ranks can share this model."""
-        parts = {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
-        for name, whole in parts.items():
-            if whole % size:
-                raise ValueError(
-                    f"model_parallel_size={size} does not divide {name}={whole}: use a size that "
-                    f"divides {', '.join(f'{n}={w}' for n, w in parts.items())}"
-                )
-        if self.kv_heads % size and size % self.kv_heads:
-            raise ValueError(
-                f"model_parallel_size={size} neither divides nor is a multiple of "
-                f"n_kv_heads={self.kv_heads}"
-            )
+from llama.ops.attention import paged_attention
+from llama.ops.rope import precompute_freqs_cis, rope_and_store
+from llama.ops.swiglu import silu_mul
+from llama.parallel import ModelParallel
 
 
 @dataclass(frozen=True)
@@ -198,16 +85,6 @@ class Batch:
         )
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = unfilled(dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
 class Attention(nn.Module):
     """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
 
@@ -220,14 +97,14 @@ class Attention(nn.Module):
         self.wqkv = ColumnParallelLinear(args.dim, rows * parallel.size, parallel)
         self.wo = RowParallelLinear(args.dim, args.dim, parallel)
 
-    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
-        q = rope_and_store(qkv, turns, kv_pages, batch.slots)
+        q = rope_and_store(qkv, turns, kv_cache, batch.slots)
         table, seen = batch.page_table, batch.seen
-        out = paged_attention(q, kv_pages, table, seen, batch.query_lens, batch.seq_lens)
+        out = paged_attention(q, kv_cache, table, seen, batch.query_lens, batch.seq_lens)
         return self.wo(out.flatten(1))
 
-    def weight_slots(self) -> dict[str, Tensor]:
+    def named_shards(self) -> dict[str, Tensor]:
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         wq, wk, wv = self.wqkv.weight.data.split((q, kv, kv))
         return {"wq": wq, "wk": wk, "wv": wv, "wo": self.wo.weight.data}
@@ -244,7 +121,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(silu_mul(self.w13(x)))
 
-    def weight_slots(self) -> dict[str, Tensor]:
+    def named_shards(self) -> dict[str, Tensor]:
         w1, w3 = self.w13.weight.data.chunk(2)
         return {"w1": w1, "w2": self.w2.weight.data, "w3": w3}
 
@@ -257,12 +134,12 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), turns, batch, kv_pages)
+    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), turns, batch, kv_cache)
         return h + self.feed_forward(self.ffn_norm(h))
 
-    def weight_slots(self) -> dict[str, Tensor]:
-        attention, ffn = self.attention.weight_slots(), self.feed_forward.weight_slots()
+    def named_shards(self) -> dict[str, Tensor]:
+        attention, ffn = self.attention.named_shards(), self.feed_forward.named_shards()
         return (
             {f"attention.{name}.weight": share for name, share in attention.items()}
             | {f"feed_forward.{name}.weight": share for name, share in ffn.items()}
@@ -274,8 +151,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
 
-    `parts` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing is
-    allocated.
+    `loading_order` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing
+    is allocated.
     """
 
     def __init__(
@@ -305,7 +182,7 @@ class Transformer(nn.Module):
                 use_huge_pages(module.weight)  # before the first touch, which settles it
         if params.tied_output:
             self.output.weight = self.tok_embeddings.weight
-        table = rope_table(
+        table = precompute_freqs_cis(
             params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
         )
         self.rope = table.to(device)  # (max_seq_len, D/2) complex64, whatever the weights' type
@@ -314,7 +191,7 @@ class Transformer(nn.Module):
     def blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, layer) for layer in self.layers]
 
-    def parts(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
         """Each part of the model, and Meta's names -> the views that hold this rank's share of it.
 
         One after the other, so that a part can be packed before the next takes memory.
@@ -322,18 +199,18 @@ class Transformer(nn.Module):
         assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
         yield self.tok_embeddings, {"tok_embeddings.weight": self.tok_embeddings.weight.data}
         for i, layer in enumerate(self.blocks()):
-            slots = layer.weight_slots()
+            slots = layer.named_shards()
             yield layer, {f"layers.{i}.{name}": share for name, share in slots.items()}
         yield self.norm, {"norm.weight": self.norm.weight.data}
         tied = self.params.tied_output
         yield self.output, {} if tied else {"output.weight": self.output.weight.data}
 
-    def weight_slots(self) -> dict[str, Tensor]:
+    def named_shards(self) -> dict[str, Tensor]:
         """Meta's name of each weight -> the view that holds this rank's share of it."""
-        return {name: share for _, slots in self.parts() for name, share in slots.items()}
+        return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
 
     def pack(self, part: nn.Module | None = None, *, int8: bool = False) -> None:
-        """Put one of `parts`, or all, in this machine's fastest layout, once it is filled.
+        """Put one of `loading_order`, or all, in this machine's fastest layout, once it is filled.
 
         int8: the matrices at half the size, each number off by half of its row's scale at most.
         The views of it no longer hold after this.
@@ -345,7 +222,7 @@ class Transformer(nn.Module):
                 self.tok_embeddings.weight = self.output.weight
                 self.tok_embeddings.scales = self.output.scales
 
-    def empty_pages(self, num_pages: int, page_size: int) -> Tensor:
+    def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""
         p, weight = self.params, self.norm.weight
         n_kv_heads = max(1, p.kv_heads // self.parallel.size)
@@ -353,11 +230,11 @@ class Transformer(nn.Module):
         # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
         return zeros(shape, weight.dtype, weight.device)
 
-    def hidden_states(self, tokens: Tensor, batch: Batch, kv_pages: Tensor) -> Tensor:
-        """tokens (T), kv_pages (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
+    def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
         h = self.tok_embeddings(tokens)
         turns = self.rope[batch.positions]
-        for layer, pages in zip(self.layers, kv_pages.unbind(), strict=True):
+        for layer, pages in zip(self.layers, kv_cache.unbind(), strict=True):
             h = layer(h, turns, batch, pages)
         return self.norm(h[batch.logit_rows])
 
@@ -379,7 +256,7 @@ class Transformer(nn.Module):
                 f"max_batch_size={p.max_batch_size} and max_seq_len={p.max_seq_len}"
             )
         if self._raw_pages is None:  # one page holds one sequence
-            self._raw_pages = self.empty_pages(p.max_batch_size, p.max_seq_len)
+            self._raw_pages = self.new_kv_cache(p.max_batch_size, p.max_seq_len)
         starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
         rows = range(n * count)
         batch = Batch.pack(starts, query_lens, pages, p.max_seq_len, rows, tokens.device)

@@ -20,9 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
-from torch import Tensor, nn
-
-from llama.ops.linear import best_layout, fits, linear, pack_int8, rows
+from torch import Tensor
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
 
@@ -67,7 +65,7 @@ class ModelParallel:
             dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
         return x
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest `value` of all ranks of the world."""
         if self.world is None:
             return value
@@ -75,7 +73,7 @@ class ModelParallel:
         dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
         return int(x)
 
-    def share(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank of the group: what one rank read, all of them know."""
         if self.control is None or self.size == 1:
             return data
@@ -90,7 +88,7 @@ class ModelParallel:
         return bytes(packed.tolist())
 
     @contextlib.contextmanager
-    def together(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
+    def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
         """Run the block on all ranks of the group (or world): one that fails, fails on all.
 
         An exception in the block is raised again on its own rank, and as `RankError` on the rest.
@@ -131,7 +129,7 @@ class SharedCounter:
             # The store that torchrun's ranks met at; torch has no public name for it.
             store = dist.distributed_c10d._get_default_store()
             first = store.add(self._name, count) - count
-        return int.from_bytes(self._parallel.share(first.to_bytes(8)))
+        return int.from_bytes(self._parallel.broadcast_bytes(first.to_bytes(8)))
 
 
 def _compare(group: dist.ProcessGroup, what: str, facts: object, error: Exception | None) -> None:
@@ -159,28 +157,6 @@ def _compare(group: dist.ProcessGroup, what: str, facts: object, error: Exceptio
                 f"{dist.get_global_rank(group, ours)}). Every rank of a group must make the same "
                 "calls with the same arguments: read the input on one rank, or from the same file."
             )
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """`device`, or cuda, else mps, else cpu; under torchrun, the GPU that LOCAL_RANK names."""
-    if device is None:
-        kinds = [("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())]
-        device = next((name for name, there in kinds if there), "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as e:
-        raise ValueError(f"device={device!r} is not a device: use 'cuda', 'mps' or 'cpu'") from e
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={device!r}, but torch sees no CUDA GPU: use device='cpu'")
-        if chosen.index is None:
-            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if chosen.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"this process wants GPU {chosen.index}, but there are "
-                f"{torch.cuda.device_count()}: start fewer processes with --nproc_per_node"
-            )
-    return chosen
 
 
 def connect(
@@ -260,74 +236,3 @@ def disconnect() -> None:
     if dist.is_initialized():
         fs_init.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def unfilled(
-    *shape: int, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
-) -> nn.Parameter:
-    """A frozen weight; layers are born without memory, which `Transformer` then gives them."""
-    return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """(T, in) -> (T, out) by this rank's weight, in whatever layout is fastest here. No bias."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.weight = unfilled(n_out, n_in)
-        self.scales: Tensor | None = None  # (out) of an int8 weight
-
-    def pack(self, *, int8: bool = False) -> None:
-        """Put the weight in this machine's fastest layout; views of it are worthless after.
-
-        int8: at half the size, where its shape allows that.
-        """
-        weight = self.weight.data
-        if int8 and fits(weight):
-            weight, self.scales = pack_int8(weight)
-        self.weight = nn.Parameter(best_layout(weight), requires_grad=False)
-
-    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """dtype: of the result; float32 keeps what rounding to x's type would lose."""
-        return linear(x, self.weight, self.scales, dtype=dtype)
-
-
-class ColumnParallelLinear(Linear):
-    """(T, in) -> (T, out / size): each rank holds `out / size` rows of the weight."""
-
-    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
-        assert n_out % parallel.size == 0, (n_out, parallel.size)
-        super().__init__(n_in, n_out // parallel.size)
-
-
-class RowParallelLinear(Linear):
-    """(T, in / size) -> (T, out), summed over the ranks: each holds `in / size` columns."""
-
-    def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
-        assert n_in % parallel.size == 0, (n_in, parallel.size)
-        super().__init__(n_in // parallel.size, n_out)
-        self.parallel = parallel
-
-    def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        return self.parallel.all_reduce(super().forward(x, dtype=dtype))
-
-
-class VocabParallelEmbedding(nn.Module):
-    """(T) token ids -> (T, dim): each rank holds `vocab / size` rows, and adds 0 for the rest."""
-
-    def __init__(self, n_vocab: int, dim: int, parallel: ModelParallel) -> None:
-        super().__init__()
-        assert n_vocab % parallel.size == 0, (n_vocab, parallel.size)
-        self.parallel = parallel
-        self.num_local = n_vocab // parallel.size
-        self.first = self.num_local * parallel.rank
-        self.weight = unfilled(self.num_local, dim)
-        self.scales: Tensor | None = None  # (vocab / size) of an int8 weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if self.parallel.size == 1:
-            return rows(tokens, self.weight, self.scales)
-        local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.num_local)
-        x = rows(local.masked_fill(elsewhere, 0), self.weight, self.scales)
-        return self.parallel.all_reduce(x.masked_fill_(elsewhere[:, None], 0))

@@ -18,9 +18,9 @@ from fire.decorators import SetParseFns
 from report import DEMO_DIR, figures
 
 from llama import Llama
+from llama.batch.files import check_files
+from llama.batch.job import run_batch
 from llama.parallel import RankError
-from llama.serving.batch import run_batch
-from llama.serving.batch_files import check_files
 
 
 @SetParseFns(in_file=str, out_file=str, ckpt_dir=str)
@@ -77,7 +77,7 @@ def main(
         say(f"error: {e}")
         sys.exit(2)
     parallel = llama.model.parallel
-    with parallel.together("the report", world=True):  # no rank ends before it is told
+    with parallel.agree("the report", world=True):  # no rank ends before it is told
         if parallel.global_rank == 0:
             print(figures(llama))
             say(f"{out_file}: results added {report.written}, errors in it {report.failed}")

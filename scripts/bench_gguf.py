@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from llama import ModelArgs
-from llama.checkpoint import Checkpoint, Weights
+from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.weights import Weights
 from llama.ops.rope import scale_frequencies
 
 _ALIGNMENT = 32  # bytes: where tensors begin, unless a file says otherwise
@@ -42,7 +43,7 @@ def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
         del names["output.weight"]  # where there is none, llama.cpp takes the embedding
     extra = {} if args.rope_factor is None else {"rope_freqs.weight": rope_divisors(args)}
     infos = {
-        to: (weights.shapes[of], _stored(weights.shapes[of], dtype)) for of, to in names.items()
+        to: (weights.shapes[of], _map_file(weights.shapes[of], dtype)) for of, to in names.items()
     }
     infos |= {name: (tensor.shape, tensor.dtype) for name, tensor in extra.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +93,7 @@ def rope_divisors(args: ModelArgs) -> Tensor:
     return frequencies / scale_frequencies(frequencies, args.rope_factor)
 
 
-def _stored(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
+def _map_file(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
     """Norms are float32 in every GGUF: llama.cpp multiplies by nothing else."""
     return torch.float32 if len(shape) == 1 else dtype
 

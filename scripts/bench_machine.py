@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from llama.ops.native import use_huge_pages
+from llama.device import use_huge_pages
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 _TRIES, _PATIENCE = 5, 1.0  # runs at most, seconds after which none is added

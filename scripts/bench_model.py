@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llama import ModelArgs, Transformer
-from llama.checkpoint import Checkpoint, find
-from llama.convert import convert, reshard
+from llama.checkpoint.convert import convert, reshard
+from llama.checkpoint.find import Checkpoint, find
 
 _LLAMA_3 = {"vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0, "n_kv_heads": 8}
 _LLAMA_3_2 = _LLAMA_3 | {"multiple_of": 256, "use_scaled_rope": True, "tied_output": True}
@@ -55,7 +55,7 @@ def params_of(model: str) -> dict[str, Any]:
 def random_model(params: dict[str, Any], dtype: torch.dtype, device: str) -> Transformer:
     """A Transformer of random weights, made in its own memory; the same ones for the same shape."""
     model = Transformer(ModelArgs(**params), dtype=dtype, device=device)
-    fill(model.weight_slots())
+    fill(model.named_shards())
     return model
 
 
@@ -87,7 +87,7 @@ def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -
         return folder
     draft = folder.with_name(folder.name + ".partial")
     draft.mkdir(parents=True)
-    slots = Transformer(ModelArgs(**params), device="meta").weight_slots()
+    slots = Transformer(ModelArgs(**params), device="meta").named_shards()
     weights = {name: torch.empty(slot.shape, dtype=dtype) for name, slot in slots.items()}
     fill(weights)
     if params.get("tied_output"):

@@ -41,7 +41,7 @@ class Ours:
     """The public request API: `Llama.llm_engine`."""
 
     def __init__(self, job: Job) -> None:
-        from llama.engine.params import SamplingParams
+        from llama.sampling_params import SamplingParams
 
         self.greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
         self.names = itertools.count()

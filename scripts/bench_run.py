@@ -27,8 +27,8 @@ from bench_peers import ENGINES
 from bench_report import Column, table
 
 from llama import ModelArgs
-from llama.checkpoint import find
-from llama.parallel import pick_device
+from llama.checkpoint.find import find
+from llama.device import pick_device
 
 Row = dict[str, Any]
 _HERE = Path(__file__).resolve().parent

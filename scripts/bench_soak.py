@@ -16,12 +16,12 @@ from bench_report import Column
 from bench_run import Bench, Row, whole
 from bench_worker import memory
 
-from llama.engine.engine import Engine
+from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
-from llama.engine.params import SamplingParams
-from llama.engine.runner import Runner
+from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import Sequence
+from llama.sampling_params import SamplingParams
 
 _PAGE_SIZE, _TOKEN_BUDGET = 16, 256
 _LONGEST = 384  # tokens of prompt and answer
@@ -105,8 +105,8 @@ class Traffic:
         self.ousted: set[Sequence] = set()
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
         num_pages = 4 * (_LONGEST // _PAGE_SIZE)
-        self.engine.engine = Engine(
-            Runner(self.llama.model, num_pages=num_pages, page_size=_PAGE_SIZE),
+        self.engine.engine = EngineCore(
+            ModelRunner(self.llama.model, num_pages=num_pages, page_size=_PAGE_SIZE),
             Scheduler(
                 PagePool(num_pages, _PAGE_SIZE),
                 max_batch_size=self.max_batch_size,

@@ -16,8 +16,8 @@ from fire.decorators import SetParseFns
 from report import DEMO_DIR
 
 from llama import Llama
+from llama.chat.session import chat
 from llama.parallel import disconnect
-from llama.serving.chat import chat
 
 
 @SetParseFns(ckpt_dir=str, tokenizer_path=str, system=str)  # or fire would read "42" as a number

@@ -1,27 +1,24 @@
 """Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels."""
 
-import base64
 import ctypes
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpoints import random_state, write_meta
+from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
+from helpers.kernels import HAS_KERNELS
 from llama import Llama
-from llama.ops import native
+from llama.ops.cpu import native
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
-HAS_KERNELS = native.cpu_flags() >= {"avx2", "fma"} and shutil.which("g++") is not None
 EMULATED_AMX = [  # by a header that takes the place of the CPU's tiles; no variable of it is shared
     "-march=native", "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
-    "-include", str(Path(__file__).resolve().parent / "amx_emulated.h"),
+    "-include", str(Path(__file__).resolve().parent / "helpers" / "amx_emulated.h"),
 ]  # fmt: skip
 BODIES = {  # of the kernels: how they are compiled for a CPU, and what tells one that runs them
     "native": (["-march=native"], {"avx2"}),
@@ -29,13 +26,6 @@ BODIES = {  # of the kernels: how they are compiled for a CPU, and what tells on
     "avx512": (["-march=skylake-avx512"], {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
     "avx2": (["-march=haswell"], {"avx2"}),
 }
-DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
-
-
-def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer.model of the 256 bytes; with the 256 special tokens, a vocabulary of 512."""
-    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
-    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -101,10 +91,3 @@ def kernels(request, monkeypatch):
 @pytest.fixture
 def no_kernels(monkeypatch):
     monkeypatch.setattr(native, "kernels", lambda: None)
-
-
-def change_params(folder: Path, **changes) -> None:
-    """Rewrite params.json; a value of None takes the key out."""
-    path = folder / "params.json"
-    params = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in params.items() if v is not None}))

@@ -253,7 +253,7 @@ def test_random_weights_repeat_no_row_and_are_the_same_in_files(tmp_path):
     model = bench_model.random_model(SMALL, torch.bfloat16, "cpu")
     folder = bench_model.write_checkpoint(tmp_path / "meta", SMALL, torch.bfloat16)
     state = torch.load(folder / "consolidated.00.pth", weights_only=True)
-    slots = model.weight_slots()
+    slots = model.named_shards()
     assert slots.keys() == state.keys()
     assert all(torch.equal(slots[name], state[name]) for name in slots)
     assert len(slots["output.weight"].unique(dim=0)) == 512

@@ -10,12 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
-from conftest import DEMO
 from demo_corpus import facts
 
+from helpers import meta as oracle
+from helpers.launch import DEMO
 from llama import Dialog, Llama
 
 REPO = Path(__file__).resolve().parent.parent

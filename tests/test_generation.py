@@ -5,26 +5,27 @@ Each fault of the reference that is mended on purpose has a test here whose docs
 
 import io
 import math
-import random
 import shutil
 import sys
 from contextlib import redirect_stdout
 from typing import Any
 
-import oracle
 import pytest
-import reference
 import torch
-from conftest import HAS_KERNELS, change_params
-from test_pages import watch_releases
 
+from helpers import meta as oracle
+from helpers import reference
+from helpers.checkpoints import change_params
+from helpers.kernels import HAS_KERNELS
+from helpers.prompts import prompts_of
+from helpers.scheduling import watch_releases
 from llama import Llama, ModelArgs, Tokenizer, Transformer
-from llama.build import pick_dtype
-from llama.checkpoint import Weights, find, load
-from llama.convert import convert
-from llama.memory import free_bytes
+from llama.checkpoint.convert import convert
+from llama.checkpoint.find import find
+from llama.checkpoint.weights import Weights, load
+from llama.device import free_bytes, pick_dtype
+from llama.layers import Linear
 from llama.ops.linear import pack_int8, unpack
-from llama.parallel import Linear
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -34,11 +35,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd ffn": {"multiple_of": 7, "ffn_dim_multiplier": 1.1},
     "three heads a kv head": {"dim": 96, "n_heads": 6, "n_kv_heads": 2, "n_layers": 3},
 }
-
-
-def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[256] + [rng.randrange(256) for _ in range(n - 1)] for n in lengths]
 
 
 def build(folder, max_seq_len=128, max_batch_size=4, **kwargs) -> Llama:
@@ -275,15 +271,17 @@ def test_sampling_depends_on_seed_and_position_alone(checkpoint_dir, shared_llam
 
 def test_preemption_changes_no_answer(checkpoint_dir, shared_llama, monkeypatch):
     """A pool too small for all: some sequences give up their pages and are computed again."""
-    from llama.engine.engine import Engine
+    from llama.engine.core import EngineCore
     from llama.engine.pages import PagePool
-    from llama.engine.runner import Runner
+    from llama.engine.runner import ModelRunner
     from llama.engine.scheduler import Scheduler
 
     llama = build(checkpoint_dir[0])
     scheduler = Scheduler(PagePool(10, 16, reuse=False), max_batch_size=4, token_budget=64)
     given_up = watch_releases(scheduler, monkeypatch)
-    llama.llm_engine.engine = Engine(Runner(llama.model, num_pages=10, page_size=16), scheduler)
+    llama.llm_engine.engine = EngineCore(
+        ModelRunner(llama.model, num_pages=10, page_size=16), scheduler
+    )
     prompts = prompts_of([20, 18, 25, 30], seed=8)
     for temperature in (0.0, 1.0):
         wanted = shared_llama.generate(prompts, 60, temperature, 1.0, logprobs=True, echo=True)
@@ -348,7 +346,7 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
         args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
         model = Transformer(args, dtype=torch.bfloat16)
         source = Weights(find(folder))
-        for name, slot in model.weight_slots().items():
+        for name, slot in model.named_shards().items():
             source.copy(name, slot, 0, 1)
         tokens = torch.tensor(prompts_of([20, 20], seed=22))
         plain = model(tokens, 0)
@@ -385,7 +383,7 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     models = [Transformer(args, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     source = Weights(find(folder))
     for model in models:
-        for name, slot in model.weight_slots().items():
+        for name, slot in model.named_shards().items():
             source.copy(name, slot, 0, 1)
     small, exact = models
     for module in exact.modules():
@@ -413,7 +411,7 @@ def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
         pick_dtype("int8", torch.device("cuda"))
     llama = Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="int8")
     assert "cpu, int8, model_parallel_size=1" in capsys.readouterr().out
-    assert llama.model.empty_pages(1, 16).dtype is torch.bfloat16
+    assert llama.model.new_kv_cache(1, 16).dtype is torch.bfloat16
 
 
 def test_text_and_chat_return_metas_keys(shared_llama):
@@ -463,12 +461,12 @@ def test_defaults_fit_the_memory(checkpoint_dir, capsys):
 
 def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
     """Before anything is allocated, with what would fit."""
-    monkeypatch.setattr("llama.build.free_bytes", lambda device: 3 << 20)
+    monkeypatch.setattr("llama.loading.free_bytes", lambda device: 3 << 20)
     with pytest.raises(ValueError, match=r"max_batch_size=8 would fit"):
         build(checkpoint_dir[0], 512, 64)
     with pytest.raises(ValueError, match=r"max_batch_size=1 with max_seq_len=4\d\d\d would fit"):
         build(checkpoint_dir[0], 8192, 1)
-    monkeypatch.setattr("llama.build.free_bytes", lambda device: 1 << 10)
+    monkeypatch.setattr("llama.loading.free_bytes", lambda device: 1 << 10)
     with pytest.raises(ValueError, match="use more ranks"):
         Llama.build(str(checkpoint_dir[0]), device="cpu")
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,67 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write_byte_tokenizer
-from test_generation import prompts_of
 
-from checkpoints import write_meta
+from helpers.checkpoints import write_byte_tokenizer, write_meta
+from helpers.launch import REPO, by_hand, environment, torchrun
+from helpers.prompts import prompts_of
 from llama import Llama
+from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.linear import pack_int8, unpack
 from llama.ops.norm import rms_norm
-from llama.parallel import (
-    ColumnParallelLinear,
-    ModelParallel,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from llama.parallel import ModelParallel
 
-WORKER = str(Path(__file__).with_name("ranks.py"))
-REPO = Path(__file__).resolve().parent.parent
 PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
-
-
-def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **extra}
-
-
-def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
-    """The results of the jobs, a list for each rank."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc_per_node={world}", WORKER, str(folder / "jobs.json"), str(folder),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Loaded in ") == len(
-        {job["folder"] for job in jobs if job["do"] in ("generate", "place")}
-    ), "rank 0 alone prints, once a build"
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
-
-
-def by_hand(world: int, jobs: list[dict], folder: Path) -> list[subprocess.CompletedProcess]:
-    """The same without torchrun, whose agent would end the ranks that are left by itself."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    variables["LOCAL_WORLD_SIZE"] = str(world)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, WORKER, str(folder / "jobs.json"), str(folder)],
-            env=environment(RANK=str(r), LOCAL_RANK=str(r), **variables),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for r in range(world)
-    ]  # fmt: skip
-    out = [rank.communicate(timeout=120)[0] for rank in ranks]
-    return [
-        subprocess.CompletedProcess([], rank.returncode, text)
-        for rank, text in zip(ranks, out, strict=True)
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,8 @@ from llama_models.datatypes import RawMessage
 from llama_models.llama3 import chat_format as oracle_chat_format
 from llama_models.llama3 import tokenizer as oracle_module
 
-from llama.text_stream import StopStrings, StreamDecoder
-from llama.tokenizer import (
-    ChatFormat,
-    Tokenizer,
-    _split_long_runs,
-    validate_dialog,
-)
+from llama.requests.detokenizer import Detokenizer, StopStrings
+from llama.tokenizer import ChatFormat, Tokenizer, _split_long_runs, validate_dialog
 
 MODEL_PATH = Path(oracle_module.__file__).with_name("tokenizer.model")
 PLAIN: dict[str, Any] = {"bos": False, "eos": False}
@@ -293,7 +288,7 @@ def test_decode_undoes_encode(real):
 def test_decode_names_an_id_out_of_range(small, bad):
     """The core's own errors for these are KeyError and OverflowError, without the range."""
     assert small.decode([514]) == "<|reserved_special_token_245|>"
-    for decode in (small.decode, small.decode_bytes, StreamDecoder(small).push):
+    for decode in (small.decode, small.decode_bytes, Detokenizer(small).push):
         with pytest.raises(ValueError, match=rf"id {bad} is not in the vocabulary: .* 0\.\.514"):
             decode([65, bad])
 
@@ -566,7 +561,7 @@ def test_stream_of_random_ids_equals_decode(real):
     rng = random.Random(7)
     for _ in range(1000):
         ids = [rng.choice([rng.randrange(256), rng.randrange(128256)]) for _ in range(15)]
-        stream = StreamDecoder(real)
+        stream = Detokenizer(real)
         pieces = [stream.push([i]) for i in ids] + [stream.flush()]
         assert "".join(pieces) == real.decode(ids)
 
@@ -581,7 +576,7 @@ def test_stream_of_random_ids_equals_decode(real):
     size=st.integers(1, 4),
 )
 def test_stream_of_any_bytes_equals_decode(small, data, size):
-    stream = StreamDecoder(small)
+    stream = Detokenizer(small)
     pieces = [stream.push(data[i : i + size]) for i in range(0, len(data), size)]
     sent = "".join(pieces)
     whole = bytes(data).decode("utf-8", errors="replace")
@@ -591,7 +586,7 @@ def test_stream_of_any_bytes_equals_decode(small, data, size):
 
 def test_stream_never_sends_half_a_character(real):
     text = "né 한 👩‍👩‍👧 𝔘"
-    stream = StreamDecoder(real)
+    stream = Detokenizer(real)
     ids = [real.model.encode_single_token(bytes([b])) for b in text.encode()]
     pieces = [stream.push([i]) for i in ids]
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
@@ -600,7 +595,7 @@ def test_stream_never_sends_half_a_character(real):
 
 
 def test_stream_flush_ends_the_stream(small):
-    stream = StreamDecoder(small)
+    stream = Detokenizer(small)
     assert stream.push([0xF0, 0x9F]) == "" and stream.flush() == "\ufffd"
     assert stream.push([0x41]) == "A"  # nothing is left over
 

@@ -26,7 +26,7 @@ class PagePool:
         self._holders = [0] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict((p, None) for p in range(num_pages))
         self._hash_of: dict[int, bytes] = {}
-        self._page_of: dict[bytes, int] = {}
+        self._page_by_hash: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -40,7 +40,7 @@ class PagePool:
         page, _ = self._free.popitem(last=False)
         known = self._hash_of.pop(page, None)
         if known is not None:
-            del self._page_of[known]
+            del self._page_by_hash[known]
         self._holders[page] = 1
         return page
 
@@ -52,17 +52,17 @@ class PagePool:
             if self._holders[page] == 0:
                 self._free[page] = None
 
-    def remember(self, page: int, known_as: bytes) -> None:
+    def remember(self, page: int, page_key: bytes) -> None:
         """A held page is full: let it be found, unless an equal one is known already."""
-        if self.reuse and known_as not in self._page_of and page not in self._hash_of:
-            self._page_of[known_as] = page
-            self._hash_of[page] = known_as
+        if self.reuse and page_key not in self._page_by_hash and page not in self._hash_of:
+            self._page_by_hash[page_key] = page
+            self._hash_of[page] = page_key
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The pages of the longest known run of `hashes`; nothing is held by looking."""
         found: list[int] = []
-        for known_as in hashes:
-            page = self._page_of.get(known_as)
+        for page_key in hashes:
+            page = self._page_by_hash.get(page_key)
             if page is None:
                 break
             found.append(page)
@@ -86,4 +86,4 @@ class PagePool:
                 counts[page] += 1
         assert counts == self._holders, "a page's holders are miscounted"
         assert set(self._free) == {p for p, n in enumerate(counts) if n == 0}, "free list is wrong"
-        assert {p: h for h, p in self._page_of.items()} == self._hash_of, "the two maps differ"
+        assert {p: h for h, p in self._page_by_hash.items()} == self._hash_of, "the two maps differ"

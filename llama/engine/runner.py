@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llama.engine.sampling import Sampled, chosen, sample, score
+from llama.engine.sampler import Sampled, sample, score, to_host_ids
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
 from llama.model import Batch, Transformer
@@ -38,13 +38,13 @@ class StepOutput:
     prompts: list[PromptScores] = field(default_factory=list)
 
 
-class Runner:
+class ModelRunner:
     """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates."""
 
     def __init__(self, model: Transformer, *, num_pages: int, page_size: int) -> None:
         self.model = model
         self.page_size = page_size
-        self.kv_pages = model.empty_pages(num_pages, page_size)
+        self.kv_cache = model.new_kv_cache(num_pages, page_size)
 
     @torch.inference_mode()
     def run(self, scheduled: list[Scheduled]) -> StepOutput:
@@ -67,13 +67,13 @@ class Runner:
         scored_rows: list[int] = []
         for item in scheduled:
             seq, first = item.sequence, len(tokens)
-            tokens += seq.tokens[seq.num_cached : seq.num_cached + item.count]
+            tokens += seq.tokens[seq.num_computed : seq.num_computed + item.count]
             if item.samples:
                 last_rows.append(len(tokens) - 1)
             scored_rows += [first + offset for offset in seq.rows_to_score(item.count)]
-        device = self.kv_pages.device
+        device = self.kv_cache.device
         batch = Batch.pack(
-            [item.sequence.num_cached for item in scheduled],
+            [item.sequence.num_computed for item in scheduled],
             [item.count for item in scheduled],
             [item.sequence.pages for item in scheduled],
             self.page_size,
@@ -81,13 +81,13 @@ class Runner:
             device,
         )
         ids = torch.tensor(tokens).to(device, non_blocking=True)
-        return self.model.hidden_states(ids, batch, self.kv_pages)
+        return self.model.hidden_states(ids, batch, self.kv_cache)
 
     def _score(self, wanted: list[tuple[Sequence, range]], hidden: Tensor) -> list[PromptScores]:
         """Chunk by chunk, since a row of logits is far wider than a row of hidden states."""
         if not wanted:
             return []
-        targets = [seq.tokens[seq.num_cached + o + 1] for seq, offsets in wanted for o in offsets]
+        targets = [seq.tokens[seq.num_computed + o + 1] for seq, offsets in wanted for o in offsets]
         k = max(seq.params.prompt_logprobs or 0 for seq, _ in wanted)
         logprobs: list[float] = []
         tops: list[TopLogprobs] = []
@@ -106,7 +106,7 @@ class Runner:
         return scores
 
     def _to_host(self, sampled: Sampled, prompts: list[PromptScores]) -> StepOutput:
-        ids = chosen(self._agreed(sampled.ids))  # sync: the one wait of a step
+        ids = to_host_ids(self._agreed(sampled.ids))  # sync: the one wait of a step
         if sampled.logprobs is None:
             return StepOutput(ids, prompts=prompts)
         logprobs = self._agreed(sampled.logprobs).tolist()

@@ -85,7 +85,7 @@ class Scheduler:
             self._advance(seq, item.count)
             if samples:
                 seq.append(next(sampled))
-            elif seq.num_cached == seq.limit:
+            elif seq.num_computed == seq.limit:
                 seq.finish_reason = "length"  # the prompt filled its limit: it was only scored
             if seq.finished:
                 self.running.remove(seq)
@@ -98,8 +98,8 @@ class Scheduler:
         """Assert that every page is held by a live sequence or free, and lengths are in order."""
         self.pool.check(seq.pages for seq in self.live())
         for seq in self.live():
-            assert 0 <= seq.num_cached <= len(seq.tokens) <= seq.limit, vars(seq)
-            assert seq.num_cached <= len(seq.pages) * self.pool.page_size, vars(seq)
+            assert 0 <= seq.num_computed <= len(seq.tokens) <= seq.limit, vars(seq)
+            assert seq.num_computed <= len(seq.pages) * self.pool.page_size, vars(seq)
 
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running, if all its known tokens have room now."""
@@ -109,10 +109,10 @@ class Scheduler:
             return False
         self.pool.hold(found)
         seq.pages = found
-        seq.num_cached = len(found) * self.pool.page_size
+        seq.num_computed = len(found) * self.pool.page_size
         assert self._grow(seq, seq.num_new), "admitted without room"
         if not seq.num_output:
-            seq.num_reused = seq.num_cached
+            seq.num_cached = seq.num_computed
         self.running.append(self.waiting.popleft())
         return True
 
@@ -133,7 +133,7 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, count: int) -> bool:
         """Pages for `count` more tokens, preempting from the back; False if it had to go itself."""
-        wanted = self.pool.pages_for(seq.num_cached + count)
+        wanted = self.pool.pages_for(seq.num_computed + count)
         while len(seq.pages) < wanted:
             if self.pool.num_free:
                 seq.pages.append(self.pool.allocate())
@@ -147,14 +147,14 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, count: int) -> None:
         """`count` more tokens are computed; the pages that this filled can be found from now on."""
-        before, size = seq.num_cached // self.pool.page_size, self.pool.page_size
-        seq.num_cached += count
+        before, size = seq.num_computed // self.pool.page_size, self.pool.page_size
+        seq.num_computed += count
         if self.pool.reuse:
-            hashes = self._hashes(seq, seq.num_cached // size)
-            for i in range(before, seq.num_cached // size):
+            hashes = self._hashes(seq, seq.num_computed // size)
+            for i in range(before, seq.num_computed // size):
                 self.pool.remember(seq.pages[i], hashes[i])
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)
         seq.pages = []
-        seq.num_cached = 0
+        seq.num_computed = 0

@@ -1,12 +1,13 @@
 """One request inside the engine: its tokens, how far they are computed, and the pages they hold.
 
-Ids in a list; no torch, no text. The whole state is three lengths: `0 <= num_cached <= len(tokens)
-<= limit`. A step lets num_cached catch up with len(tokens); when it has, one token is sampled.
+Ids in a list; no torch, no text. The whole state is three lengths:
+`0 <= num_computed <= len(tokens) <= limit`. A step lets num_computed catch up with len(tokens);
+when it has, one token is sampled.
 """
 
 from dataclasses import dataclass, field
 
-from llama.engine.params import SamplingParams
+from llama.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)  # two requests with the same tokens are two requests
@@ -18,8 +19,8 @@ class Sequence:
     limit: int
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    num_cached: int = 0  # leading tokens whose keys and values are in pages
-    num_reused: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    num_computed: int = 0  # leading tokens whose keys and values are in pages
+    num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, in order
     finish_reason: str | None = None  # "stop", "length" or "abort"
@@ -46,7 +47,7 @@ class Sequence:
     @property
     def num_new(self) -> int:
         """Tokens known and not yet computed: what a step may be given."""
-        return len(self.tokens) - self.num_cached
+        return len(self.tokens) - self.num_computed
 
     @property
     def finished(self) -> bool:
@@ -66,6 +67,6 @@ class Sequence:
         """Offsets in its next `count` tokens whose logits score a prompt token not scored yet."""
         if self.params.prompt_logprobs is None:
             return range(0)
-        first = max(len(self.prompt_logprobs) - 1 - self.num_cached, 0)
-        last = min(count, self.num_prompt - 1 - self.num_cached)
+        first = max(len(self.prompt_logprobs) - 1 - self.num_computed, 0)
+        last = min(count, self.num_prompt - 1 - self.num_computed)
         return range(first, max(first, last))

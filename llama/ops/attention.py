@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.ops import native
+from llama.ops.cpu import native
 
 # As in attention.cpp: keys, and rows, that are worked on together, and the largest D.
 _CHUNK, _BLOCK, _MAX_DIM = 256, 56, 256
@@ -27,42 +27,42 @@ _START_WORDS = 3  # int64 that attention.cpp keeps of a sequence
 
 def paged_attention(
     queries: Tensor,
-    kv_pages: Tensor,
+    kv_cache: Tensor,
     page_table: Tensor,
     seen: Tensor,
     query_lens: tuple[int, ...],
     seq_lens: tuple[int, ...],
 ) -> Tensor:
-    """queries (T, H, D), one layer's kv_pages (2, P, S, K, D) -> (T, H, D).
+    """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
 
     page_table (B, M); seen (N, M * S) is true where one of the N leading single-token sequences may
     look; query_lens and seq_lens (B) are on the host, so that nothing here waits for the device.
     The sequences with one query come first and go through one call; each longer one has its own.
     """
-    fits = queries.shape[-1] <= _MAX_DIM and kv_pages.is_contiguous()
-    if fits and native.has_kernel(queries, kv_pages):
-        return _native(queries.contiguous(), kv_pages, page_table, query_lens, seq_lens)
+    fits = queries.shape[-1] <= _MAX_DIM and kv_cache.is_contiguous()
+    if fits and native.has_kernel(queries, kv_cache):
+        return _native(queries.contiguous(), kv_cache, page_table, query_lens, seq_lens)
     out = torch.empty_like(queries)
     n = seen.shape[0]
     if n:
-        out[:n] = _decode(queries[:n], kv_pages, page_table[:n], seen)
+        out[:n] = _decode(queries[:n], kv_cache, page_table[:n], seen)
     start = n
     for row in range(n, len(query_lens)):
         end = start + query_lens[row]
-        out[start:end] = _prefill(queries[start:end], kv_pages, page_table[row], seq_lens[row])
+        out[start:end] = _prefill(queries[start:end], kv_cache, page_table[row], seq_lens[row])
         start = end
     return out
 
 
 def _native(
     queries: Tensor,
-    kv_pages: Tensor,
+    kv_cache: Tensor,
     page_table: Tensor,
     query_lens: tuple[int, ...],
     seq_lens: tuple[int, ...],
 ) -> Tensor:
     _, n_heads, head_dim = queries.shape
-    _, num_pages, page_size, n_kv_heads, _ = kv_pages.shape
+    _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
     n, width = page_table.shape
     assert max(seq_lens) <= width * page_size, (seq_lens, page_table.shape, page_size)
     most = _BLOCK * n_kv_heads // n_heads  # queries whose rows are one block: split by chunks
@@ -72,7 +72,7 @@ def _native(
     native.call(
         "paged_attention_bf16",
         queries,
-        kv_pages,
+        kv_cache,
         page_table.contiguous(),
         torch.tensor((query_lens, seq_lens)),
         out,
@@ -90,11 +90,11 @@ def _native(
     return out
 
 
-def _decode(queries: Tensor, kv_pages: Tensor, page_table: Tensor, seen: Tensor) -> Tensor:
+def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seen: Tensor) -> Tensor:
     """One query a sequence: the G heads that share a kv head are the rows of one small product."""
     n, n_heads, head_dim = queries.shape
-    width = seen.shape[1] // kv_pages.shape[2]
-    keys, values = kv_pages[:, page_table[:, :width]].flatten(2, 3)  # 2 x (N, L, K, D)
+    width = seen.shape[1] // kv_cache.shape[2]
+    keys, values = kv_cache[:, page_table[:, :width]].flatten(2, 3)  # 2 x (N, L, K, D)
     n_kv_heads = keys.shape[2]
     grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
     out = F.scaled_dot_product_attention(
@@ -103,11 +103,11 @@ def _decode(queries: Tensor, kv_pages: Tensor, page_table: Tensor, seen: Tensor)
     return out.reshape(n, n_heads, head_dim)
 
 
-def _prefill(queries: Tensor, kv_pages: Tensor, pages: Tensor, seq_len: int) -> Tensor:
+def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
     """The last `count` tokens of one sequence: each sees the past, and the chunk up to itself."""
     count, n_heads, _ = queries.shape
-    num_pages = -(-seq_len // kv_pages.shape[2])
-    keys, values = kv_pages[:, pages[:num_pages]].flatten(1, 2)[:, :seq_len]  # 2 x (L, K, D)
+    num_pages = -(-seq_len // kv_cache.shape[2])
+    keys, values = kv_cache[:, pages[:num_pages]].flatten(1, 2)[:, :seq_len]  # 2 x (L, K, D)
     groups = n_heads // keys.shape[1]
     mask = None
     if seq_len > count:

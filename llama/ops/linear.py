@@ -1,12 +1,10 @@
 """Rows times a weight: x (M, K), weight -> (M, N), bf16 with float32 sums.
 
 A weight is (N, K) as in the checkpoint, or packed by `pack` into panels (N/32, K/2, 32, 2) in the
-same memory, or by `pack_int8` at half the size, with a scale a row. `best_layout` packs where there
-are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 (all three were run) or
-AMX. The last has run in emulation only: its tiles are held against a plain loop when they are first
-used, and not used if they differ, or if Linux does not grant them. Elsewhere weights stay as
-they are and torch does the product. A row of x gives the same bytes alone as in any batch, on any
-number of threads.
+same memory, or by `pack_int8` at half the size, with one scale per row. `pack_if_supported` packs
+where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX.
+Elsewhere weights stay as they are and torch does the product. A row of x gives the same bytes alone
+as in any batch, on any number of threads.
 
 Shapes: M rows, N outputs, K inputs, T token ids.
 """
@@ -15,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.ops import native
+from llama.device import use_huge_pages
+from llama.ops.cpu import native
 
 PANEL = 32  # rows of a weight that are packed together
 
 
-def fits(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Whether a weight can be packed: (N, K) bf16 in one piece, N a multiple of 32, K even."""
     return (
         weight.dim() == 2
@@ -34,9 +33,9 @@ def fits(weight: Tensor) -> bool:
     )
 
 
-def best_layout(weight: Tensor) -> Tensor:
+def pack_if_supported(weight: Tensor) -> Tensor:
     """`weight`, packed in place where there are kernels to use it so."""
-    if not fits(weight) or native.kernels() is None:
+    if not can_pack(weight) or native.kernels() is None:
         return weight
     return pack(weight)
 
@@ -46,7 +45,7 @@ def pack(weight: Tensor) -> Tensor:
 
     `weight` itself must not be used after this.
     """
-    assert fits(weight), (weight.shape, weight.dtype, weight.device)
+    assert can_pack(weight), (weight.shape, weight.dtype, weight.device)
     n, k = weight.shape
     if native.kernels() is not None:
         native.call("pack_bf16", weight, _scratch(2 * k), n, k)
@@ -82,10 +81,10 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     A row's largest number becomes 127: each is off by half of its row's scale at most.
     """
-    assert fits(weight), (weight.shape, weight.dtype, weight.device)
+    assert can_pack(weight), (weight.shape, weight.dtype, weight.device)
     n, k = weight.shape
     values = torch.empty(n // PANEL, k // 2, PANEL, 2, dtype=torch.int8)
-    native.use_huge_pages(values)
+    use_huge_pages(values)
     scales = torch.empty(n)
     if native.kernels() is not None:
         native.call("pack_int8", weight, values, scales, _scratch(k), n, k)

@@ -6,7 +6,7 @@ bf16 on the CPU has a kernel, in elementwise.cpp.
 import torch
 from torch import Tensor
 
-from llama.ops import native
+from llama.ops.cpu import native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

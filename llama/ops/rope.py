@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from llama.ops import native
+from llama.ops.cpu import native
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, before it was stretched
 _LOW, _HIGH = 1.0, 4.0  # wavelengths over 8192/1 are divided, under 8192/4 kept, between: blended
@@ -25,7 +25,7 @@ def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
     return frequencies * (keep + (1 - keep) / factor)
 
 
-def rope_table(head_dim: int, length: int, theta: float, factor: float | None) -> Tensor:
+def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float | None) -> Tensor:
     """Complex unit numbers (length, D/2): row p turns each pair of a head at position p."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -41,22 +41,22 @@ def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
 
 
-def rope_and_store(qkv: Tensor, turns: Tensor, kv_pages: Tensor, slots: Tensor) -> Tensor:
-    """qkv (T, H + 2K, D), one layer's kv_pages (2, P, S, K, D), slots (T) -> queries (T, H, D).
+def rope_and_store(qkv: Tensor, turns: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
+    """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
 
     Queries and keys are turned; keys and values are written to their slots, page * S + offset.
     """
     rows, n, head_dim = qkv.shape
-    n_kv_heads = kv_pages.shape[3]
+    n_kv_heads = kv_cache.shape[3]
     n_heads = n - 2 * n_kv_heads
-    if native.has_kernel(qkv, kv_pages) and kv_pages.is_contiguous():
+    if native.has_kernel(qkv, kv_cache) and kv_cache.is_contiguous():
         queries = qkv.new_empty(rows, n_heads, head_dim)
-        tensors = qkv.contiguous(), turns.contiguous(), kv_pages, slots.contiguous(), queries
-        sizes = rows, n_heads, n_kv_heads, head_dim, kv_pages.shape[1] * kv_pages.shape[2]
+        tensors = qkv.contiguous(), turns.contiguous(), kv_cache, slots.contiguous(), queries
+        sizes = rows, n_heads, n_kv_heads, head_dim, kv_cache.shape[1] * kv_cache.shape[2]
         native.call("rope_and_store_bf16", *tensors, *sizes)
         return queries
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-    keys, values = kv_pages.flatten(1, 2)  # 2 x (P * S, K, D)
+    keys, values = kv_cache.flatten(1, 2)  # 2 x (P * S, K, D)
     keys.index_copy_(0, slots, apply_rope(k, turns))
     values.index_copy_(0, slots, v)
     return apply_rope(q, turns)

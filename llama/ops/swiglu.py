@@ -6,7 +6,7 @@ bf16 on the CPU has a kernel, in elementwise.cpp.
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.ops import native
+from llama.ops.cpu import native
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from llama.engine.params import SamplingParams
 from llama.generation import Llama
-from llama.llm_engine import RequestOutput
-from llama.serving.async_engine import AsyncLLMEngine
+from llama.requests.async_engine import AsyncLLMEngine
+from llama.requests.llm_engine import RequestOutput
+from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
 # What hosts say about themselves and the request; none of it is about what is generated.

@@ -1,0 +1,122 @@
+"""params.json of a Llama 3 model: read, checked, and with the sizes that follow from it.
+
+In: the contents of params.json (or of config.json, translated). Out: `ModelArgs`. Here no file is
+opened and no tensor is made.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+# Keys that some releases of params.json carry and that change nothing here.
+HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
+_DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
+
+
+@dataclass
+class ModelArgs:
+    """What params.json says of a model, under Meta's names, and the two sizes of the run.
+
+    `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
+    inferred, Hugging Face's config.json states them.
+    """
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None  # None: as many as n_heads
+    vocab_size: int = -1
+    multiple_of: int = 256  # the ffn size is rounded up to this
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000
+    use_scaled_rope: bool = False
+    rope_scale_factor: float | None = None
+    context_length: int | None = None
+    tied_output: bool = False
+
+    max_batch_size: int = 32  # sequences that run at once
+    max_seq_len: int = 2048  # tokens of prompt and answer together
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Meta's rule: 2/3 of 4 x dim, times the multiplier, up to the next multiple."""
+        wide = int(2 * (4 * self.dim) / 3)
+        if self.ffn_dim_multiplier is not None:
+            wide = int(self.ffn_dim_multiplier * wide)
+        return -(-wide // self.multiple_of) * self.multiple_of
+
+    @property
+    def rope_factor(self) -> float | None:
+        """The divisor of slow frequencies: as given, else 32 for 3.2's shapes, else 8."""
+        if not self.use_scaled_rope:
+            return None
+        return self.rope_scale_factor or (32.0 if self.dim in _DIM_OF_3_2 else 8.0)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens that the model was made for."""
+        return self.context_length or (131072 if self.use_scaled_rope else 8192)
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any], source: str) -> "ModelArgs":
+        """The checked contents of a params.json; `source` names the file in errors."""
+        known = {f.name for f in fields(cls)} - HARMLESS_PARAMS
+        for key in sorted(params.keys() - known - HARMLESS_PARAMS):
+            raise ValueError(
+                f"{source}: unknown key {key!r}. This runtime knows text models with the keys "
+                f"{', '.join(sorted(known))}; a key that it ignored could change the answers"
+            )
+        for key in ("dim", "n_layers", "n_heads", "vocab_size"):
+            if key not in params:
+                raise ValueError(f"{source}: the key {key!r} is missing: fetch the file again")
+        args = cls(**{key: value for key, value in params.items() if key in known})
+        args.check(source)
+        return args
+
+    def check(self, source: str) -> None:
+        """ValueError, naming `source`, unless the sizes are numbers that fit one another."""
+        sizes = ("dim", "n_layers", "n_heads", "kv_heads", "vocab_size", "multiple_of")
+        numbers = ("norm_eps", "rope_theta")
+        optional = ("ffn_dim_multiplier", "rope_scale_factor", "context_length")
+        for name in (*sizes, *numbers, *optional):
+            value = getattr(self, name)
+            if name in optional and value is None:
+                continue
+            kinds = (int,) if name in sizes else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
+                kind = "a whole number" if name in sizes else "a number"
+                raise ValueError(f"{source}: {name} must be {kind} above 0, not {value!r}")
+        for name in ("use_scaled_rope", "tied_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{source}: {name} must be true or false")
+        if self.dim % self.n_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{source}: dim={self.dim} over n_heads={self.n_heads} is no even head size"
+            )
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"{source}: n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
+            )
+
+    def check_ranks(self, size: int) -> None:
+        """ValueError unless a model-parallel group of `size` ranks can share this model."""
+        parts = {"n_heads": self.n_heads, "ffn_dim": self.ffn_dim, "vocab_size": self.vocab_size}
+        for name, whole in parts.items():
+            if whole % size:
+                raise ValueError(
+                    f"model_parallel_size={size} does not divide {name}={whole}: use a size that "
+                    f"divides {', '.join(f'{n}={w}' for n, w in parts.items())}"
+                )
+        if self.kv_heads % size and size % self.kv_heads:
+            raise ValueError(
+                f"model_parallel_size={size} neither divides nor is a multiple of "
+                f"n_kv_heads={self.kv_heads}"
+            )

@@ -1,0 +1,1 @@
+"""Batch files: a file of requests in, a file of results out."""

@@ -1,0 +1,293 @@
+"""A file of requests in, a file of results out, whatever happens on the way.
+
+Lines are read as the engine has room for them, so that a job of any length starts at once in flat
+memory. Under torchrun, replicas take lines from one counter and write to one file. What was
+finished when a job ended, by any cause, is in the file; a resumed job does the rest.
+"""
+
+import math
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from llama.batch.files import Line, Results, check_files, read_lines
+from llama.generation import Llama
+from llama.parallel import ModelParallel, SharedCounter
+from llama.requests.llm_engine import Request, RequestOutput
+from llama.sampling_params import SamplingParams
+from llama.serving.openai import (
+    BatchRequest,
+    answer_record,
+    custom_id_of,
+    error_record,
+    parse_line,
+    read_request,
+)
+
+_TICKS_A_POST = 16  # engine steps or lines between two looks at what the other replicas did
+_PATIENCE_S = 3600.0  # with replicas that do nothing: a step can be slow, but not so slow
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """written: records that this run added, on all replicas; failed: errors in the whole output."""
+
+    written: int
+    failed: int
+
+
+def run_batch(
+    llama: Llama,
+    in_path: str,
+    out_path: str,
+    temperature: float = 0.6,
+    top_p: float = 0.9,
+    max_gen_len: int | None = None,
+    *,
+    resume: bool = False,
+    model: str = "llama",
+    progress: bool = False,
+) -> BatchReport:
+    """Answer every line of a file; one JSON record a line, as they finish, into another.
+
+    A file whose first line begins with { is JSONL: OpenAI batch requests, or objects with a prompt
+    or messages, and sampling fields. Any other is text, a prompt a line. Blank lines are passed
+    over. The arguments are for lines that do not say; `model` is the label of those that name none.
+
+    A line that cannot be run gets a record with an error, and counts as done. `resume` adds what is
+    missing to an output of the same input and arguments; a ValueError says that it is another's.
+    Every rank makes the same call, and has the report at the end.
+    """
+    defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
+    shows = progress and llama.llm_engine.parallel.global_rank == 0
+    with _open_files(llama, in_path, out_path, resume) as (file, results):
+        job = _Job(llama, file, results, defaults, model, shows)
+        try:
+            job.run()
+        finally:
+            job.close()
+    sums = job.tally.sums
+    return BatchReport(sums["written"], sums["failed"] + results.failed)
+
+
+@contextmanager
+def _open_files(
+    llama: Llama, in_path: str, out_path: str, resume: bool
+) -> Iterator[tuple[BinaryIO, Results]]:
+    """The first rank makes or claims the output; then all read it, before any adds to it."""
+    parallel = llama.llm_engine.parallel
+    with ExitStack() as stack:
+        with parallel.agree("the batch files", world=True) as must_match:
+            check_files(in_path, out_path, resume=resume)
+            file = stack.enter_context(open(in_path, "rb"))
+            size = os.fstat(file.fileno()).st_size
+            if parallel.global_rank == 0:
+                results = stack.enter_context(closing(Results(out_path, most_lines=size)))
+            must_match.append(size)
+        with parallel.agree("the results so far", world=True) as must_match:
+            if parallel.global_rank:
+                others = Results(out_path, first=False, most_lines=size)
+                results = stack.enter_context(closing(others))
+            must_match.append(zlib.crc32(results.done))
+        yield file, results
+    with parallel.agree("the end", world=True):
+        pass  # no rank holds the output any more: the next job may have it
+
+
+class _Tally:
+    """Sums over all replicas: each adds its own now and then, and so learns them."""
+
+    NAMES = ("ticks", "written", "failed", "tokens", "finished")
+
+    def __init__(self, parallel: ModelParallel, job: int) -> None:
+        self._shared = {name: SharedCounter(parallel, f"batch-{job}/{name}") for name in self.NAMES}
+        self._own = Counter[str]()  # not yet added to the others'
+        self.sums = dict.fromkeys(self.NAMES, 0)
+
+    def add(self, **counts: int) -> None:
+        self._own.update(counts)
+
+    def post(self) -> None:
+        for name, shared in self._shared.items():
+            own = self._own[name]
+            self.sums[name] = shared.take(own) + own
+        self._own.clear()
+
+
+@dataclass(frozen=True)
+class _Running:
+    line: Line
+    custom_id: str
+    asked: BatchRequest
+    request: Request
+
+
+class _Job:
+    """One replica's part. All ranks of its group do the same; the first of them writes."""
+
+    def __init__(
+        self,
+        llama: Llama,
+        file: BinaryIO,
+        results: Results,
+        defaults: SamplingParams,
+        model: str,
+        shows: bool,
+    ) -> None:
+        self.llama = llama
+        self.engine = llama.llm_engine
+        self.parallel = llama.llm_engine.parallel
+        self.file = file
+        self.results = results
+        self.defaults = defaults
+        self.model = model
+        # Replicas come here together, so the n-th job of all of them gets the same number.
+        job = SharedCounter(self.parallel, "batch").take(1) // self.parallel.data_size
+        self.queue = SharedCounter(self.parallel, f"batch-{job}/line")
+        self.tally = _Tally(self.parallel, job)
+        self.missing = enumerate(self._missing())
+        self.jsonl = False  # known once the first line is read
+        self.running: dict[str, _Running] = {}
+        self.num_read = 0
+        self.tokens_before = llama.engine.stats.generated_tokens
+        self.ticks = 0
+        self.bar = _Bar(file, results.num_done) if shows else None
+
+    def run(self) -> None:
+        room = self.llama.model.params.max_batch_size
+        reading = True
+        while True:
+            while reading and sum(len(r.request.answers) for r in self.running.values()) < room:
+                line = self._take()
+                reading = line is not None
+                if line is not None:
+                    self._start(line)
+            if not self.running:
+                break
+            self.engine.step(())  # no outputs: of one that goes on, none is wanted
+            self._finish()
+            self._tick()
+        self._post(finished=1)
+        self._wait_for_the_others()
+
+    def close(self) -> None:
+        for request_id in self.running:
+            self.engine.abort_request(request_id)
+        if self.bar is not None:
+            self.bar.close()
+
+    def _missing(self) -> Iterator[Line]:
+        """The lines without a record, in order: the same list on every rank."""
+        number = 0
+        flags = self.defaults
+        salt = repr((flags.temperature, flags.top_p, flags.max_tokens, self.llama.seed))
+        for line in read_lines(self.file, salt):
+            if not self.num_read:
+                self.jsonl = line.data.lstrip().startswith(b"{")
+            number = line.number
+            self.num_read += 1
+            if not self.results.has(line):
+                yield line
+        if number < len(self.results.done) - 1:
+            raise ValueError(
+                f"{self.results.path} has a result of line {len(self.results.done) - 1}, but the "
+                f"input ends at line {number}: resume with the same input"
+            )
+
+    def _take(self) -> Line | None:
+        """The next line that no other replica has; theirs are read over, and not looked into."""
+        ours = self.queue.take(1)
+        return next((line for index, line in self.missing if index == ours), None)
+
+    def _start(self, line: Line) -> None:
+        name = custom_id = f"line-{line.number}"
+        try:
+            fields = parse_line(line.data, jsonl=self.jsonl)
+            custom_id = custom_id_of(fields, name)
+            asked = read_request(fields, self.defaults)
+            prompt = asked.prompt
+            if asked.chat:
+                prompt = self.llama.formatter.encode_dialog_prompt(prompt)
+            request = self.engine.prepare(name, prompt, asked.params)
+        except (TypeError, ValueError) as e:
+            self._write(line, error_record(custom_id, line.number, e))
+            self.tally.add(failed=1)
+            self._tick()
+            return
+        self.engine.submit(request)
+        self.running[name] = _Running(line, custom_id, asked, request)
+
+    def _finish(self) -> None:
+        """Write what has ended; a step for these alone only tells, since they have moved."""
+        ended = [name for name, running in self.running.items() if running.request.finished]
+        for output in self.engine.step(ended) if ended else ():
+            self._write_answer(output)
+
+    def _write_answer(self, output: RequestOutput) -> None:
+        ended = self.running[output.request_id]
+        tokenizer = self.llama.tokenizer
+        record = answer_record(ended.custom_id, ended.asked, output, tokenizer, self.model)
+        self._write(ended.line, record)
+        del self.running[output.request_id]
+
+    def _write(self, line: Line, record: dict[str, object]) -> None:
+        if self.parallel.rank == 0:
+            self.results.append(line, record)
+        self.tally.add(written=1)
+
+    def _tick(self) -> None:
+        self.ticks += 1
+        if self.ticks % _TICKS_A_POST == 0:
+            self._post(ticks=_TICKS_A_POST)
+
+    def _post(self, **counts: int) -> None:
+        """Tell the other replicas what this one did, and show what all did."""
+        tokens = self.llama.engine.stats.generated_tokens
+        self.tally.add(tokens=tokens - self.tokens_before, **counts)
+        self.tokens_before = tokens
+        self.tally.post()
+        if self.bar is not None:
+            self.bar.show(self.tally.sums, self.num_read)
+
+    def _wait_for_the_others(self) -> None:
+        """Ranks end together: torchrun ends all when one does with an error, as failed lines are.
+
+        Not in one collective, which has a limit of minutes, where a long answer takes an hour.
+        """
+        before, since = dict(self.tally.sums), time.monotonic()
+        while self.tally.sums["finished"] < self.parallel.data_size:
+            time.sleep(0.1)
+            self._post()
+            if self.tally.sums != before:
+                before, since = dict(self.tally.sums), time.monotonic()
+            elif time.monotonic() - since > _PATIENCE_S:
+                raise TimeoutError(f"the other replicas did nothing for {_PATIENCE_S:.0f} s")
+
+
+class _Bar:
+    """Requests done, tokens per second, and time left by the lines that the file should have."""
+
+    def __init__(self, file: BinaryIO, num_done: int) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self._num_done = num_done
+        self._began = time.monotonic()
+        self._bar = tqdm(initial=num_done, unit=" requests", dynamic_ncols=True)
+
+    def show(self, sums: dict[str, int], num_read: int) -> None:
+        if self._size and num_read:
+            lines = num_read * self._size / self._file.tell()  # exact once all is read
+            self._bar.total = math.ceil(lines)
+        rate = sums["tokens"] / (time.monotonic() - self._began)
+        self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+        self._bar.update(self._num_done + sums["written"] - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()

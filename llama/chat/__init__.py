@@ -1,0 +1,1 @@
+"""A chat in a terminal: what a person types in, streamed answers out."""

@@ -1,0 +1,151 @@
+"""Hugging Face's Llama config.json and row order, to Meta's and back.
+
+In: the contents of a config.json, or a `ModelArgs`. Out: the other. What this runtime does not
+compute (other activations, biases, other rotary stretches, quantized weights) is an error here.
+It opens no files.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+
+# What a config.json must say, or leave out, for Meta's mathematics to be the model's.
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+# And the three numbers of Llama 3.1's stretch that `llama.ops.rope` holds as constants.
+_STRETCH = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA_3_VOCAB = 128256
+
+
+def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The params.json, with our own three keys, that says what a config.json says.
+
+    ValueError, naming `source`, for a model that this runtime would compute wrongly.
+    """
+    if config.get("model_type") != "llama":
+        raise ValueError(
+            f"{source}: model_type is {config.get('model_type')!r}: this runtime runs 'llama' only"
+        )
+    for key, wanted in _FIXED.items():
+        if config.get(key, wanted) != wanted:
+            raise ValueError(f"{source}: {key} is {config[key]!r}: this runtime needs {wanted!r}")
+    if config.get("quantization_config") is not None:
+        raise ValueError(
+            f"{source}: quantization_config: these weights are quantized; get the model's bfloat16 "
+            "or float16 weights"
+        )
+    dim = _whole(config, "hidden_size", source)
+    n_heads = _whole(config, "num_attention_heads", source)
+    if config.get("head_dim") not in (None, dim / n_heads):
+        raise ValueError(
+            f"{source}: head_dim is {config['head_dim']!r}: this runtime needs hidden_size={dim} "
+            f"over num_attention_heads={n_heads}"
+        )
+    ffn = _whole(config, "intermediate_size", source)
+    params = {
+        "dim": dim,
+        "n_layers": _whole(config, "num_hidden_layers", source),
+        "n_heads": n_heads,
+        "n_kv_heads": config.get("num_key_value_heads"),
+        "vocab_size": _whole(config, "vocab_size", source),
+        "norm_eps": _get(config, "rms_norm_eps", source),
+        "context_length": config.get("max_position_embeddings"),
+        "tied_output": config.get("tie_word_embeddings", False),
+    }
+    return params | _ffn_rule(dim, ffn) | _rope_rule(config, source)
+
+
+def _get(config: dict[str, Any], key: str, source: str) -> Any:
+    if key not in config:
+        raise ValueError(f"{source}: the key {key!r} is missing: fetch the file again")
+    return config[key]
+
+
+def _whole(config: dict[str, Any], key: str, source: str) -> int:
+    value = _get(config, key, source)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{source}: {key} must be a whole number above 0, not {value!r}")
+    return value
+
+
+def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:
+    """multiple_of and ffn_dim_multiplier for which `ModelArgs.ffn_dim` is exactly `ffn`.
+
+    Anything from 1 to ffn rounds up to the multiple ffn; the multiplier brings larger sizes down.
+    """
+    wide = int(2 * (4 * dim) / 3)
+    rule: dict[str, Any] = {"multiple_of": ffn}
+    if wide > ffn:
+        rule["ffn_dim_multiplier"] = ffn / wide
+    return rule
+
+
+def _rope_rule(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """rope_theta, and the stretch: rope_scaling until transformers 4, rope_parameters since 5."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{source}: {key} must be an object, not {rope!r}")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError(f"{source}: the key 'rope_theta' is missing: fetch the file again")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    stretch = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
+    if kind == "default" and not stretch:
+        return {"rope_theta": theta, "use_scaled_rope": False}
+    factor = stretch.pop("factor", None)
+    if kind != "llama3" or stretch != _STRETCH or factor is None:
+        raise ValueError(
+            f"{source}: {key} is {rope}: this runtime knows rope_type 'default', and 'llama3' with "
+            f"a factor and {', '.join(f'{k} {v}' for k, v in _STRETCH.items())}"
+        )
+    return {"rope_theta": theta, "use_scaled_rope": True, "rope_scale_factor": factor}
+
+
+def config_of(args: ModelArgs, *, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model; rotary numbers in the form that every transformers reads."""
+    llama_3 = args.vocab_size == _LLAMA_3_VOCAB
+    stops = [128001, 128008, 128009] if args.use_scaled_rope else [128001, 128009]
+    scaling = {"rope_type": "llama3", "factor": args.rope_factor, **_STRETCH}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": args.dim,
+        "intermediate_size": args.ffn_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "vocab_size": args.vocab_size,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": scaling if args.use_scaled_rope else None,
+        "max_position_embeddings": args.longest_context,
+        "tie_word_embeddings": tied,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": 128000 if llama_3 else None,
+        "eos_token_id": stops if llama_3 else None,
+        **_FIXED,
+    }
+
+
+def copy_pairs(into: Tensor, halves: Tensor, head_dim: int) -> None:
+    """Copy rows of q or k in Hugging Face's order, (H * D, E), to Meta's.
+
+    Rotation pairs element i of a head with i + D/2 there, and 2i with 2i + 1 here: rows 0 1 2 3 of
+    a head of size 4 become 0 2 1 3.
+    """
+    pairs = halves.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)  # (H, D/2, 2, E)
+    into.unflatten(0, (-1, head_dim // 2, 2)).copy_(pairs)
+
+
+def copy_halves(into: Tensor, pairs: Tensor, head_dim: int) -> None:
+    """The way back of `copy_pairs`."""
+    halves = pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # (H, 2, D/2, E)
+    into.unflatten(0, (-1, 2, head_dim // 2)).copy_(halves)

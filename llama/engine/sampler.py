@@ -1,0 +1,189 @@
+"""The next token of each sequence: one batched call a step, whatever the rows ask for.
+
+Logits and sequences in, ids and log-probabilities out; no text, no model, no generator to carry.
+An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
+device adds up: `llama.ops.draw` sees to that.
+
+Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama.engine.sequence import Sequence
+from llama.ops.sample import Rule, draw, on_device_of
+
+_BLOCK = 256  # tokens, at most, whose maximum is found first
+_LOW_32 = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One step's choice. Log-probabilities are the model's own: before bias, temperature, filters.
+
+    A row that has no token to choose (all banned), or whose logits hold NaN or +inf, has the id -1.
+    It is a value and no exception so that nothing here waits for the device, and that the ranks of
+    a group, which learn the ids by broadcast, all learn of it: one that raised alone would leave
+    the others waiting. `to_host_ids` makes it an error, after the broadcast.
+    """
+
+    ids: Tensor  # (B) int64
+    logprobs: Tensor | None = None  # (B) float32; None if no sequence asked
+    top_ids: Tensor | None = None  # (B, K) int64, likeliest first, K the most that one asked for
+    top_logprobs: Tensor | None = None  # (B, K) float32
+
+
+def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
+    """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
+
+    In this order, each only if some row asks for it: logit_bias, bad_words, min_tokens; repetition,
+    then presence and frequency penalty; temperature; min_p, top_k, top_p; one draw by inverse
+    transform, in the order of ids. That is vLLM's order. transformers has the same but for min_p,
+    which comes last there, so that top_p counts the mass that min_p is about to remove. As there, a
+    bad word may begin in the prompt (vLLM looks at the output only), and top_k keeps what equals
+    the k-th. Of tokens as likely as the last one of a nucleus, those with the lowest ids are kept.
+    """
+    assert logits.shape[0] == len(sequences)
+    adjusted = _added(logits, [_biases(seq) for seq in sequences])
+    adjusted = _repetition_penalised(adjusted, sequences)
+    adjusted = _added(adjusted, [_deductions(seq) for seq in sequences])
+    ids = _choose(adjusted, sequences)
+    wanted = [s.params.logprobs for s in sequences if s.params.logprobs is not None]
+    if not wanted:
+        return Sampled(ids)
+    return Sampled(ids, *score(logits, ids.clamp(min=0), max(wanted)))
+
+
+def to_host_ids(ids: Tensor) -> list[int]:
+    """The ids (B) on the host (a sync). ValueError names the rows that have none: see `Sampled`."""
+    found = ids.tolist()
+    if -1 in found:
+        rows = [row for row, token in enumerate(found) if token == -1]
+        raise ValueError(
+            f"rows {rows} of {len(found)} have no token to choose: logit_bias, bad_words and "
+            "min_tokens ban the whole vocabulary there, or the model's logits hold NaN or inf"
+        )
+    return found
+
+
+def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log-probabilities of `targets` (N) under logits (N, V), and the k likeliest of each row.
+
+    Returns (N) float32, (N, K) ids and (N, K) float32 with K = min(k, V); None, None where k is 0.
+    """
+    norm = logits.logsumexp(dim=-1, keepdim=True)
+    logprobs = (logits.gather(-1, targets[:, None]) - norm).squeeze(-1)
+    if not k:
+        return logprobs, None, None
+    top = logits.topk(min(k, logits.shape[-1]))
+    return logprobs, top.indices, top.values - norm
+
+
+def sample_top_p(probs: Tensor, p: float) -> Tensor:
+    """Meta's public nucleus sampling: probs (B, V) -> ids (B, 1), from torch's global generator.
+
+    A token is kept while the mass of those likelier than it is at most p, so the top one always is
+    (Holtzman et al. 2020). The engine does not use it: see `sample`.
+    """
+    ordered, ids = probs.sort(dim=-1, descending=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    nucleus = ordered.masked_fill(before > p, 0)
+    return ids.gather(-1, torch.multinomial(nucleus, num_samples=1))
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, position), by counter: no state, on every device the same.
+
+    seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B, 2) int64, two words h and l of 31
+    bits that stand for (h * 2**31 + l) / 2**62. Philox2x32-10 (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011), the counter (position, seed's high word), the key its
+    low word. The product may wrap: its low 64 bits are all that is used.
+    """
+    left, right, key = positions, (seeds >> 32) & _LOW_32, seeds & _LOW_32
+    for _ in range(10):
+        product = left * 0xD256D193
+        left, right = ((product >> 32) ^ key ^ right) & _LOW_32, product & _LOW_32
+        key = key + 0x9E3779B9
+    return torch.stack((left >> 1, right >> 1), dim=-1)
+
+
+def _added(logits: Tensor, amounts: Seq[dict[int, float]]) -> Tensor:
+    """Logits (B, V) plus each row's amounts, by token id; the same tensor if no row has any."""
+    if not any(amounts):
+        return logits
+    values = [amount for row in amounts for amount in row.values()]
+    return logits.index_put(_cells(logits, amounts), on_device_of(logits, values), accumulate=True)
+
+
+def _biases(seq: Sequence) -> dict[int, float]:
+    """The request's own, and -inf for what must not come now."""
+    params = seq.params
+    banned = [word[-1] for word in params.bad_words_ids if _ends_with(seq.tokens, word[:-1])]
+    if seq.num_output < params.min_tokens:
+        banned += sorted(seq.stop_ids)
+    return dict(params.logit_bias or ()) | dict.fromkeys(banned, -math.inf)
+
+
+def _ends_with(tokens: list[int], end: Seq[int]) -> bool:
+    return not end or tuple(tokens[-len(end) :]) == tuple(end)
+
+
+def _repetition_penalised(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """Logits (B, V), of tokens that occur divided (or if negative multiplied) by their row's."""
+    penalties = [seq.params.repetition_penalty for seq in sequences]
+    if all(penalty == 1 for penalty in penalties):
+        return logits
+    occurring = zip(penalties, sequences, strict=True)
+    cells = _cells(logits, [() if penalty == 1 else seq.tokens for penalty, seq in occurring])
+    penalty, old = on_device_of(logits, penalties)[cells[0]], logits[cells]
+    return logits.index_put(cells, torch.where(old > 0, old / penalty, old * penalty))
+
+
+def _deductions(seq: Sequence) -> dict[int, float]:
+    """What presence and frequency penalty take off, below zero, of each token in the output."""
+    presence, frequency = seq.params.presence_penalty, seq.params.frequency_penalty
+    if not (presence or frequency):
+        return {}
+    return {token: -(presence + frequency * n) for token, n in Counter(seq.output).items()}
+
+
+def _cells(logits: Tensor, ids: Seq[Collection[int]]) -> tuple[Tensor, Tensor]:
+    """Row and column of each id listed for each row."""
+    rows = np.repeat(np.arange(len(ids)), [len(found) for found in ids])
+    return on_device_of(logits, rows), on_device_of(logits, list(chain.from_iterable(ids)))
+
+
+def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """(B, V) -> (B) ids: the first of the top ones in greedy rows, a draw in the others."""
+    params = [seq.params for seq in sequences]
+    greedy = [p.greedy for p in params]
+    peaks, ids = _peaks(logits)
+    if not all(greedy):
+        rules = [
+            Rule() if p.greedy else Rule(p.temperature, p.min_p, p.top_k, p.top_p) for p in params
+        ]
+        seeds = torch.tensor([seq.seed for seq in sequences])
+        positions = torch.tensor([len(seq.tokens) for seq in sequences])
+        # The numbers take some 70 tiny operations: on the host, while the model runs.
+        drawn = draw(logits, peaks, rules, uniform(seeds, positions))
+        ids = ids.where(on_device_of(logits, greedy), drawn)
+    return ids.where(peaks.isfinite(), -1)
+
+
+def _peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, V) -> (B) maxima, NaN where there is one, and their first places.
+
+    First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
+    """
+    blocks = logits.unflatten(1, (-1, math.gcd(logits.shape[1], _BLOCK)))
+    peaks, block = blocks.amax(dim=-1).max(dim=-1)
+    rows = torch.arange(len(logits), device=logits.device)
+    return peaks, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)

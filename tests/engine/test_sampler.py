@@ -1,0 +1,488 @@
+"""Sampling against transformers' processors, against a naive row in float64, and against chance.
+
+Over 400 lines, since each step of the pipeline has its own oracle here.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from llama.engine import sampler
+from llama.engine.sampler import sample, sample_top_p, score, to_host_ids, uniform
+from llama.engine.sequence import Sequence
+from llama.sampling_params import SamplingParams
+
+INF = float("inf")
+PROMPT, OUTPUT = [1, 2, 3, 2], [3, 4, 4]
+LOGITS = torch.tensor([0.3, 1.5, -0.7, 2.1, 1.1, -2.0, 0.9, 1.9, -0.1, 0.0, 1.2, -3.0])
+
+
+def sequence(
+    prompt: list[int] = PROMPT,
+    output: list[int] = OUTPUT,
+    *,
+    seed: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    **params,
+) -> Sequence:
+    seq = Sequence(
+        tokens=list(prompt),
+        params=SamplingParams(**params),
+        limit=10**6,
+        seed=seed,
+        stop_ids=frozenset(stop_ids),
+    )
+    seq.tokens += output
+    return seq
+
+
+def many(count: int, **params) -> list[Sequence]:
+    """Sequences that differ in their seeds alone."""
+    shared = SamplingParams(**params)
+    return [Sequence(tokens=[1], params=shared, limit=10, seed=i) for i in range(count)]
+
+
+@pytest.fixture
+def distribution(monkeypatch) -> Callable[[Tensor, Sequence], Tensor]:
+    """distribution(logits (V), sequence) -> (V): shares of 4,096 draws with evenly spread numbers.
+
+    Each share is within 1 / 4,096 of its probability: a histogram without chance.
+    """
+    n = 4096
+
+    def spread(seeds: Tensor, positions: Tensor) -> Tensor:
+        return torch.tensor([divmod((2 * i + 1) * 2**61 // n, 2**31) for i in range(len(seeds))])
+
+    def measure(logits: Tensor, seq: Sequence) -> Tensor:
+        ids = sample(logits.expand(n, -1), [seq] * n).ids
+        return ids.bincount(minlength=len(logits)) / n
+
+    monkeypatch.setattr(sampler, "uniform", spread)
+    return measure
+
+
+def assert_same(shares: Tensor, probs: Tensor) -> None:
+    torch.testing.assert_close(shares, probs.float(), atol=1.01 / 4096, rtol=0)
+    assert not shares[probs == 0].any()
+
+
+def naive(logits: Tensor, seq: Sequence) -> Tensor:
+    """One row, step by step in float64 -> (V) probabilities: the definition."""
+    p, x = seq.params, logits.double().clone()
+    for token, bias in dict(p.logit_bias or ()).items():
+        x[token] += bias
+    for word in p.bad_words_ids:
+        if seq.tokens[len(seq.tokens) - len(word) + 1 :] == list(word[:-1]):
+            x[word[-1]] = -INF
+    if seq.num_output < p.min_tokens:
+        x[list(seq.stop_ids)] = -INF
+    for token in set(seq.tokens):
+        x[token] *= 1 / p.repetition_penalty if x[token] > 0 else p.repetition_penalty
+    for token in set(seq.output):
+        x[token] -= p.presence_penalty + p.frequency_penalty * seq.output.count(token)
+    probs = (x / p.temperature).softmax(-1)
+    probs[probs < p.min_p * probs.max()] = 0
+    if p.top_k > 0:
+        probs[probs < probs.sort(descending=True).values[: p.top_k][-1]] = 0
+    ordered, order = (probs / probs.sum()).sort(descending=True, stable=True)
+    probs[order[ordered.cumsum(0) - ordered > p.top_p]] = 0
+    return probs / probs.sum()
+
+
+def naive_id(logits: Tensor, seq: Sequence) -> int:
+    if seq.params.greedy:
+        return int(logits.argmax())
+    high, low = uniform(torch.tensor([seq.seed]), torch.tensor([len(seq.tokens)]))[0].tolist()
+    return int((naive(logits, seq).cumsum(0) <= (high * 2**31 + low) / 2**62).sum())
+
+
+def random_sequence(rng: random.Random, vocab: int) -> Sequence:
+    """Any mixture of settings, each on about as often as off."""
+
+    def maybe(value, default):
+        return value if rng.random() < 0.5 else default
+
+    return sequence(
+        [rng.randrange(vocab) for _ in range(rng.randint(1, 9))],
+        [rng.randrange(vocab) for _ in range(rng.randint(0, 9))],
+        seed=rng.getrandbits(63),
+        stop_ids=(0, 1),
+        temperature=rng.uniform(0.2, 3),
+        top_p=maybe(rng.random(), 1.0),
+        top_k=maybe(rng.randint(1, vocab + 5), 0),
+        min_p=maybe(rng.random() ** 3, 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        logit_bias=maybe({rng.randrange(vocab): rng.uniform(-5, 5) for _ in range(3)}, None),
+        bad_words_ids=maybe([[rng.randrange(vocab)]], ()),
+        min_tokens=maybe(5, 0),
+        logprobs=maybe(rng.randint(0, 5), None),
+    )
+
+
+# --- each step, against transformers and against its formula ---------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "processors"),
+    [
+        ({"temperature": 0.4}, [hf.TemperatureLogitsWarper(0.4)]),
+        ({"temperature": 2.5}, [hf.TemperatureLogitsWarper(2.5)]),
+        ({"top_k": 1}, [hf.TopKLogitsWarper(1)]),
+        ({"top_k": 4}, [hf.TopKLogitsWarper(4)]),
+        ({"top_k": 99}, [hf.TopKLogitsWarper(99)]),
+        ({"top_p": 0.3}, [hf.TopPLogitsWarper(0.3)]),
+        ({"top_p": 0.75}, [hf.TopPLogitsWarper(0.75)]),
+        ({"min_p": 0.3}, [hf.MinPLogitsWarper(0.3)]),
+        ({"repetition_penalty": 1.7}, [hf.RepetitionPenaltyLogitsProcessor(1.7)]),
+        ({"repetition_penalty": 0.6}, [hf.RepetitionPenaltyLogitsProcessor(0.6)]),
+        (
+            {"logit_bias": {3: -1.5, 5: 4.0}},
+            [hf.SequenceBiasLogitsProcessor([[[3], -1.5], [[5], 4.0]])],
+        ),
+        (
+            {"bad_words_ids": ((3,), (4, 7), (3, 4, 4, 1), (3, 4, 10), (9,) * 20)},
+            [hf.NoBadWordsLogitsProcessor([[3], [4, 7], [3, 4, 4, 1], [3, 4, 10], [9] * 20])],
+        ),
+        (
+            {"min_tokens": 4, "stop_ids": (3, 7)},
+            [hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), 4, [3, 7])],
+        ),
+        (
+            {"min_tokens": 3, "stop_ids": (3, 7)},
+            [hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), 3, [3, 7])],
+        ),
+        (
+            {
+                "logit_bias": {4: 2.0}, "repetition_penalty": 1.3, "temperature": 0.7,
+                "top_k": 6, "top_p": 0.8,
+            },
+            [
+                hf.SequenceBiasLogitsProcessor([[[4], 2.0]]),
+                hf.RepetitionPenaltyLogitsProcessor(1.3),
+                hf.TemperatureLogitsWarper(0.7),
+                hf.TopKLogitsWarper(6),
+                hf.TopPLogitsWarper(0.8),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_same_distribution_as_transformers(distribution, params, processors) -> None:
+    scores = LOGITS[None]
+    for process in processors:
+        scores = process(torch.tensor([PROMPT + OUTPUT]), scores)
+    expected = scores.softmax(-1)[0]
+    assert not torch.allclose(expected, LOGITS.softmax(-1)) or params in (
+        {"top_k": 99}, {"min_tokens": 3, "stop_ids": (3, 7)},
+    ), "the case tests nothing"  # fmt: skip
+    assert_same(distribution(LOGITS, sequence(**params)), expected)
+
+
+def test_a_bad_word_may_begin_in_the_prompt(distribution) -> None:
+    seq = sequence([1, 2], [], bad_words_ids=((2, 7), (1, 2, 3), (0, 1, 2, 6), (1, 4)))
+    banned = torch.tensor([3, 7])
+    expected = LOGITS.index_fill(0, banned, -INF).softmax(-1)
+    assert_same(distribution(LOGITS, seq), expected)
+
+
+def test_presence_and_frequency_count_the_output_only(distribution) -> None:
+    """3 came once and 4 twice in the output; 1 and 2 are in the prompt alone."""
+    seq = sequence(presence_penalty=0.5, frequency_penalty=0.75)
+    expected = LOGITS.clone()
+    expected[3] -= 0.5 + 0.75
+    expected[4] -= 0.5 + 0.75 * 2
+    assert_same(distribution(LOGITS, seq), expected.softmax(-1))
+
+
+def test_repetition_comes_before_presence_and_after_bias(distribution) -> None:
+    seq = sequence(logit_bias={4: -2.0}, repetition_penalty=2.0, presence_penalty=0.5)
+    expected = LOGITS.clone()
+    for token in (1, 2, 3, 4):
+        biased = LOGITS[token] + (-2.0 if token == 4 else 0)
+        expected[token] = biased / 2 if biased > 0 else biased * 2
+    expected[[3, 4]] -= 0.5
+    assert_same(distribution(LOGITS, seq), expected.softmax(-1))
+
+
+def test_min_p_comes_before_top_p(distribution) -> None:
+    """0.5 and 0.25 pass min_p; of their mass, 0.667 is the first's, and top_p 0.65 ends there."""
+    probs = torch.tensor([0.05] * 5 + [0.5, 0.25])
+    seq = sequence([1], [], min_p=0.3, top_p=0.65)
+    assert_same(distribution(probs.log(), seq), torch.tensor([0.0] * 5 + [1.0, 0.0]))
+
+
+def test_top_p_counts_the_mass_after_top_k(distribution) -> None:
+    """Of 3 of 8 equal tokens, lifted by a bias, 0.5 keeps 2; of all the mass it would keep 3."""
+    seq = sequence([1], [], logit_bias=dict.fromkeys((2, 4, 6), 1.0), top_k=3, top_p=0.5)
+    assert_same(distribution(torch.zeros(8), seq), torch.tensor([0, 0, 0.5, 0, 0.5, 0, 0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.0, 1), (0.1, 1), (0.25, 3), (0.3, 3), (0.5, 5), (0.99, 8), (1.0, 8)]
+)
+def test_metas_rule_keeps_while_the_mass_before_is_at_most_p(distribution, top_p, kept) -> None:
+    """Eight equal tokens: the third has 0.25 before it, and stays with p = 0.25."""
+    expected = torch.zeros(8)
+    expected[:kept] = 1 / kept
+    assert_same(distribution(torch.zeros(8), sequence([1], [], top_p=top_p)), expected)
+
+
+def test_top_k_keeps_what_equals_the_kth(distribution) -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0])
+    expected = torch.tensor([1.0, 2.0, 1.0, -INF, 1.0]).softmax(-1)
+    assert_same(distribution(logits, sequence([1], [], top_k=2)), expected)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.integers(0, 2**32), st.sampled_from([5, 40, 700]))
+def test_a_mixed_batch_draws_what_the_definition_does(seed, vocab) -> None:
+    rng = random.Random(seed)
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(seed)) * rng.uniform(
+        1, 6
+    )
+    sequences = [random_sequence(rng, vocab) for _ in range(6)]
+    expected = [naive_id(row, seq) for row, seq in zip(logits, sequences, strict=True)]
+    assert sample(logits, sequences).ids.tolist() == expected
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 8.0])
+def test_a_nucleus_of_any_size_is_exact(spread) -> None:
+    """From one token to nine tenths of 20,000, with the ties that 16-bit logits bring."""
+    torch.manual_seed(0)
+    logits = (torch.randn(16, 20_000) * spread).bfloat16().float()
+    params: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_p": 0.5, "temperature": 0.6},
+        {"top_p": 0.9, "top_k": 3000},
+    ]
+    sequences = [sequence([1], [], seed=i, **params[i % 3]) for i in range(16)]
+    expected = [naive_id(row, seq) for row, seq in zip(logits, sequences, strict=True)]
+    assert sample(logits, sequences).ids.tolist() == expected
+
+
+# --- chance ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", [1, 1000])
+def test_frequencies_are_those_of_the_distribution(positions) -> None:
+    """Chi-square of 20,000 draws, by seed alone and by 20 seeds x 1,000 positions.
+
+    13 tokens are kept; with 12 degrees of freedom, chance goes over 32.9 once in 1,000.
+    """
+    logits, n = torch.tensor([i * 37 % 50 for i in range(50)]) * 0.15, 20_000
+    params = SamplingParams(temperature=0.8, top_p=0.9)
+    texts = [[0] * length for length in range(1, positions + 1)]
+    sequences = [Sequence(texts[i % positions], params, n, i // positions) for i in range(n)]
+    counts = sample(logits.expand(n, -1), sequences).ids.bincount(minlength=50).double()
+    expected = naive(logits, sequences[0]) * n
+    kept = expected > 0
+    assert int(kept.sum()) == 13
+    assert not counts[~kept].any()
+    assert ((counts - expected) ** 2 / expected)[kept].sum() < 32.9
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0), 0, (0xFF1DAE59, 0x6CD10DF2)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, (0x2C3F628B, 0xAB4FD7AD)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xDD7CE038, 0xF62A4C12)),
+    ],
+)
+def test_philox_gives_its_authors_known_answers(counter, key, words) -> None:
+    """Of Random123's table for philox2x32-10. A word's lowest bit is not used."""
+    seed = torch.tensor([counter[1] << 32 | key], dtype=torch.uint64).view(torch.int64)
+    found = uniform(seed, torch.tensor([counter[0]]))
+    assert found.tolist() == [[word >> 1 for word in words]]
+
+
+def test_numbers_differ_by_seed_by_position_and_by_both_words_of_the_seed() -> None:
+    seeds = torch.tensor([0, 1, 2, 2**32, 2**62, 2**63 - 1]).repeat_interleave(2000)
+    positions = torch.arange(2000).repeat(6)
+    numbers = uniform(seeds, positions)
+    assert numbers.min() >= 0 and numbers.max() < 2**31
+    assert len(numbers[:, 0].unique()) > 12_000 - 5  # chance alone makes 0.03 pairs
+    assert abs(numbers.double().mean() / 2**31 - 0.5) < 0.01
+    again = uniform(seeds[77:78], positions[77:78])
+    assert torch.equal(again, numbers[77:78])
+
+
+def test_a_draw_depends_on_its_row_its_seed_and_its_position_alone() -> None:
+    """Not on neighbours, row order, batch size, or how the tokens before are divided."""
+    torch.manual_seed(2)
+    vocab, rng = 3000, random.Random(2)
+    logits = (torch.randn(32, vocab) * 3).bfloat16().float()
+    sequences = [random_sequence(rng, vocab) for _ in range(31)] + [sequence(temperature=0.0)]
+    together = sample(logits, sequences)
+    assert together.logprobs is not None
+    order = torch.randperm(32)
+    shuffled = sample(logits[order], [sequences[i] for i in order])
+    assert torch.equal(shuffled.ids, together.ids[order])
+    for row, seq in enumerate(sequences):
+        alone = sample(logits[row : row + 1], [seq])
+        assert alone.ids[0] == together.ids[row]
+        if alone.logprobs is not None:
+            torch.testing.assert_close(alone.logprobs[0], together.logprobs[row])
+
+
+def test_a_seed_repeats_itself_and_another_differs() -> None:
+    logits = torch.zeros(64, 1000)
+    first = sample(logits, many(64)).ids
+    assert torch.equal(sample(logits, many(64)).ids, first)
+    assert len(first.unique()) > 50
+    by_position = [Sequence([0] * n, SamplingParams(), 99, seed=0) for n in range(1, 65)]
+    assert len(sample(logits, by_position).ids.unique()) > 50
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_p": 0.5}, {"top_k": 20}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 30, "min_p": 0.02}],
+)
+def test_nothing_filtered_is_ever_drawn(params) -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(500) * 2
+    sequences = many(4000, **params)
+    kept = naive(logits, sequences[0]) > 0
+    assert 1 < kept.sum() < 100
+    assert kept[sample(logits.expand(4000, -1), sequences).ids].all()
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 3}, {"temperature": 1e-4}])
+@pytest.mark.parametrize(("word", "end"), [(0, 0), (2**31 - 1, -1)])
+def test_the_least_and_the_greatest_number_stay_inside(monkeypatch, params, word, end) -> None:
+    """The ends of the vocabulary have no probability, and rounding must not give them any."""
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, _: torch.full((len(seeds), 2), word))
+    logits = torch.cat((torch.full((9,), -INF), torch.zeros(700), torch.full((9,), -INF)))
+    kept = naive(logits, sequence(**params)).nonzero().squeeze(1)
+    assert sample(logits[None], [sequence(**params)]).ids.tolist() == [kept[end]]
+
+
+# --- greedy, and rows without an answer ------------------------------------------------------
+
+
+def test_greedy_takes_the_first_of_the_top_ones_whatever_the_filters() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+    filters: list[dict[str, Any]] = [{}, {"top_p": 0.1}, {"top_k": 2, "min_p": 0.5}, {"seed": 5}]
+    for params in filters:
+        greedy, drawn = sequence([0], [], temperature=0, **params), sequence([0], [])
+        assert sample(logits, [greedy]).ids.tolist() == [1]
+        assert sample(logits.expand(2, -1), [drawn, greedy]).ids[1] == 1
+
+
+def test_greedy_heeds_bias_bans_and_penalties() -> None:
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"logit_bias": {5: 100.0}}, 5),
+        ({"bad_words_ids": ((3,), (7,))}, 1),
+        ({"min_tokens": 4, "stop_ids": (3, 7, 1)}, 10),
+        ({"repetition_penalty": 5.0}, 7),
+        ({"presence_penalty": 2.0}, 7),
+        ({"frequency_penalty": 2.0}, 7),
+    ]
+    sequences = [sequence(temperature=0, **params) for params, _ in cases]
+    ids = sample(LOGITS.expand(len(cases), -1), sequences).ids
+    assert LOGITS.argmax() == 3
+    assert ids.tolist() == [token for _, token in cases]
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 3}, {"logprobs": 2}]
+)
+@pytest.mark.parametrize("fault", ["nan", "inf", "all -inf", "all banned"])
+def test_a_row_without_an_answer_is_marked_and_harms_no_other(params, fault) -> None:
+    good, bad = sequence(**params), sequence(**params)
+    logits = LOGITS.repeat(3, 1)
+    if fault == "nan":
+        logits[1, 6] = torch.nan
+    elif fault == "inf":
+        logits[1, 6] = INF
+    elif fault == "all -inf":
+        logits[1] = -INF
+    else:
+        bad = sequence(bad_words_ids=tuple((i,) for i in range(12)), **params)
+    sampled = sample(logits, [good, bad, good])
+    expected = naive_id(LOGITS, good)
+    assert sampled.ids.tolist() == [expected, -1, expected]
+    with pytest.raises(ValueError, match=r"rows \[1\] of 3 have no token.*ban.*NaN"):
+        to_host_ids(sampled.ids)
+    assert to_host_ids(sampled.ids[::2]) == [expected, expected]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 100.0])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e30])
+def test_no_temperature_makes_numbers_overflow(temperature, size) -> None:
+    ids = sample(LOGITS[None] * size, [sequence(temperature=temperature, top_p=0.9)]).ids
+    assert 0 <= ids[0] < 12
+    if temperature < 1 <= size:
+        assert ids[0] == 3
+
+
+def test_logits_are_left_as_they_are() -> None:
+    rng, logits = random.Random(4), LOGITS.repeat(16, 1)
+    sample(logits, [random_sequence(rng, 12) for _ in range(16)])
+    assert torch.equal(logits, LOGITS.repeat(16, 1))
+
+
+# --- log-probabilities -----------------------------------------------------------------------
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Whatever bias, penalty, temperature and filter made of the row that was drawn from."""
+    changed = sequence(
+        logprobs=2, temperature=0.3, top_k=2, logit_bias={5: 9.0}, repetition_penalty=2.0
+    )
+    sequences = [changed, sequence(logprobs=0), sequence(temperature=0)]
+    sampled = sample(LOGITS.expand(3, -1), sequences)
+    expected = LOGITS.log_softmax(-1)
+    assert sampled.ids[0] == 5
+    assert sampled.logprobs is not None and sampled.top_logprobs is not None
+    torch.testing.assert_close(sampled.logprobs, expected[sampled.ids])
+    assert sampled.top_ids is not None and sampled.top_ids.tolist() == [[3, 7]] * 3
+    torch.testing.assert_close(sampled.top_logprobs, expected[[3, 7]].expand(3, -1))
+
+
+def test_logprobs_cost_nothing_unless_asked_for() -> None:
+    sampled = sample(LOGITS[None], [sequence()])
+    assert sampled.logprobs is sampled.top_ids is sampled.top_logprobs is None
+    sampled = sample(LOGITS[None], [sequence(logprobs=0)])
+    assert sampled.logprobs is not None and sampled.top_ids is sampled.top_logprobs is None
+
+
+def test_score_gives_each_targets_logprob_and_the_likeliest() -> None:
+    torch.manual_seed(5)
+    logits, targets = torch.randn(7, 30) * 50, torch.arange(7) * 4
+    expected = logits.log_softmax(-1)
+    logprobs, top_ids, top_logprobs = score(logits, targets, 3)
+    assert top_ids is not None and top_logprobs is not None
+    torch.testing.assert_close(logprobs, expected[torch.arange(7), targets])
+    assert torch.equal(top_ids, expected.sort(descending=True).indices[:, :3])
+    torch.testing.assert_close(top_logprobs, expected.sort(descending=True).values[:, :3])
+    assert score(logits, targets, 0)[1:] == (None, None)
+    whole = score(logits, targets, 99)[1]
+    assert whole is not None and whole.shape == (7, 30)
+
+
+# --- Meta's public function ------------------------------------------------------------------
+
+
+def test_sample_top_p_follows_metas_rule() -> None:
+    """The reference's steps, written out: drop where the mass before is over p, renormalise."""
+    torch.manual_seed(6)
+    probs = (torch.randn(64, 200) * 3).softmax(-1)
+    for p in (0.0, 0.3, 0.9, 1.0):
+        ordered, order = torch.sort(probs, dim=-1, descending=True)
+        ordered[torch.cumsum(ordered, -1) - ordered > p] = 0.0
+        torch.manual_seed(7)
+        drawn = torch.multinomial(ordered / ordered.sum(-1, keepdim=True), num_samples=1)
+        torch.manual_seed(7)
+        found = sample_top_p(probs, p)
+        assert found.shape == (64, 1)
+        assert torch.equal(found, order.gather(-1, drawn))
+    assert torch.equal(sample_top_p(probs, 0.0), probs.argmax(-1, keepdim=True))

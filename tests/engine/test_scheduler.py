@@ -1,0 +1,281 @@
+"""The page pool and the scheduler, without a model: nothing is lost, repeated, or left behind."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.scheduling import watch_releases
+from llama.engine.core import EngineCore
+from llama.engine.pages import PagePool, page_hash
+from llama.engine.runner import StepOutput
+from llama.engine.scheduler import Scheduled, Scheduler
+from llama.engine.sequence import Sequence
+from llama.sampling_params import SamplingParams
+
+VOCAB = 7  # small, so that prefixes often coincide
+
+
+def next_token(tokens: list[int]) -> int:
+    """A made-up model: the token depends on all that came before, and on nothing else."""
+    return sum((i + 1) * (t + 3) for i, t in enumerate(tokens)) * 2654435761 % 1009 % VOCAB
+
+
+class FakeRunner:
+    """Holds what was written in each slot, as the page tensor would, and checks what is read."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.computed = 0
+        self.budgets: list[int] = []
+
+    def run(self, scheduled: list[Scheduled]) -> StepOutput:
+        ids = []
+        self.budgets.append(sum(item.count for item in scheduled))
+        counts = [item.count for item in scheduled]
+        assert counts == sorted(counts, key=lambda c: c > 1), "single tokens come first"
+        for item in scheduled:
+            seq = item.sequence
+            for p in range(seq.num_computed, seq.num_computed + item.count):
+                self.slots[self.slot(seq, p)] = tuple(seq.tokens[: p + 1])
+                self.computed += 1
+        for item in scheduled:  # after all writes: a page shared by mistake would show
+            seq = item.sequence
+            for p in range(seq.num_computed + item.count):
+                assert self.slots[self.slot(seq, p)] == tuple(seq.tokens[: p + 1]), "foreign page"
+            if item.samples:
+                ids.append(next_token(seq.tokens))
+        return StepOutput(ids)
+
+    def slot(self, seq: Sequence, p: int) -> int:
+        return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
+
+
+class FakeEngine(EngineCore):
+    runner: FakeRunner
+
+
+def engine(num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True) -> FakeEngine:
+    pool = PagePool(num_pages, page_size, reuse=reuse)
+    scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
+    return FakeEngine(FakeRunner(page_size), scheduler)
+
+
+def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
+    params = SamplingParams(max_tokens=None)
+    return Sequence(list(prompt), params, len(prompt) + count, seed=1, stop_ids=stop_ids)
+
+
+def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
+    """What a sequence must come to, by definition."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        token = next_token(tokens)
+        if token in stop_ids:
+            break
+        tokens.append(token)
+    return tokens
+
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
+requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10))  # prompt, count, arrival
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(requests, min_size=1, max_size=12),
+    st.integers(7, 30),
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.booleans(),
+    st.sets(st.integers(0, VOCAB - 1), max_size=1),
+)
+def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, stops):
+    """Random arrivals, lengths, budgets and page counts, preemption included: each sequence comes
+    to exactly what it would alone, and the pool ends as it began."""
+    tried = engine(num_pages, 4, batch, max(budget, batch), reuse)
+    stop_ids = frozenset(stops)
+    pending = sorted(
+        ((when, sequence(prompt, count, stop_ids)) for prompt, count, when in arrivals),
+        key=lambda pair: pair[0],
+    )
+    everyone = [seq for _, seq in pending]
+    for step in range(10_000):
+        while pending and pending[0][0] <= step:
+            tried.add(pending.pop(0)[1])
+        if not pending and not tried.has_unfinished():
+            break
+        tried.step()
+        tried.scheduler.check()
+        assert len(tried.scheduler.running) <= batch
+    for seq in everyone:
+        assert seq.finished
+        assert seq.tokens == alone(
+            seq.tokens[: seq.num_prompt], seq.limit - seq.num_prompt, stop_ids
+        )
+        wanted = "length" if len(seq.tokens) == seq.limit else "stop"
+        assert seq.finish_reason == wanted
+    assert tried.scheduler.pool.num_free == num_pages
+    assert max(tried.runner.budgets, default=0) <= tried.scheduler.token_budget
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_aborts_leave_the_pool_as_it_was(arrivals, rng: random.Random):
+    """Sequences aborted at random moments, waiting or running, give back every page."""
+    tried = engine(num_pages=9)
+    sequences = [sequence(prompt, count) for prompt, count, _ in arrivals]
+    for seq in sequences:
+        tried.add(seq)
+    while tried.has_unfinished():
+        if rng.random() < 0.4:
+            tried.abort(rng.choice(sequences))
+            tried.scheduler.check()
+        tried.step()
+        tried.scheduler.check()
+    for seq in sequences:
+        assert seq.finish_reason in ("abort", "length")
+        assert seq.tokens == alone(seq.tokens[: seq.num_prompt], seq.num_output, frozenset())
+    assert tried.scheduler.pool.num_free == 9
+
+
+def test_preemption_happens_and_is_invisible(monkeypatch):
+    """Six sequences that all grow to 7 of 9 pages: some must give up their pages and come back."""
+    tried = engine(num_pages=9, max_batch_size=6)
+    given_up = watch_releases(tried.scheduler, monkeypatch)
+    sequences = [sequence([i], 27) for i in range(6)]
+    for seq in sequences:
+        tried.add(seq)
+    while tried.has_unfinished():
+        tried.step()
+    assert given_up.count(False) > 0, "nobody was preempted: the test tests nothing"
+    assert [s.tokens for s in sequences] == [alone([i], 27, frozenset()) for i in range(6)]
+
+
+def test_who_gave_up_its_pages_comes_before_who_never_had_any(monkeypatch):
+    """Three sequences that cannot all run to their end, and a fourth that waits behind them."""
+    tried = engine(num_pages=8, max_batch_size=3)
+    sequences = [sequence([i], 15) for i in range(4)]
+    for seq in sequences:
+        tried.add(seq)
+    given_up = watch_releases(tried.scheduler, monkeypatch)
+    while tried.has_unfinished():
+        tried.step()
+        order = [sequences.index(seq) for seq in tried.scheduler.live()]
+        assert order == sorted(order), "a later one went ahead"
+    assert given_up.count(False) > 0, "nobody was preempted: the test tests nothing"
+
+
+def test_more_prompts_than_the_batch_holds_queue_in_order():
+    tried = engine(num_pages=40, max_batch_size=2)
+    sequences = [sequence([i % VOCAB], 5) for i in range(7)]
+    for seq in sequences:
+        tried.add(seq)
+    ended = []
+    while tried.has_unfinished():
+        ended += [seq for seq in tried.step() if seq.finished]
+    assert [sequences.index(seq) for seq in ended] == list(range(7))
+
+
+def test_long_prompts_are_taken_in_chunks_beside_running_ones():
+    """With 8 tokens a step, a prompt of 21 takes three steps; the running one moves in each."""
+    tried = engine(num_pages=40)
+    first, second = sequence([1], 10), sequence([2] * 21, 1)
+    tried.add(first)
+    tried.step()
+    tried.add(second)
+    lengths = []
+    while not second.finished:
+        tried.step()
+        lengths.append(first.num_output)
+    assert lengths == [2, 3, 4]
+    assert tried.runner.budgets == [1, 8, 8, 8]
+
+
+def test_a_shared_prefix_is_computed_once():
+    tried = engine(num_pages=40)
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # two full pages and two tokens
+    for count in (3, 3):
+        seq = sequence(prompt, count)
+        tried.add(seq)
+        while tried.has_unfinished():
+            tried.step()
+    assert seq.num_cached == 8
+    assert tried.runner.computed == (10 + 2) + (2 + 2)
+    other = sequence([6] + prompt[1:], 1)  # the same second page after another first one
+    tried.add(other)
+    while tried.has_unfinished():
+        tried.step()
+    assert other.num_cached == 0
+
+
+def test_the_last_prompt_token_is_always_computed():
+    """A prompt of exactly two known pages still needs logits: its second page is done again."""
+    tried = engine(num_pages=40)
+    for _ in range(2):
+        seq = sequence([1, 2, 3, 4, 5, 6, 0, 1], 2)
+        tried.add(seq)
+        while tried.has_unfinished():
+            tried.step()
+    assert seq.num_cached == 4
+    assert seq.tokens == alone([1, 2, 3, 4, 5, 6, 0, 1], 2, frozenset())
+
+
+def test_least_recently_freed_pages_are_evicted_first():
+    pool = PagePool(3, 2)
+    names = [page_hash(b"", [i, i]) for i in range(3)]
+    pages = [pool.allocate() for _ in range(3)]
+    for page, name in zip(pages, names, strict=True):
+        pool.remember(page, name)
+    pool.release([pages[1]])
+    pool.release([pages[2], pages[0]])  # the last page of a run goes first: 0, then 2
+    pool.check()
+    assert pool.allocate() == pages[1]
+    assert pool.find([names[1]]) == []
+    assert pool.find([names[2]]) == [pages[2]]
+    assert pool.allocate() == pages[0]
+    pool.hold(pool.find([names[2]]))
+    assert pool.num_free == 0
+
+
+def test_a_page_freed_twice_is_caught():
+    pool = PagePool(2, 2)
+    page = pool.allocate()
+    pool.release([page])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.release([page])
+
+
+def test_a_failing_runner_leaves_an_empty_engine(monkeypatch):
+    """The error reaches the caller, every request is aborted, and the next one is served."""
+    tried = engine()
+
+    def fail(scheduled: list[Scheduled]) -> StepOutput:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(tried.runner, "run", fail)
+    victims = [sequence([1, 2], 3) for _ in range(6)]
+    for seq in victims:
+        tried.add(seq)
+    with pytest.raises(MemoryError):
+        tried.step()
+    assert [seq.finish_reason for seq in victims] == ["abort"] * 6
+    assert tried.scheduler.pool.num_free == 8
+    monkeypatch.undo()
+    seq = sequence([1, 2], 3)
+    tried.add(seq)
+    while tried.has_unfinished():
+        tried.step()
+    assert seq.tokens == alone([1, 2], 3, frozenset())
+
+
+def test_what_can_never_run_is_refused():
+    tried = engine(num_pages=2, page_size=4)
+    with pytest.raises(ValueError, match="up to 9 tokens does not fit the 8"):
+        tried.add(sequence([1], 8))
+    with pytest.raises(ValueError, match="0 prompt tokens"):
+        tried.add(sequence([], 3))
+    with pytest.raises(ValueError, match="token budget of 3"):
+        engine(budget=3, max_batch_size=4)

@@ -1,0 +1,1 @@
+"""What tests share: oracles, random checkpoints, prompts, and the launch of real processes."""

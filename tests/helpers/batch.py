@@ -1,0 +1,26 @@
+"""Batch jobs for tests: lines to a file's bytes, and the records that come of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llama import Llama
+from llama.batch.job import run_batch
+
+
+def written(lines: list[Any]) -> bytes:
+    """A file's bytes: bytes as they are, strings as text, all else as JSON, each with its end."""
+    parts = [
+        x if isinstance(x, bytes) else (x if isinstance(x, str) else json.dumps(x)).encode()
+        for x in lines
+    ]
+    return b"".join(part + b"\n" for part in parts)
+
+
+def answers(llama: Llama, folder: Path, lines: list[Any], *args, **kwargs) -> list[dict[str, Any]]:
+    """The records of these lines, in the order of the lines."""
+    (folder / "in").write_bytes(written(lines))
+    (folder / "out").unlink(missing_ok=True)
+    run_batch(llama, str(folder / "in"), str(folder / "out"), *args, **kwargs)
+    records = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    return sorted(records, key=lambda record: record["id"])

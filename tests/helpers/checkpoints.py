@@ -1,0 +1,93 @@
+"""Random tiny checkpoints in Meta's layout, for tests.
+
+`random_state` makes the whole tensors of a model that params.json's contents describe; `write_meta`
+writes them as a folder of shards. The sharding here is written from Meta's rules on its own, and
+imports nothing from `llama`: it is what the loader is tested against.
+"""
+
+import base64
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def ffn_dim(params: dict) -> int:
+    hidden = int(2 * (4 * params["dim"]) / 3)
+    if params.get("ffn_dim_multiplier") is not None:
+        hidden = int(params["ffn_dim_multiplier"] * hidden)
+    multiple = params.get("multiple_of", 256)
+    return multiple * ((hidden + multiple - 1) // multiple)
+
+
+def random_state(params: dict, seed: int = 0) -> dict[str, Tensor]:
+    """Meta's name -> whole float32 tensor, scaled so that logits spread by about 3."""
+    dim, vocab, ffn = params["dim"], params["vocab_size"], ffn_dim(params)
+    kv = (params.get("n_kv_heads") or params["n_heads"]) * (dim // params["n_heads"])
+    matrices = {
+        "attention.wq": (dim, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim),
+        "attention.wo": (dim, dim), "feed_forward.w1": (ffn, dim), "feed_forward.w2": (dim, ffn),
+        "feed_forward.w3": (ffn, dim),
+    }  # fmt: skip
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return torch.randn(shape, generator=draw) * std
+
+    state = {"tok_embeddings.weight": normal(vocab, dim, std=0.2)}
+    for i in range(params["n_layers"]):
+        for name, shape in matrices.items():
+            state[f"layers.{i}.{name}.weight"] = normal(*shape, std=shape[1] ** -0.5)
+        for name in ("attention_norm", "ffn_norm"):
+            state[f"layers.{i}.{name}.weight"] = 1 + normal(dim, std=0.1)
+    state["norm.weight"] = 1 + normal(dim, std=0.1)
+    state["output.weight"] = normal(vocab, dim, std=3 * dim**-0.5)
+    return state
+
+
+def shard_of(name: str, whole: Tensor, params: dict, index: int, count: int) -> Tensor:
+    """What shard `index` of `count` holds of a tensor, in memory of its own."""
+    if whole.dim() == 1:
+        return whole.clone()
+    kv_heads = params.get("n_kv_heads") or params["n_heads"]
+    if ("wk" in name or "wv" in name) and count > kv_heads:  # each head on several shards, in order
+        return whole.chunk(kv_heads)[index * kv_heads // count].clone()
+    dim = 1 if "wo" in name or "w2" in name else 0
+    return whole.chunk(count, dim)[index].clone()
+
+
+def write_meta(
+    folder: Path,
+    params: dict,
+    state: dict[str, Tensor],
+    num_shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Path | None = None,
+) -> Path:
+    """Write consolidated.NN.pth, params.json and a copy of `tokenizer`; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "params.json").write_text(json.dumps(params))
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, folder / "tokenizer.model")
+    for i in range(num_shards):
+        shard = {
+            name: shard_of(name, whole, params, i, num_shards).to(dtype)
+            for name, whole in state.items()
+        }
+        torch.save(shard, folder / f"consolidated.{i:02d}.pth")
+    return folder
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer.model of the 256 bytes; with the 256 special tokens, a vocabulary of 512."""
+    lines = [f"{base64.b64encode(bytes([i])).decode()} {i}" for i in range(256)]
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+
+
+def change_params(folder: Path, **changes) -> None:
+    """Rewrite params.json; a value of None takes the key out."""
+    path = folder / "params.json"
+    params = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in params.items() if v is not None}))

@@ -1,0 +1,60 @@
+"""Processes for tests: the environment they get, and ranks with and without torchrun.
+
+A job is {"do": name, ...}, a function of programs/ranks.py; each rank writes its results as JSON.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent.parent
+PROGRAMS = REPO / "tests" / "programs"
+DEMO = REPO / "checkpoints" / "demo"
+WORKER = str(PROGRAMS / "ranks.py")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **extra}
+
+
+def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
+    """The results of the jobs, a list for each rank."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc_per_node={world}", WORKER, str(folder / "jobs.json"), str(folder),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Loaded in ") == len(
+        {job["folder"] for job in jobs if job["do"] in ("generate", "place")}
+    ), "rank 0 alone prints, once a build"
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+
+
+def by_hand(world: int, jobs: list[dict], folder: Path) -> list[subprocess.CompletedProcess]:
+    """The same without torchrun, whose agent would end the ranks that are left by itself."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    variables["LOCAL_WORLD_SIZE"] = str(world)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, WORKER, str(folder / "jobs.json"), str(folder)],
+            env=environment(RANK=str(r), LOCAL_RANK=str(r), **variables),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for r in range(world)
+    ]  # fmt: skip
+    out = [rank.communicate(timeout=120)[0] for rank in ranks]
+    return [
+        subprocess.CompletedProcess([], rank.returncode, text)
+        for rank, text in zip(ranks, out, strict=True)
+    ]

@@ -1,0 +1,213 @@
+"""Paged attention against float64; a query alone, in a batch, and as a row of a prefill."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.model import Batch
+from llama.ops.attention import paged_attention
+
+CPU = torch.device("cpu")
+_rng = random.Random(3)
+
+
+class Case:
+    """Queries and pages of sequences with `lens` tokens, of which the last `query_lens` are new."""
+
+    def __init__(self, lens, query_lens, shape=(8, 2, 64), page_size=16, seed=0, size=1.0) -> None:
+        n_heads, n_kv_heads, head_dim = shape
+        generator = torch.Generator().manual_seed(seed)
+        held = [-(-n // page_size) for n in lens]
+        order = torch.randperm(sum(held) + 2, generator=generator).tolist()
+        pages = [[order.pop() for _ in range(n)] for n in held]
+        starts = [n - new for n, new in zip(lens, query_lens, strict=True)]
+        self.batch = Batch.pack(starts, query_lens, pages, page_size, [], CPU)
+        shape = (2, sum(held) + 2, page_size, n_kv_heads, head_dim)
+        self.kv_cache = torch.randn(shape, generator=generator).bfloat16()
+        queries = torch.randn(sum(query_lens), n_heads, head_dim, generator=generator)
+        self.queries = (queries * size).bfloat16()
+
+    def run(self) -> Tensor:
+        b = self.batch
+        return paged_attention(
+            self.queries, self.kv_cache, b.page_table, b.seen, b.query_lens, b.seq_lens
+        )
+
+    def row(self, row: int, seq: int, length: int) -> Tensor:
+        """One query as a decode step of its own, at a context of `length`."""
+        b = self.batch
+        seen = torch.ones(1, length, dtype=torch.bool)
+        table = b.page_table[seq : seq + 1]
+        return paged_attention(
+            self.queries[row : row + 1], self.kv_cache, table, seen, (1,), (length,)
+        )
+
+    def rows(self) -> list[tuple[int, int, int]]:
+        """(row, sequence, tokens that it sees) of every query."""
+        lens = zip(self.batch.query_lens, self.batch.seq_lens, strict=True)
+        each = [(s, n - new + i + 1) for s, (new, n) in enumerate(lens) for i in range(new)]
+        return [(row, *rest) for row, rest in enumerate(each)]
+
+    def slots(self, seq: int, length: int) -> Tensor:
+        """Where the first `length` tokens of a sequence lie, among all slots."""
+        size = self.kv_cache.shape[2]
+        positions = torch.arange(length)
+        return self.batch.page_table[seq, positions // size] * size + positions % size
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """The answer in float64, and the same sums of absolute values."""
+        keys, values = self.kv_cache.flatten(1, 2).double()
+        group = self.queries.shape[1] // keys.shape[1]
+        out, size = [], []
+        for row, seq, length in self.rows():
+            slots = self.slots(seq, length)
+            k = keys[slots].repeat_interleave(group, 1)
+            v = values[slots].repeat_interleave(group, 1)
+            scores = torch.einsum("hd,lhd->hl", self.queries[row].double(), k)
+            weights = (scores / keys.shape[2] ** 0.5).softmax(-1)
+            out.append(torch.einsum("hl,lhd->hd", weights, v))
+            size.append(torch.einsum("hl,lhd->hd", weights, v.abs()))
+        return torch.stack(out), torch.stack(size)
+
+
+CASES = [  # lens, query lens, (H, K, D), S: around a chunk of 256 keys and a block of 56 rows
+    ([1], [1], (4, 4, 32), 16),
+    ([255, 256, 257, 513], [1, 1, 1, 1], (8, 2, 64), 16),
+    ([600, 31, 40], [1, 1, 40], (8, 2, 64), 16),
+    ([300], [300], (4, 1, 64), 16),
+    ([270, 530], [14, 15], (4, 1, 128), 16),
+    ([700, 20], [2, 20], (6, 2, 96), 700),
+    ([33, 290], [1, 3], (60, 1, 32), 1),
+    ([520], [9], (8, 8, 256), 5),
+] + [
+    (
+        [q + _rng.choice([0, 1, 15, 241, 256]) for q in query_lens],
+        query_lens,
+        (k * _rng.choice([1, 2, 3, 4, 8]), k, _rng.choice([32, 64, 96, 128])),
+        _rng.choice([1, 4, 16, 1000]),
+    )
+    for k in (1, 2, 4, 8)
+    for query_lens in (
+        [1] * _rng.randint(1, 4),
+        sorted(_rng.choice([1, 2, 13, 70]) for _ in range(3)),
+    )
+]  # fmt: skip
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+def check(case: Case, out: Tensor, loss: float) -> None:
+    """Within a rounding to bf16 of the exact answer, and `loss` of the sums of absolute values."""
+    exact, size = case.exact()
+    assert out.dtype is case.queries.dtype
+    assert ((out.double() - exact).abs() <= exact.abs() / 256 + size * loss).all()
+
+
+@pytest.mark.parametrize("lens, query_lens, shape, page_size", CASES)
+@pytest.mark.parametrize("size", [1, 12])
+def test_paged_attention_is_attention(kernels, lens, query_lens, shape, page_size, size):
+    case = Case(lens, query_lens, shape, page_size, size=size)
+    check(case, case.run(), 1e-5)
+
+
+@pytest.mark.parametrize("lens, query_lens, shape, page_size", CASES)
+def test_torch_body(no_kernels, lens, query_lens, shape, page_size):
+    case = Case(lens, query_lens, shape, page_size)
+    check(case, case.run(), 1 / 64)  # its weights are rounded to bf16
+    case.queries, case.kv_cache = case.queries.float(), case.kv_cache.float()
+    check(case, case.run(), 1e-5)
+
+
+def test_a_query_gives_the_same_bytes_alone_in_a_batch_and_in_a_prefill(kernels):
+    for lens, query_lens, shape, page_size in CASES:
+        case = Case(lens, query_lens, shape, page_size)
+        whole = case.run()
+        for row, seq, length in case.rows()[::3] + case.rows()[-1:]:
+            assert same(case.row(row, seq, length), whole[row : row + 1]), (lens, shape, row)
+
+
+def test_any_number_of_threads_gives_the_same_bytes(kernels):
+    for lens, query_lens in (([2000], [1]), ([900, 40], [1, 1]), ([700], [130])):
+        case = Case(lens, query_lens, (16, 4, 64))
+        alone = case.run()
+        for threads in (2, 3):
+            torch.set_num_threads(threads)  # conftest puts it back
+            assert same(case.run(), alone)
+        torch.set_num_threads(1)
+
+
+def test_slots_that_a_query_may_not_see_are_never_read(kernels):
+    """Pages of others and slots past the end hold what was there last, NaN in the worst case."""
+    case = Case([37, 256, 300], [1, 1, 20])
+    before = case.run()
+    used = torch.cat([case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens)])
+    kept = case.kv_cache.flatten(1, 2)[:, used]
+    case.kv_cache.fill_(float("nan"))
+    case.kv_cache.flatten(1, 2)[:, used] = kept
+    assert same(case.run(), before)
+
+
+def test_a_nan_reaches_who_sees_it_and_nobody_else(kernels):
+    case = Case([300, 270], [1, 8], (4, 2, 32))
+    keys = case.kv_cache[0].flatten(0, 1)
+    keys[case.slots(1, 270)[265], 1, 3] = float("nan")  # the second kv head: heads 2 and 3
+    out = case.run().isnan().any(-1)
+    assert not out[:4].any() and not out[:, :2].any()
+    assert out[4:, 2:].all()
+    case.queries[0, 1, 0] = float("nan")
+    assert case.run()[0].isnan().all(-1).tolist() == [False, True, False, False]
+
+
+def test_one_key_that_outweighs_all_others_gives_its_value(kernels):
+    """In the first chunk and in the last: the partials of the others are scaled to nothing."""
+    for position in (3, 610):
+        case = Case([611], [1], (4, 2, 64))
+        keys, values = case.kv_cache.flatten(1, 2)
+        keys.mul_(0.01)
+        case.queries[:] = keys[case.slots(0, 611)[position]].repeat_interleave(2, 0) * 3e5
+        keys[case.slots(0, 611)[position]] *= 100
+        expected = values[case.slots(0, 611)[position]].repeat_interleave(2, 0)
+        assert torch.equal(case.run()[0], expected)
+
+
+def test_queries_and_page_tables_that_are_not_contiguous(kernels):
+    case = Case([300, 40], [1, 40])
+    before = case.run()
+    wide = torch.zeros(*case.queries.shape[:2], 100).bfloat16()
+    wide[..., 7:71] = case.queries
+    case.queries = wide[..., 7:71]
+    object.__setattr__(case.batch, "page_table", case.batch.page_table.T.contiguous().T)
+    assert same(case.run(), before)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, loss",
+    [
+        ((4, 2, 16), torch.bfloat16, 1 / 64),
+        ((4, 2, 80), torch.bfloat16, 1 / 64),
+        ((4, 2, 288), torch.bfloat16, 1 / 64),
+        ((4, 2, 64), torch.float32, 1e-5),
+        ((4, 2, 64), torch.float16, 1 / 64),
+    ],
+)
+def test_what_has_no_kernel_goes_to_the_torch_body(kernels, shape, dtype, loss):
+    case = Case([70, 300, 25], [1, 30, 25], shape)
+    case.queries, case.kv_cache = case.queries.to(dtype), case.kv_cache.to(dtype)
+    check(case, case.run(), loss)
+
+
+def test_pages_that_are_not_contiguous_go_to_the_torch_body(kernels):
+    case = Case([70, 300], [1, 30])
+    case.kv_cache = torch.stack([case.kv_cache, case.kv_cache], -1)[..., 0]
+    check(case, case.run(), 1 / 64)
+
+
+def test_a_page_table_too_short_for_its_sequence_is_refused(kernels):
+    case = Case([40], [1])
+    object.__setattr__(case.batch, "seq_lens", (49,))
+    with pytest.raises(AssertionError):
+        case.run()

@@ -1,0 +1,169 @@
+"""RMSNorm, rotary embedding with store, and SwiGLU: each kernel against its torch body."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops.attention import paged_attention
+from llama.ops.cpu import native
+from llama.ops.norm import rms_norm
+from llama.ops.rope import apply_rope, precompute_freqs_cis, rope_and_store
+from llama.ops.swiglu import silu_mul
+
+SHAPES = [(1, 32), (1, 2048), (3, 96), (40, 2048)]  # (T, numbers): the last is worth threads
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def torch_body(op, *args, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: None)
+        return op(*args)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int16).int()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def check_rounding(a: Tensor, b: Tensor) -> None:
+    """Equal, but for one in a thousand that is the next bf16 number."""
+    assert a.shape == b.shape and a.dtype is b.dtype is torch.bfloat16
+    a, b = (torch.where(bits(x) < 0, -(bits(x) & 0x7FFF), bits(x)) for x in (a, b))
+    assert (a - b).abs().max() <= 1
+    assert (a != b).sum() <= max(1, a.numel() // 1000)
+
+
+class Rope:
+    """qkv of T tokens at positions from 5 on, with 6 query and 2 kv heads, and their pages."""
+
+    def __init__(self, count: int, head_dim: int) -> None:
+        self.qkv = numbers(count, 10, head_dim)
+        self.turns = precompute_freqs_cis(head_dim, count + 5, 5e5, None)[5:]
+        self.kv_cache = numbers(2, 7, 8, 2, head_dim, seed=1)
+        self.slots = torch.randperm(56, generator=torch.Generator().manual_seed(2))[:count]
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        pages = self.kv_cache.clone()
+        return rope_and_store(self.qkv, self.turns, pages, self.slots), pages
+
+
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_rms_norm(kernels, monkeypatch, rows, width):
+    x, weight = numbers(rows, width) * 3, numbers(width, seed=1)
+    plain = torch_body(rms_norm, x, weight, 1e-5, monkeypatch=monkeypatch)
+    check_rounding(rms_norm(x, weight, 1e-5), plain)
+    tiny = x * 1e-4  # the mean of squares is below eps
+    plain = torch_body(rms_norm, tiny, weight, 1e-5, monkeypatch=monkeypatch)
+    check_rounding(rms_norm(tiny, weight, 1e-5), plain)
+
+
+def test_the_norm_is_rounded_before_its_weight(kernels):
+    """As in Meta's code: 1.0039 is rounded to 1 or 1.0078 first, and then times 257 / 256."""
+    x = torch.ones(1, 32).bfloat16()
+    x[0, :16] = 1.0078125
+    weight = torch.full((32,), 1.0078125).bfloat16()
+    scale = (x.float().pow(2).mean() + 1e-5).rsqrt()
+    expected = (x.float() * scale).bfloat16().float() * weight.float()
+    assert not torch.equal(expected.bfloat16(), (x.float() * scale * weight.float()).bfloat16())
+    assert torch.equal(rms_norm(x, weight, 1e-5), expected.bfloat16())
+
+
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_silu_mul(kernels, monkeypatch, rows, width):
+    x = numbers(rows, 2 * width) * 4
+    check_rounding(silu_mul(x), torch_body(silu_mul, x, monkeypatch=monkeypatch))
+
+
+def test_silu_mul_at_every_gate_that_bf16_has(kernels, monkeypatch):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    x = torch.cat([every, torch.ones(2**16).bfloat16()])[None]
+    out, plain = silu_mul(x)[0], torch_body(silu_mul, x, monkeypatch=monkeypatch)[0]
+    assert torch.equal(out.isnan(), plain.isnan())
+    normal = ~plain.isnan() & ((plain.abs() > 1e-36) | (plain == 0))
+    check_rounding(out[normal], plain[normal])
+    assert (out[~normal & ~plain.isnan()].abs() <= 1e-36).all()
+
+
+@pytest.mark.parametrize("count, head_dim", [(1, 64), (3, 32), (37, 96), (56, 128)])
+def test_rope_and_store(kernels, monkeypatch, count, head_dim):
+    rope = Rope(count, head_dim)
+    queries, pages = rope.run()
+    plain_queries, plain_pages = torch_body(rope.run, monkeypatch=monkeypatch)
+    check_rounding(queries, plain_queries)
+    check_rounding(pages[0], plain_pages[0])
+    assert same(pages[1], plain_pages[1])
+    untouched = torch.ones(56, dtype=torch.bool)
+    untouched[rope.slots] = False
+    assert same(pages.flatten(1, 2)[:, untouched], rope.kv_cache.flatten(1, 2)[:, untouched])
+
+
+def test_rope_and_store_by_hand(no_kernels):
+    rope = Rope(3, 32)
+    queries, pages = rope.run()
+    assert torch.equal(queries, apply_rope(rope.qkv[:, :6], rope.turns))
+    keys, values = pages.flatten(1, 2)
+    for row, slot in enumerate(rope.slots):
+        turned = apply_rope(rope.qkv[row : row + 1, 6:8], rope.turns[row : row + 1])
+        assert torch.equal(keys[slot], turned[0])
+        assert torch.equal(values[slot], rope.qkv[row, 8:])
+
+
+def test_a_row_gives_the_same_bytes_alone_in_a_batch_and_on_any_number_of_threads(kernels):
+    x, weight, rope = numbers(70, 2048), numbers(2048, seed=1), Rope(56, 128)
+    normed, gated, (queries, pages) = rms_norm(x, weight, 1e-5), silu_mul(x), rope.run()
+    for row in range(0, 56, 7):
+        one = x[row : row + 1]
+        assert same(rms_norm(one, weight, 1e-5), normed[row : row + 1])
+        assert same(silu_mul(one), gated[row : row + 1])
+    for threads in (2, 3):
+        torch.set_num_threads(threads)  # conftest puts it back
+        assert same(rms_norm(x, weight, 1e-5), normed)
+        assert same(silu_mul(x), gated)
+        for mine, before in zip(rope.run(), (queries, pages), strict=True):
+            assert same(mine, before)
+
+
+def test_rows_that_are_not_contiguous(kernels):
+    wide, weight = numbers(5, 300), numbers(64, seed=1)
+    x = wide[:, 11:75]
+    assert same(rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight, 1e-5))
+    assert same(silu_mul(x), silu_mul(x.contiguous()))
+    rope = Rope(5, 32)
+    before = rope.run()
+    rope.qkv = torch.stack([rope.qkv, rope.qkv], -1)[..., 0]
+    rope.turns = torch.stack([rope.turns, rope.turns], 1)[:, 0]
+    for mine, plain in zip(rope.run(), before, strict=True):
+        assert same(mine, plain)
+
+
+@pytest.mark.parametrize(
+    "width, dtype", [(20, torch.bfloat16), (32, torch.float32), (64, torch.float16)]
+)
+def test_what_has_no_kernel_goes_to_the_torch_body(kernels, monkeypatch, width, dtype):
+    x, weight = numbers(3, width).to(dtype), numbers(width, seed=1).to(dtype)
+    plain = torch_body(rms_norm, x, weight, 1e-5, monkeypatch=monkeypatch)
+    assert torch.equal(rms_norm(x, weight, 1e-5), plain)
+    assert torch.equal(silu_mul(x), torch_body(silu_mul, x, monkeypatch=monkeypatch))
+    rope = Rope(3, width)
+    rope.qkv, rope.kv_cache = rope.qkv.to(dtype), rope.kv_cache.to(dtype)
+    for mine, other in zip(rope.run(), torch_body(rope.run, monkeypatch=monkeypatch), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_what_fits_goes_to_the_kernels(kernels, monkeypatch):
+    called = []
+    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name))
+    x, rope = numbers(2, 64), Rope(2, 64)
+    rms_norm(x, x[0], 1e-5)
+    silu_mul(x)
+    queries, pages = rope.run()
+    lens = torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool), (1,), (1,)
+    paged_attention(queries[:1], pages, *lens)
+    names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16", "paged_attention_bf16"]
+    assert called == names

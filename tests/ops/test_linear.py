@@ -1,0 +1,301 @@
+"""Packed products against float64, alone against in a batch, with each body and without kernels."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from helpers.kernels import HAS_KERNELS
+from llama.ops.cpu import native
+from llama.ops.linear import can_pack, linear, pack, pack_if_supported, pack_int8, rows, unpack
+
+_rng = random.Random(5)
+SHAPES = [  # (M, N, K): around the kernels' blocks of 14 and 6 rows, slices of 1,024, chunks of 256
+    (1, 32, 2), (1, 64, 4096), (2, 32, 510), (6, 96, 512), (7, 32, 514), (13, 64, 66),
+    (14, 32, 1024), (15, 160, 1026), (28, 32, 2), (29, 64, 128), (70, 96, 256), (112, 64, 64),
+    (113, 32, 514), (225, 64, 32), (512, 96, 128), (1, 32, 1024), (3, 32, 1026), (5, 64, 2052),
+    (15, 32, 3070), (256, 32, 34), (257, 64, 1030), (600, 32, 64),
+    # Tiles of 16 rows and 32 places of k, in blocks of one and two.
+    (2, 32, 1056), (16, 64, 2048), (17, 32, 32), (32, 64, 96), (33, 96, 2080), (48, 32, 1056),
+    (257, 32, 1056), (289, 32, 64),
+] + [
+    (_rng.randint(1, 70), 32 * _rng.randint(1, 5), 2 * _rng.randint(1, 400)) for _ in range(12)
+]  # fmt: skip
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Within a rounding to bf16 of the exact product, and what K float32 additions may lose."""
+    x, weight = x.double(), weight.double()
+    exact, size = x @ weight.T, x.abs() @ weight.abs().T
+    assert out.dtype is torch.bfloat16
+    assert ((out.double() - exact).abs() <= exact.abs() / 256 + size * x.shape[1] / 2**23).all()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_a_packed_product_is_the_product(kernels, m, n, k):
+    x, weight = numbers(m, k), numbers(n, k, seed=1)
+    check_product(x, weight, linear(x, pack(weight.clone())))
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES[::4])
+def test_torch_body(no_kernels, m, n, k):
+    x, weight = numbers(m, k), numbers(n, k, seed=1)
+    check_product(x, weight, linear(x, pack(weight.clone())))
+    check_product(x, weight, linear(x, weight))
+
+
+@pytest.mark.parametrize("k", [1030, 1056])
+def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels, k):
+    x, weight = numbers(130, k), numbers(96, k, seed=1)
+    for packed in (pack_int8(weight), (pack(weight.clone()),)):
+        whole = linear(x, *packed)
+        for m in [*range(1, 71), 112, 113, 129]:
+            assert same(linear(x[:m], *packed), whole[:m]), m
+        for row in range(0, 130, 9):
+            assert same(linear(x[row : row + 1], *packed), whole[row : row + 1]), row
+
+
+@pytest.mark.parametrize("k", [258, 256])
+def test_any_number_of_threads_gives_the_same_bytes(kernels, k):
+    packed = pack(numbers(320, k, seed=1))
+    for m in (1, 9, 120):
+        x = numbers(m, k)
+        alone = linear(x, packed)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)  # conftest puts it back
+            assert same(linear(x, packed), alone)
+        torch.set_num_threads(1)
+
+
+def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
+    bits = torch.randint(-(2**15), 2**15, (4128, 6), dtype=torch.int16)  # any bytes, NaNs too
+    weight = bits.view(torch.bfloat16).clone()
+    packed = pack(weight)
+    assert packed.shape == (129, 3, 32, 2)
+    assert packed.data_ptr() == weight.data_ptr()
+    assert torch.equal(unpack(packed).view(torch.int16), bits)
+    ids = torch.tensor([0, 31, 32, 4127, 4127])
+    assert torch.equal(rows(ids, packed).view(torch.int16), bits[ids])
+
+
+def test_the_layout_that_the_kernels_file_describes():
+    weight = torch.arange(64 * 4).view(64, 4).bfloat16()
+    flat = pack(weight.clone()).flatten()
+    assert flat[:4].tolist() == [*weight[0, :2].tolist(), *weight[1, :2].tolist()]
+    assert flat[64:68].tolist() == [*weight[0, 2:].tolist(), *weight[1, 2:].tolist()]
+    assert flat[128:130].tolist() == weight[32, :2].tolist()
+
+
+def test_rows_of_int8_are_what_they_stand_for():
+    values, scales = pack_int8(numbers(96, 14))
+    ids = torch.tensor([95, 0, 33, 33])
+    assert torch.equal(rows(ids, values, scales), unpack(values, scales)[ids].bfloat16())
+
+
+def test_rows_of_an_unpacked_weight_are_an_embedding():
+    weight = numbers(5, 3)
+    assert torch.equal(rows(torch.tensor([4, 0]), weight), weight[[4, 0]])
+
+
+@pytest.mark.parametrize("k", [2, 32])
+def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels, k):
+    """One weight of 1 a row: the sums are those given, exactly."""
+    weight = torch.zeros(32, k).bfloat16()
+    weight[:, 0] = 1
+    weight[1, 1], weight[2, 1], weight[3, 1] = 1, 1.5, -1
+    x = torch.tensor([[256.0, 1.0], [258.0, 1.0], [-258.0, 1.0]]).bfloat16()  # bf16 steps by 2 here
+    out = linear(F.pad(x, (0, k - 2)), pack(weight))
+    assert out[:, :4].tolist() == [
+        [256, 256, 258, 255],
+        [258, 260, 260, 256],
+        [-258, -256, -256, -260],
+    ]
+
+
+@pytest.mark.parametrize("k", [4, 32])
+def test_infinities_and_nans_pass_through(kernels, k):
+    inf, nan = float("inf"), float("nan")
+    weight = torch.zeros(32, k).bfloat16()
+    weight[0], weight[1, :4] = 1, torch.tensor([1.0, 1.0, 1.0, -1.0])
+    packed = pack(weight.clone())
+    x = torch.tensor([[inf, 0, 0, 0], [inf, 0, 0, inf], [nan, 0, 0, 0], [3e38, 3e38, 0, 0]])
+    x = F.pad(x, (0, k - 4)).bfloat16()
+    x.view(torch.int16)[2, 0] = 0x7FFF  # a NaN of all ones: rounding must not carry into its sign
+    assert repr(linear(x, packed)[:, :2].tolist()) == repr(
+        [[inf, inf], [inf, nan], [nan, nan], [inf, inf]]
+    )
+    assert linear(x, packed)[:, 2].isnan().tolist() == [True, True, True, False]  # inf x 0
+
+
+def test_rows_that_are_not_contiguous(kernels):
+    weight = numbers(64, 20, seed=1)
+    wide = numbers(9, 50)
+    for packed in (pack_int8(weight), (pack(weight.clone()),)):
+        for x in (wide[:, 3:23], wide[::2, 10:30], numbers(20, 9).T):
+            assert same(linear(x, *packed), linear(x.contiguous(), *packed))
+
+
+@pytest.mark.parametrize("k", [8, 32])
+def test_no_rows(kernels, k):
+    assert linear(numbers(0, k), pack(numbers(64, k))).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        numbers(33, 8),
+        numbers(32, 7),
+        numbers(32, 8).float(),
+        numbers(32, 8).half(),
+        numbers(8, 32).T,
+        numbers(0, 8),
+        numbers(257)[1:].view(32, 8),
+        torch.empty(32, 8, device="meta", dtype=torch.bfloat16),
+    ],
+    ids=["rows", "odd", "float32", "float16", "transposed", "empty", "offset", "meta"],
+)
+def test_what_does_not_fit_stays_as_it_is(weight):
+    assert not can_pack(weight)
+    assert pack_if_supported(weight) is weight
+    if weight.device.type == "cpu":
+        x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("kernels", ["native"], indirect=True)
+def test_weights_are_packed_once_where_there_are_kernels(kernels):
+    packed = pack_if_supported(numbers(64, 8))
+    assert packed.dim() == 4
+    assert pack_if_supported(packed) is packed
+
+
+def test_without_kernels_nothing_is_packed(no_kernels):
+    assert pack_if_supported(numbers(64, 8)).dim() == 2
+
+
+def test_int8_is_off_by_half_a_scale_at_most():
+    weight = numbers(2080, 30) * torch.logspace(-6, 6, 2080)[:, None].bfloat16()
+    weight[7] = 0
+    values, scales = pack_int8(weight)
+    assert values.dtype is torch.int8 and values.shape == (65, 15, 32, 2)
+    restored = unpack(values, scales)
+    assert (restored[7] == 0).all()
+    off = (restored.double() - weight.double()).abs()
+    assert (off <= scales[:, None].double() * 0.5001).all()
+    assert torch.allclose(scales, weight.float().abs().amax(1) / 127)
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_an_int8_product_is_the_product_with_what_is_packed(kernels, m, n, k):
+    x, packed = numbers(m, k), pack_int8(numbers(n, k, seed=1))
+    check_product(x, unpack(*packed), linear(x, *packed))
+
+
+@pytest.mark.parametrize("n, k", [(32, 2), (64, 514), (96, 4096), (4128, 66)])
+def test_the_kernels_pack_as_torch_does(kernels, n, k):
+    weight = numbers(n, k) * torch.logspace(-20, 20, n)[:, None].bfloat16()
+    weight[5] = 0
+    packed, small = pack(weight.clone()), pack_int8(weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "kernels", lambda: None)
+        expected, expected_small = pack(weight.clone()), pack_int8(weight)
+    assert same(packed, expected)
+    for ours, theirs in zip(small, expected_small, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_int8_torch_body(no_kernels):
+    x, packed = numbers(9, 66), pack_int8(numbers(96, 66, seed=1))
+    check_product(x, unpack(*packed), linear(x, *packed))
+
+
+@pytest.mark.parametrize("m", [1, 9, 40])
+def test_float32_results_are_the_sums_before_they_are_rounded(kernels, m):
+    x, weight = numbers(m, 514), numbers(96, 514, seed=1)
+    for packed in ((pack(weight.clone()),), pack_int8(weight)):
+        wide = linear(x, *packed, dtype=torch.float32)
+        assert wide.dtype is torch.float32
+        assert same(wide.bfloat16(), linear(x, *packed))
+        exact = x.double() @ unpack(*packed).double().T
+        assert (wide - exact).abs().max() < exact.abs().max() * 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_bodies_give_the_type_that_is_asked_for(no_kernels, dtype):
+    x, weight = numbers(3, 66), numbers(96, 66, seed=1)
+    for layout in ((weight,), (pack(weight.clone()),), pack_int8(weight)):
+        assert linear(x, *layout, dtype=dtype).dtype is dtype
+        assert linear(x, *layout).dtype is torch.bfloat16
+
+
+def test_wrong_rows_are_refused(kernels):
+    packed = pack(numbers(32, 8))
+    for x in (numbers(2, 6), numbers(2, 8).float()):
+        with pytest.raises(AssertionError):
+            linear(x, packed)
+
+
+def library() -> ctypes.CDLL:
+    kernels = native.kernels()
+    assert kernels is not None
+    return kernels
+
+
+def products_of_tiles() -> int:
+    """How many the emulation has made so far."""
+    return ctypes.c_long.in_dll(library(), "amx_products").value
+
+
+@pytest.mark.parametrize("kernels", ["amx"], indirect=True)
+def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
+    linear(numbers(1, 32), pack(numbers(32, 32)))  # after their own check
+    for m, n, k in [(1, 32, 32), (16, 96, 1056), (17, 64, 64), (100, 32, 2080), (300, 32, 64)]:
+        for packed in (pack_int8(numbers(n, k)), (pack(numbers(n, k)),)):
+            before = products_of_tiles()
+            linear(numbers(m, k), *packed)
+            assert products_of_tiles() - before == -(-m // 16) * n // 16 * k // 32
+    before = products_of_tiles()
+    for m, n, k in [(1, 32, 30), (16, 64, 1072), (40, 32, 34)]:
+        linear(numbers(m, k), pack(numbers(n, k)))
+    assert products_of_tiles() == before
+
+
+@pytest.mark.parametrize("kernels", ["amx"], indirect=True)
+@pytest.mark.parametrize("fault, checked", [("amx_refused", 0), ("amx_wrong", 8)])
+def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fault, checked):
+    copy = ctypes.CDLL(shutil.copy(library()._name, tmp_path))  # that has used none yet
+    ctypes.c_int.in_dll(copy, fault).value = 1
+    monkeypatch.setattr(native, "kernels", lambda: copy)
+    for m in (1, 33):
+        x, weight = numbers(m, 64), numbers(32, 64, seed=1)
+        check_product(x, weight, linear(x, pack(weight.clone())))
+        assert products_of_tiles() == checked
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+def test_tiles_compile_for_the_cpus_that_have_them(tmp_path):
+    def compile_for_amx(source: str, *options: str) -> subprocess.CompletedProcess:
+        flags = [f.replace("native", "sapphirerapids") for f in native._COMPILE]
+        command = ["g++", *flags, *options, source, "-o", "made.s"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    if compile_for_amx("/dev/null", "-x", "c++", "-S").returncode != 0:
+        pytest.skip("this g++ does not know Sapphire Rapids")
+    done = compile_for_amx(str(native.FOLDER / "linear.cpp"), "-S")
+    assert done.returncode == 0, done.stderr
+    made = (tmp_path / "made.s").read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+        assert f"\t{instruction}\t" in made or f"\t{instruction}\n" in made

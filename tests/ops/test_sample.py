@@ -1,0 +1,170 @@
+"""Draws, with each kernel and without, against the rule worked out in Python's whole numbers."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from helpers.kernels import HAS_KERNELS
+from llama.ops import sample as op
+from llama.ops.cpu import native
+from llama.ops.sample import UNIT, Rule, draw
+
+# Around the kernel's blocks of 256 tokens, and one with more blocks than most top_k.
+SIZES = (1, 2, 40, 255, 256, 257, 700, 5000)
+SPREADS = (0.0, 0.3, 2.0, 8.0)
+
+
+def by_hand(probs: Tensor, rule: Rule, share: int) -> int:
+    """The definition, by sorting: probabilities (V) over the likeliest's, a number of 2**62."""
+    weights = [int(p * UNIT) for p in probs.tolist()]
+    floor = max(1, math.ceil(rule.min_p * UNIT))
+    if rule.top_k > 0:
+        floor = max(floor, sorted(weights, reverse=True)[: rule.top_k][-1])
+    ordered = sorted((-w, i) for i, w in enumerate(weights) if w >= floor)
+    limit = -sum(w for w, _ in ordered) * int(rule.top_p * 2**62) >> 62
+    before, nucleus = 0, []
+    for negative, i in ordered:
+        if before <= limit:
+            nucleus.append(i)
+        before -= negative
+    drawn = sum(weights[i] for i in nucleus) * share >> 62
+    for i in sorted(nucleus):
+        drawn -= weights[i]
+        if drawn < 0:
+            return i
+    raise AssertionError("nothing is kept")
+
+
+def words(shares: list[int]) -> Tensor:
+    return torch.tensor([divmod(share, 2**31) for share in shares])
+
+
+def random_rule(rng: random.Random, vocab: int) -> Rule:
+    return Rule(
+        temperature=rng.choice([1.0, 0.6, 2.0, rng.uniform(0.01, 3)]),
+        min_p=rng.choice([0.0, 0.0, rng.random() ** 4, 1.0, 1e-13]),
+        top_k=rng.choice([0, 0, -1, 1, 20, rng.randint(1, vocab + 3)]),
+        top_p=rng.choice([1.0, 0.9, 0.0, rng.random(), 1 - 2**-40]),
+    )
+
+
+def random_case(rng: random.Random, vocab: int, rows: int) -> tuple[Tensor, list[Rule], list[int]]:
+    """Logits with many ties, rules, and numbers, the least and the greatest among them."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    logits = torch.randn(rows, vocab, generator=generator) * rng.choice(SPREADS)
+    rules = [random_rule(rng, vocab) for _ in range(rows)]
+    shares = [rng.choice([0, 2**62 - 1, rng.getrandbits(62)]) for _ in range(rows)]
+    return logits.bfloat16().float(), rules, shares
+
+
+def check(logits: Tensor, rules: list[Rule], shares: list[int]) -> None:
+    peaks = logits.amax(-1)
+    probs = op._probs(logits, peaks, rules)
+    expected = [by_hand(*row) for row in zip(probs, rules, shares, strict=True)]
+    assert draw(logits, peaks, rules, words(shares)).tolist() == expected
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_a_draw_is_the_definitions(kernels, vocab):
+    rng = random.Random(vocab)
+    for _ in range(20 if vocab < 1000 else 5):
+        check(*random_case(rng, vocab, 8))
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_torch_body(no_kernels, vocab):
+    rng = random.Random(vocab)
+    for _ in range(20 if vocab < 1000 else 5):
+        check(*random_case(rng, vocab, 8))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999999])
+@pytest.mark.parametrize("slope", [0.0, 0.01, 1.0, 2.0])
+def test_a_nucleus_that_lies_anywhere(kernels, slope, top_p):
+    """Zipf's law: spread over all blocks, in a few of them, or in one."""
+    ranks = torch.arange(1.0, 3001)
+    for order in (torch.arange(3000), torch.randperm(3000)):
+        logits = (-slope * ranks.log())[order].repeat(5, 1)
+        check(logits, [Rule(top_p=top_p)] * 5, [i * 2**60 for i in range(4)] + [2**62 - 1])
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 5, 6, 1023, 1024, 1025])
+def test_top_k_with_fewer_and_with_more_than_there_are_blocks(kernels, top_k):
+    """1,281 tokens are five blocks and a token. All the likely ones are in the third."""
+    logits = torch.full((4, 1281), -20.0)
+    logits[:, 600:610] = torch.arange(10.0)
+    logits[2:] = torch.randn(2, 1281, generator=torch.Generator().manual_seed(top_k))
+    check(logits, [Rule(top_k=top_k)] * 4, [0, 2**62 - 1, 2**61, 2**62 - 1])
+
+
+def test_the_whole_vocabulary_as_likely_as_can_be(kernels):
+    """The sums of 128,256 greatest weights fit, and ties are cut at the right place."""
+    logits = torch.zeros(3, 128_256)
+    rules = [Rule(), Rule(top_p=0.5), Rule(top_k=7, top_p=0.5)]
+    ids = draw(logits, logits[:, 0], rules, words([2**62 - 1] * 3))
+    assert ids.tolist() == [128_255, 128_256 // 2, 128_256 // 2]
+
+
+def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
+    """Rows with thousands of candidates: long enough for the threads to work at the same time."""
+    logits = torch.randn(64, 20_000, generator=torch.Generator().manual_seed(1)) * 0.3
+    rules = [Rule(), Rule(top_p=0.9), Rule(top_k=9000), Rule(top_k=12_000, top_p=0.8)] * 16
+    peaks, numbers = logits.amax(-1), words([i << 56 for i in range(64)])
+    ids = draw(logits, peaks, rules, numbers)
+    for threads in (2, 2, 2, 3, 20):
+        torch.set_num_threads(threads)
+        assert torch.equal(draw(logits, peaks, rules, numbers), ids)
+    for row in range(8):
+        alone = slice(row, row + 1)
+        found = draw(logits[alone], peaks[alone], rules[alone], numbers[alone])
+        assert torch.equal(found, ids[alone])
+
+
+def test_what_is_a_little_less_likely_than_min_p_is_not_kept(kernels):
+    """The last token weighs 1, the one before it 2, and min_p asks for 1.5."""
+    logits = torch.tensor([[0.0, -38.9, -39.9]]) * math.log(2)
+    greatest = words([2**62 - 1])
+    assert draw(logits, logits[:, 0], [Rule()], greatest) == 2
+    assert draw(logits, logits[:, 0], [Rule(min_p=1.5 / UNIT)], greatest) == 1
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(top_p=0.9), Rule(top_k=3), Rule(min_p=0.5)])
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_maximum_ends_and_harms_no_other(kernels, fault, rule):
+    logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
+    peaks, numbers = logits.amax(-1), words([2**61] * 3)
+    ids = draw(logits, peaks, [rule] * 3, numbers)
+    broken = logits.clone()
+    broken[1, 300:] = fault
+    if fault == -math.inf:
+        broken[1] = fault
+    found = draw(broken, broken.amax(-1), [rule] * 3, numbers)
+    assert found[[0, 2]].tolist() == ids[[0, 2]].tolist()
+    assert 0 <= found[1] < 600
+
+
+def test_logits_in_any_layout_are_left_as_they_are(kernels):
+    logits = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).T
+    before, rules = logits.clone(), [Rule(0.7, top_p=0.8)] * 3
+    for rows in (logits, logits[:1].expand(3, -1)):
+        assert not rows.is_contiguous()
+        check(rows, rules, [2**60, 2**61, 2**62 - 1])
+    assert torch.equal(logits, before)
+
+
+@given(st.integers(0, 2**60 - 1), st.integers(0, 2**62))
+def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share):
+    assert int(op._part(torch.tensor([whole]), words([share]))) == whole * share >> 62
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+def test_the_kernel_is_what_a_cpu_runs(monkeypatch):
+    called = []
+    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name))
+    draw(torch.zeros(1, 9), torch.zeros(1), [Rule()], words([0]))
+    assert called == ["draw"]

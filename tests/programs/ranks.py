@@ -1,0 +1,159 @@
+"""What test_parallel.py runs on every rank: jobs from a JSON file in, a JSON file a rank out.
+
+A job is {"do": name, ...}; its result is what the function of that name returns, or the text of the
+error that it raised with the seconds that took.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from llama import Llama
+from llama.parallel import disconnect
+from llama.sampling_params import SamplingParams
+
+RANK = int(os.environ["RANK"])
+loaded: dict[str, Llama] = {}
+
+
+def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwargs) -> Llama:
+    if folder not in loaded:
+        loaded[folder] = Llama.build(
+            folder, None, 128, 4, size, dtype="fp32", device="cpu", timeout_s=timeout_s, **kwargs
+        )
+    return loaded[folder]
+
+
+def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> list:
+    tokens, logprobs = build(folder, size).generate(prompts, **kwargs)
+    return [tokens, logprobs]
+
+
+def place(folder: str, size: int | None = None) -> list[int]:
+    parallel = build(folder, size).model.parallel
+    return [parallel.rank, parallel.size, parallel.data_rank, parallel.data_size]
+
+
+def different(folder: str, prompts: list) -> None:
+    """Each rank passes another prompt: an error is due on every rank."""
+    build(folder).generate([prompts[RANK]], 4)
+
+
+def one_bad(folder: str, bad_rank: int) -> None:
+    """One rank alone passes a bad prompt."""
+    build(folder).generate([[] if bad_rank == RANK else [256]], 4)
+
+
+def build_unlike(folder: str) -> None:
+    """Each rank asks for another size."""
+    Llama.build(folder, None, 64 + RANK, 1, dtype="fp32", device="cpu")
+
+
+def fewer_files(folder: str) -> None:
+    """The folder is there on rank 0 alone, as on two machines of which one lacks the weights."""
+    Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
+
+
+def stall(folder: str, rank: int, seconds: float, timeout_s: float) -> None:
+    """One rank comes too late."""
+    llama = build(folder, timeout_s=timeout_s)
+    if rank == RANK:
+        time.sleep(seconds)
+    llama.generate([[256, 65]], 4)
+
+
+def stall_inside(folder: str, rank: int, seconds: float, timeout_s: float) -> None:
+    """One rank falls behind in the middle of an answer, where the others wait for its sums."""
+    llama = build(folder, timeout_s=timeout_s)
+    run = llama.engine.runner.run
+
+    def run_late(scheduled):
+        if rank == RANK and llama.engine.stats.steps == 2:
+            time.sleep(seconds)
+        return run(scheduled)
+
+    llama.engine.runner.run = run_late  # type: ignore[method-assign]
+    llama.generate([[256, 65]], 16, 0)
+
+
+def listening(folder: str) -> list[str]:
+    """Addresses, in the kernel's hex, that this process listens on beyond loopback."""
+    build(folder)
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            links.append(os.readlink(fd))
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, state, inode = line.split()[1], line.split()[3], line.split()[9]
+            if state == "0A" and inode in own:
+                found.append(address)
+    loopback = (
+        "0100007F:",
+        "00000000000000000000000001000000:",
+        "0000000000000000FFFF00000100007F:",
+    )
+    assert found, "gloo listens somewhere"
+    return [address for address in found if not address.startswith(loopback)]
+
+
+def die(folder: str, rank: int) -> None:
+    """One rank is killed in the middle of an answer."""
+    llama = build(folder)
+    run = llama.engine.runner.run
+
+    def run_and_die(scheduled):
+        if rank == RANK and llama.engine.stats.steps == 3:
+            os.kill(os.getpid(), 9)
+        return run(scheduled)
+
+    llama.engine.runner.run = run_and_die  # type: ignore[method-assign]
+    llama.generate([[256, 65]], 64, 0)
+
+
+def different_requests(folder: str) -> None:
+    """Each rank adds another request: the next step is an error on every rank."""
+    engine = build(folder).llm_engine
+    engine.add_request("a", [256, 65 + RANK], SamplingParams(max_tokens=4))
+    try:
+        engine.step()
+    finally:
+        assert not engine.has_unfinished_requests()
+
+
+def stream(folder: str, prompts: list[str]) -> list[str]:
+    """Streamed answers, joined, on every rank."""
+    texts = [""] * len(prompts)
+    for increment in build(folder).stream_text(prompts, 1.0, 1.0, 16):
+        texts[increment.index] += increment.text
+    return texts
+
+
+def beams(folder: str, prompts: list[str]) -> list:
+    return [[b["generation"] for b in found] for found in build(folder).beam_search(prompts, 3, 8)]
+
+
+def main(jobs_file: str, out_dir: str) -> None:
+    torch.set_num_threads(1)
+    results = []
+    for job in json.loads(Path(jobs_file).read_text()):
+        began = time.monotonic()
+        try:
+            results.append({"result": globals()[job.pop("do")](**job)})
+        except Exception as e:
+            seconds = time.monotonic() - began
+            results.append({"error": f"{type(e).__name__}: {e}", "seconds": seconds})
+    (Path(out_dir) / f"rank{RANK}.json").write_text(json.dumps(results))
+    if not any("error" in r and "imed out" in r["error"] for r in results):
+        disconnect()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

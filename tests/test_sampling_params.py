@@ -1,0 +1,249 @@
+"""SamplingParams: what is refused and in which words, what is kept, and in which form."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama.sampling_params import SamplingParams
+
+# field, a value outside, and the range that the message has to state
+OUTSIDE = [
+    ("max_tokens", -1, "from 0 to 2147483647 or None"),
+    ("max_tokens", 2**31, "from 0 to 2147483647 or None"),
+    ("min_tokens", -1, "from 0 to 16"),
+    ("min_tokens", 17, "from 0 to 16"),
+    ("temperature", -0.1, "from 0 to 100"),
+    ("temperature", 100.5, "from 0 to 100"),
+    ("temperature", math.nan, "from 0 to 100"),
+    ("temperature", math.inf, "from 0 to 100"),
+    ("top_p", -0.1, "from 0 to 1"),
+    ("top_p", 1.1, "from 0 to 1"),
+    ("top_p", math.nan, "from 0 to 1"),
+    ("top_k", -2, "from -1 to 2147483647"),
+    ("top_k", 2**31, "from -1 to 2147483647"),
+    ("min_p", -0.1, "from 0 to 1"),
+    ("min_p", 1.1, "from 0 to 1"),
+    ("repetition_penalty", 0, "above 0 and up to 10"),
+    ("repetition_penalty", 10.5, "above 0 and up to 10"),
+    ("repetition_penalty", math.nan, "above 0 and up to 10"),
+    ("presence_penalty", -2.5, "from -2 to 2"),
+    ("presence_penalty", 2.5, "from -2 to 2"),
+    ("frequency_penalty", -2.5, "from -2 to 2"),
+    ("frequency_penalty", 2.5, "from -2 to 2"),
+    ("seed", -1, "from 0 to 9223372036854775807 or None"),
+    ("seed", 2**63, "from 0 to 9223372036854775807 or None"),
+    ("n", 0, "from 1 to 64"),
+    ("n", 65, "from 1 to 64"),
+    ("best_of", 0, "from 1 to 64 or None"),
+    ("best_of", 65, "from 1 to 64 or None"),
+    ("logprobs", -1, "from 0 to 100 or None"),
+    ("logprobs", 101, "from 0 to 100 or None"),
+    ("prompt_logprobs", -1, "from 0 to 100 or None"),
+    ("prompt_logprobs", 101, "from 0 to 100 or None"),
+]
+NUMBERS = sorted({field for field, _, _ in OUTSIDE})
+WHOLE = sorted(
+    set(NUMBERS)
+    - {"temperature", "top_p", "min_p", "repetition_penalty"}
+    - {"presence_penalty", "frequency_penalty"}
+)
+
+# arguments, and all that the message has to hold
+REFUSED_VALUES = [
+    ({"stop": ""}, ["stop[0]", "''", "1 to 256 characters"]),
+    ({"stop": ["a", "b" * 257]}, ["stop[1]", "1 to 256 characters", "257"]),
+    ({"stop": ["a"] * 33}, ["stop", "33", "at most 32"]),
+    ({"stop_token_ids": [5, -1]}, ["stop_token_ids[1]", "-1", "from 0 to 2147483647"]),
+    ({"stop_token_ids": [2**31]}, ["stop_token_ids[0]", "2147483648", "from 0 to 2147483647"]),
+    ({"stop_token_ids": range(257)}, ["stop_token_ids", "257", "at most 256"]),
+    ({"bad_words": ["a", ""]}, ["bad_words[1]", "''", "1 to 256 characters"]),
+    ({"bad_words": ["a"] * 257}, ["bad_words", "257", "at most 256"]),
+    ({"bad_words_ids": [[1], []]}, ["bad_words_ids[1]", "[]", "1 to 1024 token ids"]),
+    ({"bad_words_ids": [[1, -2]]}, ["bad_words_ids[0][1]", "-2", "from 0 to 2147483647"]),
+    ({"bad_words_ids": [[1]] * 1025}, ["bad_words_ids", "1025", "at most 1024"]),
+    ({"logit_bias": {7: 100.5}}, ["logit_bias[7]", "100.5", "from -100 to 100"]),
+    ({"logit_bias": {7: -101}}, ["logit_bias[7]", "-101", "from -100 to 100"]),
+    ({"logit_bias": {7: math.nan}}, ["logit_bias[7]", "nan", "from -100 to 100"]),
+    ({"logit_bias": {-7: 1.0}}, ["logit_bias", "-7", "from 0 to 2147483647"]),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, ["logit_bias", "1025", "at most 1024"]),
+    ({"n": 3, "best_of": 2}, ["best_of", "2", "from 3 to 64 or None"]),
+    ({"n": 2, "temperature": 0}, ["n=2", "temperature=0.0", "greedy", "above 0"]),
+    ({"best_of": 2, "temperature": 0}, ["best_of=2", "temperature=0.0", "greedy"]),
+    ({"max_tokens": 3, "min_tokens": 4}, ["min_tokens=4", "from 0 to 3"]),
+]
+
+REFUSED_TYPES = [
+    ({"stop": 5}, ["stop", "5", "list or tuple"]),
+    ({"stop": [5]}, ["stop[0]", "5", "string"]),
+    ({"stop": {"a"}}, ["stop", "{'a'}", "list or tuple"]),  # a set's order differs between ranks
+    ({"stop_token_ids": 5}, ["stop_token_ids", "5", "list or tuple"]),
+    ({"stop_token_ids": ["5"]}, ["stop_token_ids[0]", "'5'", "whole number"]),
+    ({"bad_words": "abc"}, ["bad_words", "'abc'", "list or tuple"]),
+    ({"bad_words_ids": [5]}, ["bad_words_ids[0]", "5", "list or tuple"]),
+    ({"logit_bias": 5}, ["logit_bias", "5", "map token ids to numbers"]),
+    ({"logit_bias": [(1, 2.0)]}, ["logit_bias", "map token ids to numbers"]),
+    ({"logit_bias": {"7": 1.0}}, ["logit_bias", "'7'", "whole number"]),
+    ({"logit_bias": {7: True}}, ["logit_bias[7]", "True", "a number"]),
+    ({"ignore_eos": 1}, ["ignore_eos", "1", "True or False"]),
+    ({"include_stop_str_in_output": None}, ["include_stop_str_in_output", "None", "True or False"]),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), OUTSIDE)
+def test_a_number_outside_its_range_is_named_with_the_range(
+    field: str, value: Any, allowed: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{field: value})
+    assert f"{field}={value}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("value", [True, "1", [1]])
+def test_no_number_is_a_bool_or_a_string(field: str, value: Any) -> None:
+    with pytest.raises(TypeError) as error:
+        SamplingParams(**{field: value})
+    assert f"{field}={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("field", WHOLE)
+def test_a_count_is_no_float(field: str) -> None:
+    arguments: dict[str, Any] = {field: 1.0}
+    with pytest.raises(TypeError, match=rf"{field}=1.0 must be a whole number from"):
+        SamplingParams(**arguments)
+
+
+@pytest.mark.parametrize(("arguments", "parts"), REFUSED_VALUES)
+def test_refused_value(arguments: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**arguments)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(("arguments", "parts"), REFUSED_TYPES)
+def test_refused_type(arguments: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(TypeError) as error:
+        SamplingParams(**arguments)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_an_unknown_field_and_a_positional_one_are_refused() -> None:
+    with pytest.raises(TypeError, match="topp"):
+        SamplingParams(topp=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(16)  # type: ignore[call-arg]
+
+
+def test_a_message_stays_short_for_a_long_value() -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(stop="x" * 10**6)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": None, "min_tokens": 10**6},
+        {"min_tokens": 16},
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 0},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"min_p": 0},
+        {"min_p": 1},
+        {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 10},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"seed": 0},
+        {"seed": 2**63 - 1},
+        {"n": 64},
+        {"n": 3, "best_of": 3},
+        {"n": 1, "best_of": 1, "temperature": 0},
+        {"logprobs": 0, "prompt_logprobs": 100},
+        {"logit_bias": {0: -100, 5: 100}},
+        {"stop": ["a" * 256] * 32},
+        {"bad_words": ["a"] * 256, "bad_words_ids": [[1]] * 1024},
+        {"stop_token_ids": range(256)},
+    ],
+)
+def test_the_ends_of_each_range_are_inside(arguments: dict[str, Any]) -> None:
+    SamplingParams(**arguments)
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.min_tokens, params.n, params.best_of) == (16, 0, 1, None)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert params.repetition_penalty == 1.0
+    assert params.presence_penalty == params.frequency_penalty == 0.0
+    assert params.seed is params.logprobs is params.prompt_logprobs is None
+    assert params.stop == params.stop_token_ids == params.bad_words == params.bad_words_ids == ()
+    assert not params.include_stop_str_in_output and not params.ignore_eos
+
+
+def test_lists_become_tuples_and_a_bias_sorted_pairs() -> None:
+    params = SamplingParams(
+        stop="end", stop_token_ids=[3, 1], logit_bias={9: 1, 2: -3}, bad_words_ids=((4, 5),)
+    )
+    assert params.stop == ("end",)
+    assert params.stop_token_ids == (3, 1)
+    assert params.logit_bias == ((2, -3.0), (9, 1.0))
+    assert params.bad_words_ids == ((4, 5),)
+    assert SamplingParams(logit_bias=None).logit_bias == ()
+
+
+def test_a_callers_list_may_change_afterwards() -> None:
+    stop, bias = ["a"], {1: 2.0}
+    params = SamplingParams(stop=stop, logit_bias=bias)
+    stop.append("b")
+    bias[1] = 3.0
+    assert params.stop == ("a",)
+    assert params.logit_bias == ((1, 2.0),)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 1  # type: ignore[misc]
+
+
+@given(st.dictionaries(st.integers(0, 999), st.floats(-100, 100)), st.randoms())
+def test_the_same_request_has_the_same_repr_and_hash(bias, random) -> None:
+    """Ranks compare the repr: neither a dict's order nor an int for a float may show in it."""
+    shuffled = list(bias.items())
+    random.shuffle(shuffled)
+    one = SamplingParams(logit_bias=bias, temperature=1, stop=["a", "b"])
+    other = SamplingParams(logit_bias=dict(shuffled), temperature=1.0, stop=("a", "b"))
+    assert repr(one) == repr(other)
+    assert hash(one) == hash(other) and one == other
+
+
+def test_replace_takes_what_is_stored() -> None:
+    params = SamplingParams(logit_bias={1: 2.0}, stop="a", bad_words_ids=((3,),))
+    assert dataclasses.replace(params, bad_words_ids=params.bad_words_ids) == params
+
+
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)]
+)
+def test_greedy_is_a_temperature_of_next_to_nothing(temperature, greedy) -> None:
+    assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {1: 1.0, 512: 1.0}),
+        ("stop_token_ids", [1, 512]),
+        ("bad_words_ids", [[1], [2, 512]]),
+    ],
+)
+def test_check_vocab_names_field_id_and_range(field: str, value: Any) -> None:
+    params = SamplingParams(**{field: value})
+    params.check_vocab(513)
+    with pytest.raises(ValueError, match=rf"{field} has the token id 512: .* from 0 to 511"):
+        params.check_vocab(512)
