@@ -1,25 +1,53 @@
 """From the arguments of `Llama.build` to a loaded model: device, ranks, threads, memory, weights.
 
-In: what the user asked for. Out: one rank's Transformer and the Tokenizer, or one clear error on
-every rank before any weight is read. Nothing here runs the model.
+In: what the user asked for. Out: one rank's Transformer, the Tokenizer and the size of the KV
+cache, or one clear error on every rank before any weight is read. Nothing here runs the model.
 """
 
 import functools
 import os
 import sys
+from dataclasses import dataclass, replace
 
 import torch
 
 from llama.args import ModelArgs
 from llama.checkpoint import weights
 from llama.checkpoint.find import Checkpoint, find
+from llama.checks import number, whole_number
 from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
+from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model import Transformer
 from llama.parallel import ModelParallel, connect
 from llama.tokenizer import Tokenizer
 
-_SHARE = 0.9  # of what is free: activations and the allocator's slack need the rest
-DEFAULT_SEQ_LEN, DEFAULT_BATCH_SIZE = 8192, 32  # what is aimed at where the user says nothing
+MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest
+DEFAULT_SEQ_LEN = 8192  # aimed at where the user says nothing
+DEFAULT_BATCH_SIZE = {"cpu": 32, "mps": 32, "cuda": 256}
+_CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
+_SCORED_ROWS = 256  # rows of logits that a step holds at the least
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One rank's model with its tokenizer, and how many pages its KV cache has."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    num_pages: int
+
+    def describe(self) -> str:
+        """Device, type, ranks and sizes, as `Llama.build` prints them."""
+        params, device = self.model.params, self.model.norm.weight.device
+        dtype = self.model.norm.weight.dtype if self.model.output.scales is None else torch.int8
+        name = next(name for name, value in DTYPES.items() if value is dtype)
+        tokens = self.num_pages * PAGE_SIZE
+        return (
+            f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
+            f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
+            f"KV cache {tokens:,} tokens, {self.num_pages // pages_for(params.max_seq_len)} "
+            "sequences of full length at once"
+        )
 
 
 def load_model(
@@ -32,72 +60,41 @@ def load_model(
     *,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
+    kv_cache_memory_bytes: int | None,
     timeout_s: float,
-) -> tuple[Transformer, Tokenizer]:
+) -> Loaded:
     """The arguments are those of `Llama.build`; the sizes chosen are in the model's params."""
-    place = pick_device(device)
-    parallel = connect(model_parallel_size, place, timeout_s)
+    chosen_device = pick_device(device)
+    number("timeout_s", timeout_s, 0, 10**6, above=True)
+    parallel = connect(model_parallel_size, chosen_device, timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
-        _check_sizes(max_seq_len, max_batch_size, seed)
-        kind = pick_dtype(dtype, place)
-        found = find(ckpt_dir)
-        params = found.params
+        asked = Asked.checked(max_seq_len, max_batch_size, kv_cache_memory_bytes)
+        whole_number("seed", seed, 0, 2**63 - 1)
+        chosen_dtype = pick_dtype(dtype, chosen_device)
+        checkpoint = find(ckpt_dir)
+        tied = weights.is_tied(checkpoint)
+        checkpoint = replace(checkpoint, params=replace(checkpoint.params, tied_output=tied))
+        params = checkpoint.params
         params.check_ranks(parallel.size)
-        params.tied_output = weights.is_tied(found)
-        tokenizer = load_tokenizer(tokenizer_path or found.tokenizer_path(), params)
-        if max_seq_len is not None and max_seq_len > params.longest_context:
+        tokenizer = load_tokenizer(tokenizer_path or checkpoint.tokenizer_path(), params)
+        if asked.max_seq_len is not None and asked.max_seq_len > params.longest_context:
             raise ValueError(
                 f"max_seq_len={max_seq_len} is beyond this model's limit of "
                 f"{params.longest_context} tokens: build with that or less"
             )
-        must_match += [params, max_seq_len, max_batch_size, seed, kind, place.type]
-    if place.type == "cpu":
+        must_match += [params, asked, seed, chosen_dtype, chosen_device.type]
+    if chosen_device.type == "cpu":
         set_num_threads()
-    _choose_sizes(found, parallel, place, kind, max_seq_len, max_batch_size)
+    sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, asked)
     with parallel.agree("the checkpoint", world=True):
-        model = Transformer(params, parallel=parallel, device=place, dtype=_wide(kind))
-        shows = parallel.global_rank == 0 and sys.stderr.isatty()
-        pack = functools.partial(model.pack, int8=kind is torch.int8)
-        weights.load(found, model, filled=pack, progress=shows)
-    return model, tokenizer
-
-
-def _wide(kind: torch.dtype) -> torch.dtype:
-    """The type of activations, keys and values."""
-    return torch.bfloat16 if kind is torch.int8 else kind
-
-
-def _choose_sizes(
-    found: Checkpoint,
-    parallel: ModelParallel,
-    place: torch.device,
-    kind: torch.dtype,
-    max_seq_len: int | None,
-    max_batch_size: int | None,
-) -> None:
-    """Write into the params what was asked for or what fits the rank with the least memory."""
-    params = found.params
-    free = parallel.all_reduce_min(free_bytes(place))
-    with parallel.agree("the memory of the ranks", world=True):
-        params.max_seq_len, params.max_batch_size = fit(
-            free=free,
-            weights=weights.bytes_of(found, parallel.size, kind),
-            per_token=_bytes_per_token(params, parallel.size, _wide(kind)),
-            longest=params.longest_context,
-            max_seq_len=max_seq_len,
-            max_batch_size=max_batch_size,
+        args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)
+        model = Transformer(
+            args, parallel=parallel, device=chosen_device, dtype=_activations(chosen_dtype)
         )
-
-
-def describe(model: Transformer) -> str:
-    """Device, type, ranks and sizes, as `Llama.build` prints them."""
-    params, device = model.params, model.norm.weight.device
-    dtype = model.norm.weight.dtype if model.output.scales is None else torch.int8
-    name = next(name for name, value in DTYPES.items() if value is dtype)
-    return (
-        f"{device.type}, {name}, model_parallel_size={model.parallel.size}, "
-        f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}"
-    )
+        shows = parallel.global_rank == 0 and sys.stderr.isatty()
+        pack = functools.partial(model.pack, int8=chosen_dtype is torch.int8)
+        weights.load(checkpoint, model, filled=pack, progress=shows)
+    return Loaded(model, tokenizer, sizes.num_pages)
 
 
 def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer:
@@ -116,60 +113,122 @@ def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer
     return tokenizer
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The sizes that the user asked for; None leaves one to the memory."""
+
+    max_seq_len: int | None
+    max_batch_size: int | None
+    kv_cache_memory_bytes: int | None
+
+    @classmethod
+    def checked(cls, seq_len: object, batch_size: object, kv_bytes: object) -> "Asked":
+        return cls(
+            whole_number("max_seq_len", seq_len, 1, 2**31, optional=True),
+            whole_number("max_batch_size", batch_size, 1, 2**20, optional=True),
+            whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True),
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    max_seq_len: int
+    max_batch_size: int
+    num_pages: int
+
+
+def pages_for(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
+
+
+def _sizes_that_fit(
+    checkpoint: Checkpoint,
+    parallel: ModelParallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    asked: Asked,
+) -> Sizes:
+    """What was asked for, or what fits the rank with the least memory."""
+    params, kv_dtype = checkpoint.params, _activations(dtype)
+    free = parallel.all_reduce_min(free_bytes(device))
+    batch_size = asked.max_batch_size or DEFAULT_BATCH_SIZE[device.type]
+    with parallel.agree("the memory of the ranks", world=True):
+        return choose_sizes(
+            replace(asked, max_batch_size=batch_size),
+            free=free,
+            weights=weights.bytes_of(checkpoint, parallel.size, dtype),
+            reserve=step_bytes(params, parallel.size, kv_dtype, batch_size)
+            + (_CUDA_RESERVE if device.type == "cuda" else 0),
+            per_token=_bytes_per_token(params, parallel.size, kv_dtype),
+            longest=params.longest_context,
+        )
+
+
+def choose_sizes(
+    asked: Asked, *, free: int, weights: int, reserve: int, per_token: int, longest: int
+) -> Sizes:
+    """Sizes for a KV cache beside the weights: as large as the memory, or as batch x length.
+
+    All sizes are bytes, of one rank: `reserve` is what a step needs beside weights and KV cache,
+    `per_token` what one token's keys and values take; `longest` is the model's own limit in tokens.
+    max_batch_size is only how many sequences run at once: the pages are shared, and where they run
+    out, the youngest waits. ValueError if not even one sequence of max_seq_len fits.
+    """
+    assert asked.max_batch_size is not None
+    room = min(int(free * MEMORY_FRACTION), free - reserve) - weights
+    if asked.kv_cache_memory_bytes is not None:
+        if asked.kv_cache_memory_bytes > room:
+            raise ValueError(
+                f"kv_cache_memory_bytes={asked.kv_cache_memory_bytes} is more than the "
+                f"{max(room, 0)} bytes that are free beside the weights: ask for that or less"
+            )
+        room = asked.kv_cache_memory_bytes
+    fitting = max(room, 0) // (per_token * PAGE_SIZE)
+    seq_len = asked.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
+    if asked.max_seq_len is None:
+        while seq_len > 256 and pages_for(seq_len) > fitting:
+            seq_len //= 2
+    if pages_for(seq_len) > fitting:
+        raise ValueError(
+            f"the weights take {_gib(weights)}, and the KV cache of one sequence of max_seq_len="
+            f"{seq_len} takes {_gib(pages_for(seq_len) * PAGE_SIZE * per_token)}, but "
+            f"{_gib(free)} are free on each rank's device"
+            + ("" if asked.kv_cache_memory_bytes is None else f" and {_gib(room)} asked for")
+            + f": {_advice(fitting * PAGE_SIZE)}"
+        )
+    num_pages = min(fitting, asked.max_batch_size * pages_for(seq_len))
+    return Sizes(seq_len, asked.max_batch_size, num_pages)
+
+
+def _advice(num_tokens: int) -> str:
+    if num_tokens >= 64:
+        return f"max_seq_len={num_tokens // 64 * 64} would fit"
+    return "use more ranks, a smaller dtype, or a device with more memory"
+
+
+def step_bytes(params: ModelArgs, ranks: int, dtype: torch.dtype, batch_size: int) -> int:
+    """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache.
+
+    The residual stream and its norm, q with k and v twice, gate and up with their product; and
+    float32 logits three times over (whole, adjusted, sampled), for sequences or for scored rows.
+    """
+    kv_heads = max(1, params.kv_heads // ranks)
+    qkv = (params.n_heads // ranks + 2 * kv_heads) * params.head_dim
+    per_token = 4 * params.dim + 2 * qkv + 3 * params.ffn_dim // ranks
+    tokens = max(TOKEN_BUDGET, batch_size)
+    rows = max(batch_size, _SCORED_ROWS)
+    return tokens * per_token * dtype.itemsize + 3 * 4 * rows * params.vocab_size
+
+
 def _bytes_per_token(params: ModelArgs, ranks: int, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values on one rank."""
-    n_kv_heads = max(1, params.kv_heads // ranks)
-    return 2 * params.n_layers * n_kv_heads * params.head_dim * dtype.itemsize
+    kv_heads = max(1, params.kv_heads // ranks)
+    return 2 * params.n_layers * kv_heads * params.head_dim * dtype.itemsize
 
 
-def _check_sizes(max_seq_len: int | None, max_batch_size: int | None, seed: int) -> None:
-    for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ValueError(f"{name}={value!r}: give a whole number from 1, or None")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed!r}: give a whole number from 0 to 2**63 - 1")
-
-
-def fit(
-    *,
-    free: int,
-    weights: int,
-    per_token: int,
-    longest: int,
-    max_seq_len: int | None,
-    max_batch_size: int | None,
-) -> tuple[int, int]:
-    """(max_seq_len, max_batch_size), chosen where None, for keys and values beside the weights.
-
-    All sizes are bytes, of one rank; `per_token` is what one token's keys and values take, and
-    `longest` the model's own limit in tokens. ValueError if what was asked for does not fit: it
-    says what would.
-    """
-    room = int(free * _SHARE) - weights
-    seq_len = max_seq_len or min(longest, DEFAULT_SEQ_LEN)
-    if max_seq_len is None:
-        while seq_len > 256 and seq_len * per_token * (max_batch_size or 1) > room:
-            seq_len //= 2
-    fits = max(room, 0) // (seq_len * per_token)
-    batch_size = max_batch_size or max(1, min(DEFAULT_BATCH_SIZE, fits))
-    if batch_size > fits:
-        raise ValueError(
-            f"the weights take {_gib(weights)} and the keys and values of max_batch_size="
-            f"{batch_size} x max_seq_len={seq_len} take {_gib(batch_size * seq_len * per_token)}, "
-            f"but {_gib(free)} are free on each rank's device: {_advice(room, per_token, seq_len)}"
-        )
-    return seq_len, batch_size
-
-
-def _advice(room: int, per_token: int, seq_len: int) -> str:
-    tokens = max(room, 0) // per_token
-    if tokens >= seq_len:
-        return f"max_batch_size={tokens // seq_len} would fit"
-    if tokens >= 64:
-        return f"max_batch_size=1 with max_seq_len={tokens // 64 * 64} would fit"
-    return "use more ranks, a smaller dtype, or a device with more memory"
+def _activations(dtype: torch.dtype) -> torch.dtype:
+    """The type of activations and of the KV cache, where weights have `dtype`."""
+    return torch.bfloat16 if dtype is torch.int8 else dtype
 
 
 def _gib(size: int) -> str:

@@ -8,6 +8,7 @@ WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecuti
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
 """
 
+import atexit
 import contextlib
 import hashlib
 import io
@@ -200,6 +201,7 @@ def _loopback_if_alone() -> Iterator[None]:
 
 def _join(size: int, world_size: int, device: torch.device, limit: timedelta) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
+    atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit)

@@ -1,61 +1,37 @@
-"""What one request asks of sampling: checked once, here, and frozen.
+"""What one request asks of sampling: text and numbers, checked once, here, and frozen.
 
-Text and numbers from the caller in, plain hashable values out: the same call has the same `repr` on
-every rank. It knows no tensor, no tokenizer and no model; `check_vocab` is told the vocabulary.
+Plain hashable values: the same call has the same `repr` on every rank. It knows no tensor, no
+tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from reprlib import repr as brief  # a value may be as long as a prompt
-from typing import Any, NamedTuple
+from typing import Any
 
-_GREEDY_BELOW = 1e-5  # temperatures under it take the top token, as in vLLM
+from llama.checks import brief, number, whole_number
+
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
-
-
-class _Range(NamedTuple):
-    """The numbers that a field may be, ends included unless `above` says that low is not."""
-
-    low: float
-    high: float
-    whole: bool = True
-    optional: bool = False  # None is allowed too
-    above: bool = False
-
-    def check(self, name: str, value: Any) -> Any:
-        """The value as a plain int or float; TypeError or ValueError says what is allowed."""
-        if value is None and self.optional:
-            return None
-        allowed = (int,) if self.whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed):
-            raise TypeError(f"{name}={brief(value)} must be {self}")
-        inside = self.low < value if self.above else self.low <= value
-        if not (inside and value <= self.high):  # so written, NaN is outside
-            raise ValueError(f"{name}={brief(value)} must be {self}")
-        return int(value) if self.whole else float(value)
-
-    def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        start = f"above {self.low} and up" if self.above else f"from {self.low}"
-        return f"{kind} {start} to {self.high}" + " or None" * self.optional
-
-
-_TOKEN_ID = _Range(0, _MOST)
-_BIAS = _Range(-100, 100, whole=False)
-_NUMBERS = {
-    "max_tokens": _Range(0, _MOST, optional=True),
-    "temperature": _Range(0, 100, whole=False),
-    "top_p": _Range(0, 1, whole=False),
-    "top_k": _Range(-1, _MOST),
-    "min_p": _Range(0, 1, whole=False),
-    "repetition_penalty": _Range(0, 10, whole=False, above=True),
-    "presence_penalty": _Range(-2, 2, whole=False),
-    "frequency_penalty": _Range(-2, 2, whole=False),
-    "seed": _Range(0, 2**63 - 1, optional=True),
-    "n": _Range(1, 64),
-    "logprobs": _Range(0, 100, optional=True),
-    "prompt_logprobs": _Range(0, 100, optional=True),
+# name: (lowest, highest, may be None)
+_WHOLE_NUMBERS = {
+    "max_tokens": (0, _MOST, True),
+    "top_k": (-1, _MOST, False),
+    "seed": (0, 2**63 - 1, True),
+    "n": (1, 64, False),
+    "logprobs": (0, 100, True),
+    "prompt_logprobs": (0, 100, True),
 }
+_NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),  # divides logits: nearer to 0, float32 would overflow
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+
+
+def _token_id(name: str, value: Any) -> int:
+    return whole_number(name, value, 0, _MOST)
 
 
 def _text(name: str, value: Any) -> str:
@@ -66,21 +42,15 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = _tuple_of(_TOKEN_ID.check, name, value, 1024)
-    if not ids:
-        raise ValueError(f"{name}={brief(value)} must have 1 to 1024 token ids")
-    return ids
-
-
 def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int) -> tuple:
-    """The entries of a list or tuple, each checked, at most `most` of them."""
+    """The entries of a list, tuple or array, each checked, at most `most` of them."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(f"{name}={brief(value)} must be a list or tuple of at most {most} entries")
-    entries = tuple(value)
-    if len(entries) > most:
-        raise ValueError(f"{name} has {len(entries)} entries: it must have at most {most}")
-    return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(entries))
+    if len(value) > most:
+        raise ValueError(f"{name} has {len(value)} entries: it must have at most {most}")
+    return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(value))
 
 
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -93,7 +63,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if len(pairs) > 1024:
         raise ValueError(f"logit_bias has {len(pairs)} entries: it must have at most 1024")
     checked = {
-        _TOKEN_ID.check("logit_bias id", token): _BIAS.check(f"logit_bias[{token}]", bias)
+        _token_id("logit_bias id", token): number(f"logit_bias[{token}]", bias, -100, 100)
         for token, bias in pairs
     }
     return tuple(sorted(checked.items()))
@@ -105,7 +75,7 @@ class SamplingParams:
 
     Names, defaults and meanings are those of vLLM and of the OpenAI API, and of transformers where
     it has the field. TypeError or ValueError names the field, the value and what is allowed.
-    `llama.engine.sampling` says in which order the fields are applied.
+    `llama.engine.sampler` says in which order the fields are applied.
 
     temperature: divides the logits (Ackley et al. 1985); below 1e-5 the top token is taken.
     top_p: nucleus sampling (Holtzman et al. 2020) by Meta's rule: a token is kept while the mass
@@ -114,10 +84,10 @@ class SamplingParams:
     min_p: tokens at least min_p times as likely as the top one (Nguyen et al. 2024).
     repetition_penalty: of the tokens in prompt and output (Keskar et al. 2019, CTRL): a positive
         logit is divided by it, a negative one multiplied.
-    presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and once
-        an occurrence (OpenAI).
+    presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and per
+        occurrence (OpenAI).
     logit_bias: added to the logits of these ids (OpenAI); kept as pairs sorted by id.
-    bad_words: texts never to be generated; the tokenizer's layer writes them as `bad_words_ids`.
+    bad_words: texts never to be generated.
     max_tokens: the most generated tokens; None for what fits, 0 to score the prompt only.
     min_tokens: no token or text stops the request before so many.
     stop, stop_token_ids: texts and ids that end the output, beside the model's own stop tokens,
@@ -149,26 +119,28 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, allowed in _NUMBERS.items():
-            self._set(name, allowed.check(name, getattr(self, name)))
+        for name, (low, high, optional) in _WHOLE_NUMBERS.items():
+            value = whole_number(name, getattr(self, name), low, high, optional=optional)
+            self._set(name, value)
+        for name, (least, greatest) in _NUMBERS.items():
+            self._set(name, number(name, getattr(self, name), least, greatest))
         most = _MOST if self.max_tokens is None else self.max_tokens
-        self._set("min_tokens", _Range(0, most).check("min_tokens", self.min_tokens))
-        self._set("best_of", _Range(self.n, 64, optional=True).check("best_of", self.best_of))
+        self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
+        best_of = whole_number("best_of", self.best_of, self.n, 64, optional=True)
+        self._set("best_of", best_of)
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         self._set("logit_bias", _bias(self.logit_bias))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _tuple_of(_text, "stop", stop, 32))
-        ids = _tuple_of(_TOKEN_ID.check, "stop_token_ids", self.stop_token_ids, 256)
+        ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, 256)
         self._set("stop_token_ids", ids)
         self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, 256))
-        self._set("bad_words_ids", _tuple_of(_ids, "bad_words_ids", self.bad_words_ids, 1024))
         answers = max(self.n, self.best_of or 1)
-        if self.greedy and answers > 1:
+        if self.temperature < 1e-5 and answers > 1:
             raise ValueError(
                 f"n={self.n} and best_of={self.best_of} must be 1 with temperature="
                 f"{self.temperature}: greedy decoding has one answer; ask for a temperature above 0"
@@ -177,17 +149,11 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the top token is always taken."""
-        return self.temperature < _GREEDY_BELOW
-
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError unless every id of the request is one of a vocabulary of `vocab_size`."""
         named = {
             "logit_bias": dict(self.logit_bias or ()),
             "stop_token_ids": self.stop_token_ids,
-            "bad_words_ids": [token for word in self.bad_words_ids for token in word],
         }
         for name, ids in named.items():
             for token in ids:

@@ -61,7 +61,18 @@ def test_building_on_the_cpu_settles_threads(checkpoint_dir, monkeypatch, device
     monkeypatch.setattr("llama.loading.pick_device", lambda _: torch.device(device))
     monkeypatch.setattr("llama.loading._choose_sizes", lambda *_: None)
     monkeypatch.setattr("llama.loading.checkpoint.load", lambda *_, **__: None)
-    load_model(str(checkpoint_dir[0]), None, 64, 2, None, 1, device=None, dtype="fp32", timeout_s=9)
+    load_model(
+        str(checkpoint_dir[0]),
+        None,
+        64,
+        2,
+        None,
+        1,
+        device=None,
+        dtype="fp32",
+        kv_cache_memory_bytes=None,
+        timeout_s=9,
+    )
     assert len(settled) == times
 
 

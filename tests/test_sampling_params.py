@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama.engine.sequence import TokenParams
 from llama.sampling_params import SamplingParams
 
 # field, a value outside, and the range that the message has to state
@@ -62,9 +63,6 @@ REFUSED_VALUES = [
     ({"stop_token_ids": range(257)}, ["stop_token_ids", "257", "at most 256"]),
     ({"bad_words": ["a", ""]}, ["bad_words[1]", "''", "1 to 256 characters"]),
     ({"bad_words": ["a"] * 257}, ["bad_words", "257", "at most 256"]),
-    ({"bad_words_ids": [[1], []]}, ["bad_words_ids[1]", "[]", "1 to 1024 token ids"]),
-    ({"bad_words_ids": [[1, -2]]}, ["bad_words_ids[0][1]", "-2", "from 0 to 2147483647"]),
-    ({"bad_words_ids": [[1]] * 1025}, ["bad_words_ids", "1025", "at most 1024"]),
     ({"logit_bias": {7: 100.5}}, ["logit_bias[7]", "100.5", "from -100 to 100"]),
     ({"logit_bias": {7: -101}}, ["logit_bias[7]", "-101", "from -100 to 100"]),
     ({"logit_bias": {7: math.nan}}, ["logit_bias[7]", "nan", "from -100 to 100"]),
@@ -83,7 +81,6 @@ REFUSED_TYPES = [
     ({"stop_token_ids": 5}, ["stop_token_ids", "5", "list or tuple"]),
     ({"stop_token_ids": ["5"]}, ["stop_token_ids[0]", "'5'", "whole number"]),
     ({"bad_words": "abc"}, ["bad_words", "'abc'", "list or tuple"]),
-    ({"bad_words_ids": [5]}, ["bad_words_ids[0]", "5", "list or tuple"]),
     ({"logit_bias": 5}, ["logit_bias", "5", "map token ids to numbers"]),
     ({"logit_bias": [(1, 2.0)]}, ["logit_bias", "map token ids to numbers"]),
     ({"logit_bias": {"7": 1.0}}, ["logit_bias", "'7'", "whole number"]),
@@ -170,7 +167,7 @@ def test_a_message_stays_short_for_a_long_value() -> None:
         {"logprobs": 0, "prompt_logprobs": 100},
         {"logit_bias": {0: -100, 5: 100}},
         {"stop": ["a" * 256] * 32},
-        {"bad_words": ["a"] * 256, "bad_words_ids": [[1]] * 1024},
+        {"bad_words": ["a"] * 256},
         {"stop_token_ids": range(256)},
     ],
 )
@@ -185,18 +182,15 @@ def test_defaults_are_those_of_vllm() -> None:
     assert params.repetition_penalty == 1.0
     assert params.presence_penalty == params.frequency_penalty == 0.0
     assert params.seed is params.logprobs is params.prompt_logprobs is None
-    assert params.stop == params.stop_token_ids == params.bad_words == params.bad_words_ids == ()
+    assert params.stop == params.stop_token_ids == params.bad_words == ()
     assert not params.include_stop_str_in_output and not params.ignore_eos
 
 
 def test_lists_become_tuples_and_a_bias_sorted_pairs() -> None:
-    params = SamplingParams(
-        stop="end", stop_token_ids=[3, 1], logit_bias={9: 1, 2: -3}, bad_words_ids=((4, 5),)
-    )
+    params = SamplingParams(stop="end", stop_token_ids=[3, 1], logit_bias={9: 1, 2: -3})
     assert params.stop == ("end",)
     assert params.stop_token_ids == (3, 1)
     assert params.logit_bias == ((2, -3.0), (9, 1.0))
-    assert params.bad_words_ids == ((4, 5),)
     assert SamplingParams(logit_bias=None).logit_bias == ()
 
 
@@ -223,15 +217,18 @@ def test_the_same_request_has_the_same_repr_and_hash(bias, random) -> None:
 
 
 def test_replace_takes_what_is_stored() -> None:
-    params = SamplingParams(logit_bias={1: 2.0}, stop="a", bad_words_ids=((3,),))
-    assert dataclasses.replace(params, bad_words_ids=params.bad_words_ids) == params
+    params = SamplingParams(logit_bias={1: 2.0}, stop="a", bad_words=["b"])
+    assert dataclasses.replace(params, logit_bias=params.logit_bias) == params
 
 
 @pytest.mark.parametrize(
     ("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False), (1.0, False)]
 )
 def test_greedy_is_a_temperature_of_next_to_nothing(temperature, greedy) -> None:
-    assert SamplingParams(temperature=temperature).greedy is greedy
+    assert TokenParams(temperature=temperature).greedy is greedy
+    if greedy:
+        with pytest.raises(ValueError, match="greedy decoding has one answer"):
+            SamplingParams(temperature=temperature, n=2)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +236,6 @@ def test_greedy_is_a_temperature_of_next_to_nothing(temperature, greedy) -> None
     [
         ("logit_bias", {1: 1.0, 512: 1.0}),
         ("stop_token_ids", [1, 512]),
-        ("bad_words_ids", [[1], [2, 512]]),
     ],
 )
 def test_check_vocab_names_field_id_and_range(field: str, value: Any) -> None:

@@ -171,8 +171,9 @@ class _Job:
                     self._start(line)
             if not self.running:
                 break
-            self.engine.step(())  # no outputs: of one that goes on, none is wanted
-            self._finish()
+            for output in self.engine.step():
+                if output.finished:
+                    self._write_answer(output)
             self._tick()
         self._post(finished=1)
         self._wait_for_the_others()
@@ -221,14 +222,8 @@ class _Job:
             self.tally.add(failed=1)
             self._tick()
             return
-        self.engine.submit(request)
+        self.engine.submit([request])
         self.running[name] = _Running(line, custom_id, asked, request)
-
-    def _finish(self) -> None:
-        """Write what has ended; a step for these alone only tells, since they have moved."""
-        ended = [name for name, running in self.running.items() if running.request.finished]
-        for output in self.engine.step(ended) if ended else ():
-            self._write_answer(output)
 
     def _write_answer(self, output: RequestOutput) -> None:
         ended = self.running[output.request_id]

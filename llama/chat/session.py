@@ -19,7 +19,6 @@ from llama.requests.llm_engine import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
 KEEP_ALIVE_S = 20.0
-_NAME = "chat"  # of the one request at a time
 _GO_ON, _STOP, _BYE = b"", b"stop", b"bye"  # what rank 0 says, besides prompts with settings
 
 
@@ -155,24 +154,24 @@ def _end(output: RequestOutput, context: int) -> str:
 
 
 def _prepare(llama: Llama, prompt: list[int], settings: dict[str, Any]) -> Request:
-    return llama.llm_engine.prepare(_NAME, prompt, SamplingParams(**settings))
+    return llama.llm_engine.prepare("", prompt, SamplingParams(**settings))
 
 
 def _run(
     llama: Llama, request: Request, pressed: Callable[[], bool]
 ) -> Generator[RequestOutput, None, None]:
     """The answer as it grows, the same on every rank; rank 0's `pressed` ends it for all."""
-    engine, parallel = llama.llm_engine, llama.model.parallel
-    engine.submit(request)
-    try:
-        while not request.finished and not parallel.broadcast_bytes(_STOP if pressed() else _GO_ON):
-            yield from engine.step([_NAME])
-    except GeneratorExit:  # rank 0 could not show the last output, and the others wait for word
-        if not request.finished:
-            parallel.broadcast_bytes(_STOP)
-        raise
-    finally:
-        engine.abort_request(_NAME)
+    parallel = llama.model.parallel
+    with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
+        try:
+            while not request.finished and not parallel.broadcast_bytes(
+                _STOP if pressed() else _GO_ON
+            ):
+                yield next(outputs)
+        except GeneratorExit:  # rank 0 could not show the last output, and the others wait for word
+            if not request.finished:
+                parallel.broadcast_bytes(_STOP)
+            raise
 
 
 def _follow(llama: Llama) -> None:

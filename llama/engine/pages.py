@@ -1,8 +1,9 @@
-"""The pool of key-value pages: who holds which, and which full ones can be used again.
+"""The pool of KV cache pages: who holds which, and which full ones can be used again.
 
-Ints in lists; no torch. A page is free, or held by one or more sequences. A full page is known by
-the hash of all tokens up to its end, a chain over its parent's hash (as vLLM's prefix caching), and
-is found by it until it is needed for something else: the least recently freed page goes first.
+Ints in lists; no torch. A page (other engines say block) is free, or held by one or more sequences.
+A full page is found by the hash of all tokens up to its end, a chain over its parent's hash, as in
+vLLM's automatic prefix caching. A free page keeps its content until it is needed for something
+else: the least recently freed page is evicted first.
 """
 
 import hashlib
@@ -17,16 +18,20 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` slots; with `reuse` off, none is ever found by its hash."""
+    """`num_pages` pages of `page_size` slots; with `reuse` off, no page is found by its hash."""
 
     def __init__(self, num_pages: int, page_size: int, *, reuse: bool = True) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.reuse = reuse
-        self._holders = [0] * num_pages
-        self._free: OrderedDict[int, None] = OrderedDict((p, None) for p in range(num_pages))
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free, and no content is known."""
+        self._ref_counts = [0] * self.num_pages
+        self._free: OrderedDict[int, None] = OrderedDict((p, None) for p in range(self.num_pages))
         self._hash_of: dict[int, bytes] = {}
-        self._page_by_hash: dict[bytes, int] = {}
+        self._page_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -36,54 +41,54 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self) -> int:
-        """The page that was freed longest ago; what it cached is forgotten."""
+        """The page that was freed longest ago; its cached content is evicted."""
         page, _ = self._free.popitem(last=False)
         known = self._hash_of.pop(page, None)
         if known is not None:
-            del self._page_by_hash[known]
-        self._holders[page] = 1
+            del self._page_of[known]
+        self._ref_counts[page] = 1
         return page
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give up one hold on each. Last page first: the head of a prefix is the last evicted."""
+        """One holder less of each. Last page first: the start of a prefix is evicted last."""
         for page in reversed(pages):
-            assert self._holders[page] > 0, f"page {page} is freed twice"
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
+            assert self._ref_counts[page] > 0, f"page {page} is freed twice"
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
                 self._free[page] = None
 
-    def remember(self, page: int, page_key: bytes) -> None:
-        """A held page is full: let it be found, unless an equal one is known already."""
-        if self.reuse and page_key not in self._page_by_hash and page not in self._hash_of:
-            self._page_by_hash[page_key] = page
-            self._hash_of[page] = page_key
+    def cache(self, page: int, content: bytes) -> None:
+        """Let a held page be found by the hash of its content, unless an equal one is found."""
+        if self.reuse and content not in self._page_of and page not in self._hash_of:
+            self._page_of[content] = page
+            self._hash_of[page] = content
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The pages of the longest known run of `hashes`; nothing is held by looking."""
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages of the longest known run of `hashes`; none of them is held by this."""
         found: list[int] = []
-        for page_key in hashes:
-            page = self._page_by_hash.get(page_key)
+        for content in hashes:
+            page = self._page_of.get(content)
             if page is None:
                 break
             found.append(page)
         return found
 
     def num_free_without(self, pages: Sequence[int]) -> int:
-        """Free pages that would be left if `pages` were held."""
+        """How many pages would be free if `pages` were held."""
         return len(self._free) - sum(page in self._free for page in pages)
 
-    def hold(self, pages: Sequence[int]) -> None:
-        """One more holder of each: they may be free, or in use by others."""
+    def incref(self, pages: Sequence[int]) -> None:
+        """One holder more of each: they may be free, or in use by others."""
         for page in pages:
             self._free.pop(page, None)
-            self._holders[page] += 1
+            self._ref_counts[page] += 1
 
     def check(self, held: Iterable[Sequence[int]] = ()) -> None:
-        """Assert that the pool's books are right, `held` being the pages of every live sequence."""
+        """Assert that the counts are right, where `held` are the pages of all live sequences."""
         counts = [0] * self.num_pages
         for pages in held:
             for page in pages:
                 counts[page] += 1
-        assert counts == self._holders, "a page's holders are miscounted"
+        assert counts == self._ref_counts, "a page's holders are miscounted"
         assert set(self._free) == {p for p, n in enumerate(counts) if n == 0}, "free list is wrong"
-        assert {p: h for h, p in self._page_by_hash.items()} == self._hash_of, "the two maps differ"
+        assert {p: h for h, p in self._page_of.items()} == self._hash_of, "the two maps differ"

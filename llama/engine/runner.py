@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llama.engine.sampler import Sampled, sample, score, to_host_ids
+from llama.engine.sampler import Sampled, sample, score
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
 from llama.model import Batch, Transformer
@@ -106,7 +106,7 @@ class ModelRunner:
         return scores
 
     def _to_host(self, sampled: Sampled, prompts: list[PromptScores]) -> StepOutput:
-        ids = to_host_ids(self._agreed(sampled.ids))  # sync: the one wait of a step
+        ids = self._agreed(sampled.ids).tolist()  # sync: the one wait of a step
         if sampled.logprobs is None:
             return StepOutput(ids, prompts=prompts)
         logprobs = self._agreed(sampled.logprobs).tolist()

@@ -30,9 +30,8 @@ class Sampled:
     """One step's choice. Log-probabilities are the model's own: before bias, temperature, filters.
 
     A row that has no token to choose (all banned), or whose logits hold NaN or +inf, has the id -1.
-    It is a value and no exception so that nothing here waits for the device, and that the ranks of
-    a group, which learn the ids by broadcast, all learn of it: one that raised alone would leave
-    the others waiting. `to_host_ids` makes it an error, after the broadcast.
+    -1 is a value and not an exception: to raise here would need a sync, would leave the other ranks
+    waiting, and would end the other rows. `Sequence.append` makes it the error of its own request.
     """
 
     ids: Tensor  # (B) int64
@@ -60,18 +59,6 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
     if not wanted:
         return Sampled(ids)
     return Sampled(ids, *score(logits, ids.clamp(min=0), max(wanted)))
-
-
-def to_host_ids(ids: Tensor) -> list[int]:
-    """The ids (B) on the host (a sync). ValueError names the rows that have none: see `Sampled`."""
-    found = ids.tolist()
-    if -1 in found:
-        rows = [row for row, token in enumerate(found) if token == -1]
-        raise ValueError(
-            f"rows {rows} of {len(found)} have no token to choose: logit_bias, bad_words and "
-            "min_tokens ban the whole vocabulary there, or the model's logits hold NaN or inf"
-        )
-    return found
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -126,10 +113,10 @@ def _added(logits: Tensor, amounts: Seq[dict[int, float]]) -> Tensor:
 def _biases(seq: Sequence) -> dict[int, float]:
     """The request's own, and -inf for what must not come now."""
     params = seq.params
-    banned = [word[-1] for word in params.bad_words_ids if _ends_with(seq.tokens, word[:-1])]
+    banned = [word[-1] for word in params.bad_words if _ends_with(seq.tokens, word[:-1])]
     if seq.num_output < params.min_tokens:
         banned += sorted(seq.stop_ids)
-    return dict(params.logit_bias or ()) | dict.fromkeys(banned, -math.inf)
+    return dict(params.logit_bias) | dict.fromkeys(banned, -math.inf)
 
 
 def _ends_with(tokens: list[int], end: Seq[int]) -> bool:

@@ -1,35 +1,34 @@
-"""Who runs in the next step, and for how many tokens: sequences in, (sequence, count) pairs out.
+"""Who runs in the next step, and for how many tokens: sequences in, `Scheduled` items out.
 
-There is no prefill phase and no decode phase. A sequence has tokens known and tokens computed; each
-step hands out a budget so that computed catches up with known. Chunked prefill, prefix reuse and
-preemption all follow: a preempted sequence gives up its pages, and has its tokens still to compute.
-Ints in lists; no torch. Everything is decided by order of arrival, so all ranks decide alike.
+Continuous batching (Yu et al., 2022, Orca) without a prefill phase and a decode phase. A sequence
+has tokens known and tokens computed; each step hands out a budget of tokens so that computed
+catches up with known. Chunked prefill, prefix reuse and preemption all follow from that: a
+preempted sequence gives up its pages, and has its tokens to compute again.
+Ints in lists; no torch. Only the order of arrival decides, so all ranks decide alike.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import Sequence, no_pages
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """The next `count` uncomputed tokens of a sequence; it is sampled if that is all of them."""
+    """The next `count` uncomputed tokens of a sequence; if `samples`, they are its last known ones,
+    and one more token is sampled.
+    """
 
     sequence: Sequence
     count: int
-
-    @property
-    def samples(self) -> bool:
-        seq = self.sequence
-        return self.count == seq.num_new and len(seq.tokens) < seq.limit
+    samples: bool
 
 
 class Scheduler:
-    """At most `max_batch_size` sequences and `token_budget` tokens a step, on the pool's pages."""
+    """At most `max_batch_size` sequences and `token_budget` tokens per step, on a page pool."""
 
     def __init__(self, pool: PagePool, *, max_batch_size: int, token_budget: int) -> None:
         self.pool = pool
@@ -37,13 +36,14 @@ class Scheduler:
         self.token_budget = token_budget
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence; the engine has checked that its limit fits the pool."""
-        assert self.pool.pages_for(seq.limit) <= self.pool.num_pages
+        """Queue a sequence; the engine has checked that max_len fits the pool."""
+        assert self.pool.pages_for(seq.max_len) <= self.pool.num_pages
         self.waiting.append(seq)
 
-    def abort(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, wherever it is, and free its pages."""
         if seq in self.running:
             self.running.remove(seq)
@@ -55,7 +55,7 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Running sequences first, oldest first; then the queue, while budget and pages last.
 
-        The pairs come back with the single tokens in front, as `Batch` wants them.
+        The items come back with the single tokens in front, as `Batch` wants them.
         """
         budget = self.token_budget
         chosen: list[Scheduled] = []
@@ -64,8 +64,8 @@ class Scheduler:
             seq = self.running[row]
             count = min(seq.num_new, budget)
             if not self._grow(seq, count):
-                break  # it gave up its own pages: everyone after it already had
-            chosen.append(Scheduled(seq, count))
+                break  # it was preempted, as everyone after it was before
+            chosen.append(self._schedule(seq, count))
             budget -= count
             row += 1
         while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
@@ -73,23 +73,34 @@ class Scheduler:
             if not self._admit(seq):
                 break
             count = min(seq.num_new, budget)
-            chosen.append(Scheduled(seq, count))
+            chosen.append(self._schedule(seq, count))
             budget -= count
         return sorted(chosen, key=lambda item: item.count > 1)
 
     def update(self, scheduled: list[Scheduled], tokens: list[int]) -> None:
-        """After a step: `tokens` has one id for each that samples; what ended is let go."""
+        """After a step: `tokens` has one id for each item that samples; what ended is let go."""
         sampled = iter(tokens)
         for item in scheduled:
-            seq, samples = item.sequence, item.samples
-            self._advance(seq, item.count)
-            if samples:
+            seq = item.sequence
+            seq.num_computed += item.count
+            if item.samples:
                 seq.append(next(sampled))
-            elif seq.num_computed == seq.limit:
-                seq.finish_reason = "length"  # the prompt filled its limit: it was only scored
+            elif seq.num_computed == seq.max_len:
+                seq.finish_reason = "length"  # the prompt filled it: it was only scored
             if seq.finished:
                 self.running.remove(seq)
                 self._release(seq)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Take these sequences, in their order of arrival, and compute them from the beginning.
+
+        For a step that broke off at an unknown point: no page and no count is trusted after it.
+        """
+        self.pool.reset()
+        self.running.clear()
+        for seq in (live := list(sequences)):
+            seq.forget_computed()
+        self.waiting = deque(seq for seq in live if not seq.finished)
 
     def live(self) -> Iterator[Sequence]:
         return chain(self.running, self.waiting)
@@ -98,17 +109,32 @@ class Scheduler:
         """Assert that every page is held by a live sequence or free, and lengths are in order."""
         self.pool.check(seq.pages for seq in self.live())
         for seq in self.live():
-            assert 0 <= seq.num_computed <= len(seq.tokens) <= seq.limit, vars(seq)
+            assert 0 <= seq.num_computed <= len(seq.tokens) <= seq.max_len, vars(seq)
             assert seq.num_computed <= len(seq.pages) * self.pool.page_size, vars(seq)
+
+    def _schedule(self, seq: Sequence, count: int) -> Scheduled:
+        """Its pages that this step fills can be found from now on, by what is admitted after it.
+
+        That is safe within the step: each layer stores the keys and values of all tokens before any
+        token attends. So the answers of one request, and prompts that arrive together, share what
+        their prompts have in common.
+        """
+        before = seq.num_computed // self.pool.page_size
+        after = (seq.num_computed + count) // self.pool.page_size
+        if self.pool.reuse:
+            hashes = self._hashes(seq, after)
+            for i in range(before, after):
+                self.pool.cache(seq.pages[i], hashes[i])
+        return Scheduled(seq, count, count == seq.num_new and len(seq.tokens) < seq.max_len)
 
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running, if all its known tokens have room now."""
-        found = self.pool.find(self._reusable_hashes(seq))
+        found = self.pool.match_prefix(self._reusable_hashes(seq))
         wanted = self.pool.pages_for(len(seq.tokens)) - len(found)
         if wanted > self.pool.num_free_without(found):
             return False
-        self.pool.hold(found)
-        seq.pages = found
+        self.pool.incref(found)
+        seq.pages.extend(found)
         seq.num_computed = len(found) * self.pool.page_size
         assert self._grow(seq, seq.num_new), "admitted without room"
         if not seq.num_output:
@@ -132,7 +158,10 @@ class Scheduler:
         return hashes
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Pages for `count` more tokens, preempting from the back; False if it had to go itself."""
+        """Allocate pages for `count` more tokens, preempting the youngest running sequences.
+
+        False if `seq` itself was preempted.
+        """
         wanted = self.pool.pages_for(seq.num_computed + count)
         while len(seq.pages) < wanted:
             if self.pool.num_free:
@@ -141,20 +170,12 @@ class Scheduler:
             victim = self.running.pop()
             self._release(victim)
             self.waiting.appendleft(victim)
+            self.num_preemptions += 1
             if victim is seq:
                 return False
         return True
 
-    def _advance(self, seq: Sequence, count: int) -> None:
-        """`count` more tokens are computed; the pages that this filled can be found from now on."""
-        before, size = seq.num_computed // self.pool.page_size, self.pool.page_size
-        seq.num_computed += count
-        if self.pool.reuse:
-            hashes = self._hashes(seq, seq.num_computed // size)
-            for i in range(before, seq.num_computed // size):
-                self.pool.remember(seq.pages[i], hashes[i])
-
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)
-        seq.pages = []
+        seq.pages = no_pages()
         seq.num_computed = 0

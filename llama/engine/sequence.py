@@ -1,31 +1,62 @@
 """One request inside the engine: its tokens, how far they are computed, and the pages they hold.
 
 Ids in a list; no torch, no text. The whole state is three lengths:
-`0 <= num_computed <= len(tokens) <= limit`. A step lets num_computed catch up with len(tokens);
+`0 <= num_computed <= len(tokens) <= max_len`. A step lets num_computed catch up with len(tokens);
 when it has, one token is sampled.
 """
 
+from array import array
 from dataclasses import dataclass, field
 
-from llama.sampling_params import SamplingParams
+_GREEDY_BELOW = 1e-5  # temperatures under it take the top token, as in vLLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenParams:
+    """What the sampler reads of a request: numbers and ids. `SamplingParams` explains the fields.
+
+    bad_words: sequences of ids; the last id of one must not follow the ids before it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the top token is always taken."""
+        return self.temperature < _GREEDY_BELOW
+
+
+def no_pages() -> "array[int]":
+    return array("q")
 
 
 @dataclass(eq=False)  # two requests with the same tokens are two requests
 class Sequence:
-    """`limit` is the most tokens it may come to; `stop_ids` end it and are left out."""
+    """`max_len`: the most tokens, prompt and output. `stop_ids` end it and are left out."""
 
     tokens: list[int]  # prompt, then what was generated
-    params: SamplingParams
-    limit: int
+    params: TokenParams
+    max_len: int
     seed: int
     stop_ids: frozenset[int] = frozenset()
     num_computed: int = 0  # leading tokens whose keys and values are in pages
     num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    pages: list[int] = field(default_factory=list)
+    pages: "array[int]" = field(default_factory=no_pages)  # int64: the runner copies it as it is
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, in order
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_id: int | None = None  # the id that stopped it
-    logprobs: list[float] = field(default_factory=list)  # one a generated token
+    logprobs: list[float] = field(default_factory=list)  # one per generated token
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)  # [0.0, ...]: nothing comes before
     prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -46,7 +77,7 @@ class Sequence:
 
     @property
     def num_new(self) -> int:
-        """Tokens known and not yet computed: what a step may be given."""
+        """Tokens that are known and not yet computed: what a step may be given."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -54,14 +85,17 @@ class Sequence:
         return self.finish_reason is not None
 
     def append(self, token: int) -> None:
-        """A sampled token: kept, unless it stops the sequence."""
-        assert not self.finished and len(self.tokens) < self.limit
-        if token in self.stop_ids:  # `sample` does not choose one before min_tokens
-            self.finish_reason, self.stop_id = "stop", token
-            return
-        self.tokens.append(token)
-        if len(self.tokens) == self.limit:
-            self.finish_reason = "length"
+        """Add a sampled token. A stop id ends the sequence instead; so does -1, with an error."""
+        assert not self.finished and len(self.tokens) < self.max_len
+        if token < 0:
+            self.finish_reason = "error"
+        elif token in self.stop_ids:  # `sample` does not choose one before min_tokens
+            self.stop_id = token
+            self.finish_reason = "stop"
+        else:
+            self.tokens.append(token)
+            if len(self.tokens) == self.max_len:
+                self.finish_reason = "length"
 
     def rows_to_score(self, count: int) -> range:
         """Offsets in its next `count` tokens whose logits score a prompt token not scored yet."""
@@ -70,3 +104,15 @@ class Sequence:
         first = max(len(self.prompt_logprobs) - 1 - self.num_computed, 0)
         last = min(count, self.num_prompt - 1 - self.num_computed)
         return range(first, max(first, last))
+
+    def forget_computed(self) -> None:
+        """Back to what is certain after a step that broke off: the tokens, and none computed.
+
+        An interrupt can come between any two statements, so lists that grow together may differ.
+        """
+        self.pages, self.num_computed = no_pages(), 0
+        del self.logprobs[self.num_output :], self.top_logprobs[self.num_output :]
+        scored = min(len(self.prompt_logprobs), len(self.prompt_top_logprobs))
+        del self.prompt_logprobs[scored:], self.prompt_top_logprobs[scored:]
+        if self.num_output and len(self.tokens) == self.max_len:
+            self.finish_reason = self.finish_reason or "length"

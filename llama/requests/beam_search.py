@@ -1,15 +1,16 @@
 """Beam search (Graves, 2012), with the scores and the stopping rules of transformers.
 
-In: prompts as ids. Out: the best continuations of each with their scores. Every beam is an engine
-sequence of one token a round; prefix reuse keeps its past, so a round computes at most a page.
+In: prompts as ids. Out: the best continuations of each with their scores. In each round, every beam
+is a request for one token; the prefix cache keeps its past, so a round computes at most one page
+per beam.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from llama.engine.core import EngineCore
-from llama.engine.sequence import Sequence
+from llama.checks import number, whole_number
+from llama.requests.llm_engine import LLMEngine
+from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 
 
@@ -26,14 +27,9 @@ class BeamParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        width = self.beam_width
-        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= 16:
-            raise ValueError(f"beam_width={width!r} must be a whole number from 1 to 16")
-        penalty = self.length_penalty
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float):
-            raise TypeError(f"length_penalty={penalty!r} must be a number from -10 to 10")
-        if not -10 <= penalty <= 10:  # NaN is outside
-            raise ValueError(f"length_penalty={penalty!r} must be a number from -10 to 10")
+        object.__setattr__(self, "beam_width", whole_number("beam_width", self.beam_width, 1, 16))
+        penalty = number("length_penalty", self.length_penalty, -10, 10)
+        object.__setattr__(self, "length_penalty", penalty)
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f"early_stopping={self.early_stopping!r}: give True, False or 'never'")
 
@@ -107,39 +103,30 @@ class _Search:
 
 
 def beam_search(
-    engine: EngineCore,
+    engine: LLMEngine,
     prompts: list[list[int]],
     limits: list[int],
     stop_ids: frozenset[int],
     params: BeamParams,
-    advance: Callable[[], None],
 ) -> list[list[Beam]]:
-    """The up to beam_width best continuations of each prompt, best first; limits are in tokens.
+    """The up to beam_width best continuations of each prompt, best first.
 
-    `advance` runs the engine once, and tells whoever else has requests in it.
+    `limits`: the most generated tokens of each.
     """
     searches = [_Search(p, n, stop_ids, params) for p, n in zip(prompts, limits, strict=True)]
-    while open_ones := [s for s in searches if not s.done and s.limit > 0]:
-        rounds = [(search, _next_tokens(search)) for search in open_ones]
-        _run(engine, advance, [seq for _, sequences in rounds for seq in sequences])
-        for search, sequences in rounds:
-            search.advance([seq.top_logprobs[0] for seq in sequences])
+    while unfinished := [s for s in searches if not s.done and s.limit > 0]:
+        starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
+        kept = max(search.kept for search in unfinished)
+        asked = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=kept)
+        outputs = iter(engine.run(engine.prepare("", start, asked) for start in starts))
+        for search in unfinished:
+            search.advance([_likeliest(next(outputs)) for _ in search.running])
     return [search.finished for search in searches]
 
 
-def _next_tokens(search: _Search) -> list[Sequence]:
-    """A sequence for each running beam, to be asked for its likeliest next tokens."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=search.kept)
-    starts = [search.prompt + beam.tokens for beam in search.running]
-    return [Sequence(start, replace(params), len(start) + 1, seed=0) for start in starts]
-
-
-def _run(engine: EngineCore, advance: Callable[[], None], sequences: list[Sequence]) -> None:
-    try:
-        for seq in sequences:
-            engine.add(seq)
-        while not all(seq.finished for seq in sequences):
-            advance()
-    finally:
-        for seq in sequences:
-            engine.abort(seq)
+def _likeliest(output: RequestOutput) -> list[tuple[int, float]]:
+    """The ids that may follow a beam, with their log-probabilities; ValueError if none may."""
+    (answer,) = output.outputs
+    if not answer.logprobs:
+        raise ValueError(output.error)
+    return list(answer.logprobs[0].items())

@@ -1,371 +1,390 @@
-"""Requests with text, in the shape that vLLM's users know: add_request, step, outputs.
+"""The one door to the engine: requests with text in, their outputs out, for any number of threads.
 
-In: prompts as text or ids, each with its SamplingParams, at any time. Out: a RequestOutput for
-each request that moved. It turns ids to text as they come, looks for stop strings, and fans one
-request out into n sequences; which tokens are computed when is the business of the engine below.
+Everything that generates comes through here. `run` waits for all of its requests, `stream` yields
+their outputs as they come; `add_request` and `step` are for those who know vLLM. There is no thread
+of its own: of the threads that wait, one runs the model for all, and the others sleep until they
+have what they wait for. Requests come and go between two steps.
+
+Under torchrun every rank makes the same calls in the same order, from one thread. Requests are
+compared across the ranks when they are submitted, and never in a step.
 """
 
-import hashlib
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 
+from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
-from llama.requests.detokenizer import Detokenizer, StopStrings
+from llama.requests.prepare import prepare
+from llama.requests.request import Answer, CompletionOutput, Request, RequestOutput, Usage
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
+__all__ = ["CompletionOutput", "LLMEngine", "Request", "RequestOutput", "Usage"]
 
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of one request; cached ones are prompt tokens that an earlier request had computed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One answer so far. `new_text` is what came since the request's last output.
-
-    logprobs: one dict a token, id -> log-probability, of the token itself and of the likeliest.
-    finish_reason: None, "stop", "length" or "abort"; stop_reason: the string or id that stopped it.
-    """
-
-    index: int
-    text: str
-    new_text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
-    cumulative_logprob: float | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """All answers of one request so far; prompt_logprobs[0] is None, as nothing comes before."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, float] | None] | None
-    outputs: list[CompletionOutput]
-    finished: bool
-    usage: Usage
+_LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the model
 
 
 @dataclass(eq=False)
-class _Answer:
-    """A sequence and its text. Text is emitted once no stop string can begin in it any more."""
+class _Waiter:
+    """A thread that sleeps while another one runs the model."""
 
-    index: int
-    sequence: Sequence
-    decoder: Detokenizer
-    stops: StopStrings
-    text: str = ""
-    num_read: int = 0  # output tokens that are decoded
-    num_told: int = 0  # characters that an output has carried
-    stop_string: str | None = None
-
-    def read(self) -> bool:
-        """Decode the new tokens. True if a stop string was completed: the text ends before it."""
-        seq = self.sequence
-        while self.num_read < seq.num_output and self.stop_string is None:
-            token = seq.tokens[seq.num_prompt + self.num_read]
-            self.num_read += 1
-            self._take(self.decoder.push([token]), check=self.num_read > seq.params.min_tokens)
-        if seq.finished and self.stop_string is None:
-            rest = ""
-            if seq.stop_id is not None and seq.params.include_stop_str_in_output:
-                rest = self.decoder.push([seq.stop_id])
-            self._take(rest + self.decoder.flush(), check=True)
-            self.text += self.stops.flush()
-        return self.stop_string is not None
-
-    def _take(self, text: str, *, check: bool) -> None:
-        if not check:
-            self.text += text
-            return
-        emitted, self.stop_string = self.stops.push(text)
-        self.text += emitted
-
-    @property
-    def cumulative_logprob(self) -> float:
-        return sum(self.sequence.logprobs)
-
-    def output(self, index: int, tell_logprobs: bool) -> CompletionOutput:
-        seq, told = self.sequence, self.num_told
-        self.num_told = len(self.text)
-        return CompletionOutput(
-            index=index,
-            text=self.text,
-            new_text=self.text[told:],
-            token_ids=seq.output,
-            logprobs=_token_logprobs(seq) if tell_logprobs else None,
-            cumulative_logprob=self.cumulative_logprob if tell_logprobs else None,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_id if self.stop_string is None else self.stop_string,
-        )
-
-
-@dataclass(eq=False)
-class Request:
-    """A checked request with its sequences, from `LLMEngine.prepare`, for `LLMEngine.submit`."""
-
-    request_id: str
-    prompt: str | None
-    params: SamplingParams
-    answers: list[_Answer] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return all(answer.sequence.finished for answer in self.answers)
-
-    @property
-    def chooses(self) -> bool:
-        """More answers are generated than returned: which, is known at the end only."""
-        return len(self.answers) > self.params.n
-
-    def output(self) -> RequestOutput:
-        first = self.answers[0].sequence
-        told = self.answers
-        if self.chooses:
-            best = sorted(told, key=lambda answer: -answer.cumulative_logprob)
-            told = best[: self.params.n]
-        tell_logprobs = self.params.logprobs is not None
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=first.tokens[: first.num_prompt],
-            prompt_logprobs=_prompt_logprobs(first),
-            outputs=[answer.output(i, tell_logprobs) for i, answer in enumerate(told)],
-            finished=self.finished,
-            usage=Usage(
-                prompt_tokens=first.num_prompt,
-                completion_tokens=sum(answer.sequence.num_output for answer in self.answers),
-                cached_tokens=first.num_cached,
-            ),
-        )
+    is_ready: Callable[[], bool]
+    condition: threading.Condition
 
 
 class LLMEngine:
-    """Requests of one model. Under torchrun, every rank makes the same calls in the same order."""
+    """Requests of one model; `core` computes them, `parallel` are the ranks that do it together."""
 
     def __init__(
         self,
-        engine: EngineCore,
+        core: EngineCore,
         tokenizer: Tokenizer,
         *,
         max_seq_len: int,
         seed: int,
         parallel: ModelParallel,
     ) -> None:
-        self.engine = engine
+        self.core = core
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
         self.seed = seed
         self.parallel = parallel
-        self._requests: dict[str, Request] = {}
-        self._owner: dict[Sequence, tuple[Request, _Answer]] = {}
-        self._moved: dict[Request, None] = {}  # in order; an output of each is due
-        self._news: list[object] = []  # calls since the last step, to be compared across ranks
+        self._lock = threading.Lock()  # for all below; not held while the model runs
+        self._requests: dict[Request, None] = {}  # in order of arrival, until they are told
+        self._names: dict[str, Request] = {}
+        self._owner: dict[Sequence, tuple[Request, Answer]] = {}  # of what the core computes
+        self._arrived: list[Request] = []  # since the last step began
+        self._left: list[Sequence] = []  # aborted since the last step began
+        self._waiters: list[_Waiter] = []
+        self._stepper: int | None = None  # the thread that runs the model now
+        self._is_intact = True  # false while the core changes: after that, it was interrupted
+        self._caller: int | None = None  # on many ranks, the one thread that calls
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        index: int | None = None,
+    ) -> Request:
+        """Check a request and make its sequences; nothing is queued, no state is touched.
+
+        prompt: text (begin_of_text is put before it) or token ids, also as an array or a tensor.
+        An empty request_id is a request without a name; its outputs are told apart by `index`, its
+        place in the caller's list. TypeError or ValueError says what is wrong with it.
+        """
+        return prepare(
+            request_id,
+            prompt,
+            params,
+            tokenizer=self.tokenizer,
+            max_seq_len=self.max_seq_len,
+            default_seed=self.seed,
+            index=index,
+        )
 
     def add_request(
         self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None
     ) -> None:
-        """Queue a prompt: text (begin_of_text is put before it) or token ids.
+        """Queue a prompt, as text or ids; `step` returns its outputs.
 
         ValueError or TypeError, before anything is queued: an id in use, an empty or too long
-        prompt, an id beyond the vocabulary.
+        prompt, an id beyond the vocabulary, ranks that were given different requests.
         """
-        request = self.prepare(request_id, prompt, params or SamplingParams())
-        self.submit(request)
+        if request_id == "":
+            raise ValueError("request_id is empty: give each request a name")
+        self.submit(self.prepare(request_id, prompt, params or SamplingParams()) for _ in range(1))
 
-    def prepare(self, request_id: str, prompt: str | list[int], params: SamplingParams) -> Request:
-        """Check a request and make its sequences; nothing is queued, no state is touched."""
-        if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id={request_id!r} must be a string that is not empty")
-        if request_id in self._requests:
-            raise ValueError(f"request_id={request_id!r} is in use by a request not yet finished")
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params is {type(params).__name__}, where SamplingParams belongs")
-        tokens = self._tokens(prompt)
-        banned = (*params.bad_words_ids, *self._bad_words(params))
-        params = replace(params, bad_words_ids=banned)
-        params.check_vocab(self.tokenizer.n_words)
-        request = Request(request_id, prompt if isinstance(prompt, str) else None, params)
-        for index in range(params.best_of or params.n):
-            sequence = self._sequence(tokens, params, index)
-            decoder = Detokenizer(self.tokenizer)
-            stops = StopStrings(params.stop, params.include_stop_str_in_output)
-            request.answers.append(_Answer(index, sequence, decoder, stops))
-        return request
+    def submit(self, requests: Iterable[Request]) -> list[Request]:
+        """Compare the requests across the ranks, and queue them; `step` returns their outputs.
 
-    def submit(self, request: Request) -> None:
-        """Queue what `prepare` made."""
-        if request.request_id in self._requests:
-            raise ValueError(f"request_id={request.request_id!r} is in use")
-        first = request.answers[0].sequence
-        self._note("add", request.request_id, first.tokens[:], first.limit, request.params)
-        self._requests[request.request_id] = request
-        for answer in request.answers:
-            self._owner[answer.sequence] = (request, answer)
-            self.engine.add(answer.sequence)
+        The iterable is consumed inside the comparison: an error in preparing one on one rank is an
+        error on every rank.
+        """
+        compared = self._compare(requests)
+        self._queue(compared)
+        return compared
+
+    def run(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """The last output of each request, in their order; whatever ends this early aborts them."""
+        compared = self._compare(requests, is_claimed=True)
+        with self._aborting(compared):
+            self._queue(compared)
+            self.wait_until(lambda: all(request.finished for request in compared))
+            return [self.take_output(request) for request in compared]
+
+    def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
+        """The outputs of the requests as they come. Leaving the loop aborts what is not finished.
+
+        The requests are compared now, and queued when the first output is asked for.
+        """
+        return self._stream(self._compare(requests, is_claimed=True))
+
+    def step(self) -> list[RequestOutput]:
+        """New outputs of the requests that were added; if there are none, run the model once first.
+
+        With best_of > n, a request is reported only when it has finished. If the model fails, all
+        requests end and its exception is raised.
+        """
+        is_first = True
+
+        def is_ready() -> bool:
+            nonlocal is_first
+            is_first, was_first = False, is_first
+            return not was_first or not self._requests or bool(self._reportable())
+
+        try:
+            self.wait_until(is_ready)
+        finally:
+            with self._lock:
+                failed = [r.exception for r in self._reportable() if r.exception is not None]
+                for request in [r for r in self._reportable() if r.exception is not None]:
+                    self._forget(request)
+        if failed:
+            raise failed[0]
+        with self._lock:
+            return [self._take(request) for request in self._reportable()]
+
+    def wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Run the model, or sleep while another thread runs it, until `is_ready()`.
+
+        It is called within the engine's lock: it must be quick and must not call the engine.
+        """
+        try:
+            while not self._step_or_sleep(is_ready):
+                pass
+        finally:
+            with self._lock:
+                if self._stepper is None and self._waiters:
+                    self._waiters[0].condition.notify()  # this thread leaves: it hands over
+
+    def take_output(self, request: Request) -> RequestOutput:
+        """What the request has come to; of a finished one, this is the last that is heard of it."""
+        with self._lock:
+            return self._take(request)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request now, free its pages, and return what it came to; None if unknown."""
-        request = self._requests.get(request_id)
+        """End a request, free its pages, and return what it came to; None if there is none."""
+        request = self._names.get(request_id)
         if request is None:
             return None
-        self._note("abort", request_id)
-        for answer in request.answers:
-            self.engine.abort(answer.sequence)
-        self._forget(request)
-        return request.output()
+        self.abort(request)
+        return self.take_output(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request; its last output has finish_reason "abort". Nothing, if it has finished."""
+        with self._lock:
+            self._end(request)
+
+    def find(self, request_id: str) -> Request | None:
+        """The unfinished request of that name."""
+        return self._names.get(request_id)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
-    def step(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """An output for each request (of `request_ids`, if given) that moved since its last one.
+    def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
+        unfinished = dict.fromkeys(requests)
+        with self._aborting(requests):
+            self._queue(requests)
+            while unfinished:
+                self.wait_until(lambda: any(request.has_output for request in unfinished))
+                for request in [request for request in unfinished if request.has_output]:
+                    output = self.take_output(request)
+                    if output.finished:
+                        del unfinished[request]
+                    yield output
 
-        If none has moved, the model is run once. With best_of > n a request is heard of at its end
-        only. If the ranks of a group differ in the requests they were given, every rank gets a
-        ValueError, and all requests are aborted.
-        """
-        if not self._pending(request_ids) and self._requests:
-            self._agree()
-            self.advance()
-        outputs = []
-        for request in self._pending(request_ids):
-            del self._moved[request]
-            if request.finished:
+    @contextlib.contextmanager
+    def _aborting(self, requests: list[Request]) -> Iterator[None]:
+        """Whatever ends the block, the engine keeps none of the requests after it."""
+        try:
+            yield
+        finally:
+            try:
+                self.drop(requests)
+            except KeyboardInterrupt:
+                self.drop(requests)
+                raise
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Abort what is not finished, and keep nothing of the rest."""
+        with self._lock:
+            for request in requests:
+                self._end(request)
                 self._forget(request)
-            if request.finished or not request.chooses:
-                outputs.append(request.output())
-        return outputs
 
-    def advance(self) -> None:
-        """Run the model once, for whatever the engine holds, and read the requests that moved."""
-        try:
-            for seq in self.engine.step():
-                if seq in self._owner:
-                    self._read(seq)
-        except BaseException:
-            self.abort_all()
-            raise
+    def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
+        """The requests, if they are the same on every rank; else an error on every rank."""
+        if self.parallel.size > 1:
+            self._check_caller()
+        with self.parallel.agree("the prompts or parameters") as must_match:
+            compared = list(requests)
+            for request in compared:
+                request.is_claimed = is_claimed or request.is_claimed
+                must_match.append(request.fingerprint())
+        return compared
 
-    def _agree(self) -> None:
-        try:
-            with self.parallel.agree("the requests") as must_match:
-                must_match += self._news
-                self._news = []
-        except BaseException:
-            self.abort_all()
-            raise
+    def _check_caller(self) -> None:
+        """RuntimeError where two threads call, on many ranks: the ranks' orders would differ."""
+        with self._lock:
+            if not self._requests:
+                self._caller = threading.get_ident()
+            if self._caller != threading.get_ident():
+                raise RuntimeError(
+                    "another thread of this rank has unfinished requests: with "
+                    f"model_parallel_size={self.parallel.size}, make all calls from one thread"
+                )
 
-    def _pending(self, request_ids: Collection[str] | None) -> list[Request]:
-        moved = self._moved
-        return [r for r in moved if request_ids is None or r.request_id in request_ids]
+    def _queue(self, requests: list[Request]) -> None:
+        with self._lock:
+            named = [request.request_id for request in requests if request.request_id]
+            for name in named:
+                if name in self._names or named.count(name) > 1:
+                    raise ValueError(
+                        f"request_id={brief(name)} is in use by a request not yet finished"
+                    )
+            self._names |= {request.request_id: request for request in requests}
+            self._requests |= dict.fromkeys(requests)
+            self._arrived += requests
+            self._names.pop("", None)
 
-    def abort_all(self) -> None:
-        for request_id in list(self._requests):
-            self.abort_request(request_id)
-        self._news.clear()
+    def _reportable(self) -> list[Request]:
+        return [r for r in self._requests if r.has_output and not r.is_claimed]
 
-    def _read(self, seq: Sequence) -> None:
-        request, answer = self._owner[seq]
-        if answer.read():
-            self.engine.abort(seq, "stop")  # does nothing if this token was its last anyway
-            seq.finish_reason = "stop"
-        self._moved[request] = None
+    def _take(self, request: Request) -> RequestOutput:
+        if request.finished:
+            self._forget(request)
+        return request.take_output()
 
     def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self._moved.pop(request, None)
+        self._requests.pop(request, None)
+        if self._names.get(request.request_id) is request:
+            del self._names[request.request_id]
+
+    def _end(self, request: Request) -> None:
+        """End a request: now, between two steps, or else when the present step ends."""
+        if not request.finished:
+            request.end("abort")
+        if request in self._arrived:
+            self._arrived.remove(request)
         for answer in request.answers:
-            del self._owner[answer.sequence]
+            self._disown(answer.sequence)
+        if self._stepper is None:
+            self._let_go()
+        self._wake_ready()
 
-    def _note(self, *news: object) -> None:
-        if self.parallel.size > 1:
-            self._news.append(news)
+    def _disown(self, seq: Sequence) -> None:
+        if seq in self._owner:
+            self._left.append(seq)
+            del self._owner[seq]
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, bos=True, eos=False)
-        check_prompt("the prompt", prompt, self.max_seq_len, self.tokenizer.n_words)
-        return list(prompt)
+    def _step_or_sleep(self, is_ready: Callable[[], bool]) -> bool:
+        """True if ready. Else run the model once, or sleep while another thread is at it."""
+        with self._lock:
+            if is_ready():
+                return True
+            if self._stepper not in (None, threading.get_ident()):
+                self._sleep(is_ready)
+                return False
+            self._stepper = threading.get_ident()
+        self._step()
+        return False
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it stands at the start of a text, and after a space."""
-        encode = self.tokenizer.encode
-        spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
-        return tuple(tuple(encode(text, bos=False, eos=False)) for text in spellings)
+    def _sleep(self, is_ready: Callable[[], bool]) -> None:
+        waiter = _Waiter(is_ready, threading.Condition(self._lock))
+        self._waiters.append(waiter)
+        try:
+            waiter.condition.wait(_LONGEST_SLEEP_S)
+        finally:
+            self._waiters.remove(waiter)
 
-    def _sequence(self, tokens: list[int], params: SamplingParams, index: int) -> Sequence:
-        count = self.max_seq_len if params.max_tokens is None else params.max_tokens
-        if params.best_of is not None and params.logprobs is None:
-            params = replace(params, logprobs=0)  # to choose by
-        if index:
-            params = replace(params, prompt_logprobs=None)  # the first sequence scores it for all
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= set(self.tokenizer.stop_tokens)
-        return Sequence(
-            tokens=list(tokens),
-            params=params,
-            limit=min(self.max_seq_len, len(tokens) + count),
-            seed=answer_seed(self.seed if params.seed is None else params.seed, index),
-            stop_ids=frozenset(stop_ids),
-        )
+    def _step(self) -> None:
+        """Run the model once for all requests. The lock is not held while it runs."""
+        try:
+            with self._lock:
+                self._admit()
+            moved = self.core.step()
+            with self._lock:
+                for seq in moved:
+                    self._read(seq)
+                self._is_intact = True
+                self._let_go()
+        except KeyboardInterrupt:  # of this thread alone: the requests of others go on
+            raise
+        except BaseException as error:
+            with self._lock:
+                self._fail(error)
+            raise
+        finally:
+            self._stepper = None
+            with self._lock:
+                self._wake_ready()
 
+    def _admit(self) -> None:
+        """Before a step: queue what has arrived."""
+        self._restart_if_interrupted()
+        self._is_intact = False
+        while self._arrived:
+            request = self._arrived[0]
+            self._owner |= {a.sequence: (request, a) for a in request.answers}
+            del self._arrived[0]
+            for answer in request.answers:
+                self.core.add(answer.sequence)
 
-def answer_seed(seed: int, index: int) -> int:
-    """The seed of the index-th answer of a request: its own for the first, far apart otherwise."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8]) >> 1
+    def _restart_if_interrupted(self) -> None:
+        """An interrupt (Ctrl-C) broke a change of the core off: begin anew with what has an owner.
 
+        It can come between any two statements, so no page and no count is trusted. Tokens are, and
+        the next ones are drawn as if nothing had happened.
+        """
+        if self._is_intact:
+            return
+        self._left.clear()
+        for request in self._arrived:
+            for answer in request.answers:
+                self._owner.pop(answer.sequence, None)
+        self.core.restart(self._owner)
+        self._is_intact = True
+        for seq in list(self._owner):
+            self._read(seq)
 
-def check_prompt(name: str, prompt: object, longest: int, n_vocab: int) -> None:
-    """TypeError or ValueError, naming the prompt, unless it is 1 to `longest` ids below n_vocab."""
-    if not isinstance(prompt, list | tuple):
-        raise TypeError(
-            f"{name} is {type(prompt).__name__}, not a list of token ids: encode text with "
-            "tokenizer.encode, or call text_completion"
-        )
-    if not 0 < len(prompt) <= longest:
-        raise ValueError(
-            f"{name} has {len(prompt)} tokens, where 1 to max_seq_len={longest} can be"
-        )
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < n_vocab:
-            raise ValueError(f"{name} holds {token!r}, where token ids are 0 to {n_vocab - 1}")
+    def _read(self, seq: Sequence) -> None:
+        """Make text of a sequence's new tokens; one that was aborted meanwhile has no owner."""
+        if seq not in self._owner:
+            return
+        request, answer = self._owner[seq]
+        answer.read()
+        if answer.finish_reason is not None:
+            self._disown(seq)
+        request.note_output()
 
+    def _let_go(self) -> None:
+        """Between two steps: free the pages of what ended by its text, or was aborted."""
+        self._restart_if_interrupted()
+        self._is_intact = False
+        for seq in self._left:
+            self.core.finish(seq, "abort")
+        self._left.clear()
+        self._is_intact = True
 
-def _token_logprobs(seq: Sequence) -> list[dict[int, float]]:
-    return _dicts(seq.output, seq.logprobs, seq.top_logprobs)
+    def _fail(self, error: BaseException) -> None:
+        """A step failed: all that were in it end with its exception. The core is empty then."""
+        failed = {request: None for request, _ in self._owner.values()}
+        self._owner.clear()
+        self._left.clear()
+        self.core.clear("error")
+        self._is_intact = True
+        for request in failed:
+            request.exception = error
+            request.end("error")
 
-
-def _prompt_logprobs(seq: Sequence) -> list[dict[int, float] | None] | None:
-    if seq.params.prompt_logprobs is None:
-        return None
-    scored = seq.tokens[1 : seq.num_prompt]
-    return [None, *_dicts(scored, seq.prompt_logprobs[1:], seq.prompt_top_logprobs[1:])]
-
-
-def _dicts(
-    tokens: Iterable[int], own: Iterable[float], tops: Iterable[list[tuple[int, float]]]
-) -> list[dict[int, float]]:
-    """The token's own entry first, then the likeliest; the shortest list ends it."""
-    return [
-        {token: logprob, **dict(top)}
-        for token, logprob, top in zip(tokens, own, tops, strict=False)
-    ]
+    def _wake_ready(self) -> None:
+        for waiter in self._waiters:
+            if waiter.is_ready():
+                waiter.condition.notify()

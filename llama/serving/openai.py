@@ -19,7 +19,7 @@ CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _LABELS = {"model", "user", "metadata"}  # of bookkeeping: nothing is generated otherwise for them
 # Taken as SamplingParams has them; the two left out have no place in a record.
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs", "bad_words_ids"}
+_SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs"}
 _ALIASES = {"max_completion_tokens"}
 _LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 _MOST_MESSAGE = 1000  # characters of an error's text: it may quote the line

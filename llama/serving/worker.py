@@ -4,13 +4,14 @@ A host that calls `generate_stream(model, tokenizer, params, device, context_len
 call this one instead, with a `Llama` (or, for the async one, an `AsyncLLMEngine`) as the model.
 """
 
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.llm_engine import RequestOutput
+from llama.requests.llm_engine import LLMEngine, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
@@ -51,32 +52,21 @@ def generate_stream(
         f"device={device!r}, but the model was built on {model.model.norm.weight.device}",
     )
     _check(stream_interval >= 1, f"stream_interval={stream_interval} must be 1 or more")
-    prompt, sampling = _request(model, params, context_len)
-    request = model.llm_engine.prepare(f"worker-{next(_serials)}", prompt, sampling)
-    return _stream(model, request.request_id, prompt, sampling, params, stream_interval)
+    prompt, sampling = _request(model.llm_engine, params, context_len)
+    request = model.llm_engine.prepare("", prompt, sampling)
+    return _reports(model.llm_engine.stream([request]), params, stream_interval)
 
 
-def _stream(
-    model: Llama,
-    request_id: str,
-    prompt: list[int],
-    sampling: SamplingParams,
-    params: dict[str, Any],
-    interval: int,
+def _reports(
+    outputs: Generator[RequestOutput, None, None], params: dict[str, Any], interval: int
 ) -> Iterator[dict[str, Any]]:
-    engine, told = model.llm_engine, 0
-    engine.add_request(request_id, prompt, sampling)
-    finished = False
-    try:
-        while not finished:
-            for output in engine.step([request_id]):
-                finished = output.finished
-                count = output.usage.completion_tokens
-                if finished or count - told >= interval:
-                    told = count
-                    yield _report(output, params)
-    finally:
-        engine.abort_request(request_id)
+    reported = 0
+    with contextlib.closing(outputs):
+        for output in outputs:
+            count = output.usage.completion_tokens
+            if output.finished or count - reported >= interval:
+                reported = count
+                yield _report(output, params)
 
 
 async def async_generate_stream(
@@ -93,14 +83,14 @@ async def async_generate_stream(
     As `generate_stream`; benchmark=True ignores stop tokens and strings, so that every request
     makes max_new_tokens. params["request_id"], if given, is the request's name.
     """
-    prompt, sampling = _request(model.llama, params, context_len, benchmark=benchmark)
+    prompt, sampling = _request(model.engine, params, context_len, benchmark=benchmark)
     request_id = str(params.get("request_id") or f"worker-{next(_serials)}")
     async for output in model.generate(prompt, sampling, request_id):
         yield _report(output, params)
 
 
 def _request(
-    model: Llama, params: dict[str, Any], context_len: int, *, benchmark: bool = False
+    engine: LLMEngine, params: dict[str, Any], context_len: int, *, benchmark: bool = False
 ) -> tuple[list[int], SamplingParams]:
     """The prompt's ids, cut on the left to leave room for the answer, and how to sample."""
     known = _OTHERS | _LABELS | set(_SAMPLING)
@@ -109,7 +99,7 @@ def _request(
             f"params has {key}={params[key]!r}, which this worker cannot do: leave it out"
         )
     _check(isinstance(params.get("prompt"), str), "params has no 'prompt' that is a string")
-    context = min(context_len, model.model.params.max_seq_len)
+    context = min(context_len, engine.max_seq_len)
     count, temperature = params.get("max_new_tokens", 256), params.get("temperature", 1.0)
     sampling = SamplingParams(
         max_tokens=count,
@@ -120,7 +110,7 @@ def _request(
         **{name: params[name] for name in _SAMPLING if params.get(name) is not None},
     )
     _check(count < context, f"max_new_tokens={count} leaves no room in a context of {context}")
-    tokens = _encode(model.tokenizer, params["prompt"])
+    tokens = _encode(engine.tokenizer, params["prompt"])
     room = context - count
     if len(tokens) > room:
         tokens = tokens[:1] + tokens[len(tokens) - room + 1 :]

@@ -11,8 +11,7 @@ from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.runner import StepOutput
 from llama.engine.scheduler import Scheduled, Scheduler
-from llama.engine.sequence import Sequence
-from llama.sampling_params import SamplingParams
+from llama.engine.sequence import Sequence, TokenParams
 
 VOCAB = 7  # small, so that prefixes often coincide
 
@@ -64,8 +63,7 @@ def engine(num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True) -> 
 
 
 def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
-    params = SamplingParams(max_tokens=None)
-    return Sequence(list(prompt), params, len(prompt) + count, seed=1, stop_ids=stop_ids)
+    return Sequence(list(prompt), TokenParams(), len(prompt) + count, seed=1, stop_ids=stop_ids)
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
@@ -113,9 +111,9 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
     for seq in everyone:
         assert seq.finished
         assert seq.tokens == alone(
-            seq.tokens[: seq.num_prompt], seq.limit - seq.num_prompt, stop_ids
+            seq.tokens[: seq.num_prompt], seq.max_len - seq.num_prompt, stop_ids
         )
-        wanted = "length" if len(seq.tokens) == seq.limit else "stop"
+        wanted = "length" if len(seq.tokens) == seq.max_len else "stop"
         assert seq.finish_reason == wanted
     assert tried.scheduler.pool.num_free == num_pages
     assert max(tried.runner.budgets, default=0) <= tried.scheduler.token_budget
@@ -131,7 +129,7 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, rng: random.Random):
         tried.add(seq)
     while tried.has_unfinished():
         if rng.random() < 0.4:
-            tried.abort(rng.choice(sequences))
+            tried.finish(rng.choice(sequences), "abort")
             tried.scheduler.check()
         tried.step()
         tried.scheduler.check()
@@ -228,15 +226,15 @@ def test_least_recently_freed_pages_are_evicted_first():
     names = [page_hash(b"", [i, i]) for i in range(3)]
     pages = [pool.allocate() for _ in range(3)]
     for page, name in zip(pages, names, strict=True):
-        pool.remember(page, name)
+        pool.cache(page, name)
     pool.release([pages[1]])
     pool.release([pages[2], pages[0]])  # the last page of a run goes first: 0, then 2
     pool.check()
     assert pool.allocate() == pages[1]
-    assert pool.find([names[1]]) == []
-    assert pool.find([names[2]]) == [pages[2]]
+    assert pool.match_prefix([names[1]]) == []
+    assert pool.match_prefix([names[2]]) == [pages[2]]
     assert pool.allocate() == pages[0]
-    pool.hold(pool.find([names[2]]))
+    pool.incref(pool.match_prefix([names[2]]))
     assert pool.num_free == 0
 
 
@@ -261,7 +259,7 @@ def test_a_failing_runner_leaves_an_empty_engine(monkeypatch):
         tried.add(seq)
     with pytest.raises(MemoryError):
         tried.step()
-    assert [seq.finish_reason for seq in victims] == ["abort"] * 6
+    assert [seq.finish_reason for seq in victims] == ["error"] * 6
     assert tried.scheduler.pool.num_free == 8
     monkeypatch.undo()
     seq = sequence([1, 2], 3)
@@ -273,7 +271,7 @@ def test_a_failing_runner_leaves_an_empty_engine(monkeypatch):
 
 def test_what_can_never_run_is_refused():
     tried = engine(num_pages=2, page_size=4)
-    with pytest.raises(ValueError, match="up to 9 tokens does not fit the 8"):
+    with pytest.raises(ValueError, match="up to 9 tokens does not fit the KV cache of 8 tokens"):
         tried.add(sequence([1], 8))
     with pytest.raises(ValueError, match="0 prompt tokens"):
         tried.add(sequence([], 3))

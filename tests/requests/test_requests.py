@@ -19,7 +19,8 @@ from llama import Dialog, Llama, Message
 from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import BeamParams, _Search
-from llama.requests.llm_engine import LLMEngine, RequestOutput, answer_seed
+from llama.requests.llm_engine import LLMEngine, RequestOutput
+from llama.requests.prepare import answer_seed
 from llama.sampling_params import SamplingParams
 from llama.serving.worker import async_generate_stream, generate_stream
 
@@ -295,12 +296,16 @@ def test_a_ten_turn_chat_computes_only_what_is_new(demo):
 
 
 BAD_REQUESTS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-    (("", [256], SamplingParams()), TypeError, "request_id=''"),
+    (("", [256], SamplingParams()), ValueError, "request_id is empty"),
     (("a", [], SamplingParams()), ValueError, "the prompt has 0 tokens"),
-    (("a", [1] * 129, SamplingParams()), ValueError, "129 tokens, where 1 to max_seq_len=128"),
-    (("a", [600], SamplingParams()), ValueError, "holds 600, where token ids are 0 to 511"),
-    (("a", None, SamplingParams()), TypeError, "the prompt is NoneType"),
-    (("a", [256], {"n": 1}), TypeError, "params is dict"),
+    (("a", [1] * 129, SamplingParams()), ValueError, "129 tokens, but max_seq_len is 128"),
+    (("a", [600], SamplingParams()), ValueError, "holds 600: token ids are 0 to 511"),
+    (
+        ("a", None, SamplingParams()),
+        TypeError,
+        "the prompt must be a list of token ids, got NoneType",
+    ),
+    (("a", [256], {"n": 1}), TypeError, "params must be SamplingParams, got dict"),
     (("a", [256], SamplingParams(stop_token_ids=[512])), ValueError, "stop_token_ids"),
     (("a", [256], SamplingParams(logit_bias={999: 1})), ValueError, "logit_bias"),
 ]

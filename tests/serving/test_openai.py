@@ -215,7 +215,7 @@ def test_every_field_reaches_the_sampler():
         "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
     }  # fmt: skip
     names = {f.name for f in dataclasses.fields(SamplingParams)}
-    assert changed.keys() == names - {"prompt_logprobs", "bad_words_ids"}
+    assert changed.keys() == names - {"prompt_logprobs"}
     labels = {"model": "m", "user": "u", "metadata": {"k": "v"}, "stream": False, "tools": None}
     request = read_request({"prompt": "x", **changed, **labels}, SamplingParams())
     assert request.params == SamplingParams(**{**changed, "logit_bias": {7: 1.5}})

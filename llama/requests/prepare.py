@@ -1,0 +1,116 @@
+"""From a prompt and its parameters to a checked `Request`, before anything is queued.
+
+In: text or ids, and SamplingParams. Out: a request with one sequence per answer, or a TypeError or
+ValueError that names what is wrong. It touches no state, so any thread may call it at any time.
+"""
+
+import hashlib
+import operator
+from dataclasses import fields, replace
+
+from llama.checks import brief
+from llama.engine.sequence import Sequence, TokenParams
+from llama.requests.detokenizer import Detokenizer, StopStrings
+from llama.requests.request import Answer, Request
+from llama.sampling_params import SamplingParams
+from llama.tokenizer import Tokenizer
+
+_SHARED_FIELDS = [f.name for f in fields(TokenParams) if f.name != "bad_words"]
+
+
+def prepare(
+    request_id: str,
+    prompt: str | list[int],
+    params: SamplingParams,
+    *,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    default_seed: int,
+    index: int | None = None,
+) -> Request:
+    """See `LLMEngine.prepare`."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id={brief(request_id)} must be a string")
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+    text = prompt if isinstance(prompt, str) else None
+    ids = prompt if text is None else tokenizer.encode(text, bos=True, eos=False)
+    name = "the prompt" if index is None else f"prompt {index}"
+    ids = token_ids(name, ids, max_seq_len, tokenizer.n_words)
+    params.check_vocab(tokenizer.n_words)
+    seed = default_seed if params.seed is None else params.seed
+    most = max_seq_len if params.max_tokens is None else params.max_tokens
+    token_params = _token_params(params, tokenizer)
+    answers = []
+    for place in range(params.best_of or params.n):
+        sequence = Sequence(
+            tokens=list(ids),
+            params=token_params,
+            max_len=min(max_seq_len, len(ids) + most),
+            seed=answer_seed(seed, place),
+            stop_ids=_stop_ids(params, tokenizer),
+        )
+        stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        answers.append(Answer(sequence, params, Detokenizer(tokenizer), stops))
+        token_params = replace(token_params, prompt_logprobs=None)  # the first scores it for all
+    return Request(request_id, text, params, answers, index or 0)
+
+
+def token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
+    """The prompt as a list of ints: a list, tuple, array or tensor of 1 to max_seq_len ids.
+
+    TypeError or ValueError names the prompt, and says what is allowed.
+    """
+    if hasattr(prompt, "tolist"):  # of numpy and torch
+        prompt = prompt.tolist()
+    if not isinstance(prompt, list | tuple):
+        raise not_ids(name, prompt)
+    if not prompt:
+        raise ValueError(f"{name} has 0 tokens: give at least one, such as begin_of_text")
+    if len(prompt) > max_seq_len:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
+            "prompt, or build with a larger max_seq_len"
+        )
+    ids = [token if type(token) is int else _whole(token) for token in prompt]
+    for token, given in zip(ids, prompt, strict=True):
+        if not 0 <= token < n_vocab:
+            raise ValueError(f"{name} holds {brief(given)}: token ids are 0 to {n_vocab - 1}")
+    return ids
+
+
+def not_ids(name: str, prompt: object) -> TypeError:
+    return TypeError(
+        f"{name} must be a list of token ids, got {type(prompt).__name__}: encode text with "
+        "tokenizer.encode, or call text_completion"
+    )
+
+
+def _whole(token: object) -> int:
+    """An integer of numpy or torch as an int; -1, which is no token, for anything else."""
+    try:
+        return -1 if isinstance(token, bool) else operator.index(token)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        return -1
+
+
+def answer_seed(seed: int, index: int) -> int:
+    """The seed of the index-th answer of a request: its own for the first, far apart otherwise."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8]) >> 1
+
+
+def _token_params(params: SamplingParams, tokenizer: Tokenizer) -> TokenParams:
+    """What the engine reads; bad words are banned at the start of a text, and after a space."""
+    spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+    bad_words = [tuple(tokenizer.encode(text, bos=False, eos=False)) for text in spellings]
+    shared = {name: getattr(params, name) for name in _SHARED_FIELDS}
+    if params.best_of is not None and params.logprobs is None:
+        shared["logprobs"] = 0  # to choose by
+    return TokenParams(**shared, bad_words=tuple(bad_words))
+
+
+def _stop_ids(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
+    own = () if params.ignore_eos else tokenizer.stop_tokens
+    return frozenset(params.stop_token_ids) | frozenset(own)

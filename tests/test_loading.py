@@ -1,0 +1,94 @@
+"""How large the KV cache becomes: by hand, and through `Llama.build` on a simulated machine."""
+
+import pytest
+import torch
+
+from llama import Llama
+from llama.args import ModelArgs
+from llama.loading import Asked, Sizes, choose_sizes, step_bytes
+
+GIB = 2**30
+LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes
+
+
+def sizes(seq_len=None, batch=256, kv_bytes=None, *, free=139 * GIB, weights=15 * GIB) -> Sizes:
+    asked = Asked(seq_len, batch, kv_bytes)
+    return choose_sizes(
+        asked, free=free, weights=weights, reserve=2 * GIB, per_token=LLAMA_8B, longest=131072
+    )
+
+
+def test_the_kv_cache_is_what_is_free_beside_the_weights():
+    """An 8B on a card of 139 GiB: 256 sequences of 8,192 would need 256 GiB, and are allowed."""
+    found = sizes()
+    assert (found.max_seq_len, found.max_batch_size) == (8192, 256)
+    assert found.num_pages == (int(139 * GIB * 0.9) - 15 * GIB) // (16 * LLAMA_8B)
+    assert sizes(131072).num_pages == found.num_pages  # the length of one bounds no other
+    assert sizes(512, 4).num_pages == 4 * 32  # no more than these could use
+    assert sizes(kv_bytes=4 * GIB).num_pages == 4 * GIB // (16 * LLAMA_8B)
+
+
+def test_a_small_card_keeps_its_reserve():
+    """A tenth of 20 GiB is 2 GiB: what a step needs and 10 % are not added up."""
+    assert sizes(free=20 * GIB).num_pages == 3 * GIB // (16 * LLAMA_8B)
+    assert sizes(free=18 * GIB).num_pages == 1 * GIB // (16 * LLAMA_8B)
+
+
+def test_pages_count_in_whole():
+    """A million sequences of one token take a million pages."""
+    found = sizes(1, 2**20, free=2000 * GIB)
+    assert found.num_pages == (1800 - 15) * GIB // (16 * LLAMA_8B) < 2**20
+
+
+def test_the_length_shrinks_only_where_nobody_asked_for_one():
+    assert sizes(free=int(16.6 * GIB), weights=14 * GIB).max_seq_len == 4096
+    with pytest.raises(ValueError, match=r"max_seq_len=8192 takes 1.00 GiB.*max_seq_len=\d+ would"):
+        sizes(8192, free=int(16.6 * GIB), weights=14 * GIB)
+    with pytest.raises(ValueError, match="use more ranks, a smaller dtype"):
+        sizes(free=14 * GIB, weights=14 * GIB)
+    with pytest.raises(ValueError, match="free beside the weights: ask for that or less"):
+        sizes(kv_bytes=200 * GIB)
+    with pytest.raises(ValueError, match=r"GiB asked for: max_seq_len=64 would fit"):
+        sizes(8192, kv_bytes=64 * LLAMA_8B)
+
+
+def test_the_reserve_is_what_a_step_holds():
+    """Within a factor of two of the largest tensors of a step of 2,048 tokens of an 8B."""
+    args = ModelArgs(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128256,
+        ffn_dim_multiplier=1.3, multiple_of=1024,
+    )  # fmt: skip
+    gate_and_up = 2048 * 2 * args.ffn_dim * 2
+    logits = 256 * 128256 * 4
+    found = step_bytes(args, 1, torch.bfloat16, 256)
+    assert gate_and_up + 2 * logits < found < 2 * (gate_and_up + 3 * logits)
+
+
+def test_build_says_what_fits(checkpoint_dir, capsys):
+    folder = str(checkpoint_dir[0])
+    llama = Llama.build(
+        folder, None, 128, 4, device="cpu", dtype="fp32", kv_cache_memory_bytes=98304
+    )
+    assert "KV cache 192 tokens, 1 sequences of full length at once" in capsys.readouterr().out
+    assert llama.engine.scheduler.pool.num_pages == 12
+    for bad in (0, 1.5, "4GiB", True):
+        with pytest.raises((TypeError, ValueError), match="kv_cache_memory_bytes"):
+            Llama.build(folder, device="cpu", kv_cache_memory_bytes=bad)  # type: ignore[arg-type]
+
+
+def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
+    """Before anything is allocated, with what would fit."""
+    folder = str(checkpoint_dir[0])
+    monkeypatch.setattr("llama.loading.free_bytes", lambda device: 14 << 20)
+    assert Llama.build(folder, None, 512, 64, device="cpu", dtype="fp32").generate([[256]], 3)[0]
+    with pytest.raises(ValueError, match=r"max_seq_len=\d\d\d\d would fit"):
+        Llama.build(folder, None, 8192, 1, device="cpu", dtype="fp32")
+    monkeypatch.setattr("llama.loading.free_bytes", lambda device: 1 << 10)
+    with pytest.raises(ValueError, match="use more ranks"):
+        Llama.build(folder, device="cpu")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "ten"])
+def test_timeout_s_is_checked(timeout, checkpoint_dir):
+    with pytest.raises((TypeError, ValueError), match="timeout_s"):
+        Llama.build(str(checkpoint_dir[0]), device="cpu", timeout_s=timeout)
