@@ -1,0 +1,101 @@
+"""The numbers that a caller gives, checked once and for all: values in, plain Python numbers out.
+
+numpy's and torch's scalars are numbers too. TypeError (no number) or ValueError (out of range) says
+what was given and what is allowed. Nothing here imports numpy or torch.
+"""
+
+import math
+import operator
+import reprlib
+from typing import Any, Literal, overload
+
+_SHOWN_CHARS = 80  # of a value that an error quotes
+
+
+def brief(value: object) -> str:
+    """The repr of a value for an error message: at most about 80 characters, whatever its size."""
+    quoter = reprlib.Repr()
+    quoter.maxstring = quoter.maxother = quoter.maxlong = _SHOWN_CHARS
+    try:
+        text = quoter.repr(value)
+    except Exception:  # a repr that fails, or an int of more digits than Python converts
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 2 * _SHOWN_CHARS else text[: 2 * _SHOWN_CHARS - 3] + "..."
+
+
+@overload
+def whole_number(
+    name: str, value: Any, low: int, high: int, *, optional: Literal[False] = False
+) -> int: ...
+@overload
+def whole_number(name: str, value: Any, low: int, high: int, *, optional: bool) -> int | None: ...
+def whole_number(
+    name: str, value: Any, low: int, high: int, *, optional: bool = False
+) -> int | None:
+    """`value` as an int from `low` to `high`, both included; None passes where it is `optional`.
+
+    Anything with `__index__` is a whole number, as for list indices: numpy's and torch's integers
+    are, True and 3.0 are not.
+    """
+    if value is None and optional:
+        return None
+    allowed = f"a whole number from {low} to {high}" + " or None" * optional
+    try:
+        number = None if isinstance(_scalar(value), bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
+        number = None
+    if number is None:
+        raise TypeError(f"{name}={brief(value)} must be {allowed}")
+    if not low <= number <= high:
+        raise ValueError(f"{name}={brief(number)} must be {allowed}")
+    return number
+
+
+@overload
+def number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    above: bool = False,
+    optional: Literal[False] = False,
+) -> float: ...
+@overload
+def number(
+    name: str, value: Any, low: float, high: float, *, above: bool = False, optional: bool
+) -> float | None: ...
+def number(
+    name: str, value: Any, low: float, high: float, *, above: bool = False, optional: bool = False
+) -> float | None:
+    """`value` as a finite float from `low` (with `above`: greater than `low`) to `high`.
+
+    int, float, and the real scalars of numpy and torch are numbers; bool and complex are not. None
+    passes where it is `optional`.
+    """
+    if value is None and optional:
+        return None
+    start = f"above {low} and up" if above else f"from {low}"
+    allowed = f"a number {start} to {high}" + " or None" * optional
+    plain = _scalar(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        raise TypeError(f"{name}={brief(value)} must be {allowed}")
+    try:
+        result = float(plain)
+    except OverflowError:  # an int of more than 308 digits
+        result = math.inf
+    inside = low < result <= high if above else low <= result <= high
+    if not (inside and math.isfinite(result)):
+        raise ValueError(f"{name}={brief(plain)} must be {allowed}")
+    return result
+
+
+def _scalar(value: Any) -> Any:
+    """The Python number in a scalar of numpy or torch; any other value as it is."""
+    item = getattr(value, "item", None)
+    if item is None or getattr(value, "shape", None) not in ((), (1,)):
+        return value
+    try:
+        return item()
+    except (ValueError, RuntimeError):
+        return value
