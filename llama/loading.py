@@ -4,6 +4,7 @@ In: what the user asked for. Out: one rank's Transformer and the Tokenizer, or o
 every rank before any weight is read. Nothing here runs the model.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -43,7 +44,6 @@ def load_model(
         found = find(ckpt_dir)
         params = found.params
         params.check_ranks(parallel.size)
-        params.tied_output = weights.is_tied(found)
         tokenizer = load_tokenizer(tokenizer_path or found.tokenizer_path(), params)
         if max_seq_len is not None and max_seq_len > params.longest_context:
             raise ValueError(
@@ -53,7 +53,7 @@ def load_model(
         must_match += [params, max_seq_len, max_batch_size, seed, kind, place.type]
     if place.type == "cpu":
         set_num_threads()
-    _choose_sizes(found, parallel, place, kind, max_seq_len, max_batch_size)
+    params = _choose_sizes(found, parallel, place, kind, max_seq_len, max_batch_size)
     with parallel.agree("the checkpoint", world=True):
         model = Transformer(params, parallel=parallel, device=place, dtype=_wide(kind))
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
@@ -74,12 +74,12 @@ def _choose_sizes(
     kind: torch.dtype,
     max_seq_len: int | None,
     max_batch_size: int | None,
-) -> None:
-    """Write into the params what was asked for or what fits the rank with the least memory."""
+) -> ModelArgs:
+    """The params with the sizes asked for, or those that fit the rank with the least memory."""
     params = found.params
     free = parallel.all_reduce_min(free_bytes(place))
     with parallel.agree("the memory of the ranks", world=True):
-        params.max_seq_len, params.max_batch_size = fit(
+        seq_len, batch_size = fit(
             free=free,
             weights=weights.bytes_of(found, parallel.size, kind),
             per_token=_bytes_per_token(params, parallel.size, _wide(kind)),
@@ -87,6 +87,7 @@ def _choose_sizes(
             max_seq_len=max_seq_len,
             max_batch_size=max_batch_size,
         )
+    return dataclasses.replace(params, max_seq_len=seq_len, max_batch_size=batch_size)
 
 
 def describe(model: Transformer) -> str:
