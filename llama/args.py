@@ -7,17 +7,31 @@ opened and no tensor is made.
 from dataclasses import dataclass, fields
 from typing import Any
 
+from llama.checks import brief, errors_in, number, whole_number
+
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
 _DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
 
+# The largest values that are taken: 60 times those of the 405B model, and small enough that nothing
+# computed from them takes long or overflows.
+MAX_SIZE = 2**24
+_MAX_SIZES = {
+    "dim": 2**20, "n_layers": 2**13, "n_heads": 2**16, "n_kv_heads": 2**16, "vocab_size": MAX_SIZE,
+    "multiple_of": MAX_SIZE, "context_length": 2**40,
+}  # fmt: skip
+_MAX_NUMBERS = {
+    "ffn_dim_multiplier": 1e3, "norm_eps": 1.0, "rope_theta": 1e12, "rope_scale_factor": 1e6,
+}  # fmt: skip
+_OPTIONAL = ("n_kv_heads", "ffn_dim_multiplier", "rope_scale_factor", "context_length")
 
-@dataclass
+
+@dataclass(frozen=True)
 class ModelArgs:
     """What params.json says of a model, under Meta's names, and the two sizes of the run.
 
     `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
-    inferred, Hugging Face's config.json states them.
+    inferred, Hugging Face's config.json states them. To change a value, use `dataclasses.replace`.
     """
 
     dim: int = 4096
@@ -71,7 +85,7 @@ class ModelArgs:
         known = {f.name for f in fields(cls)} - HARMLESS_PARAMS
         for key in sorted(params.keys() - known - HARMLESS_PARAMS):
             raise ValueError(
-                f"{source}: unknown key {key!r}. This runtime knows text models with the keys "
+                f"{source}: unknown key {brief(key)}. This runtime knows text models with the keys "
                 f"{', '.join(sorted(known))}; a key that it ignored could change the answers"
             )
         for key in ("dim", "n_layers", "n_heads", "vocab_size"):
@@ -83,28 +97,27 @@ class ModelArgs:
 
     def check(self, source: str) -> None:
         """ValueError, naming `source`, unless the sizes are numbers that fit one another."""
-        sizes = ("dim", "n_layers", "n_heads", "kv_heads", "vocab_size", "multiple_of")
-        numbers = ("norm_eps", "rope_theta")
-        optional = ("ffn_dim_multiplier", "rope_scale_factor", "context_length")
-        for name in (*sizes, *numbers, *optional):
-            value = getattr(self, name)
-            if name in optional and value is None:
-                continue
-            kinds = (int,) if name in sizes else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
-                kind = "a whole number" if name in sizes else "a number"
-                raise ValueError(f"{source}: {name} must be {kind} above 0, not {value!r}")
-        for name in ("use_scaled_rope", "tied_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{source}: {name} must be true or false")
+        with errors_in(source):
+            for name, high in _MAX_SIZES.items():
+                whole_number(name, getattr(self, name), 1, high, optional=name in _OPTIONAL)
+            for name, most in _MAX_NUMBERS.items():
+                value = getattr(self, name)
+                number(name, value, 0, most, above=True, optional=name in _OPTIONAL)
+            for name in ("use_scaled_rope", "tied_output"):
+                if not isinstance(getattr(self, name), bool):
+                    raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
+            self._check_fit()
+
+    def _check_fit(self) -> None:
         if self.dim % self.n_heads or self.head_dim % 2:
             raise ValueError(
-                f"{source}: dim={self.dim} over n_heads={self.n_heads} is no even head size"
+                f"dim={self.dim} / n_heads={self.n_heads} must be an even whole number, the size "
+                "of a head"
             )
         if self.n_heads % self.kv_heads:
-            raise ValueError(
-                f"{source}: n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
-            )
+            raise ValueError(f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}")
+        if self.ffn_dim < 1:
+            raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
 
     def check_ranks(self, size: int) -> None:
         """ValueError unless a model-parallel group of `size` ranks can share this model."""
@@ -118,5 +131,5 @@ class ModelArgs:
         if self.kv_heads % size and size % self.kv_heads:
             raise ValueError(
                 f"model_parallel_size={size} neither divides nor is a multiple of "
-                f"n_kv_heads={self.kv_heads}"
+                f"n_kv_heads={self.kv_heads}: use a size that does"
             )

@@ -4,9 +4,11 @@ numpy's and torch's scalars are numbers too. TypeError (no number) or ValueError
 what was given and what is allowed. Nothing here imports numpy or torch.
 """
 
+import contextlib
 import math
 import operator
 import reprlib
+from collections.abc import Iterator
 from typing import Any, Literal, overload
 
 _SHOWN_CHARS = 80  # of a value that an error quotes
@@ -15,6 +17,7 @@ _SHOWN_CHARS = 80  # of a value that an error quotes
 def brief(value: object) -> str:
     """The repr of a value for an error message: at most about 80 characters, whatever its size."""
     quoter = reprlib.Repr()
+    quoter.maxdict = 12
     quoter.maxstring = quoter.maxother = quoter.maxlong = _SHOWN_CHARS
     try:
         text = quoter.repr(value)
@@ -99,3 +102,15 @@ def _scalar(value: Any) -> Any:
         return item()
     except (ValueError, RuntimeError):
         return value
+
+
+@contextlib.contextmanager
+def errors_in(source: str) -> Iterator[None]:
+    """Turn a TypeError or ValueError of the block into a ValueError that begins with `source`.
+
+    For values that were read from a file, whose name is `source`.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{source}: {e}") from e

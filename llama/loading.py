@@ -72,8 +72,6 @@ def load_model(
         whole_number("seed", seed, 0, 2**63 - 1)
         chosen_dtype = pick_dtype(dtype, chosen_device)
         checkpoint = find(ckpt_dir)
-        tied = weights.is_tied(checkpoint)
-        checkpoint = replace(checkpoint, params=replace(checkpoint.params, tied_output=tied))
         params = checkpoint.params
         params.check_ranks(parallel.size)
         tokenizer = load_tokenizer(tokenizer_path or checkpoint.tokenizer_path(), params)

@@ -135,7 +135,8 @@ class SharedCounter:
 
 def _compare(group: dist.ProcessGroup, what: str, facts: object, error: Exception | None) -> None:
     """Exchange (failed?, sha256 of the facts, message); raise where a peer failed or differs."""
-    text = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES] if error else b""
+    message = f"{type(error).__name__}: {error}" if error else ""
+    text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
     digest = hashlib.sha256(repr(facts).encode()).digest()
     mine = torch.zeros(1 + len(digest) + _MESSAGE_BYTES, dtype=torch.uint8)
     packed = bytes([error is not None]) + digest + text

@@ -17,6 +17,8 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 import tiktoken
 
+from llama.downloads import check_download, shown
+
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 
 
@@ -186,23 +188,13 @@ def _check_special_names(path: Path, names: list[str], llama_3_0: bool) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """Read a tokenizer file, and tell what it is where it is none."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory: give the path of the file inside it")
+    """The bytes of a tokenizer file; OSError or ValueError says what is there instead."""
     if not path.exists():
-        raise FileNotFoundError(f"no tokenizer at {path}: give the path of Llama 3's tokenizer")
-    data = path.read_bytes()
-    head = data.lstrip()[:100].lower()
-    if not head:
-        raise ValueError(f"{path} is empty: download it again")
-    if head.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{path} is a Git LFS pointer, not the file: run `git lfs pull`")
-    if head.startswith(b"<"):
-        raise ValueError(
-            f"{path} is a web page (HTML), not a tokenizer: sign in where it comes from, accept"
-            " the licence, and download the file itself"
+        raise FileNotFoundError(
+            f"no tokenizer at {shown(path)}: give the path of Llama 3's tokenizer"
         )
-    return data
+    check_download(path)
+    return path.read_bytes()
 
 
 def _parse_ranks(path: Path) -> dict[bytes, int]:
@@ -242,7 +234,7 @@ def _parse_tokenizer_json(path: Path) -> tuple[dict[bytes, int], list[str]]:
         vocab = dict(content["model"]["vocab"])
         ranks = {bytes([byte_of[c] for c in token]): rank for token, rank in vocab.items()}
         added = {token["id"]: token["content"] for token in content["added_tokens"]}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
             f" {error}); Meta's tokenizer.model is read by Tokenizer(path)"

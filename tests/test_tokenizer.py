@@ -400,7 +400,7 @@ GIT_LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "is empty: download it again"),
+        (b"", "is empty; download it again"),
         (b" \n\n", "is empty"),
         (SENTENCEPIECE, "SentencePiece.*Llama 2.*Llama 3's tokenizer.model"),
         (GIT_LFS, "Git LFS pointer.*git lfs pull"),

@@ -1,8 +1,8 @@
-"""Checkpoints written anew: Meta's in another number of shards, or in the other layout.
+"""Write a checkpoint again: Meta's in another number of shards, or in the other layout.
 
 In: a folder that `find` understands. Out: a new folder, complete or not there at all, with the same
-values. What is written next is put together in scratch files on the same disk, so that memory holds
-one tensor at most, and a laptop converts a model larger than its memory.
+values. Each file is first put together in scratch files on the same disk, so that memory holds one
+tensor at most, and a laptop converts a model larger than its memory.
 """
 
 import contextlib
@@ -11,9 +11,8 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from safetensors.torch import save_file
@@ -23,34 +22,40 @@ from tqdm import tqdm
 from llama.args import ModelArgs
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.weights import ROTATED, Weights, name_in, shard_shapes
+from llama.checkpoint.shapes import ROTATED, name_in, shard_shapes
+from llama.checkpoint.weights import Weights
+from llama.checks import whole_number
+from llama.downloads import check_utf8
 
 _FILE_BYTES = 5_000_000_000  # of one .safetensors, at most, unless one tensor is larger
+_MAX_SHARDS = 4096
 
 
 def reshard(
     ckpt_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
-    model_parallel_size: int,
+    model_parallel_size: SupportsIndex,
     *,
     progress: bool = False,
-) -> None:
+) -> list[str]:
     """Write a checkpoint of Meta's layout again, in `model_parallel_size` shards.
 
-    With more shards than kv heads, each head is written to several. ValueError or OSError, before
-    anything is written, where the size does not divide the model or `out_dir` holds something.
+    With more shards than kv heads, each head is written to several. Returns a line for each file
+    written and one for all; `progress` draws a bar on stderr. TypeError, ValueError or OSError,
+    before anything is written, where the size does not divide the model or `out_dir` holds
+    something.
     """
-    found, size = find(ckpt_dir), model_parallel_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"model_parallel_size={size!r}: give a whole number from 1")
-    if found.layout != "meta":
-        raise ValueError(f"{found.folder} is in Hugging Face's layout: convert it first")
-    found.params.check_ranks(size)
-    weights = Weights(found)
+    size = whole_number("model_parallel_size", model_parallel_size, 1, _MAX_SHARDS)
+    checkpoint = find(ckpt_dir)
+    if checkpoint.layout != "meta":
+        raise ValueError(f"{checkpoint.folder} is in Hugging Face's layout: convert it first")
+    checkpoint.params.check_ranks(size)
+    weights = Weights(checkpoint)
     with _new_folder(out_dir) as folder:
-        _write_shards(weights, folder, size, found.params, progress)
-        shutil.copyfile(found.params_path, folder / "params.json")
-        _copy_tokenizer(found, folder)
+        _write_shards(weights, folder, size, progress)
+        shutil.copyfile(checkpoint.params_path, folder / "params.json")
+        _copy_tokenizer(checkpoint, folder)
+    return _written(out_dir)
 
 
 def convert(
@@ -58,38 +63,40 @@ def convert(
     out_dir: str | os.PathLike[str],
     *,
     progress: bool = False,
-) -> None:
+) -> list[str]:
     """Write Meta's layout as Hugging Face's, or Hugging Face's as Meta's (one shard).
 
+    Returns a line for each file written and one for all; `progress` draws a bar on stderr.
     ValueError or OSError, before anything is written, for a bad checkpoint or an `out_dir` that
     holds something.
     """
-    found = find(ckpt_dir)
-    weights = Weights(found)
+    checkpoint = find(ckpt_dir)
+    weights = Weights(checkpoint)
     with _new_folder(out_dir) as folder:
-        if found.layout == "meta":
+        if checkpoint.layout == "meta":
             _write_hf(weights, folder, progress)
         else:
-            untied = replace(found.params, tied_output=False)  # Meta's files hold output.weight
-            _write_shards(weights, folder, 1, untied, progress)
-            _write_json(folder / "params.json", _meta_params(found.params))
-        _copy_tokenizer(found, folder)
+            _write_shards(weights, folder, 1, progress)
+            _write_json(folder / "params.json", _meta_params(checkpoint.params))
+        _copy_tokenizer(checkpoint, folder)
+    return _written(out_dir)
 
 
-def _write_shards(
-    weights: Weights, folder: Path, size: int, params: ModelArgs, progress: bool
-) -> None:
-    """consolidated.NN.pth for each of `size` ranks of the model of `params`."""
-    slots = shard_shapes(params, size)
-    source = {name: name if name in weights.shapes else "tok_embeddings.weight" for name in slots}
-    one = sum(slots[n].numel() * weights.dtype(source[n]).itemsize for n in slots)
+def _write_shards(weights: Weights, folder: Path, size: int, progress: bool) -> None:
+    """consolidated.NN.pth for each of `size` ranks.
+
+    A tied output is written as Meta writes it: a second name for the embedding's bytes.
+    """
+    shapes = shard_shapes(weights.params, size)
+    one = sum(shape.numel() * weights.dtype(name).itemsize for name, shape in shapes.items())
     _check_room(folder, one * (size + 1))  # all, and the scratch of one
-    for part in tqdm(range(size), desc="Writing", unit="file", disable=not progress):
+    for rank in tqdm(range(size), desc="Writing", unit="file", disable=not progress):
         shard: dict[str, Tensor] = {}
-        for name, slot in slots.items():
-            shard[name] = _scratch(folder, slot.shape, weights.dtype(source[name]))
-            weights.copy(source[name], shard[name], part, size)
-        torch.save(shard, folder / f"consolidated.{part:02d}.pth")
+        for name, shape in shapes.items():
+            shard[name] = _scratch(folder, shape, weights.dtype(name))
+            weights.copy(name, shard[name], rank, size)
+        shard.setdefault("output.weight", shard["tok_embeddings.weight"])
+        torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
 
 
 def _write_hf(weights: Weights, folder: Path, progress: bool) -> None:
@@ -124,9 +131,9 @@ def _whole_hf(weights: Weights, name: str, folder: Path) -> Tensor:
     weights.copy(name, whole, 0, 1)
     if not name.endswith(ROTATED):
         return whole
-    turned = _scratch(folder, shape, dtype)
-    hf.copy_halves(turned, whole, weights.params.head_dim)
-    return turned
+    halves = _scratch(folder, shape, dtype)
+    hf.copy_halves(halves, whole, weights.params.head_dim)
+    return halves
 
 
 def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -143,7 +150,7 @@ def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def _meta_params(args: ModelArgs) -> dict[str, Any]:
-    """The params.json of a model: Meta's keys, and our own only where Meta's would not tell.
+    """The params.json of a model: Meta's keys, and our own only where Meta's do not say enough.
 
     Meta's package refuses keys that it does not know; the sizes that Meta released need none.
     """
@@ -152,16 +159,16 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
         "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
     )  # fmt: skip
     params = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
-    told = ModelArgs(**params)
-    if told.rope_factor != args.rope_factor:
+    inferred = ModelArgs(**params)
+    if inferred.rope_factor != args.rope_factor:
         params["rope_scale_factor"] = args.rope_factor
-    if told.longest_context != args.longest_context:
+    if inferred.longest_context != args.longest_context:
         params["context_length"] = args.longest_context
     return params
 
 
 def _scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file without a name: it takes disk, not memory, for as long as it lives."""
+    """A tensor in a file that is already unlinked: it uses disk, not memory, while it exists."""
     path = folder / "scratch"
     flat = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype)
     path.unlink()
@@ -169,7 +176,7 @@ def _scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """OSError unless the disk has it; to find out by writing to a mapped file ends the process."""
+    """OSError unless the disk has `needed` bytes: a mapped file that runs out of disk kills us."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -180,7 +187,8 @@ def _check_room(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def _new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """A draft beside `out_dir`, which takes its place when the block ends, and goes if it fails."""
+    """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails."""
+    check_utf8(Path(out_dir))
     out = Path(out_dir).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} holds something: give a new folder, nothing is overwritten")
@@ -196,10 +204,18 @@ def _new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def _copy_tokenizer(found: Checkpoint, folder: Path) -> None:
+def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # weights alone are a checkpoint too
-        path = found.tokenizer_path()
+        path = checkpoint.tokenizer_path()
         shutil.copyfile(path, folder / path.name)
+
+
+def _written(out_dir: str | os.PathLike[str]) -> list[str]:
+    """What lies in a folder just written: a line for each file and one for all."""
+    folder = Path(out_dir).resolve()
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    lines = [f"{name}: {size:,} bytes" for name, size in sizes.items()]
+    return [*lines, f"{folder}: {len(sizes)} files, {sum(sizes.values()):,} bytes written"]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

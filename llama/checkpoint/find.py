@@ -1,26 +1,33 @@
 """A folder that holds a model: which files are its weights, and what params.json says of it.
 
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
-Hugging Face's *.safetensors and config.json. Out: a `Checkpoint`; nothing is read but the JSON.
-Which layout it is follows from the files there, never from a path's name.
+Hugging Face's *.safetensors and config.json. Out: a `Checkpoint`. The JSON is read, and of Meta's
+files the names of their tensors. Which layout it is follows from the files there, never from a
+path's name.
 """
 
 import itertools
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from llama.args import ModelArgs
 from llama.checkpoint import huggingface
-from llama.checkpoint.tensor_files import broken, guess
+from llama.checkpoint.tensor_files import open_tensors
+from llama.checks import brief
+from llama.downloads import broken, check_download, check_utf8, shown
+
+_MAX_NAME_BYTES = 255  # of a file: what file systems take
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `find` found: nothing is read yet but the JSON."""
+    """A model in a folder; `params.tied_output`: whether output and embedding are one matrix."""
 
     folder: Path  # where the weights lie
     params: ModelArgs
@@ -34,15 +41,15 @@ class Checkpoint:
     def tokenizer_path(self) -> Path:
         """tokenizer.model or tokenizer.json beside the weights. FileNotFoundError if neither is."""
         near = [self.folder, self.folder / "original"]
-        if self.layout == "meta":  # as Meta's downloads have it: one for the sizes beside it
+        if self.layout == "meta":  # Meta's downloads have one file for the sizes beside it
             near.append(self.folder.parent)
-        places = [place / "tokenizer.model" for place in near]
-        places.append(self.folder / "tokenizer.json")
-        for path in places:
+        candidates = [folder / "tokenizer.model" for folder in near]
+        candidates.append(self.folder / "tokenizer.json")
+        for path in candidates:
             if path.is_file():
                 return path
         raise FileNotFoundError(
-            f"no tokenizer: looked for {', '.join(map(str, places))}; give tokenizer_path"
+            f"no tokenizer: looked for {', '.join(map(str, candidates))}; give tokenizer_path"
         )
 
 
@@ -53,32 +60,57 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     remedy.
     """
     folder = Path(ckpt_dir)
+    check_utf8(folder)
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: give the folder that holds the weights")
     if not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file: give the folder that holds the weights")
     for place in (folder, folder / "original"):
         if any(place.glob("consolidated.*.pth")):
-            shards, path = _meta_shards(place), place / "params.json"
-            params = ModelArgs.from_params(_read_json(path), source=str(path))
-            return Checkpoint(place, params, shards, "meta")
+            return _find_meta(place)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
-        path = folder / "config.json"
-        told = huggingface.params_of(_read_json(path), source=str(path))
-        params = ModelArgs.from_params(told, source=str(path))
-        return Checkpoint(folder, params, _hf_shards(folder), "hf")
+        return _find_hf(folder)
     raise FileNotFoundError(
         f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
         "*.safetensors is there; download the model into it"
     )
 
 
+def is_tied(shard: dict[str, Tensor]) -> bool:
+    """Whether output and embedding are the same bytes in a shard of Meta's layout.
+
+    In the .pth of 3.2 1B and 3B both names stand for one matrix, which params.json does not say.
+    """
+    if not shard.keys() >= {"output.weight", "tok_embeddings.weight"}:
+        return False
+    a, b = shard["output.weight"], shard["tok_embeddings.weight"]
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _find_meta(folder: Path) -> Checkpoint:
+    shards, path = _meta_shards(folder), folder / "params.json"
+    params = ModelArgs.from_params(_read_json(path), source=str(path))
+    if not params.tied_output:
+        tied = all(is_tied(open_tensors(file)) for file in shards)
+        params = replace(params, tied_output=tied)
+    return Checkpoint(folder, params, shards, "meta")
+
+
+def _find_hf(folder: Path) -> Checkpoint:
+    path = folder / "config.json"
+    params = huggingface.params_of(_read_json(path), source=str(path))
+    args = ModelArgs.from_params(params, source=str(path))
+    return Checkpoint(folder, args, _hf_shards(folder), "hf")
+
+
 def _meta_shards(folder: Path) -> list[Path]:
     shards: dict[int, Path] = {}
     for path in sorted(folder.glob("consolidated.*.pth")):
-        number = re.fullmatch(r"consolidated\.([0-9]+)\.pth", path.name)
+        number = re.fullmatch(r"consolidated\.([0-9]{1,18})\.pth", path.name)
         if number is None:
-            raise ValueError(f"{path}: no shard number in the name: rename it or move it away")
+            raise ValueError(
+                f"{shown(path)}: no shard number in the name: rename it or move it away"
+            )
         other = shards.setdefault(int(number[1]), path)
         if other != path:
             raise ValueError(f"{path} and {other.name} are the same shard: move one away")
@@ -100,24 +132,32 @@ def _hf_shards(folder: Path) -> list[Path]:
     if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
         raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
     shards = [folder / name for name in sorted(set(names.values()))]
-    missing = [path.name for path in shards if not path.is_file()]
+    missing = [path.name for path in shards if not path.exists()]
     if missing:
-        raise FileNotFoundError(f"{index} names {', '.join(missing)}, not there: download the rest")
+        more = f" and {len(missing) - 8} more" if missing[8:] else ""
+        raise FileNotFoundError(
+            f"{index} names {', '.join(missing[:8])}{more}, not there: download the rest"
+        )
     return shards
 
 
 def is_plain(name: object) -> bool:
     """Is it the name of a file in the folder itself?"""
-    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+    if not isinstance(name, str) or name in ("", "..") or not name.isprintable():
+        return False
+    return Path(name).name == name and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path} is missing: download it from where the weights came from")
+    check_download(path)
     try:
         content = json.loads(path.read_bytes())
+    except RecursionError:
+        raise broken(path, "is not JSON of a model: it is nested too deeply") from None
     except ValueError as e:  # of JSON or of UTF-8
-        raise broken(path, guess(path) or f"is not JSON ({e})") from e
+        raise broken(path, f"is not JSON ({brief(str(e))})") from e
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object: download it again")
     return content

@@ -1,7 +1,7 @@
 """Hugging Face's Llama config.json and row order, to Meta's and back.
 
 In: the contents of a config.json, or a `ModelArgs`. Out: the other. What this runtime does not
-compute (other activations, biases, other rotary stretches, quantized weights) is an error here.
+compute (other activations, biases, other RoPE scalings, quantized weights) is an error here.
 It opens no files.
 """
 
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
+from llama.args import MAX_SIZE, ModelArgs
+from llama.checks import brief, errors_in, whole_number
 
 # What a config.json must say, or leave out, for Meta's mathematics to be the model's.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# And the three numbers of Llama 3.1's stretch that `llama.ops.rope` holds as constants.
-_STRETCH = {
+# The three numbers of Llama 3.1's RoPE scaling that `llama.ops.rope` holds as constants.
+ROPE_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -28,50 +29,51 @@ def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
 
     ValueError, naming `source`, for a model that this runtime would compute wrongly.
     """
+    with errors_in(source):
+        _check_kind(config)
+        dim, ffn = _size(config, "hidden_size"), _size(config, "intermediate_size")
+        n_heads = _size(config, "num_attention_heads")
+        if config.get("head_dim") not in (None, dim / n_heads):
+            raise ValueError(
+                f"head_dim is {brief(config['head_dim'])}: this runtime needs hidden_size={dim} / "
+                f"num_attention_heads={n_heads}"
+            )
+        params = {
+            "dim": dim,
+            "n_layers": _size(config, "num_hidden_layers"),
+            "n_heads": n_heads,
+            "n_kv_heads": config.get("num_key_value_heads"),
+            "vocab_size": _size(config, "vocab_size"),
+            "norm_eps": _get(config, "rms_norm_eps"),
+            "context_length": config.get("max_position_embeddings"),
+            "tied_output": config.get("tie_word_embeddings", False),
+        }
+        return params | _ffn_rule(dim, ffn) | _rope_params(config)
+
+
+def _check_kind(config: dict[str, Any]) -> None:
     if config.get("model_type") != "llama":
         raise ValueError(
-            f"{source}: model_type is {config.get('model_type')!r}: this runtime runs 'llama' only"
+            f"model_type is {brief(config.get('model_type'))}: this runtime runs 'llama' only"
         )
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) != wanted:
-            raise ValueError(f"{source}: {key} is {config[key]!r}: this runtime needs {wanted!r}")
+            raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
     if config.get("quantization_config") is not None:
         raise ValueError(
-            f"{source}: quantization_config: these weights are quantized; get the model's bfloat16 "
-            "or float16 weights"
+            "quantization_config: these weights are quantized; get the model's bfloat16 or float16 "
+            "weights"
         )
-    dim = _whole(config, "hidden_size", source)
-    n_heads = _whole(config, "num_attention_heads", source)
-    if config.get("head_dim") not in (None, dim / n_heads):
-        raise ValueError(
-            f"{source}: head_dim is {config['head_dim']!r}: this runtime needs hidden_size={dim} "
-            f"over num_attention_heads={n_heads}"
-        )
-    ffn = _whole(config, "intermediate_size", source)
-    params = {
-        "dim": dim,
-        "n_layers": _whole(config, "num_hidden_layers", source),
-        "n_heads": n_heads,
-        "n_kv_heads": config.get("num_key_value_heads"),
-        "vocab_size": _whole(config, "vocab_size", source),
-        "norm_eps": _get(config, "rms_norm_eps", source),
-        "context_length": config.get("max_position_embeddings"),
-        "tied_output": config.get("tie_word_embeddings", False),
-    }
-    return params | _ffn_rule(dim, ffn) | _rope_rule(config, source)
 
 
-def _get(config: dict[str, Any], key: str, source: str) -> Any:
+def _get(config: dict[str, Any], key: str) -> Any:
     if key not in config:
-        raise ValueError(f"{source}: the key {key!r} is missing: fetch the file again")
+        raise ValueError(f"the key {key!r} is missing: fetch the file again")
     return config[key]
 
 
-def _whole(config: dict[str, Any], key: str, source: str) -> int:
-    value = _get(config, key, source)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{source}: {key} must be a whole number above 0, not {value!r}")
-    return value
+def _size(config: dict[str, Any], key: str) -> int:
+    return whole_number(key, _get(config, key), 1, MAX_SIZE)
 
 
 def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:
@@ -86,33 +88,33 @@ def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:
     return rule
 
 
-def _rope_rule(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """rope_theta, and the stretch: rope_scaling until transformers 4, rope_parameters since 5."""
+def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and the scaling: in rope_scaling up to transformers 4, rope_parameters since 5."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"{source}: {key} must be an object, not {rope!r}")
+        raise ValueError(f"{key} must be an object, not {brief(rope)}")
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise ValueError(f"{source}: the key 'rope_theta' is missing: fetch the file again")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    stretch = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
-    if kind == "default" and not stretch:
+        raise ValueError("the key 'rope_theta' is missing: fetch the file again")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
+    if rope_type == "default" and not scaling:
         return {"rope_theta": theta, "use_scaled_rope": False}
-    factor = stretch.pop("factor", None)
-    if kind != "llama3" or stretch != _STRETCH or factor is None:
+    factor = scaling.pop("factor", None)
+    if rope_type != "llama3" or scaling != ROPE_SCALING or factor is None:
         raise ValueError(
-            f"{source}: {key} is {rope}: this runtime knows rope_type 'default', and 'llama3' with "
-            f"a factor and {', '.join(f'{k} {v}' for k, v in _STRETCH.items())}"
+            f"{key} is {brief(rope)}: this runtime knows rope_type 'default', and 'llama3' with a "
+            f"factor and {', '.join(f'{k} {v}' for k, v in ROPE_SCALING.items())}"
         )
     return {"rope_theta": theta, "use_scaled_rope": True, "rope_scale_factor": factor}
 
 
 def config_of(args: ModelArgs, *, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model; rotary numbers in the form that every transformers reads."""
+    """The config.json of a model; RoPE in the form that every transformers reads."""
     llama_3 = args.vocab_size == _LLAMA_3_VOCAB
     stops = [128001, 128008, 128009] if args.use_scaled_rope else [128001, 128009]
-    scaling = {"rope_type": "llama3", "factor": args.rope_factor, **_STRETCH}
+    scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -146,6 +148,6 @@ def copy_pairs(into: Tensor, halves: Tensor, head_dim: int) -> None:
 
 
 def copy_halves(into: Tensor, pairs: Tensor, head_dim: int) -> None:
-    """The way back of `copy_pairs`."""
+    """Copy rows of q or k in Meta's order to Hugging Face's: the inverse of `copy_pairs`."""
     halves = pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # (H, 2, D/2, E)
     into.unflatten(0, (-1, 2, head_dim // 2)).copy_(halves)

@@ -1,13 +1,15 @@
 """One file of tensors, opened without reading it and without running anything in it.
 
 In: a path to a .pth of torch.save or to a .safetensors. Out: its tensors by name, mapped from the
-file, and the bytes of one of them, read by several threads. What is no such file (a web page, a Git
-LFS pointer, half a download, a pickle of something else) is a ValueError that names the file, its
-size and the remedy.
+file; the bytes of one of them, read by several threads; the checksums of a .pth, compared. A file
+that is neither (half a download, a pickle of something else) is a ValueError that names the file,
+its size and the remedy. What the tensors mean is not known here.
 """
 
+import functools
 import os
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,15 +17,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llama.checks import brief
+from llama.downloads import broken, check_download, check_utf8
+
+Report = Callable[[int], None]  # called with the number of bytes just read
+
 _CHUNK = 16 << 20  # bytes that a thread reads at a time
 _LEGACY_PTH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how torch.save began before 1.6
 
 
 def open_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a file, mapped: nothing but their names and shapes is read yet."""
-    why = guess(file)
-    if why is not None:
-        raise broken(file, why)
+    check_utf8(file)
+    check_download(file)
     return _open_safetensors(file) if file.suffix == ".safetensors" else _open_pth(file)
 
 
@@ -32,7 +38,7 @@ def _open_safetensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt", device="cpu") as content:
             return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
     except SafetensorError as e:
-        raise broken(file, f"is cut short or damaged ({e})") from e
+        raise broken(file, f"is cut short or damaged ({_first_line(e)})") from e
 
 
 def _open_pth(file: Path) -> dict[str, Tensor]:
@@ -44,7 +50,7 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
             f"anew: torch.save(torch.load({file.name!r}, weights_only=True), 'new.pth')"
         )
     if not head.startswith(b"PK\x03\x04"):
-        raise broken(file, "is no file of torch.save")
+        raise broken(file, "is not a file of torch.save")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, MemoryError):
@@ -57,11 +63,14 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
             f"where you trust them ({_first_line(e)})"
         ) from e
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {type(content).__name__}, where a dict of tensors belongs")
+        raise ValueError(f"{file} must hold a dict of tensors, not {type(content).__name__}")
     for name, data in content.items():
-        dense = isinstance(data, Tensor) and data.layout == torch.strided
+        dense = isinstance(data, Tensor) and data.layout == torch.strided and not data.is_meta
         if not (dense and isinstance(name, str)):
-            raise ValueError(f"{file}: the entry {name!r} is no tensor with a name: not weights")
+            raise ValueError(
+                f"{file}: the entry {brief(name)} is not a tensor with a name and values: this "
+                "file is not the weights of a model; download it again"
+            )
     return content
 
 
@@ -70,12 +79,12 @@ def offsets(file: Path, tensors: Iterable[Tensor]) -> list[int | None]:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return [None for _ in tensors]
-    path = str(file.resolve())
+    path = os.fsencode(file.resolve())
     regions = []
-    for line in maps.read_text().splitlines():  # "first-end rwxp offset device inode path"
+    for line in maps.read_bytes().splitlines():  # "first-end rwxp offset device inode path"
         addresses, _, offset, _, _, *mapped = line.split(maxsplit=5)
         if mapped == [path]:
-            first, end = (int(address, 16) for address in addresses.split("-"))
+            first, end = (int(address, 16) for address in addresses.split(b"-"))
             regions.append((first, end, int(offset, 16)))
     return [
         next((at - first + offset for first, end, offset in regions if first <= at < end), None)
@@ -106,21 +115,31 @@ def read_into(tensor: Tensor, file: Path, offset: int) -> None:
         os.close(descriptor)
 
 
-def guess(file: Path) -> str | None:
-    """What a download that went wrong turned out to be, if its first bytes tell."""
-    with file.open("rb") as content:
-        head = content.read(64).lstrip().lower()
-    if not head:
-        return "is empty"
-    if head.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the file (`git lfs pull` fetches it)"
-    if head.startswith((b"<!doctype", b"<html", b"<?xml")):
-        return "is a web page: sign in where it comes from and accept the licence"
-    return None
+def checksum_jobs(file: Path) -> list[Callable[[Report], None]]:
+    """One job per record of a .pth: it reads the record and compares its CRC-32 (ValueError).
+
+    A job calls the function that it is given with the number of bytes of each block that it has
+    read. Threads may run jobs of one file at the same time. A .pth is a zip archive with one record
+    per tensor; torch.save writes the CRC-32 of each, unless `set_crc32_options(False)` was called:
+    then there is nothing to compare, and no job.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as e:
+        raise broken(file, f"is cut short or damaged ({_first_line(e)})") from e
+    records = [record for record in archive.infolist() if record.CRC]
+    return [functools.partial(_check_record, file, archive, record) for record in records]
 
 
-def broken(file: Path, why: str) -> ValueError:
-    return ValueError(f"{file} ({file.stat().st_size:,} bytes) {why}; download it again")
+def _check_record(
+    file: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo, report: Report
+) -> None:
+    try:
+        with archive.open(record) as content:  # it compares the CRC-32 when it reaches the end
+            while block := content.read(_CHUNK):
+                report(len(block))
+    except (zipfile.BadZipFile, EOFError) as e:
+        raise broken(file, f"is damaged ({_first_line(e)})") from e
 
 
 def _first_line(e: Exception) -> str:

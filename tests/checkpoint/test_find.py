@@ -1,0 +1,184 @@
+"""Which files of a folder are the model, and what is said where they are not."""
+
+import json
+import os
+import shutil
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checkpoints import random_state, write_meta
+from helpers.weights import PARAMS, STATE, change_json, expect_shards, loaded
+from llama.checkpoint.find import find
+from llama.checkpoint.verify import verify
+from llama.downloads import check_download
+from llama.parallel import ModelParallel
+
+
+def test_the_layout_follows_from_the_files(meta, hugging):
+    """Meta's files in `original/`, as Hugging Face ships them, go first; names do not matter."""
+    assert find(str(hugging)).layout == "hf"
+    shutil.move(meta, hugging / "original")
+    found = find(hugging)
+    assert (found.layout, found.folder) == ("meta", hugging / "original")
+
+
+def test_shards_go_by_number_not_by_name(tmp_path):
+    """sorted(glob("*.pth")), as in the reference, puts shard 10 before shard 9 here."""
+    params = PARAMS | {"n_heads": 16, "n_kv_heads": 16}
+    folder = write_meta(tmp_path, params, random_state(params), 16)
+    for i in range(10):
+        (folder / f"consolidated.{i:02d}.pth").rename(folder / f"consolidated.{i}.pth")
+    (folder / "optimizer.pth").write_bytes(b"not ours")
+    found = find(folder)
+    assert [path.name for path in found.shards[8:11]] == [
+        "consolidated.8.pth", "consolidated.9.pth", "consolidated.10.pth",
+    ]  # fmt: skip
+    expect_shards(loaded(found), random_state(params), params)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_one_matrix_stored_under_two_names_is_held_once(tmp_path, num_shards):
+    """As in Meta's files of 3.2 1B and 3B, whose params.json does not say so."""
+    state = STATE | {"output.weight": STATE["tok_embeddings.weight"]}
+    untied = find(write_meta(tmp_path / "untied", PARAMS, state, num_shards))
+    folder = write_meta(tmp_path / "tied", PARAMS, state, num_shards)
+    for file in sorted(folder.glob("*.pth")):
+        shard = torch.load(file, weights_only=True)
+        torch.save(shard | {"output.weight": shard["tok_embeddings.weight"]}, file)
+    tied = find(folder)
+    assert (tied.params.tied_output, untied.params.tied_output) == (True, False)
+    models = [loaded(found) for found in (tied, untied)]
+    assert models[0].output.weight is models[0].tok_embeddings.weight
+    sizes = [sum(weight.numel() for weight in model.parameters()) for model in models]
+    assert sizes[1] - sizes[0] == state["output.weight"].numel()
+    tokens = torch.tensor([[3, 1, 2]])
+    assert torch.equal(*(model(tokens, 0) for model in models))
+    assert len(verify(folder)) == num_shards + 1  # where nothing is held, both names are there
+    change_json(untied.params_path, tied_output=True)
+    with pytest.raises(ValueError, match=r"'output\.weight' has no place .* output is not tied"):
+        loaded(find(untied.folder))
+
+
+def test_the_tokenizer_is_looked_for_beside_the_weights(meta, hugging):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model.*give tokenizer_path"):
+        find(meta).tokenizer_path()
+    (meta.parent / "tokenizer.model").touch()
+    assert find(meta).tokenizer_path() == meta.parent / "tokenizer.model"
+    (meta / "tokenizer.model").touch()
+    assert find(meta).tokenizer_path() == meta / "tokenizer.model"
+    (hugging / "tokenizer.json").touch()
+    assert find(hugging).tokenizer_path() == hugging / "tokenizer.json"
+    (hugging / "original").mkdir()
+    (hugging / "original" / "tokenizer.model").touch()
+    assert find(hugging).tokenizer_path() == hugging / "original" / "tokenizer.model"
+
+
+def become_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "message"),
+    [
+        (shutil.rmtree, FileNotFoundError, "model does not exist: give the folder"),
+        (become_a_file, NotADirectoryError, "model is a file"),
+        (lambda d: [p.unlink() for p in d.iterdir()], FileNotFoundError, "holds no weights"),
+        (lambda d: (d / "consolidated.00.pth").unlink(), FileNotFoundError,
+         r"consolidated\.00\.pth missing: download"),
+        (lambda d: (d / "consolidated.01.pth").rename(d / "consolidated.99999999999.pth"),
+         FileNotFoundError, r"consolidated\.01\.pth, .*consolidated\.02\.pth"),
+        (lambda d: (d / "consolidated.00.pth").rename(d / "consolidated.zero.pth"), ValueError,
+         r"consolidated\.zero\.pth: no shard number"),
+        (lambda d: shutil.copy(d / "consolidated.00.pth", d / "consolidated.0.pth"), ValueError,
+         "are the same shard"),
+        (lambda d: (d / "params.json").unlink(), FileNotFoundError, r"params\.json is missing"),
+        (lambda d: (d / "params.json").write_text("{"), ValueError,
+         r"params\.json \(1 bytes\) is not JSON.*download it again"),
+        (lambda d: (d / "params.json").write_text("<!DOCTYPE html><p>Sign in"), ValueError,
+         r"params\.json .*is a web page"),
+        (lambda d: (d / "params.json").write_text("[]"), ValueError, "must hold a JSON object"),
+        (lambda d: change_json(d / "params.json", moe=True), ValueError,
+         r"params\.json: unknown key 'moe'"),
+        (lambda d: change_json(d / "params.json", dim=None), ValueError,
+         r"params\.json: the key 'dim' is missing"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_no_checkpoint(meta, spoil, kind, message):
+    spoil(meta)
+    with pytest.raises(kind, match=message):
+        find(meta)
+
+
+DEEP = "[" * 100_000
+HUGE = "k" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (DEEP, "is nested too deeply; download it again"),
+        ('{"dim": ' + DEEP, "is nested too deeply"),
+        (json.dumps(PARAMS | {"dim": 10**9}), "dim=1000000000 must be .* to 1048576"),
+        (json.dumps(PARAMS | {"n_layers": 10**7}), "n_layers=10000000 must be .* to 8192"),
+        (json.dumps(PARAMS | {"n_heads": True}), "n_heads=True must be a whole number"),
+        (json.dumps(PARAMS | {"n_kv_heads": 0}), "n_kv_heads=0 must be .* or None"),
+        (json.dumps(PARAMS | {"norm_eps": "1e-5"}), "norm_eps='1e-5' must be a number above 0"),
+        (json.dumps(PARAMS | {"rope_theta": float("nan")}), "rope_theta=nan must be a number"),
+        (json.dumps(PARAMS | {"use_scaled_rope": 1}), "use_scaled_rope=1 must be true or false"),
+        (json.dumps(PARAMS | {"n_heads": 3}), r"dim=64 / n_heads=3 must be an even whole number"),
+        (json.dumps(PARAMS | {"n_kv_heads": 3}), r"n_kv_heads=3 does not divide n_heads=16"),
+        (json.dumps(PARAMS | {HUGE: 1}), "unknown key 'kkk"),
+        (json.dumps(PARAMS | {"dim": HUGE}), "dim='kkk"),
+        (json.dumps(PARAMS)[:-1] + ', "dim": 1' + "0" * 9000 + "}", "is not JSON"),
+    ],
+    ids=range(14),
+)
+def test_absurd_params_are_one_short_error(meta, text, message):
+    """They were a RecursionError, a RuntimeError, a minute of work, or a message of 10 MB."""
+    (meta / "params.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"params\.json.*{message}") as error:
+        find(meta)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])
+@pytest.mark.timeout(60)  # to open a pipe waits for a writer
+def test_a_pipe_is_not_waited_for(meta, name):
+    (meta / name).unlink()
+    os.mkfifo(meta / name)
+    with pytest.raises(OSError, match=rf"{name} is a pipe"):
+        find(meta)
+
+
+def test_a_link_to_nothing_is_a_missing_file(meta):
+    """As a download cache leaves them that was cleared."""
+    (meta / "consolidated.00.pth").unlink()
+    (meta / "consolidated.00.pth").symlink_to(meta / "gone")
+    with pytest.raises(FileNotFoundError, match=r"consolidated\.00\.pth is missing: download it"):
+        find(meta)
+
+
+def test_a_path_that_is_not_utf8_is_refused_in_words_that_travel(tmp_path, metas_world):
+    """torch opens no such file, and the error that said so could not be sent to the other ranks."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    write_meta(tmp_path / "model", PARAMS, STATE).rename(folder)
+    with pytest.raises(ValueError, match=r"caf\\udce9 is not UTF-8: rename the folder") as error:
+        find(folder)
+    str(error.value).encode()
+    with pytest.raises(FileNotFoundError, match=r"caf\\udce9"):
+        check_download(folder / "nothing")
+    raw = FileNotFoundError(f"{folder} is missing")  # as Python's own errors are
+    parallel = ModelParallel(world=torch.distributed.group.WORLD)
+    with pytest.raises(FileNotFoundError), parallel.agree("the checkpoint", world=True):
+        raise raw
+
+
+def test_what_was_found_cannot_be_changed(meta):
+    """A build that wrote its sizes into the checkpoint changed the next build from it."""
+    params = find(meta).params
+    with pytest.raises(FrozenInstanceError):
+        params.max_seq_len = 7  # type: ignore[misc]

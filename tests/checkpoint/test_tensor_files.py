@@ -1,0 +1,128 @@
+"""One file of tensors: mapped, read, and refused where it is something else."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checkpoints import write_meta
+from helpers.weights import PARAMS, STATE, loaded
+from llama.checkpoint import convert
+from llama.checkpoint.find import find
+from llama.checkpoint.tensor_files import offsets, open_tensors, read_into
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")
+@pytest.mark.parametrize("layout", ["meta", "hf"])
+def test_mapped_tensors_are_found_in_their_file(tmp_path, layout):
+    write_meta(tmp_path / "meta", PARAMS, STATE)
+    convert.convert(tmp_path / "meta", tmp_path / "hf")
+    for file in find(tmp_path / layout).shards:
+        tensors, content = open_tensors(file), file.read_bytes()
+        for tensor, offset in zip(tensors.values(), offsets(file, tensors.values()), strict=True):
+            assert offset is not None
+            assert content[offset:][: tensor.nbytes] == tensor.numpy().tobytes()
+            read = torch.empty_like(tensor)
+            read_into(read, file, offset)
+            assert torch.equal(read, tensor)
+        file.rename(tmp_path / "moved")
+        file.write_bytes(content)
+        assert not any(offsets(file, tensors.values()))  # another file by now
+
+
+def test_a_file_cut_while_it_is_read_is_named(tmp_path):
+    file = tmp_path / "weights.pth"
+    file.write_bytes(b"12345678")
+    tensor = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"weights\.pth \(8 bytes\) became shorter"):
+        read_into(tensor, file, 0)
+
+
+class Evil:
+    """Unpickled, it makes a file: what an attacker's code would do is only longer."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: {**STATE, "norm.weight": e}])
+def test_a_malicious_pickle_is_refused_and_not_run(meta, tmp_path, wrap):
+    torch.save(wrap(Evil(tmp_path / "owned")), meta / "consolidated.01.pth")
+    with pytest.raises(ValueError, match=r"consolidated\.01\.pth .*was not run.*trust"):
+        loaded(find(meta))
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda p: p.write_bytes(b""), r"\(0 bytes\) is empty; download it again"),
+        (
+            lambda p: p.write_text("\n<!DOCTYPE html><html>403</html>"),
+            r"\(32 bytes\) is a web page",
+        ),
+        (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1\noid"), "git lfs pull"),
+        (lambda p: p.write_bytes(bytes(range(1, 256))), r"is not a file of torch\.save"),
+        (lambda p: os.truncate(p, p.stat().st_size // 2), "is cut short or damaged.*download"),
+        (lambda p: torch.save([torch.ones(2)], p), "must hold a dict of tensors, not list"),
+        (lambda p: torch.save(STATE, p, _use_new_zipfile_serialization=False), "before 1.6"),
+    ],
+)
+def test_a_file_that_is_no_shard(meta, spoil, message):
+    path = meta / "consolidated.00.pth"
+    spoil(path)
+    with pytest.raises(ValueError, match=rf"consolidated\.00\.pth .*{message}"):
+        open_tensors(path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"norm.weight": torch.ones(64, device="meta")},
+        {"norm.weight": torch.ones(64).to_sparse()},
+        {"norm.weight": 7},
+        {7: torch.ones(2)},
+        {"n" * 10_000_000: 7},
+    ],
+    ids=["meta", "sparse", "number", "no name", "long name"],
+)
+def test_an_entry_that_is_no_weight(tmp_path, entry):
+    """A meta tensor was a NotImplementedError at the first copy; a long name was quoted whole."""
+    torch.save(entry, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"a\.pth: the entry .* is not a tensor .*down") as error:
+        open_tensors(tmp_path / "a.pth")
+    assert len(str(error.value)) < 500
+
+
+def safetensors_of(spans: dict[str, tuple[int, int]], num_bytes: int) -> bytes:
+    """A .safetensors, by its documentation: length, JSON header, then the bytes of the tensors."""
+    entries = {
+        name: {"dtype": "F32", "shape": [(end - start) // 4], "data_offsets": [start, end]}
+        for name, (start, end) in spans.items()
+    }
+    header = json.dumps(entries).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("spans", "num_bytes"),
+    [
+        ({"a": (0, 8), "b": (4, 12)}, 12),  # overlapping
+        ({"a": (0, 8), "b": (12, 16)}, 16),  # a gap
+        ({"a": (0, 8), "b": (8, 16)}, 12),  # past the end
+        ({"a": (0, 8)}, 12),  # bytes that belong to no tensor
+    ],
+)
+def test_a_safetensors_header_must_describe_the_file_exactly(tmp_path, spans, num_bytes):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(safetensors_of({"a": (0, 8), "b": (8, 16)}, 16))
+    assert {name: len(t) for name, t in open_tensors(path).items()} == {"a": 2, "b": 2}
+    path.write_bytes(safetensors_of(spans, num_bytes))
+    with pytest.raises(ValueError, match=r"a\.safetensors .* is cut short or damaged"):
+        open_tensors(path)

@@ -1,0 +1,114 @@
+"""Whether a checkpoint is whole: each file's checksum, and the error for one that is damaged."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.serialization import set_crc32_options
+
+from helpers.weights import STATE, change_safetensors, change_shard, loaded
+from llama.checkpoint.find import find
+from llama.checkpoint.verify import verify
+
+
+def write_checklist(folder: Path) -> None:
+    lines = [
+        f"{hashlib.md5(path.read_bytes()).hexdigest()}  {path.name}"
+        for path in sorted(folder.iterdir())
+    ]
+    (folder / "checklist.chk").write_text("\n".join(lines) + "\n")
+
+
+def test_verify_reports_each_file(meta):
+    assert "CRC-32 of its 27 records matches" in verify(meta)[0]
+    write_checklist(meta)
+    shard0, shard1, params, whole = verify(meta)
+    assert shard0.startswith("consolidated.00.pth: 21 tensors, ")
+    assert shard1.startswith("consolidated.01.pth: ") and shard1.endswith("checksum matches")
+    assert params == "params.json: checksum matches"
+    assert whole.endswith(f"{sum(t.numel() for t in STATE.values()):,} parameters in 2 file(s)")
+
+
+def test_verify_names_the_file_whose_checksum_differs(meta):
+    """One flipped bit in a weight: nothing but the checksum can tell."""
+    write_checklist(meta)
+    norm = torch.load(meta / "consolidated.01.pth", weights_only=True)["norm.weight"]
+    norm[3] += 1e-3
+    change_shard(meta / "consolidated.01.pth", norm__weight=norm)
+    loaded(find(meta))
+    with pytest.raises(ValueError, match=r"consolidated\.01\.pth .*has MD5 .*checklist\.chk says"):
+        verify(meta)
+    (meta / "checklist.chk").write_text("0" * 32 + "  tokenizer.model\n")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.model is missing"):
+        verify(meta)
+    (meta / "checklist.chk").write_text("0" * 32 + "  ../../secret\n")
+    with pytest.raises(ValueError, match="is not an MD5 and a file name"):
+        verify(meta)
+
+
+def test_verify_checks_hugging_face_s_layout_too(hugging):
+    assert verify(hugging)[0].startswith("model.safetensors: 21 tensors")
+    change_safetensors(hugging, "model.norm.weight", torch.ones(65))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(65,\)"):
+        verify(hugging)
+
+
+def test_a_pth_with_half_its_bytes_zero_is_not_complete(meta):
+    """An interrupted download that was resumed: sizes, names and shapes are right."""
+    path = meta / "consolidated.01.pth"
+    content = bytearray(path.read_bytes())
+    quarter = len(content) // 4
+    content[quarter : 3 * quarter] = bytes(2 * quarter)
+    path.write_bytes(content)
+    loaded(find(meta))
+    with pytest.raises(
+        ValueError, match=r"01\.pth .* is damaged \(BadZipFile: .*\); download it again"
+    ):
+        verify(meta)
+
+
+def test_one_flipped_bit_is_found(meta):
+    path = meta / "consolidated.00.pth"
+    data = STATE["norm.weight"].numpy().tobytes()
+    content = path.read_bytes()
+    at = content.index(data)
+    assert content.count(data) == 1
+    path.write_bytes(content[:at] + bytes([data[0] ^ 1]) + content[at + 1 :])
+    with pytest.raises(ValueError, match=r"00\.pth .* is damaged \(BadZipFile: Bad CRC-32"):
+        verify(meta)
+
+
+def test_a_pth_written_without_checksums_is_said_to_have_none(meta):
+    path = meta / "consolidated.00.pth"
+    shard = torch.load(path, weights_only=True)
+    set_crc32_options(False)
+    try:
+        torch.save(shard, path)
+    finally:
+        set_crc32_options(True)
+    lines = verify(meta)
+    assert lines[0].endswith("no checksum to compare with")
+    assert lines[1].endswith("records matches")
+
+
+@pytest.mark.timeout(60)  # to open a pipe waits for a writer
+def test_a_pipe_in_the_checklist_is_not_waited_for(meta):
+    os.mkfifo(meta / "tokenizer.model")
+    (meta / "checklist.chk").write_text("0" * 32 + "  tokenizer.model\n")
+    with pytest.raises(OSError, match=r"tokenizer\.model is a pipe"):
+        verify(meta)
+
+
+def test_progress_counts_every_byte_on_stderr(meta, capsys):
+    write_checklist(meta)
+    (meta / "checklist.chk").write_text(
+        "".join(line + "\n" for line in (meta / "checklist.chk").read_text().splitlines()
+                if "01.pth" not in line)
+    )  # fmt: skip
+    verify(meta)
+    assert capsys.readouterr() == ("", "")
+    verify(meta, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "Verifying" in err

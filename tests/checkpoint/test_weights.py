@@ -1,0 +1,188 @@
+"""Any shard count on any number of ranks, and every name and shape checked before a copy.
+
+`checkpoints.py` cuts the shards on its own: it is what the loader is compared with.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.checkpoints import random_state, shard_of, write_meta
+from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
+from llama.args import ModelArgs
+from llama.checkpoint import weights
+from llama.checkpoint.find import find
+from llama.checkpoint.shapes import shard_shapes
+from llama.checkpoint.tensor_files import read_into
+from llama.checkpoint.weights import bytes_of, load
+from llama.layers import Linear
+from llama.model import Transformer
+from llama.parallel import ModelParallel
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+@pytest.mark.parametrize("num_shards", SIZES)
+def test_any_number_of_shards_loads_on_any_number_of_ranks(tmp_path, num_shards):
+    """The reference needs as many ranks as shards, and with 4 kv heads no more than 4 of either."""
+    found = find(write_meta(tmp_path, PARAMS, STATE, num_shards))
+    assert len(found.shards) == num_shards and found.layout == "meta"
+    for size in SIZES:
+        for rank in sorted({0, size // 3, size - 1}):
+            expect_shards(loaded(found, rank, size), STATE, PARAMS)
+
+
+def test_kv_heads_are_replicated_in_order(tmp_path):
+    """llama-models hands heads 0..3, 0..3 to eight ranks, whose queries want 0, 0, 1, 1, ..."""
+    found = find(write_meta(tmp_path, PARAMS, STATE))
+    heads = STATE["layers.1.attention.wk.weight"].chunk(4)
+    for rank in range(8):
+        shard = loaded(found, rank, 8).named_shards()["layers.1.attention.wk.weight"]
+        assert torch.equal(shard, heads[rank // 2])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_types_are_converted(tmp_path, stored):
+    found = find(write_meta(tmp_path, PARAMS, STATE, 2, stored))
+    state = {name: tensor.to(stored) for name, tensor in STATE.items()}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = loaded(found, 1, 4, dtype)
+        assert model.norm.weight.dtype == dtype
+        expect_shards(model, state, PARAMS)
+
+
+def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, monkeypatch):
+    found, read = find(write_meta(tmp_path, PARAMS, STATE, 2)), []
+
+    def counted(tensor: Tensor, file: Path, offset: int) -> None:
+        read.append(tensor.nbytes)
+        read_into(tensor, file, offset)
+
+    monkeypatch.setattr(weights, "read_into", counted)
+    expect_shards(loaded(found), STATE, PARAMS)
+    by_column = ("wo.weight", "w2.weight")  # of two shards: their rows are in two files
+    assert sum(read) == sum(t.nbytes for n, t in STATE.items() if not n.endswith(by_column))
+    read.clear()
+    loaded(found, dtype=torch.bfloat16)
+    assert not read
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (8, torch.bfloat16)])
+def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
+    found = find(write_meta(tmp_path, PARAMS, STATE, 2))
+    shards = [shard_of(name, t, PARAMS, 0, size).to(dtype) for name, t in STATE.items()]
+    assert bytes_of(found, size, dtype) == sum(shard.nbytes for shard in shards)
+
+
+def test_bytes_of_int8_are_what_packing_leaves(tmp_path):
+    """Norms and the embedding stay in bf16; a part is packed before the next one is read."""
+    params = PARAMS | {"dim": 128, "vocab_size": 256}
+    found = find(write_meta(tmp_path, params, random_state(params), 2))
+    model = Transformer(found.params, dtype=torch.bfloat16)
+    whole = model.named_shards()
+    for shard in whole.values():
+        shard.zero_()
+    loaded_so_far = []
+
+    def filled(module: torch.nn.Module) -> None:
+        loaded_so_far.append([name for name, shard in whole.items() if shard.any()])
+        model.pack(module, int8=True)
+
+    load(found, model, filled=filled)
+    counts = [len(names) for names in loaded_so_far]
+    assert counts == sorted(counts) and len(set(counts)) == len(counts) == 5  # 2 layers
+    assert loaded_so_far[-1] == list(whole)
+    held = [w.nbytes for w in model.parameters()]
+    held += [
+        m.scales.nbytes for m in model.modules() if isinstance(m, Linear) and m.scales is not None
+    ]
+    assert bytes_of(found, 1, torch.int8) == sum(held)
+
+
+def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):
+    model = loaded(find(meta))
+    assert capsys.readouterr() == ("", "")
+    load(find(meta), model, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "Loading" in err
+
+
+def test_rope_freqs_are_passed_over(meta):
+    """Meta's conversion of the first Llamas left this buffer in the files."""
+    change_shard(meta / "consolidated.01.pth", rope__freqs=torch.ones(2))
+    expect_shards(loaded(find(meta)), STATE, PARAMS)
+
+
+NORM = "layers__1__ffn_norm__weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({NORM: None}, r"01\.pth: layers\.1\.ffn_norm\.weight missing"),
+        ({NORM: None, "norm__weight": None}, r"01\.pth: layers\.1\.ffn_norm\.weight and 1 more"),
+        (
+            {NORM: torch.ones(63)},
+            r"01\.pth: layers\.1\.ffn_norm\.weight has shape \(63,\).*\(64,\)",
+        ),
+        (
+            {NORM: torch.ones(64).char()},
+            r"01\.pth: layers\.1\.ffn_norm\.weight has type torch\.int8",
+        ),
+        ({NORM: torch.ones(64).to(torch.float8_e4m3fn)}, r"float8_e4m3fn: it looks quantized"),
+        (
+            {"layers__2__ffn_norm__weight": torch.ones(64)},
+            r"'layers\.2\.ffn_norm\.weight' has no place",
+        ),
+        ({"lora__weight": torch.ones(2)}, r"01\.pth: 'lora\.weight' has no place"),
+        ({"step": 7}, r"01\.pth: the entry 'step' is not a tensor"),
+        ({"n" * 10**6: torch.ones(2)}, r"01\.pth: 'nnn.{,200}has no place"),
+    ],
+)
+def test_every_shard_is_checked_before_anything_is_copied(meta, changes, message):
+    change_shard(meta / "consolidated.01.pth", **changes)
+    found = find(meta)
+    model = Transformer(found.params)
+    for shard in model.named_shards().values():
+        shard.fill_(7.0)
+    with pytest.raises(ValueError, match=message):
+        load(found, model)
+    assert all(bool((shard == 7.0).all()) for shard in model.named_shards().values())
+
+
+def test_llama_2_s_shards_are_refused(meta):
+    """They cut the embedding along dim 1: read as Llama 3's, each row would be nonsense."""
+    for i in range(2):
+        half = STATE["tok_embeddings.weight"].chunk(2, dim=1)[i].clone()
+        change_shard(meta / f"consolidated.{i:02d}.pth", tok_embeddings__weight=half)
+    with pytest.raises(ValueError, match="dim 1, as Llama 2's"):
+        loaded(find(meta))
+
+
+def test_missing_last_shards_are_told_by_the_shapes(meta):
+    (meta / "consolidated.01.pth").unlink()
+    with pytest.raises(ValueError, match=r"is one of 2 shards .* but 1 are in .*download the rest"):
+        loaded(find(meta))
+
+
+def test_params_of_another_model_do_not_fit(meta):
+    change_json(meta / "params.json", dim=128)
+    with pytest.raises(ValueError, match=r"has shape .*params\.json .*do not belong together"):
+        loaded(find(meta))
+    change_json(meta / "params.json", dim=64, n_heads=1, n_kv_heads=1)
+    with pytest.raises(ValueError, match=r"has 2 shards, which do not fit params\.json"):
+        loaded(find(meta))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_shapes_need_no_model(size, tied):
+    """They follow from params.json; the Transformer is what they are compared with."""
+    args = ModelArgs.from_params(PARAMS | {"tied_output": tied}, "params")
+    model = Transformer(args, parallel=ModelParallel(size=size), device="meta")
+    expected = {name: shard.shape for name, shard in model.named_shards().items()}
+    assert shard_shapes(args, size) == expected
+    with pytest.raises(ValueError, match="does not divide"):
+        shard_shapes(args, 3 * size)

@@ -1,0 +1,161 @@
+"""Checkpoints on disk for tests: what each rank must hold, transformers' models, broken files.
+
+The expectations come from elsewhere: `checkpoints.py` cuts shards on its own, and transformers
+writes and reads its layout.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from helpers.checkpoints import random_state, shard_of
+from llama.args import ModelArgs
+from llama.checkpoint import huggingface as hf
+from llama.checkpoint.find import Checkpoint
+from llama.checkpoint.shapes import shard_shapes
+from llama.checkpoint.weights import load
+from llama.model import Transformer
+from llama.parallel import ModelParallel
+
+PARAMS = {
+    "dim": 64, "n_layers": 2, "n_heads": 16, "n_kv_heads": 4, "vocab_size": 128,
+    "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+
+
+WIDE_HEADS = PARAMS | {
+    "n_heads": 4,
+    "n_kv_heads": 2,
+}  # heads of 16: RoPE scaling shows
+
+
+STATE = random_state(PARAMS)
+
+
+def loaded(
+    found: Checkpoint, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    parallel = ModelParallel(rank=rank, size=size)
+    model = Transformer(found.params, parallel=parallel, dtype=dtype)
+    for shard in model.named_shards().values():
+        shard.fill_(float("nan"))
+    load(found, model)
+    return model
+
+
+def expect_shards(model: Transformer, state: dict[str, Tensor], params: dict) -> None:
+    """Every weight is, bit for bit, what the test's own sharding gives its rank."""
+    rank, size = model.parallel.rank, model.parallel.size
+    shards = model.named_shards()
+    assert shards.keys() == state.keys()
+    for name, shard in shards.items():
+        expected = shard_of(name, state[name], params, rank, size).to(shard.dtype)
+        assert torch.equal(shard, expected), (name, rank, size)
+
+
+def expect_files(folder: Path, state: dict[str, Tensor], params: dict, count: int) -> None:
+    """The folder holds exactly the shards that the test's own sharding gives."""
+    paths = sorted(folder.glob("*.pth"))
+    assert [path.name for path in paths] == [f"consolidated.{i:02d}.pth" for i in range(count)]
+    for i, path in enumerate(paths):
+        shard = torch.load(path, weights_only=True)
+        assert shard.keys() == state.keys()
+        for name, tensor in shard.items():
+            expected = shard_of(name, state[name], params, i, count)
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), (name, i)
+
+
+def shapes_of(params: dict) -> dict[str, torch.Size]:
+    return shard_shapes(ModelArgs.from_params(params, ""), 1)
+
+
+def hf_model(**changes) -> transformers.LlamaForCausalLM:
+    config: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "initializer_range": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    } | changes  # fmt: skip
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+
+
+def scaled_rope(factor: float) -> dict:
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor}
+    return {"rope_parameters": rope | hf.ROPE_SCALING}
+
+
+def hf_logits(model: transformers.LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model(tokens).logits.float()
+
+
+def from_hf(folder: Path) -> transformers.LlamaForCausalLM:
+    """As transformers reads it; a tensor that it had to make up is an error."""
+    read: Any = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, report = read
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def metas_state(model: transformers.LlamaForCausalLM) -> dict[str, Tensor]:
+    """The weights under Meta's names and in Meta's row order, worked out from the model itself."""
+    head_dim = model.config.hidden_size // model.config.num_attention_heads
+    state = {"tok_embeddings.weight": model.model.embed_tokens.weight}
+    for i, layer in enumerate(model.model.layers):
+        q, k = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
+        state |= {
+            f"layers.{i}.attention.wq.weight": interleaved(q, head_dim),
+            f"layers.{i}.attention.wk.weight": interleaved(k, head_dim),
+            f"layers.{i}.attention.wv.weight": layer.self_attn.v_proj.weight,
+            f"layers.{i}.attention.wo.weight": layer.self_attn.o_proj.weight,
+            f"layers.{i}.feed_forward.w1.weight": layer.mlp.gate_proj.weight,
+            f"layers.{i}.feed_forward.w2.weight": layer.mlp.down_proj.weight,
+            f"layers.{i}.feed_forward.w3.weight": layer.mlp.up_proj.weight,
+            f"layers.{i}.attention_norm.weight": layer.input_layernorm.weight,
+            f"layers.{i}.ffn_norm.weight": layer.post_attention_layernorm.weight,
+        }
+    state |= {"norm.weight": model.model.norm.weight, "output.weight": model.lm_head.weight}
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Row by row: element i of the first half goes to 2i, of the second half to 2i + 1."""
+    out = torch.empty_like(rows)
+    for row in range(len(rows)):
+        head, at = divmod(row, head_dim)
+        second, i = divmod(at, head_dim // 2)
+        out[head * head_dim + 2 * i + second] = rows[row]
+    return out
+
+
+def tokens_of(length: int = 100) -> Tensor:
+    return torch.randint(128, (1, length), generator=torch.Generator().manual_seed(7))
+
+
+def change_json(path: Path, **changes) -> None:
+    """Rewrite a JSON file; a value of None takes the key out."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def change_shard(path: Path, **changes: Tensor | None) -> None:
+    """Rewrite a .pth; "__" in a keyword stands for "."; None takes the tensor out."""
+    shard = torch.load(path, weights_only=True)
+    shard |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    torch.save({name: tensor for name, tensor in shard.items() if tensor is not None}, path)
+
+
+def change_safetensors(folder: Path, name: str, tensor: Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    with safe_open(path, "pt") as content:
+        tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
+    tensors |= {name: tensor}
+    kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path, metadata={"format": "pt"})

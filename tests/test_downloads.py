@@ -1,0 +1,55 @@
+"""What a download turned out to be: told from a good file, and in words that say what to do."""
+
+import os
+import struct
+
+import pytest
+
+from llama.downloads import check_download
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92ab9\nsize 2183982\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; download it again"),
+        (b" \r\n", "is empty"),
+        (LFS, "is a Git LFS pointer, not the file: run `git lfs pull`"),
+        (b"<!DOCTYPE html><html>", "is a web page"),
+        (b"\xef\xbb\xbf\n <HTML lang=en>", "is a web page"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>', "is a web page .*sign in"),
+        (b"<Error><Code>AccessDenied</Code></Error>", "is a web page"),
+    ],
+)
+def test_a_bad_download_is_named(tmp_path, content, message):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"file \({len(content)} bytes\) {message}"):
+        check_download(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"PK\x03\x04",
+        b"{}",
+        b"IQ== 0\n",
+        struct.pack("<Q", 0x613C20) + b"{",  # a safetensors header of 6 MB: its length is " <a"
+        struct.pack("<Q", 0x3C) + b"{",
+    ],
+)
+def test_a_good_file_passes(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    check_download(tmp_path / "file")
+
+
+@pytest.mark.timeout(60)  # to open a pipe waits for a writer
+def test_what_is_no_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe is a pipe, a socket or a device"):
+        check_download(tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError, match="give the path of the file inside"):
+        check_download(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nothing is missing: download it"):
+        check_download(tmp_path / "nothing")
