@@ -115,7 +115,7 @@ def linear(
     assert x.shape == (m, k), (x.shape, n, k)
     out = torch.empty(m, n, dtype=dtype)
     turned = torch.empty(m * k)  # x in the kernel's own order
-    sizes = m, n, k, dtype is torch.float32
+    sizes = m, n, k, int(dtype is torch.float32)
     if scales is None:
         native.call("linear_bf16", x, weight, out, turned, *sizes)
     else:

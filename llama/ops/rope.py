@@ -35,13 +35,13 @@ def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
-    """x (T, H, D), turns (T, D/2) complex -> (T, H, D) in x's type."""
+def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """x (T, H, D), freqs_cis (T, D/2) complex -> (T, H, D) in x's type."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
+    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2).type_as(x)
 
 
-def rope_and_store(qkv: Tensor, turns: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
+def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
     """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
 
     Queries and keys are turned; keys and values are written to their slots, page * S + offset.
@@ -51,12 +51,12 @@ def rope_and_store(qkv: Tensor, turns: Tensor, kv_cache: Tensor, slots: Tensor) 
     n_heads = n - 2 * n_kv_heads
     if native.has_kernel(qkv, kv_cache) and kv_cache.is_contiguous():
         queries = qkv.new_empty(rows, n_heads, head_dim)
-        tensors = qkv.contiguous(), turns.contiguous(), kv_cache, slots.contiguous(), queries
+        tensors = qkv.contiguous(), freqs_cis.contiguous(), kv_cache, slots.contiguous(), queries
         sizes = rows, n_heads, n_kv_heads, head_dim, kv_cache.shape[1] * kv_cache.shape[2]
         native.call("rope_and_store_bf16", *tensors, *sizes)
         return queries
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
     keys, values = kv_cache.flatten(1, 2)  # 2 x (P * S, K, D)
-    keys.index_copy_(0, slots, apply_rope(k, turns))
+    keys.index_copy_(0, slots, apply_rope(k, freqs_cis))
     values.index_copy_(0, slots, v)
-    return apply_rope(q, turns)
+    return apply_rope(q, freqs_cis)

@@ -49,7 +49,7 @@ def draw(logits: Tensor, peaks: Tensor, rules: Seq[Rule], numbers: Tensor) -> Te
     assert logits.dtype is torch.float32, logits.dtype
     if logits.device.type == "cpu" and native.kernels() is not None:
         return _draw_natively(logits, peaks, rules, numbers)
-    numbers = numbers.to(logits.device, non_blocking=True)
+    numbers = numbers.to(logits.device, non_blocking=logits.device.type == "cuda")
     weights = _probs(logits, peaks, rules).mul_(UNIT).long()
     narrow = [rule.narrow for rule in rules]
     if not any(narrow):
@@ -63,8 +63,10 @@ def draw(logits: Tensor, peaks: Tensor, rules: Seq[Rule], numbers: Tensor) -> Te
 def on_device_of(tensor: Tensor, values: Seq | np.ndarray) -> Tensor:
     """A list of numbers on the tensor's device, without a sync; floats become float32."""
     dtype = np.float32 if isinstance(values[0], float) else None
-    # Through NumPy: a long list becomes a tensor several times as fast.
-    return torch.from_numpy(np.array(values, dtype)).to(tensor.device, non_blocking=True)
+    # Through NumPy: a long list becomes a tensor several times as fast. A copy to mps must not be
+    # asynchronous: the memory may be freed before it is read (pytorch #189690).
+    is_cuda = tensor.device.type == "cuda"
+    return torch.from_numpy(np.array(values, dtype)).to(tensor.device, non_blocking=is_cuda)
 
 
 def _draw_natively(logits: Tensor, peaks: Tensor, rules: Seq[Rule], numbers: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class Case:
         order = torch.randperm(sum(held) + 2, generator=generator).tolist()
         pages = [[order.pop() for _ in range(n)] for n in held]
         starts = [n - new for n, new in zip(lens, query_lens, strict=True)]
-        self.batch = Batch.pack(starts, query_lens, pages, page_size, [], CPU)
+        _, self.batch = Batch.pack([], starts, query_lens, pages, page_size, [], CPU)
         shape = (2, sum(held) + 2, page_size, n_kv_heads, head_dim)
         self.kv_cache = torch.randn(shape, generator=generator).bfloat16()
         queries = torch.randn(sum(query_lens), n_heads, head_dim, generator=generator)
@@ -31,22 +31,18 @@ class Case:
 
     def run(self) -> Tensor:
         b = self.batch
-        return paged_attention(
-            self.queries, self.kv_cache, b.page_table, b.seen, b.query_lens, b.seq_lens
-        )
+        lens = b.query_starts, b.seq_lens, b.query_lens_cpu, b.seq_lens_cpu
+        return paged_attention(self.queries, self.kv_cache, b.page_table, *lens)
 
     def row(self, row: int, seq: int, length: int) -> Tensor:
         """One query as a decode step of its own, at a context of `length`."""
-        b = self.batch
-        seen = torch.ones(1, length, dtype=torch.bool)
-        table = b.page_table[seq : seq + 1]
-        return paged_attention(
-            self.queries[row : row + 1], self.kv_cache, table, seen, (1,), (length,)
-        )
+        table = self.batch.page_table[seq : seq + 1]
+        lens = torch.tensor([0, 1]), torch.tensor([length]), [1], [length]
+        return paged_attention(self.queries[row : row + 1], self.kv_cache, table, *lens)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(row, sequence, tokens that it sees) of every query."""
-        lens = zip(self.batch.query_lens, self.batch.seq_lens, strict=True)
+        lens = zip(self.batch.query_lens_cpu, self.batch.seq_lens_cpu, strict=True)
         each = [(s, n - new + i + 1) for s, (new, n) in enumerate(lens) for i in range(new)]
         return [(row, *rest) for row, rest in enumerate(each)]
 
@@ -144,7 +140,7 @@ def test_slots_that_a_query_may_not_see_are_never_read(kernels):
     """Pages of others and slots past the end hold what was there last, NaN in the worst case."""
     case = Case([37, 256, 300], [1, 1, 20])
     before = case.run()
-    used = torch.cat([case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens)])
+    used = torch.cat([case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens_cpu)])
     kept = case.kv_cache.flatten(1, 2)[:, used]
     case.kv_cache.fill_(float("nan"))
     case.kv_cache.flatten(1, 2)[:, used] = kept
@@ -208,6 +204,6 @@ def test_pages_that_are_not_contiguous_go_to_the_torch_body(kernels):
 
 def test_a_page_table_too_short_for_its_sequence_is_refused(kernels):
     case = Case([40], [1])
-    object.__setattr__(case.batch, "seq_lens", (49,))
+    object.__setattr__(case.batch, "seq_lens_cpu", [49])
     with pytest.raises(AssertionError):
         case.run()

@@ -44,13 +44,13 @@ class Rope:
 
     def __init__(self, count: int, head_dim: int) -> None:
         self.qkv = numbers(count, 10, head_dim)
-        self.turns = precompute_freqs_cis(head_dim, count + 5, 5e5, None)[5:]
+        self.freqs_cis = precompute_freqs_cis(head_dim, count + 5, 5e5, None)[5:]
         self.kv_cache = numbers(2, 7, 8, 2, head_dim, seed=1)
         self.slots = torch.randperm(56, generator=torch.Generator().manual_seed(2))[:count]
 
     def run(self) -> tuple[Tensor, Tensor]:
         pages = self.kv_cache.clone()
-        return rope_and_store(self.qkv, self.turns, pages, self.slots), pages
+        return rope_and_store(self.qkv, self.freqs_cis, pages, self.slots), pages
 
 
 @pytest.mark.parametrize("rows, width", SHAPES)
@@ -106,10 +106,10 @@ def test_rope_and_store(kernels, monkeypatch, count, head_dim):
 def test_rope_and_store_by_hand(no_kernels):
     rope = Rope(3, 32)
     queries, pages = rope.run()
-    assert torch.equal(queries, apply_rope(rope.qkv[:, :6], rope.turns))
+    assert torch.equal(queries, apply_rope(rope.qkv[:, :6], rope.freqs_cis))
     keys, values = pages.flatten(1, 2)
     for row, slot in enumerate(rope.slots):
-        turned = apply_rope(rope.qkv[row : row + 1, 6:8], rope.turns[row : row + 1])
+        turned = apply_rope(rope.qkv[row : row + 1, 6:8], rope.freqs_cis[row : row + 1])
         assert torch.equal(keys[slot], turned[0])
         assert torch.equal(values[slot], rope.qkv[row, 8:])
 
@@ -137,7 +137,7 @@ def test_rows_that_are_not_contiguous(kernels):
     rope = Rope(5, 32)
     before = rope.run()
     rope.qkv = torch.stack([rope.qkv, rope.qkv], -1)[..., 0]
-    rope.turns = torch.stack([rope.turns, rope.turns], 1)[:, 0]
+    rope.freqs_cis = torch.stack([rope.freqs_cis, rope.freqs_cis], 1)[:, 0]
     for mine, plain in zip(rope.run(), before, strict=True):
         assert same(mine, plain)
 
@@ -158,12 +158,12 @@ def test_what_has_no_kernel_goes_to_the_torch_body(kernels, monkeypatch, width, 
 
 def test_what_fits_goes_to_the_kernels(kernels, monkeypatch):
     called = []
-    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name))
+    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name) or 0)
     x, rope = numbers(2, 64), Rope(2, 64)
     rms_norm(x, x[0], 1e-5)
     silu_mul(x)
     queries, pages = rope.run()
-    lens = torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool), (1,), (1,)
-    paged_attention(queries[:1], pages, *lens)
-    names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16", "paged_attention_bf16"]
-    assert called == names
+    lens = torch.tensor([0, 1]), torch.tensor([1]), [1], [1]
+    paged_attention(queries[:1], pages, torch.tensor([[0]]), *lens)
+    names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16"]
+    assert called == [*names, "attention_workspace", "paged_attention_bf16"]

@@ -18,8 +18,8 @@
 
 namespace {
 
-constexpr long CHUNK = 256, BLOCK = 56;  // as in attention.py
-constexpr long MAX_DIM = 256;
+constexpr long CHUNK = 256, BLOCK = 56;
+constexpr long MAX_DIM = 256;  // as in attention.py
 constexpr int KEYS = 2 * LANES;
 constexpr long AHEAD = 64;  // keys; fetching none took twice as long (Zen 4, out of the memory)
 constexpr double WORTH_THREADS = 3e5;  // multiplications; below, waking them takes longer
@@ -27,20 +27,21 @@ constexpr double WORTH_THREADS = 3e5;  // multiplications; below, waking them ta
 struct Call {  // the tensors of one call, see attention.py
   const uint16_t *queries, *keys, *values;
   uint16_t* out;
-  const int64_t *table, *query_lens, *seq_lens;
+  const int64_t *table, *query_starts, *seq_lens;
   float* partials;
   long num_seqs, pages_each, page_size, heads, kv_heads, dim;
   float scale;  // of the scores
 
   long group() const { return heads / kv_heads; }
-  long rows(long seq) const { return query_lens[seq] * group(); }
+  long queries_of(long seq) const { return query_starts[seq + 1] - query_starts[seq]; }
+  long rows(long seq) const { return queries_of(seq) * group(); }
   long blocks(long seq) const { return (rows(seq) + BLOCK - 1) / BLOCK; }
   long chunks(long seq) const { return (seq_lens[seq] + CHUNK - 1) / CHUNK; }
   bool is_split(long seq) const { return blocks(seq) == 1; }
 };
 
 struct Start {  // of a sequence, among all
-  int64_t query, item, partial;
+  int64_t item, partial;
 };
 
 // A block of rows of one sequence and one kv head.
@@ -57,7 +58,7 @@ uint16_t* row_at(const Call& call, uint16_t* tensor, const Block& block, long i)
 // How many tokens the i-th row of a block may look at.
 long seen_by(const Call& call, const Block& block, long i) {
   const long query = (block.first_row + i) / call.group();
-  return call.seq_lens[block.seq] - call.query_lens[block.seq] + query + 1;
+  return call.seq_lens[block.seq] - call.queries_of(block.seq) + query + 1;
 }
 
 // The queries of a block, tile after tile: (D/2, R) pairs each.
@@ -266,13 +267,14 @@ void run_item(const Call& call, long seq, const Start& start, long item) {
   Pair queries[BLOCK * MAX_DIM / 2];
   if (call.is_split(seq)) {  // neighbouring kv heads are neighbours in memory
     const long chunk = item / call.kv_heads, kv_head = item % call.kv_heads;
-    const Block block = {seq, kv_head, start.query, 0, rows};
+    const Block block = {seq, kv_head, call.query_starts[seq], 0, rows};
     rearrange(call, block, queries);
     attend(call, block, queries, chunk, partials_at(call, block, start, chunk));
     return;
   }
   const long first = (blocks - 1 - item % blocks) * BLOCK;  // the longest first
-  const Block block = {seq, item / blocks, start.query, first, std::min(BLOCK, rows - first)};
+  const Block block = {seq, item / blocks, call.query_starts[seq], first,
+                       std::min(BLOCK, rows - first)};
   alignas(64) float sums[BLOCK * (MAX_DIM + 2)], next[BLOCK * (MAX_DIM + 2)];
   rearrange(call, block, queries);
   clear(sums, block.rows, call.dim);
@@ -284,12 +286,19 @@ void run_item(const Call& call, long seq, const Start& start, long item) {
 }
 
 void run_merge(const Call& call, long seq, const Start& start, long kv_head) {
-  const Block block = {seq, kv_head, start.query, 0, call.rows(seq)};
+  const Block block = {seq, kv_head, call.query_starts[seq], 0, call.rows(seq)};
   float sums[BLOCK * (MAX_DIM + 2)];
   clear(sums, block.rows, call.dim);
   for (long chunk = 0; chunk < call.chunks(seq); chunk++)
     merge(sums, partials_at(call, block, start, chunk), block.rows, call.dim);
   finish(call, block, sums);
+}
+
+// Moves `at` past one sequence.
+void advance(const Call& call, long seq, Start* at) {
+  const bool split = call.is_split(seq);
+  at->item += call.kv_heads * (split ? call.chunks(seq) : call.blocks(seq));
+  at->partial += split ? call.kv_heads * call.rows(seq) * call.chunks(seq) : 0;
 }
 
 // Fills starts (num_seqs + 1), the last one being the totals. Returns the multiplications to do.
@@ -298,11 +307,8 @@ double plan(const Call& call, Start* starts) {
   double work = 0;
   for (long seq = 0; seq < call.num_seqs; seq++) {
     starts[seq] = at;
-    const bool split = call.is_split(seq);
-    at.query += call.query_lens[seq];
-    at.item += call.kv_heads * (split ? call.chunks(seq) : call.blocks(seq));
-    at.partial += split ? call.kv_heads * call.rows(seq) * call.chunks(seq) : 0;
-    work += 2.0 * call.query_lens[seq] * call.seq_lens[seq] * call.heads * call.dim;
+    advance(call, seq, &at);
+    work += 2.0 * call.queries_of(seq) * call.seq_lens[seq] * call.heads * call.dim;
   }
   starts[call.num_seqs] = at;
   return work;
@@ -312,16 +318,30 @@ double plan(const Call& call, Start* starts) {
 
 extern "C" {
 
-// starts is scratch for num_seqs + 1 of them; partials for D + 2 floats for each row and chunk of
-// the sequences that are split.
+// Bytes of workspace that paged_attention_bf16 needs: the starts of the sequences, then partials of
+// D + 2 floats for each row and chunk of the sequences that are split.
+long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, long num_seqs,
+                         long heads, long kv_heads, long dim) {
+  Call call = {};
+  call.query_starts = query_starts, call.seq_lens = seq_lens;
+  call.heads = heads, call.kv_heads = kv_heads;
+  Start totals = {};
+  for (long seq = 0; seq < num_seqs; seq++) advance(call, seq, &totals);
+  return (num_seqs + 1) * sizeof(Start) + totals.partial * (dim + 2) * sizeof(float);
+}
+
+// queries and out (T, H, D), kv_pages (2, P, S, K, D), table (B, M), query_starts (B + 1),
+// seq_lens (B).
 void paged_attention_bf16(const uint16_t* queries, const uint16_t* kv_pages, const int64_t* table,
-                          const int64_t* lens, uint16_t* out, Start* starts, float* partials,
-                          long num_seqs, long num_pages, long page_size, long pages_each,
-                          long heads, long kv_heads, long dim, float scale,
+                          const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,
+                          Start* workspace, long num_seqs, long heads, long kv_heads, long dim,
+                          long num_pages, long page_size, long pages_each, float scale,
                           int threads) {
   const uint16_t* values = kv_pages + num_pages * page_size * kv_heads * dim;
-  const Call call = {queries,  kv_pages, values,     out,       table, lens,     lens + num_seqs,
-                     partials, num_seqs, pages_each, page_size, heads, kv_heads, dim, scale};
+  Start* starts = workspace;
+  float* partials = (float*)(workspace + num_seqs + 1);
+  const Call call = {queries,  kv_pages,   values,    out,   table,    query_starts, seq_lens,
+                     partials, num_seqs,   pages_each, page_size, heads, kv_heads,   dim, scale};
   const double work = plan(call, starts);
 #pragma omp parallel num_threads(threads) if (work > WORTH_THREADS)
   {

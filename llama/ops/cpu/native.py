@@ -131,20 +131,59 @@ def has_kernel(*tensors: Tensor) -> bool:
     return kernels() is not None
 
 
-def call(name: str, *args: Tensor | int | float) -> None:
-    """Run one of `kernels()`: tensors go as pointers, int as long, float as float.
+_BF16, _F32, _I64, _U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
+# The C functions: what each returns, and its arguments, a dtype for a tensor that holds it. Every
+# tensor is contiguous and on the CPU. Functions that return None take the number of threads too.
+SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
+    "attention_workspace": (int, (_I64, _I64, int, int, int, int)),
+    "paged_attention_bf16": (
+        None,
+        (_BF16, _BF16, _I64, _I64, _I64, _BF16, _U8, int, int, int, int, int, int, int, float),
+    ),
+    "rms_norm_bf16": (None, (_BF16, _BF16, _BF16, int, int, float)),
+    "silu_mul_bf16": (None, (_BF16, _BF16, int, int)),
+    "rope_and_store_bf16": (
+        None,
+        (_BF16, torch.complex64, _BF16, _I64, _BF16, int, int, int, int, int),
+    ),
+    "pack_bf16": (None, (_BF16, _U8, int, int)),
+    "pack_int8": (None, (_BF16, torch.int8, _F32, _U8, int, int)),
+    "linear_bf16": (None, (_BF16, _BF16, Tensor, _F32, int, int, int, int)),
+    "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _F32, int, int, int, int)),
+    "draw": (None, (_F32, _I64, _I64, _I64, int, int)),
+}
+_C_TYPES = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
 
-    The number of threads, an int, comes last of its own.
+
+def call(name: str, *args: Tensor | int | float) -> int:
+    """Run one of `kernels()` and return its result, 0 if it has none.
+
+    TypeError if the arguments are not those of SIGNATURES. Checked at each call, as a wrong pointer
+    or a missing argument would write anywhere. A function that computes runs on torch's threads.
     """
+    returns, kinds = SIGNATURES[name]
+    if len(args) != len(kinds) or not all(map(_is_of_kind, args, kinds)):
+        raise TypeError(f"{name} takes {kinds}, got {[_describe(x) for x in args]}")
     function = getattr(kernels(), name)
-    if function.argtypes is None:  # the first time; a function keeps the kinds of its arguments
-        function.argtypes = [*map(_c_type, args), ctypes.c_int]
-        function.restype = None
+    if function.argtypes is None:
+        threads = (ctypes.c_int,) if returns is None else ()
+        function.argtypes = [*(_C_TYPES.get(kind, ctypes.c_void_p) for kind in kinds), *threads]
+        function.restype = returns and _C_TYPES[returns]
     values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
-    function(*values, torch.get_num_threads())
+    if returns is None:
+        values.append(torch.get_num_threads())
+    return function(*values) or 0
 
 
-def _c_type(value: Tensor | int | float) -> type:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p
-    return ctypes.c_long if isinstance(value, int) else ctypes.c_float
+def _is_of_kind(value: Tensor | int | float, kind: torch.dtype | type) -> bool:
+    if not isinstance(value, Tensor):
+        return type(value) is kind
+    kinds = (value.dtype, Tensor)
+    return kind in kinds and value.device.type == "cpu" and value.is_contiguous()
+
+
+def _describe(value: Tensor | int | float) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    layout = "contiguous" if value.is_contiguous() else "strided"
+    return f"{layout} {value.dtype} on {value.device}"
