@@ -158,7 +158,12 @@ def test_what_has_no_kernel_goes_to_the_torch_body(kernels, monkeypatch, width, 
 
 def test_what_fits_goes_to_the_kernels(kernels, monkeypatch):
     called = []
-    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name) or 0)
+
+    def call(name: str, *args) -> int:
+        called.append(name)
+        return 0
+
+    monkeypatch.setattr(native, "call", call)
     x, rope = numbers(2, 64), Rope(2, 64)
     rms_norm(x, x[0], 1e-5)
     silu_mul(x)

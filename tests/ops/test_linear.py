@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.kernels import HAS_KERNELS
-from llama.ops.cpu import native
+from llama.ops.cpu import build, native
 from llama.ops.linear import can_pack, linear, pack, pack_if_supported, pack_int8, rows, unpack
 
 _rng = random.Random(5)
@@ -175,7 +175,7 @@ def test_what_does_not_fit_stays_as_it_is(weight):
         assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("kernels", ["native"], indirect=True)
+@pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
 def test_weights_are_packed_once_where_there_are_kernels(kernels):
     packed = pack_if_supported(numbers(64, 8))
     assert packed.dim() == 4
@@ -288,13 +288,13 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_tiles_compile_for_the_cpus_that_have_them(tmp_path):
     def compile_for_amx(source: str, *options: str) -> subprocess.CompletedProcess:
-        flags = [f.replace("native", "sapphirerapids") for f in native._COMPILE]
-        command = ["g++", *flags, *options, source, "-o", "made.s"]
+        amx = build.INSTRUCTION_SETS[0]
+        command = ["g++", *build._COMPILE, *amx.flags, *options, source, "-o", "made.s"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     if compile_for_amx("/dev/null", "-x", "c++", "-S").returncode != 0:
-        pytest.skip("this g++ does not know Sapphire Rapids")
-    done = compile_for_amx(str(native.FOLDER / "linear.cpp"), "-S")
+        pytest.skip("this g++ does not know AMX")
+    done = compile_for_amx(str(build.FOLDER / "linear.cpp"), "-S")
     assert done.returncode == 0, done.stderr
     made = (tmp_path / "made.s").read_text()
     for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):

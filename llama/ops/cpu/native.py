@@ -59,7 +59,7 @@ def cache_folder() -> Path:
 def _shipped(paths: list[Path]) -> ctypes.CDLL | None:
     """The first library that the package holds, if any."""
     path = next((path for path in paths if path.exists()), None)
-    return path and ctypes.CDLL(str(path))
+    return None if path is None else ctypes.CDLL(str(path))
 
 
 def _compiled(supported: list[InstructionSet]) -> ctypes.CDLL:
@@ -171,7 +171,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _F32, int, int, int, int)),
     "draw": (None, (_F32, _I64, _I64, _I64, int, int)),
 }
-_C_TYPES = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
+_C_TYPES: dict[object, type] = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
 
 
 def call(name: str, *args: Tensor | int | float) -> int:
