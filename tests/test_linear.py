@@ -293,6 +293,24 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
         assert products_of_tiles() == checked
 
 
+@pytest.mark.skipif("amx_bf16" not in native.cpu_flags(), reason="this CPU has no tiles")
+def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(libraries, monkeypatch):
+    """Those of vectors are others: this shows that tiles are used, and that the emulation is true."""
+    for m, n, k in [(1, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
+        x, weight = numbers(m, k), numbers(n, k, seed=1)
+        results = {}
+        for body in ("native", "amx", "avx512"):
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "kernels", lambda body=body: libraries[body])
+                for packed in (pack_int8(weight), (pack(weight.clone()),)):
+                    out = linear(x, *packed, dtype=torch.float32)
+                    results[body, len(packed)] = out.view(torch.int32)
+        for kind in (1, 2):
+            assert torch.equal(results["native", kind], results["amx", kind]), (m, n, k)
+            if k > 32:
+                assert not torch.equal(results["native", kind], results["avx512", kind])
+
+
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_tiles_compile_for_the_cpus_that_have_them(tmp_path):
     def compile_for_amx(source: str, *options: str) -> subprocess.CompletedProcess:
