@@ -2,9 +2,10 @@
 
 A weight is (N, K) as in the checkpoint, or packed by `pack` into panels (N/32, K/2, 32, 2) in the
 same memory, or by `pack_int8` at half the size, with one scale per row. `pack_if_supported` packs
-where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX.
-Elsewhere weights stay as they are and torch does the product. A row of x gives the same bytes alone
-as in any batch, on any number of threads.
+where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The
+tiles of AMX are compared with a plain loop at first use, and not used if they differ or if Linux
+does not grant them. Elsewhere weights stay as they are and torch does the product. A row of x gives
+the same bytes alone as in any batch, on any number of threads.
 
 Shapes: M rows, N outputs, K inputs, T token ids.
 """

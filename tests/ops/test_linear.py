@@ -259,7 +259,7 @@ def products_of_tiles() -> int:
     return ctypes.c_long.in_dll(library(), "amx_products").value
 
 
-@pytest.mark.parametrize("kernels", ["amx"], indirect=True)
+@pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
 def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
     linear(numbers(1, 32), pack(numbers(32, 32)))  # after their own check
     for m, n, k in [(1, 32, 32), (16, 96, 1056), (17, 64, 64), (100, 32, 2080), (300, 32, 64)]:
@@ -273,7 +273,7 @@ def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
     assert products_of_tiles() == before
 
 
-@pytest.mark.parametrize("kernels", ["amx"], indirect=True)
+@pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
 @pytest.mark.parametrize("fault, checked", [("amx_refused", 0), ("amx_wrong", 8)])
 def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fault, checked):
     copy = ctypes.CDLL(shutil.copy(library()._name, tmp_path))  # that has used none yet
@@ -283,6 +283,24 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
         x, weight = numbers(m, 64), numbers(32, 64, seed=1)
         check_product(x, weight, linear(x, pack(weight.clone())))
         assert products_of_tiles() == checked
+
+
+@pytest.mark.skipif("amx_bf16" not in native.cpu_flags(), reason="this CPU has no tiles")
+def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(libraries, monkeypatch):
+    """Vectors give other bytes: so tiles are used, and the emulation does what they do."""
+    for m, n, k in [(1, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
+        x, weight = numbers(m, k), numbers(n, k, seed=1)
+        results = {}
+        for body in ("amx", "amx_emulated", "avx512"):
+            with monkeypatch.context() as patch:
+                patch.setattr(native, "kernels", lambda body=body: libraries(body))
+                for packed in (pack_int8(weight), (pack(weight.clone()),)):
+                    out = linear(x, *packed, dtype=torch.float32)
+                    results[body, len(packed)] = out.view(torch.int32)
+        for kind in (1, 2):
+            assert torch.equal(results["amx", kind], results["amx_emulated", kind]), (m, n, k)
+            if k > 32:
+                assert not torch.equal(results["amx", kind], results["avx512", kind])
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")

@@ -19,6 +19,10 @@ namespace {
 
 constexpr long TILE_ROWS = 16;
 constexpr long TILE_K = 32;
+// The places of k that more than 32 rows pass over at once: 16 KiB of x and 16 of a panel, which the
+// first cache holds. Such a slice of a chunk of x stays in the second for a group of panels.
+constexpr long DEPTH = 256;
+constexpr long GROUP = 8;
 
 // gcc's intrinsics do not say that they read memory: without this, it may move stores past them, or
 // drop the stores.
@@ -41,13 +45,13 @@ inline void configure(long height) {
   _tile_loadconfig(&shapes);
 }
 
-// Some rows of x, `height` at most, for k from begin to end -> tiles (K/32, height, 32), one for
-// each step. Rows that x does not have stay as they are: their sums are not used. (Where they lie,
-// K apart, the rows of a tile would share one set of a cache.)
-inline void fill_tiles(const uint16_t* x, uint16_t* to, long rows, long height, long k, long begin,
-                       long end) {
+// Some rows of x, `height` at most, for some places of k -> tiles (K/32, height, 32), one for each
+// step. Rows that x does not have stay as they are: their sums are not used. (Where they lie, K
+// apart, the rows of a tile would share one set of a cache.)
+inline void fill_tiles(const uint16_t* x, uint16_t* to, long rows, long height, long k,
+                       long places) {
   for (long r = 0; r < rows; r++)
-    for (long i = begin; i < end; i += TILE_K)
+    for (long i = 0; i < places; i += TILE_K)
       std::memcpy(to + i * height + r * TILE_K, x + r * k + i, 2 * TILE_K);
 }
 
@@ -125,7 +129,7 @@ inline bool product_is_right() {
   for (long i = 0; i < ROWS * K; i++) x[i] = narrow(number(i));
   for (long i = 0; i < WIDTH * K; i++) panel[i] = narrow(number(i + 5000));
   for (long i = 0; i < ROWS * K; i += TILE_ROWS * K)
-    fill_tiles(x + i, tiles + i, TILE_ROWS, TILE_ROWS, K, 0, K);
+    fill_tiles(x + i, tiles + i, TILE_ROWS, TILE_ROWS, K, K);
   configure(TILE_ROWS);
   for (long i = 0; i < K; i += TILE_K)
     multiply<Bf16, 2>(tiles + i * TILE_ROWS, TILE_ROWS, TILE_ROWS * K,
@@ -151,55 +155,87 @@ inline bool tiles_work() {
   return answer;
 }
 
-// Blocks of x, of one tile or two, times one panel -> their rows of 32 sums, in `totals`.
-template <class Weight>
-void panel_sums_in_tiles(const uint16_t* x, long height, const Parts& blocks, long from, long to,
-                         const char* panel, long k, float* totals) {
-  const bool is_shared = Weight::BYTES == 1 && to - from > 1;  // then int8 is widened once for all
-  alignas(64) uint16_t wide[Weight::BYTES == 1 ? SLICE * WIDTH : 1];
-  const bool is_near = to - from == 1 && height <= FEW;
-  for (long begin = 0; begin < k; begin += SLICE) {
-    const long places = std::min(k - begin, SLICE), steps = places / TILE_K;
-    const long fetched = TILE_K * WIDTH * Weight::BYTES / (to - from);
-    const char* weights = panel + begin * WIDTH * Weight::BYTES;
-    const char* next = weights + (is_near ? AHEAD : SLICE * WIDTH * Weight::BYTES);
-    if (is_shared) widen_panel<Weight>(weights, wide, places);
-    for (long b = from; b < to; b++, next += fetched * steps) {
-      const long tile = blocks.first(b), pair = blocks.size(b) == 2;
-      const Steps todo{is_shared ? (const char*)wide : weights, next, steps, fetched, is_near};
-      const auto run = is_shared ? (pair ? multiply<Bf16, 2> : multiply<Bf16, 1>)
-                                 : (pair ? multiply<Weight, 2> : multiply<Weight, 1>);
-      run(x + (tile * k + begin) * height, height, height * k, todo,
-          totals + (tile - blocks.first(from)) * height * WIDTH, begin == 0);
-    }
+// How x lies in tiles: one slice of k after another, in each the tiles of all rows, each of them
+// (K/32, height, 32). A single block has one slice, and its sums never leave the tiles.
+struct Turned {
+  long k, height, tiles, depth;
+  Turned(long m, long k)
+      : k(k),
+        height(std::clamp(m, 1L, TILE_ROWS)),  // none would be a fault
+        tiles(Parts(m, TILE_ROWS).count),
+        depth(tiles > 2 ? DEPTH : k) {}
+  long slices() const { return (k + depth - 1) / depth; }
+  long places(long begin) const { return std::min(k - begin, depth); }
+  long at(long tile, long begin) const {
+    return (begin * tiles + tile * places(begin)) * height;
   }
+};
+
+// Blocks of x, of one tile or two, times the panels of a group -> each panel's rows of 32 sums, one
+// panel after another, in `totals`. `group` is the first panel.
+template <class Weight>
+void group_sums_in_tiles(const uint16_t* x, const Turned& turned, const Parts& blocks, long from,
+                         long to, const char* group, long panels, float* totals) {
+  constexpr long BYTES = WIDTH * Weight::BYTES;  // of a place of k
+  const long k = turned.k, height = turned.height, first = blocks.first(from);
+  const long rows = (blocks.first(to) - first) * height;
+  const bool is_alone = turned.tiles <= 2, is_near = is_alone && height <= FEW;
+  const bool is_shared = Weight::BYTES == 1 && to - from > 1;  // then int8 is widened once for all
+  alignas(64) uint16_t wide[Weight::BYTES == 1 ? DEPTH * WIDTH : 1];
+  for (long begin = 0; begin < k; begin += turned.depth)
+    for (long panel = 0; panel < panels; panel++) {
+      const long places = turned.places(begin), steps = places / TILE_K;
+      const char* weights = group + (panel * k + begin) * BYTES;
+      const char* next = is_alone             ? weights + (is_near ? AHEAD : SLICE * BYTES)
+                         : panel + 1 < panels ? weights + k * BYTES
+                                              : group + (begin + turned.depth) * BYTES;
+      const long fetched = TILE_K * BYTES / (to - from);
+      if (is_shared) widen_panel<Weight>(weights, wide, places);
+      for (long b = from; b < to; b++, next += fetched * steps) {
+        const long tile = blocks.first(b), pair = blocks.size(b) == 2;
+        const Steps todo{is_shared ? (const char*)wide : weights, next, steps, fetched, is_near};
+        const auto run = is_shared ? (pair ? multiply<Bf16, 2> : multiply<Bf16, 1>)
+                                   : (pair ? multiply<Weight, 2> : multiply<Weight, 1>);
+        run(x + turned.at(tile, begin), height, height * places, todo,
+            totals + (panel * rows + (tile - first) * height) * WIDTH, begin == 0);
+      }
+    }
 }
 
 template <class Weight>
 void linear_in_tiles(const uint16_t* x, const char* weight, const float* scales, Outputs out,
-                     uint16_t* turned, long m, long k, int threads) {
-  const long height = std::clamp(m, 1L, TILE_ROWS);  // none would be a fault
-  const long panels = out.n / WIDTH;
-  const Parts tiles(m, TILE_ROWS), slices(k / TILE_K, SLICE / TILE_K);
-  const Parts blocks(tiles.count, 2), chunks(blocks.count, CHUNK / (2 * TILE_ROWS));
+                     uint16_t* scratch, long m, long k, int threads) {
+  const Turned turned(m, k);
+  const long panels = out.n / WIDTH, slices = turned.slices();
+  const Parts blocks(turned.tiles, 2), chunks(blocks.count, CHUNK / (2 * TILE_ROWS));
+  // Some groups for each thread, at least, so that all have as much to do.
+  const Parts groups(panels,
+                     turned.tiles > 2 ? std::clamp(panels / (4 * threads), 1L, GROUP) : 1);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
-    for (long item = 0; item < tiles.count * slices.count; item++) {
-      const long row = item / slices.count * TILE_ROWS, slice = item % slices.count;
-      fill_tiles(x + row * k, turned + row * k, std::min(m - row, height), height, k,
-                 slices.first(slice) * TILE_K, slices.first(slice + 1) * TILE_K);
+    for (long item = 0; item < turned.tiles * slices; item++) {
+      const long tile = item / slices, row = tile * TILE_ROWS;
+      const long begin = item % slices * turned.depth;
+      fill_tiles(x + row * k + begin, scratch + turned.at(tile, begin),
+                 std::min(m - row, turned.height), turned.height, k, turned.places(begin));
     }
-    configure(height);
+    configure(turned.height);
+    // Chunk by chunk with the same group: its weights come from memory once.
 #pragma omp for schedule(guided)
-    for (long item = 0; item < chunks.count * panels; item++) {
-      const long chunk = item / panels, column = item % panels * WIDTH;
+    for (long item = 0; item < chunks.count * groups.count; item++) {
+      const long group = item / chunks.count, chunk = item % chunks.count;
       const long from = chunks.first(chunk), to = chunks.first(chunk + 1);
-      alignas(64) float totals[CHUNK * WIDTH];
-      panel_sums_in_tiles<Weight>(turned, height, blocks, from, to,
-                                  weight + column * k * Weight::BYTES, k, totals);
-      out.write(totals, scales, blocks.first(from) * TILE_ROWS,
-                std::min(m, blocks.first(to) * TILE_ROWS), column);
+      const long first = groups.first(group), count = groups.size(group);
+      const long tile = blocks.first(from), row = tile * TILE_ROWS;
+      alignas(64) float totals[GROUP * CHUNK * WIDTH];
+      group_sums_in_tiles<Weight>(scratch, turned, blocks, from, to,
+                                  weight + first * WIDTH * k * Weight::BYTES, count, totals);
+      const long rows = (blocks.first(to) - tile) * turned.height;
+      for (long r = 0; r < std::min(rows, m - row); r++)  // a row's panels are neighbours
+        for (long p = 0; p < count; p++)
+          out.write(totals + (p * rows + r) * WIDTH, scales, row + r, row + r + 1,
+                    (first + p) * WIDTH);
     }
     _tile_release();
   }
