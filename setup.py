@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -49,13 +49,18 @@ class BuildWithData(build_py):
 class PlatformWheel(bdist_wheel):
     """Any Python 3 on this platform: the libraries know nothing of Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = COMPILER is None
-
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-setup(cmdclass={"build_py": BuildWithData, "bdist_wheel": PlatformWheel})
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        """Whether the package belongs to a platform: setuptools does not know of our libraries."""
+        return COMPILER is not None
+
+
+setup(
+    distclass=PlatformDistribution,
+    cmdclass={"build_py": BuildWithData, "bdist_wheel": PlatformWheel},
+)

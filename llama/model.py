@@ -247,10 +247,10 @@ class Transformer(nn.Module):
         return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
 
     def pack(self, part: nn.Module | None = None, *, int8: bool = False) -> None:
-        """Put one of `loading_order`, or all, in this machine's fastest layout, once it is filled.
+        """Put one part of `loading_order`, or all, in this machine's fastest layout, once filled.
 
-        int8: the matrices at half the size, each number off by half of its row's scale at most.
-        The views of it no longer hold after this.
+        int8: one byte per weight and one scale per row; the error is at most scale / 2. The views
+        of `loading_order` are invalid afterwards.
         """
         for module in (part or self).modules():
             if isinstance(module, Linear):

@@ -33,8 +33,9 @@ def generated(folder: Path, checkpoint: Path, **environment: str) -> list:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(checkpoint)],
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
-        cwd=checkpoint, capture_output=True, text=True, check=True,
+        cwd=checkpoint, capture_output=True, text=True,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -12,15 +12,23 @@ from torch import Tensor
 
 from helpers.kernels import HAS_KERNELS
 from llama.ops.cpu import build, native
-from llama.ops.linear import can_pack, linear, pack, pack_if_supported, pack_int8, rows, unpack
+from llama.ops.linear import (
+    can_pack,
+    embedding,
+    linear,
+    pack,
+    pack_if_supported,
+    pack_int8,
+    unpack,
+)
 
 _rng = random.Random(5)
-SHAPES = [  # (M, N, K): around the kernels' blocks of 14 and 6 rows, slices of 1,024, chunks of 256
+SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M blocks of 256
     (1, 32, 2), (1, 64, 4096), (2, 32, 510), (6, 96, 512), (7, 32, 514), (13, 64, 66),
     (14, 32, 1024), (15, 160, 1026), (28, 32, 2), (29, 64, 128), (70, 96, 256), (112, 64, 64),
     (113, 32, 514), (225, 64, 32), (512, 96, 128), (1, 32, 1024), (3, 32, 1026), (5, 64, 2052),
     (15, 32, 3070), (256, 32, 34), (257, 64, 1030), (600, 32, 64),
-    # Tiles of 16 rows and 32 places of k, in blocks of one and two.
+    # Tiles of 16 rows and 32 k, in row blocks of one and two.
     (2, 32, 1056), (16, 64, 2048), (17, 32, 32), (32, 64, 96), (33, 96, 2080), (48, 32, 1056),
     (257, 32, 1056), (289, 32, 64),
 ] + [
@@ -88,7 +96,7 @@ def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
     assert packed.data_ptr() == weight.data_ptr()
     assert torch.equal(unpack(packed).view(torch.int16), bits)
     ids = torch.tensor([0, 31, 32, 4127, 4127])
-    assert torch.equal(rows(ids, packed).view(torch.int16), bits[ids])
+    assert torch.equal(embedding(ids, packed).view(torch.int16), bits[ids])
 
 
 def test_the_layout_that_the_kernels_file_describes():
@@ -102,12 +110,12 @@ def test_the_layout_that_the_kernels_file_describes():
 def test_rows_of_int8_are_what_they_stand_for():
     values, scales = pack_int8(numbers(96, 14))
     ids = torch.tensor([95, 0, 33, 33])
-    assert torch.equal(rows(ids, values, scales), unpack(values, scales)[ids].bfloat16())
+    assert torch.equal(embedding(ids, values, scales), unpack(values, scales)[ids].bfloat16())
 
 
 def test_rows_of_an_unpacked_weight_are_an_embedding():
     weight = numbers(5, 3)
-    assert torch.equal(rows(torch.tensor([4, 0]), weight), weight[[4, 0]])
+    assert torch.equal(embedding(torch.tensor([4, 0]), weight), weight[[4, 0]])
 
 
 @pytest.mark.parametrize("k", [2, 32])

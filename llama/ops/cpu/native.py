@@ -165,11 +165,14 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
         None,
         (_BF16, torch.complex64, _BF16, _I64, _BF16, int, int, int, int, int),
     ),
+    "pack_workspace": (int, (int, int)),
     "pack_bf16": (None, (_BF16, _U8, int, int)),
     "pack_int8": (None, (_BF16, torch.int8, _F32, _U8, int, int)),
-    "linear_bf16": (None, (_BF16, _BF16, Tensor, _F32, int, int, int, int)),
-    "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _F32, int, int, int, int)),
-    "draw": (None, (_F32, _I64, _I64, _I64, int, int)),
+    "linear_workspace": (int, (int, int)),
+    "linear_bf16": (None, (_BF16, _BF16, Tensor, _U8, int, int, int, bool)),
+    "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _U8, int, int, int, bool)),
+    "sample_workspace": (int, (int, int, int)),
+    "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),
 }
 _C_TYPES: dict[object, type] = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
 
