@@ -79,9 +79,8 @@ class Batch:
         sizes = [len(tokens), t, t, b * width, b + 1, b, len(logit_rows)]
         pinned = device.type == "cuda"
         buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
-        ids, positions, slots, table, query_starts, lengths, rows = np.split(
-            buffer.numpy(), np.cumsum(sizes[:-1])
-        )
+        parts = (part.numpy() for part in buffer.split(sizes))
+        ids, positions, slots, table, query_starts, lengths, rows = parts
         ids[:], lengths[:], rows[:] = tokens, seq_lens, logit_rows
         _fill_page_table(table.reshape(b, width), pages, used.tolist())
         query_starts[0] = 0

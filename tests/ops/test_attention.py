@@ -16,18 +16,20 @@ _rng = random.Random(3)
 class Case:
     """Queries and pages of sequences with `lens` tokens, of which the last `query_lens` are new."""
 
-    def __init__(self, lens, query_lens, shape=(8, 2, 64), page_size=16, seed=0, size=1.0) -> None:
+    def __init__(
+        self, lens, query_lens, shape=(8, 2, 64), page_size=16, seed=0, size=1.0, device=CPU
+    ) -> None:
         n_heads, n_kv_heads, head_dim = shape
         generator = torch.Generator().manual_seed(seed)
         held = [-(-n // page_size) for n in lens]
         order = torch.randperm(sum(held) + 2, generator=generator).tolist()
         pages = [[order.pop() for _ in range(n)] for n in held]
         starts = [n - new for n, new in zip(lens, query_lens, strict=True)]
-        _, self.batch = Batch.pack([], starts, query_lens, pages, page_size, [], CPU)
+        _, self.batch = Batch.pack([], starts, query_lens, pages, page_size, [], device)
         shape = (2, sum(held) + 2, page_size, n_kv_heads, head_dim)
-        self.kv_cache = torch.randn(shape, generator=generator).bfloat16()
+        self.kv_cache = torch.randn(shape, generator=generator).bfloat16().to(device)
         queries = torch.randn(sum(query_lens), n_heads, head_dim, generator=generator)
-        self.queries = (queries * size).bfloat16()
+        self.queries = (queries * size).bfloat16().to(device)
 
     def run(self) -> Tensor:
         b = self.batch
@@ -49,7 +51,7 @@ class Case:
     def slots(self, seq: int, length: int) -> Tensor:
         """Where the first `length` tokens of a sequence lie, among all slots."""
         size = self.kv_cache.shape[2]
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=self.kv_cache.device)
         return self.batch.page_table[seq, positions // size] * size + positions % size
 
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -111,8 +113,8 @@ def test_paged_attention_is_attention(kernels, lens, query_lens, shape, page_siz
 
 
 @pytest.mark.parametrize("lens, query_lens, shape, page_size", CASES)
-def test_torch_body(no_kernels, lens, query_lens, shape, page_size):
-    case = Case(lens, query_lens, shape, page_size)
+def test_torch_body(no_kernels, device, lens, query_lens, shape, page_size):
+    case = Case(lens, query_lens, shape, page_size, device=device)
     check(case, case.run(), 1 / 64)  # its weights are rounded to bf16
     case.queries, case.kv_cache = case.queries.float(), case.kv_cache.float()
     check(case, case.run(), 1e-5)

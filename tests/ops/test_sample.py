@@ -79,10 +79,11 @@ def test_a_draw_is_the_definitions(kernels, vocab):
 
 
 @pytest.mark.parametrize("vocab", SIZES)
-def test_torch_body(no_kernels, vocab):
+def test_torch_body(no_kernels, device, vocab):
     rng = random.Random(vocab)
     for _ in range(20 if vocab < 1000 else 5):
-        check(*random_case(rng, vocab, 8))
+        logits, rows, shares = random_case(rng, vocab, 8)
+        check(logits.to(device), rows, shares)
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999999])
