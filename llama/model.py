@@ -4,8 +4,8 @@ It knows nothing of requests, scheduling or sampling. `Transformer.hidden_states
 ragged batch of the engine; `Transformer.forward` is Meta's own signature, an adapter over it.
 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
-and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots a page,
-M pages a sequence, L layers.
+and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
+page, M pages per sequence, L layers.
 """
 
 from array import array

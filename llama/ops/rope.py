@@ -1,10 +1,11 @@
 """Rotary position embedding (Su et al., 2021) in Meta's layout: neighbours 2i, 2i + 1 are a pair.
 
-In: positions and the rows of queries, keys and values. Out: the rows turned, and keys and values in
-their slots. Angles are made and applied in float32. `scale_frequencies` is Llama 3.1's stretch of
-the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in elementwise.cpp.
+In: positions and the rows of queries, keys and values. Out: the rotated rows, with keys and values
+in their slots. Angles are made and applied in float32. `scale_frequencies` is Llama 3.1's RoPE
+scaling, which extends the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in
+elementwise.cpp.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots a page.
+Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots per page.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 
-_ORIGINAL_CONTEXT = 8192  # of Llama 3, before it was stretched
+_ORIGINAL_CONTEXT = 8192  # of Llama 3, before scaling
 _LOW, _HIGH = 1.0, 4.0  # wavelengths over 8192/1 are divided, under 8192/4 kept, between: blended
 
 
@@ -26,7 +27,7 @@ def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float | None) -> Tensor:
-    """Complex unit numbers (length, D/2): row p turns each pair of a head at position p."""
+    """Complex unit numbers (length, D/2): row p rotates each pair of a head at position p."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if factor is not None:
@@ -44,7 +45,7 @@ def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
 def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
     """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
 
-    Queries and keys are turned; keys and values are written to their slots, page * S + offset.
+    Queries and keys are rotated; keys and values are written to their slots, page * S + offset.
     """
     rows, n, head_dim = qkv.shape
     n_kv_heads = kv_cache.shape[3]
