@@ -100,8 +100,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "200000 100000" is tw
 def set_num_threads() -> None:
     """Divide the cores among the ranks of this machine, and use no more than a container's share.
 
-    What the user chose stays: OMP_NUM_THREADS, or fewer by torch.set_num_threads. torchrun gives
-    every rank OMP_NUM_THREADS=1 where the user gave none, which is nobody's choice.
+    What the user chose stays: OMP_NUM_THREADS, or fewer by torch.set_num_threads. torchrun sets
+    OMP_NUM_THREADS=1 where it is unset; that does not count as the user's choice.
     """
     chosen, now, share = (
         os.environ.get("OMP_NUM_THREADS"),
@@ -142,13 +142,13 @@ def use_huge_pages(tensor: Tensor) -> None:
     start = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
     if start < end:
-        with contextlib.suppress(AttributeError):  # a C library without madvise: it was only a wish
+        with contextlib.suppress(AttributeError):  # a C library without madvise
             madvise = ctypes.CDLL(None).madvise
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_HUGEPAGE)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.zeros, but host memory that is no burden until it is written, in pages of 2 MiB.
+    """Like torch.zeros, but host memory becomes resident only when written, in pages of 2 MiB.
 
     torch writes the zeros; the system's fresh memory has them already.
     """

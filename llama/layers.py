@@ -10,7 +10,7 @@ Shapes: T tokens; N outputs and K inputs of a weight; E model dim.
 import torch
 from torch import Tensor, nn
 
-from llama.ops.linear import can_pack, linear, pack_if_supported, pack_int8, rows
+from llama.ops.linear import can_pack, embedding, linear, pack_if_supported, pack_int8
 from llama.ops.norm import rms_norm
 from llama.parallel import ModelParallel
 
@@ -31,9 +31,9 @@ class Linear(nn.Module):
         self.scales: Tensor | None = None  # (out) of an int8 weight
 
     def pack(self, *, int8: bool = False) -> None:
-        """Put the weight in this machine's fastest layout; views of it are worthless after.
+        """Put the weight in this machine's fastest layout; views of it are invalid afterwards.
 
-        int8: at half the size, where its shape allows that.
+        int8: one byte per weight and one scale per row, if the shape can be packed.
         """
         weight = self.weight.data
         if int8 and can_pack(weight):
@@ -79,10 +79,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.parallel.size == 1:
-            return rows(tokens, self.weight, self.scales)
+            return embedding(tokens, self.weight, self.scales)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.num_local)
-        x = rows(local.masked_fill(elsewhere, 0), self.weight, self.scales)
+        x = embedding(local.masked_fill(elsewhere, 0), self.weight, self.scales)
         return self.parallel.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
 

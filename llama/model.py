@@ -4,15 +4,17 @@ It knows nothing of requests, scheduling or sampling. `Transformer.hidden_states
 ragged batch of the engine; `Transformer.forward` is Meta's own signature, an adapter over it.
 
 Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
-and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots a page,
-M pages a sequence, L layers.
+and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
+page, M pages per sequence, L layers.
 """
 
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,55 +36,80 @@ from llama.parallel import ModelParallel
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one step, all sequences one after the other; single-token ones come first.
+    """The tokens of one step, sequence after sequence; those with a single new token come first.
 
     For sequences of 5, 7 and 2 tokens of which 1, 1 and 2 are new, with S = 4 and pages [3, 0],
     [5, 1] and [2]: positions [4, 6, 0, 1], slots [0, 6, 8, 9], page_table [[3, 0], [5, 1], [2, 0]],
-    query_lens (1, 1, 2), seq_lens (5, 7, 2), and logit_rows [0, 1, 3] when all three want a token.
+    query_starts [0, 1, 2, 4], seq_lens [5, 7, 2], and logit_rows [0, 1, 3] when all three want a
+    token. The tensors are int64 on the model's device. The two lists are on the host, so that an op
+    that needs these lengths there does not wait for the device.
     """
 
     positions: Tensor  # (T) of each token in its sequence
     slots: Tensor  # (T) where its key and value go: page * S + offset
     page_table: Tensor  # (B, M), unused entries 0
-    seen: Tensor  # (N, M * S) bool: what the N leading single-token sequences may look at
+    query_starts: Tensor  # (B + 1) first row of each sequence, then T
+    seq_lens: Tensor  # (B) tokens in all, the new ones among them
     logit_rows: Tensor  # (R) rows of the batch whose next token is asked for
-    query_lens: tuple[int, ...]  # (B) new tokens, on the host: no op needs to wait for the device
-    seq_lens: tuple[int, ...]  # (B) tokens in all, the new ones among them
+    query_lens_cpu: list[int]  # (B) new tokens
+    seq_lens_cpu: list[int]  # (B)
 
     @classmethod
     def pack(
         cls,
+        tokens: Seq[int],
         starts: Seq[int],
         query_lens: Seq[int],
         pages: Seq[Seq[int]],
         page_size: int,
         logit_rows: Seq[int],
         device: torch.device,
-    ) -> "Batch":
-        """Lists, one entry a sequence: tokens computed so far, new tokens, pages held."""
-        positions = [p for s, n in zip(starts, query_lens, strict=True) for p in range(s, s + n)]
-        owners = [row for row, n in enumerate(query_lens) for _ in range(n)]
-        slots = [
-            pages[row][p // page_size] * page_size + p % page_size
-            for row, p in zip(owners, positions, strict=True)
-        ]
-        seq_lens = [s + n for s, n in zip(starts, query_lens, strict=True)]
-        used = [-(-n // page_size) for n in seq_lens]
-        width = max(used)
-        table = [list(p[:n]) + [0] * (width - n) for p, n in zip(pages, used, strict=True)]
-        singles = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
-        assert all(n > 1 for n in query_lens[singles:]), "single-token sequences come first"
-        reach = max(used[:singles], default=0) * page_size
-        seen = torch.arange(reach) < torch.tensor(seq_lens[:singles], dtype=torch.int64)[:, None]
-        return cls(
-            positions=torch.tensor(positions).to(device, non_blocking=True),
-            slots=torch.tensor(slots).to(device, non_blocking=True),
-            page_table=torch.tensor(table).to(device, non_blocking=True),
-            seen=seen.to(device, non_blocking=True),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True),
-            query_lens=tuple(query_lens),
-            seq_lens=tuple(seq_lens),
+    ) -> tuple[Tensor, "Batch"]:
+        """The tokens (T) and the batch on `device`, sent there in one copy; on a CPU in none.
+
+        starts, query_lens, pages: per sequence, the tokens computed so far, the number of new ones,
+        and the pages that it holds. tokens may be empty, where the caller has them on the device.
+        """
+        first, lens = np.array(starts, np.int64), np.array(query_lens, np.int64)
+        seq_lens = first + lens
+        used = -(-seq_lens // page_size)
+        b, t, width = len(lens), int(lens.sum()), int(used.max())
+        assert b == len(first) == len(pages), (b, len(first), len(pages))
+        assert (lens[: (lens == 1).sum()] == 1).all(), "single-token sequences come first"
+        sizes = [len(tokens), t, t, b * width, b + 1, b, len(logit_rows)]
+        pinned = device.type == "cuda"
+        buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
+        parts = (part.numpy() for part in buffer.split(sizes))
+        ids, positions, slots, table, query_starts, lengths, rows = parts
+        ids[:], lengths[:], rows[:] = tokens, seq_lens, logit_rows
+        _fill_page_table(table.reshape(b, width), pages, used.tolist())
+        query_starts[0] = 0
+        lens.cumsum(out=query_starts[1:])
+        positions[:] = np.arange(t) + np.repeat(first - query_starts[:-1], lens)
+        page, offset = np.divmod(positions, page_size)
+        slots[:] = table[np.repeat(np.arange(b) * width, lens) + page] * page_size + offset
+        # A copy to mps must not be asynchronous: the buffer may be freed before it is read
+        # (pytorch #189690).
+        there = buffer.to(device, non_blocking=pinned).split(sizes)
+        batch = cls(
+            positions=there[1],
+            slots=there[2],
+            page_table=there[3].view(b, width),
+            query_starts=there[4],
+            seq_lens=there[5],
+            logit_rows=there[6],
+            query_lens_cpu=lens.tolist(),
+            seq_lens_cpu=seq_lens.tolist(),
         )
+        return there[0], batch
+
+
+def _fill_page_table(table: np.ndarray, pages: Seq[Seq[int]], used: list[int]) -> None:
+    """table (B, M): the first `used` pages of each sequence, then zeros."""
+    table.fill(0)
+    for row, held, count in zip(table, pages, used, strict=True):
+        known = np.frombuffer(held, np.int64) if isinstance(held, array) else np.asarray(held)
+        row[:count] = known[:count]
 
 
 class Attention(nn.Module):
@@ -97,11 +124,18 @@ class Attention(nn.Module):
         self.wqkv = ColumnParallelLinear(args.dim, rows * parallel.size, parallel)
         self.wo = RowParallelLinear(args.dim, args.dim, parallel)
 
-    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
-        q = rope_and_store(qkv, turns, kv_cache, batch.slots)
-        table, seen = batch.page_table, batch.seen
-        out = paged_attention(q, kv_cache, table, seen, batch.query_lens, batch.seq_lens)
+        q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots)
+        out = paged_attention(
+            q,
+            kv_cache,
+            batch.page_table,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.query_lens_cpu,
+            batch.seq_lens_cpu,
+        )
         return self.wo(out.flatten(1))
 
     def named_shards(self) -> dict[str, Tensor]:
@@ -134,8 +168,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: Tensor, turns: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), turns, batch, kv_cache)
+    def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), freqs_cis, batch, kv_cache)
         return h + self.feed_forward(self.ffn_norm(h))
 
     def named_shards(self) -> dict[str, Tensor]:
@@ -185,7 +219,9 @@ class Transformer(nn.Module):
         table = precompute_freqs_cis(
             params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
         )
-        self.rope = table.to(device)  # (max_seq_len, D/2) complex64, whatever the weights' type
+        self.freqs_cis = table.to(
+            device
+        )  # (max_seq_len, D/2) complex64, whatever the weights' type
         self._raw_pages: Tensor | None = None  # of `forward`, made at its first call
 
     def blocks(self) -> list[TransformerBlock]:
@@ -210,10 +246,10 @@ class Transformer(nn.Module):
         return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
 
     def pack(self, part: nn.Module | None = None, *, int8: bool = False) -> None:
-        """Put one of `loading_order`, or all, in this machine's fastest layout, once it is filled.
+        """Put one part of `loading_order`, or all, in this machine's fastest layout, once filled.
 
-        int8: the matrices at half the size, each number off by half of its row's scale at most.
-        The views of it no longer hold after this.
+        int8: one byte per weight and one scale per row; the error is at most scale / 2. The views
+        of `loading_order` are invalid afterwards.
         """
         for module in (part or self).modules():
             if isinstance(module, Linear):
@@ -233,9 +269,9 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
         h = self.tok_embeddings(tokens)
-        turns = self.rope[batch.positions]
+        freqs_cis = self.freqs_cis[batch.positions]
         for layer, pages in zip(self.layers, kv_cache.unbind(), strict=True):
-            h = layer(h, turns, batch, pages)
+            h = layer(h, freqs_cis, batch, pages)
         return self.norm(h[batch.logit_rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -259,6 +295,6 @@ class Transformer(nn.Module):
             self._raw_pages = self.new_kv_cache(p.max_batch_size, p.max_seq_len)
         starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
         rows = range(n * count)
-        batch = Batch.pack(starts, query_lens, pages, p.max_seq_len, rows, tokens.device)
+        _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, rows, tokens.device)
         hidden = self.hidden_states(tokens.flatten(), batch, self._raw_pages)
         return self.logits(hidden).unflatten(0, (n, count))

@@ -1,6 +1,7 @@
 """Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels."""
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,21 +12,21 @@ from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
 from llama import Llama
 from llama.ops.cpu import native
+from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
-EMULATED_AMX = [  # by a header that takes the place of the CPU's tiles; no variable of it is shared
-    "-march=native", "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
-    "-include", str(Path(__file__).resolve().parent / "helpers" / "amx_emulated.h"),
-]  # fmt: skip
-BODIES = {  # of the kernels: how they are compiled for a CPU, and what tells one that runs them
-    "native": (["-march=native"], {"avx2"}),
-    "amx": (EMULATED_AMX, {"avx512_bf16"}),
-    "avx512": (["-march=skylake-avx512"], {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
-    "avx2": (["-march=haswell"], {"avx2"}),
-}
+_HEADER = Path(__file__).resolve().parent / "helpers" / "amx_emulated.h"  # in place of AMX's tiles
+_AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
+EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
+    "amx_emulated",
+    (*_AVX512_BF16.flags, "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
+     "-include", str(_HEADER)),
+    _AVX512_BF16.needs,
+)  # fmt: skip
+BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
 
 
 @pytest.fixture(scope="session")
@@ -64,17 +65,16 @@ def single_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory) -> dict[str, ctypes.CDLL]:
-    """The kernels as compiled for this CPU, and for others that it can stand for."""
-    folder = tmp_path_factory.mktemp("kernels")
-    built = {}
-    for name, (cpu_flags, needs) in BODIES.items():
-        if native.cpu_flags() >= needs:
-            with pytest.MonkeyPatch.context() as patch:
-                flags = [f for f in native._COMPILE if f != "-march=native"]
-                patch.setattr(native, "_COMPILE", [*flags, *cpu_flags])
-                built[name] = native.load(folder)
-    return built
+def libraries(tmp_path_factory) -> Callable[[str], ctypes.CDLL]:
+    """A body of the kernels by its name, compiled once in the user's cache or the session's."""
+    temporary = tmp_path_factory.mktemp("kernels")
+
+    @functools.cache
+    def library(name: str) -> ctypes.CDLL:
+        body = BODIES[name]  # the emulation's header is not in the name that the cache goes by
+        return native.load(temporary if body is EMULATED_AMX else native.cache_folder(), body)
+
+    return library
 
 
 @pytest.fixture(params=BODIES)
@@ -82,10 +82,18 @@ def kernels(request, monkeypatch):
     """An op with its kernel, in each body that runs here."""
     if not HAS_KERNELS:
         pytest.skip("needs x86-64 with AVX2, and g++")
-    libraries = request.getfixturevalue("libraries")
-    if request.param not in libraries:
+    if not native.cpu_flags() >= BODIES[request.param].needs:
         pytest.skip(f"this CPU has no {request.param}")
-    monkeypatch.setattr(native, "kernels", lambda: libraries[request.param])
+    library = request.getfixturevalue("libraries")(request.param)
+    monkeypatch.setattr(native, "kernels", lambda: library)
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    """Where a torch body runs: the CPU always, a GPU where there is one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA GPU")
+    return torch.device(request.param)
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
 """From what the scheduler chose to sampled ids: packs one flat batch, runs the model, samples.
 
-In: `Scheduled` pairs. Out: a `StepOutput` of plain lists, the same on every rank. It owns the page
-tensor. The device is waited for once a step, where the ids come to the host.
+In: `Scheduled` items. Out: a `StepOutput` of plain lists, the same on every rank. It owns the KV
+cache. The host waits for the device once per step, in `_to_host`, where ids and log-probabilities
+come over together; once more per _SCORED_ROWS prompt rows that are scored. On a GPU, rows with
+top_p, top_k or min_p cost two more waits, in `llama.ops.sample`.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +16,7 @@ from llama.engine.sampler import Sampled, sample, score
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
 from llama.model import Batch, Transformer
+from llama.ops.sample import on_device_of
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
 
@@ -71,16 +75,15 @@ class ModelRunner:
             if item.samples:
                 last_rows.append(len(tokens) - 1)
             scored_rows += [first + offset for offset in seq.rows_to_score(item.count)]
-        device = self.kv_cache.device
-        batch = Batch.pack(
+        ids, batch = Batch.pack(
+            tokens,
             [item.sequence.num_computed for item in scheduled],
             [item.count for item in scheduled],
             [item.sequence.pages for item in scheduled],
             self.page_size,
             last_rows + scored_rows,
-            device,
+            self.kv_cache.device,
         )
-        ids = torch.tensor(tokens).to(device, non_blocking=True)
         return self.model.hidden_states(ids, batch, self.kv_cache)
 
     def _score(self, wanted: list[tuple[Sequence, range]], hidden: Tensor) -> list[PromptScores]:
@@ -93,10 +96,11 @@ class ModelRunner:
         tops: list[TopLogprobs] = []
         for start in range(0, len(targets), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
-            target = torch.tensor(targets[rows], device=hidden.device)
-            values, top_ids, top_values = score(self.model.logits(hidden[rows]), target, k)
-            logprobs += self._agreed(values).tolist()  # sync
-            tops += self._tops(len(target), top_ids, top_values)
+            target = on_device_of(hidden, targets[rows])
+            scored = Sampled(target, *score(self.model.logits(hidden[rows]), target, k))
+            output = self._to_host(scored)
+            logprobs += output.logprobs
+            tops += output.tops
         scores, start = [], 0
         for seq, offsets in wanted:
             rows = slice(start, start + len(offsets))
@@ -105,21 +109,28 @@ class ModelRunner:
             start += len(offsets)
         return scores
 
-    def _to_host(self, sampled: Sampled, prompts: list[PromptScores]) -> StepOutput:
-        ids = self._agreed(sampled.ids).tolist()  # sync: the one wait of a step
-        if sampled.logprobs is None:
-            return StepOutput(ids, prompts=prompts)
-        logprobs = self._agreed(sampled.logprobs).tolist()
-        tops = self._tops(len(ids), sampled.top_ids, sampled.top_logprobs)
-        return StepOutput(ids, logprobs, tops, prompts)
+    def _to_host(self, sampled: Sampled, prompts: Seq[PromptScores] = ()) -> StepOutput:
+        """Rank 0's values on every rank: unlike machines could round differently.
 
-    def _tops(self, n: int, ids: Tensor | None, logprobs: Tensor | None) -> list[TopLogprobs]:
-        """The likeliest of each of n rows, as (id, log-probability); empty if nobody asked."""
-        if ids is None or logprobs is None:
-            return [[] for _ in range(n)]
-        rows = zip(self._agreed(ids).tolist(), self._agreed(logprobs).tolist(), strict=True)
-        return [list(zip(*row, strict=True)) for row in rows]
+        All of them go through one broadcast and one copy, for which the host waits: as int32,
+        where floats keep their bits.
+        """
+        ids, logprobs = sampled.ids.int()[:, None], sampled.logprobs
+        if logprobs is None:
+            return StepOutput(self._from_rank_0(ids)[:, 0].tolist(), prompts=list(prompts))
+        columns = [ids, logprobs[:, None].view(torch.int32)]
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            columns += [sampled.top_ids.int(), sampled.top_logprobs.view(torch.int32)]
+        host = self._from_rank_0(torch.cat(columns, dim=1))
+        k = (host.shape[1] - 2) // 2
+        rows = zip(host[:, 2 : 2 + k].tolist(), _as_floats(host[:, 2 + k :]), strict=True)
+        tops = [list(zip(*row, strict=True)) for row in rows]
+        logprobs_cpu = [value for (value,) in _as_floats(host[:, 1:2])]
+        return StepOutput(host[:, 0].tolist(), logprobs_cpu, tops, list(prompts))
 
-    def _agreed(self, x: Tensor) -> Tensor:
-        """Rank 0's values: ranks on unlike machines could round a draw differently."""
-        return self.model.parallel.broadcast(x.contiguous())
+    def _from_rank_0(self, x: Tensor) -> Tensor:
+        return self.model.parallel.broadcast(x.contiguous()).cpu()
+
+
+def _as_floats(bits: Tensor) -> list[list[float]]:
+    return bits.contiguous().view(torch.float32).tolist()

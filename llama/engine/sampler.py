@@ -2,7 +2,7 @@
 
 Logits and sequences in, ids and log-probabilities out; no text, no model, no generator to carry.
 An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
-device adds up: `llama.ops.draw` sees to that.
+device adds up: `llama.ops.sample` sees to that.
 
 Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llama.engine.sequence import Sequence
-from llama.ops.sample import Rule, draw, on_device_of
+from llama.ops.sample import SamplingRow, on_device_of, sample_ids
 
 _BLOCK = 256  # tokens, at most, whose maximum is found first
 _LOW_32 = 2**32 - 1
@@ -154,13 +154,14 @@ def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     greedy = [p.greedy for p in params]
     peaks, ids = _peaks(logits)
     if not all(greedy):
-        rules = [
-            Rule() if p.greedy else Rule(p.temperature, p.min_p, p.top_k, p.top_p) for p in params
+        rows = [
+            SamplingRow() if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
+            for p in params
         ]
         seeds = torch.tensor([seq.seed for seq in sequences])
         positions = torch.tensor([len(seq.tokens) for seq in sequences])
         # The numbers take some 70 tiny operations: on the host, while the model runs.
-        drawn = draw(logits, peaks, rules, uniform(seeds, positions))
+        drawn = sample_ids(logits, peaks, rows, uniform(seeds, positions))
         ids = ids.where(on_device_of(logits, greedy), drawn)
     return ids.where(peaks.isfinite(), -1)
 

@@ -1,10 +1,11 @@
 """Rows times a weight: x (M, K), weight -> (M, N), bf16 with float32 sums.
 
-A weight is (N, K) as in the checkpoint, or packed by `pack` into panels (N/32, K/2, 32, 2) in the
+A weight is (N, K) as in the checkpoint, or packed by `pack` into blocks (N/32, K/2, 32, 2) in the
 same memory, or by `pack_int8` at half the size, with one scale per row. `pack_if_supported` packs
-where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX.
-Elsewhere weights stay as they are and torch does the product. A row of x gives the same bytes alone
-as in any batch, on any number of threads.
+where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The
+tiles of AMX are compared with a plain loop at first use, and not used if they differ or if Linux
+does not grant them. Elsewhere weights stay as they are and torch does the product. A row of x gives
+the same bytes alone as in any batch, on any number of threads.
 
 Shapes: M rows, N outputs, K inputs, T token ids.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
 
-PANEL = 32  # rows of a weight that are packed together
+N_BLOCK = 32  # rows of a weight that are packed together, as in packed_weight.h
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -28,7 +29,7 @@ def can_pack(weight: Tensor) -> bool:
         and weight.is_contiguous()
         and weight.numel() > 0
         and weight.storage_offset() % 2 == 0  # pairs of numbers are moved as one
-        and weight.shape[0] % PANEL == 0
+        and weight.shape[0] % N_BLOCK == 0
         and weight.shape[1] % 2 == 0
     )
 
@@ -48,60 +49,62 @@ def pack(weight: Tensor) -> Tensor:
     assert can_pack(weight), (weight.shape, weight.dtype, weight.device)
     n, k = weight.shape
     if native.kernels() is not None:
-        native.call("pack_bf16", weight, _scratch(2 * k), n, k)
+        workspace = _workspace("pack_workspace", 2 * k, torch.get_num_threads())
+        native.call("pack_bf16", weight, workspace, n, k)
     else:
-        weight.copy_(weight.view(-1, PANEL, k // 2, 2).transpose(1, 2).reshape(n, k))
-    return weight.view(n // PANEL, k // 2, PANEL, 2)
+        weight.copy_(weight.view(-1, N_BLOCK, k // 2, 2).transpose(1, 2).reshape(n, k))
+    return weight.view(n // N_BLOCK, k // 2, N_BLOCK, 2)
 
 
-def _scratch(row_bytes: int) -> Tensor:
-    """What the packing kernels need: a panel for each thread, its rows 64 bytes apart."""
-    return torch.empty(torch.get_num_threads(), PANEL, row_bytes + 64, dtype=torch.uint8)
+def _workspace(function: str, *sizes: int) -> Tensor:
+    """Memory that a kernel works in, as large as it says."""
+    return torch.empty(native.call(function, *sizes), dtype=torch.uint8)
 
 
 def unpack(weight: Tensor, scales: Tensor | None = None) -> Tensor:
     """A packed weight -> a copy of it as it was, (N, K); of int8, the float32 it stands for."""
-    panels, pairs = weight.shape[:2]
-    plain = weight.transpose(1, 2).reshape(panels * PANEL, pairs * 2)
+    blocks, pairs = weight.shape[:2]
+    plain = weight.transpose(1, 2).reshape(blocks * N_BLOCK, pairs * 2)
     return plain if scales is None else plain * scales[:, None]
 
 
-def rows(ids: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Row number ids[t] of a weight in any layout, as an embedding tied to the output: (T, K)."""
+def embedding(ids: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    """ids (T) -> rows (T, K) of a weight in any layout: it may be tied to the output's."""
     if weight.dim() == 2:
         return F.embedding(ids, weight)
     # A pair is moved as one number: (T, K/2, 1), then (T, K).
     whole = weight.view(torch.int16 if weight.dtype is torch.int8 else torch.int32)
-    found = whole[ids // PANEL, :, ids % PANEL].view(weight.dtype).flatten(1)
-    return found if scales is None else (found * scales[ids, None]).bfloat16()
+    rows = whole[ids // N_BLOCK, :, ids % N_BLOCK].view(weight.dtype).flatten(1)
+    return rows if scales is None else (rows * scales[ids, None]).bfloat16()
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(N, K) bf16 -> values (N/32, K/2, 32, 2) int8, and scales (N) float32.
 
-    A row's largest number becomes 127: each is off by half of its row's scale at most.
+    The largest number of a row becomes 127; the error is at most half of the row's scale.
     """
     assert can_pack(weight), (weight.shape, weight.dtype, weight.device)
     n, k = weight.shape
-    values = torch.empty(n // PANEL, k // 2, PANEL, 2, dtype=torch.int8)
+    values = torch.empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.int8)
     use_huge_pages(values)
     scales = torch.empty(n)
     if native.kernels() is not None:
-        native.call("pack_int8", weight, values, scales, _scratch(k), n, k)
+        workspace = _workspace("pack_workspace", k, torch.get_num_threads())
+        native.call("pack_int8", weight, values, scales, workspace, n, k)
         return values, scales
     torch.div(weight.abs().amax(1).float(), 127, out=scales)
     units = scales.masked_fill(scales == 0, 1)
     whole_numbers = (weight.float() / units[:, None]).round()
-    values.copy_(whole_numbers.view(-1, PANEL, k // 2, 2).transpose(1, 2))
+    values.copy_(whole_numbers.view(-1, N_BLOCK, k // 2, 2).transpose(1, 2))
     return values, scales
 
 
 def linear(
     x: Tensor, weight: Tensor, scales: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x (M, K), weight (N, K) in any layout -> (M, N); packed ones want bf16 rows.
+    """x (M, K), weight (N, K) in any layout -> (M, N) in `dtype`, by default x's.
 
-    In x's type, or in float32 where that is asked for: packed ones then keep their sums unrounded.
+    A packed weight needs bf16 rows and gives bf16 or float32, which are the sums before rounding.
     """
     dtype = dtype or x.dtype
     if weight.dim() == 2:
@@ -111,13 +114,13 @@ def linear(
         plain = unpack(weight, scales)
         return F.linear(x.to(plain.dtype), plain).to(dtype)
     x = x.contiguous()
-    m, n, k = x.shape[0], weight.shape[0] * PANEL, weight.shape[1] * 2
+    m, n, k = x.shape[0], weight.shape[0] * N_BLOCK, weight.shape[1] * 2
     assert x.shape == (m, k), (x.shape, n, k)
     out = torch.empty(m, n, dtype=dtype)
-    turned = torch.empty(m * k)  # x in the kernel's own order
+    workspace = _workspace("linear_workspace", m, k)
     sizes = m, n, k, dtype is torch.float32
     if scales is None:
-        native.call("linear_bf16", x, weight, out, turned, *sizes)
+        native.call("linear_bf16", x, weight, out, workspace, *sizes)
     else:
-        native.call("linear_int8", x, weight, scales, out, turned, *sizes)
+        native.call("linear_int8", x, weight, scales, out, workspace, *sizes)
     return out

@@ -1,10 +1,11 @@
 """Rotary position embedding (Su et al., 2021) in Meta's layout: neighbours 2i, 2i + 1 are a pair.
 
-In: positions and the rows of queries, keys and values. Out: the rows turned, and keys and values in
-their slots. Angles are made and applied in float32. `scale_frequencies` is Llama 3.1's stretch of
-the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in elementwise.cpp.
+In: positions and the rows of queries, keys and values. Out: the rotated rows, with keys and values
+in their slots. Angles are made and applied in float32. `scale_frequencies` is Llama 3.1's RoPE
+scaling, which extends the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in
+elementwise.cpp.
 
-Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots a page.
+Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots per page.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 
-_ORIGINAL_CONTEXT = 8192  # of Llama 3, before it was stretched
+_ORIGINAL_CONTEXT = 8192  # of Llama 3, before scaling
 _LOW, _HIGH = 1.0, 4.0  # wavelengths over 8192/1 are divided, under 8192/4 kept, between: blended
 
 
@@ -26,7 +27,7 @@ def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float | None) -> Tensor:
-    """Complex unit numbers (length, D/2): row p turns each pair of a head at position p."""
+    """Complex unit numbers (length, D/2): row p rotates each pair of a head at position p."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if factor is not None:
@@ -35,28 +36,28 @@ def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def apply_rope(x: Tensor, turns: Tensor) -> Tensor:
-    """x (T, H, D), turns (T, D/2) complex -> (T, H, D) in x's type."""
+def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """x (T, H, D), freqs_cis (T, D/2) complex -> (T, H, D) in x's type."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
+    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2).type_as(x)
 
 
-def rope_and_store(qkv: Tensor, turns: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
+def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
     """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
 
-    Queries and keys are turned; keys and values are written to their slots, page * S + offset.
+    Queries and keys are rotated; keys and values are written to their slots, page * S + offset.
     """
     rows, n, head_dim = qkv.shape
     n_kv_heads = kv_cache.shape[3]
     n_heads = n - 2 * n_kv_heads
     if native.has_kernel(qkv, kv_cache) and kv_cache.is_contiguous():
         queries = qkv.new_empty(rows, n_heads, head_dim)
-        tensors = qkv.contiguous(), turns.contiguous(), kv_cache, slots.contiguous(), queries
+        tensors = qkv.contiguous(), freqs_cis.contiguous(), kv_cache, slots.contiguous(), queries
         sizes = rows, n_heads, n_kv_heads, head_dim, kv_cache.shape[1] * kv_cache.shape[2]
         native.call("rope_and_store_bf16", *tensors, *sizes)
         return queries
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
     keys, values = kv_cache.flatten(1, 2)  # 2 x (P * S, K, D)
-    keys.index_copy_(0, slots, apply_rope(k, turns))
+    keys.index_copy_(0, slots, apply_rope(k, freqs_cis))
     values.index_copy_(0, slots, v)
-    return apply_rope(q, turns)
+    return apply_rope(q, freqs_cis)

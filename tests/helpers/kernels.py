@@ -1,7 +1,6 @@
 """Whether the CPU kernels can be compiled and run here."""
 
-import shutil
+from llama.ops.cpu import build, native
 
-from llama.ops.cpu import native
-
-HAS_KERNELS = native.cpu_flags() >= {"avx2", "fma"} and shutil.which("g++") is not None
+SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
+HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None

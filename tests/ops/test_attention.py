@@ -16,44 +16,42 @@ _rng = random.Random(3)
 class Case:
     """Queries and pages of sequences with `lens` tokens, of which the last `query_lens` are new."""
 
-    def __init__(self, lens, query_lens, shape=(8, 2, 64), page_size=16, seed=0, size=1.0) -> None:
+    def __init__(
+        self, lens, query_lens, shape=(8, 2, 64), page_size=16, seed=0, size=1.0, device=CPU
+    ) -> None:
         n_heads, n_kv_heads, head_dim = shape
         generator = torch.Generator().manual_seed(seed)
         held = [-(-n // page_size) for n in lens]
         order = torch.randperm(sum(held) + 2, generator=generator).tolist()
         pages = [[order.pop() for _ in range(n)] for n in held]
         starts = [n - new for n, new in zip(lens, query_lens, strict=True)]
-        self.batch = Batch.pack(starts, query_lens, pages, page_size, [], CPU)
+        _, self.batch = Batch.pack([], starts, query_lens, pages, page_size, [], device)
         shape = (2, sum(held) + 2, page_size, n_kv_heads, head_dim)
-        self.kv_cache = torch.randn(shape, generator=generator).bfloat16()
+        self.kv_cache = torch.randn(shape, generator=generator).bfloat16().to(device)
         queries = torch.randn(sum(query_lens), n_heads, head_dim, generator=generator)
-        self.queries = (queries * size).bfloat16()
+        self.queries = (queries * size).bfloat16().to(device)
 
     def run(self) -> Tensor:
         b = self.batch
-        return paged_attention(
-            self.queries, self.kv_cache, b.page_table, b.seen, b.query_lens, b.seq_lens
-        )
+        lens = b.query_starts, b.seq_lens, b.query_lens_cpu, b.seq_lens_cpu
+        return paged_attention(self.queries, self.kv_cache, b.page_table, *lens)
 
     def row(self, row: int, seq: int, length: int) -> Tensor:
         """One query as a decode step of its own, at a context of `length`."""
-        b = self.batch
-        seen = torch.ones(1, length, dtype=torch.bool)
-        table = b.page_table[seq : seq + 1]
-        return paged_attention(
-            self.queries[row : row + 1], self.kv_cache, table, seen, (1,), (length,)
-        )
+        table = self.batch.page_table[seq : seq + 1]
+        lens = torch.tensor([0, 1]), torch.tensor([length]), [1], [length]
+        return paged_attention(self.queries[row : row + 1], self.kv_cache, table, *lens)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(row, sequence, tokens that it sees) of every query."""
-        lens = zip(self.batch.query_lens, self.batch.seq_lens, strict=True)
+        lens = zip(self.batch.query_lens_cpu, self.batch.seq_lens_cpu, strict=True)
         each = [(s, n - new + i + 1) for s, (new, n) in enumerate(lens) for i in range(new)]
         return [(row, *rest) for row, rest in enumerate(each)]
 
     def slots(self, seq: int, length: int) -> Tensor:
         """Where the first `length` tokens of a sequence lie, among all slots."""
         size = self.kv_cache.shape[2]
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=self.kv_cache.device)
         return self.batch.page_table[seq, positions // size] * size + positions % size
 
     def exact(self) -> tuple[Tensor, Tensor]:
@@ -115,8 +113,8 @@ def test_paged_attention_is_attention(kernels, lens, query_lens, shape, page_siz
 
 
 @pytest.mark.parametrize("lens, query_lens, shape, page_size", CASES)
-def test_torch_body(no_kernels, lens, query_lens, shape, page_size):
-    case = Case(lens, query_lens, shape, page_size)
+def test_torch_body(no_kernels, device, lens, query_lens, shape, page_size):
+    case = Case(lens, query_lens, shape, page_size, device=device)
     check(case, case.run(), 1 / 64)  # its weights are rounded to bf16
     case.queries, case.kv_cache = case.queries.float(), case.kv_cache.float()
     check(case, case.run(), 1e-5)
@@ -144,7 +142,7 @@ def test_slots_that_a_query_may_not_see_are_never_read(kernels):
     """Pages of others and slots past the end hold what was there last, NaN in the worst case."""
     case = Case([37, 256, 300], [1, 1, 20])
     before = case.run()
-    used = torch.cat([case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens)])
+    used = torch.cat([case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens_cpu)])
     kept = case.kv_cache.flatten(1, 2)[:, used]
     case.kv_cache.fill_(float("nan"))
     case.kv_cache.flatten(1, 2)[:, used] = kept
@@ -208,6 +206,6 @@ def test_pages_that_are_not_contiguous_go_to_the_torch_body(kernels):
 
 def test_a_page_table_too_short_for_its_sequence_is_refused(kernels):
     case = Case([40], [1])
-    object.__setattr__(case.batch, "seq_lens", (49,))
+    object.__setattr__(case.batch, "seq_lens_cpu", [49])
     with pytest.raises(AssertionError):
         case.run()

@@ -7,9 +7,10 @@ from torch import Tensor
 from llama.ops.attention import paged_attention
 from llama.ops.cpu import native
 from llama.ops.norm import rms_norm
-from llama.ops.rope import apply_rope, precompute_freqs_cis, rope_and_store
+from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
 
+CPU = torch.device("cpu")
 SHAPES = [(1, 32), (1, 2048), (3, 96), (40, 2048)]  # (T, numbers): the last is worth threads
 
 
@@ -42,15 +43,17 @@ def check_rounding(a: Tensor, b: Tensor) -> None:
 class Rope:
     """qkv of T tokens at positions from 5 on, with 6 query and 2 kv heads, and their pages."""
 
-    def __init__(self, count: int, head_dim: int) -> None:
-        self.qkv = numbers(count, 10, head_dim)
-        self.turns = precompute_freqs_cis(head_dim, count + 5, 5e5, None)[5:]
-        self.kv_cache = numbers(2, 7, 8, 2, head_dim, seed=1)
-        self.slots = torch.randperm(56, generator=torch.Generator().manual_seed(2))[:count]
+    def __init__(self, count: int, head_dim: int, device: torch.device = CPU) -> None:
+        self.qkv = numbers(count, 10, head_dim).to(device)
+        self.freqs_cis = precompute_freqs_cis(head_dim, count + 5, 5e5, None)[5:].to(device)
+        self.kv_cache = numbers(2, 7, 8, 2, head_dim, seed=1).to(device)
+        self.slots = torch.randperm(56, generator=torch.Generator().manual_seed(2))[:count].to(
+            device
+        )
 
     def run(self) -> tuple[Tensor, Tensor]:
         pages = self.kv_cache.clone()
-        return rope_and_store(self.qkv, self.turns, pages, self.slots), pages
+        return rope_and_store(self.qkv, self.freqs_cis, pages, self.slots), pages
 
 
 @pytest.mark.parametrize("rows, width", SHAPES)
@@ -103,15 +106,30 @@ def test_rope_and_store(kernels, monkeypatch, count, head_dim):
     assert same(pages.flatten(1, 2)[:, untouched], rope.kv_cache.flatten(1, 2)[:, untouched])
 
 
-def test_rope_and_store_by_hand(no_kernels):
-    rope = Rope(3, 32)
+def test_torch_bodies(no_kernels, device):
+    """Norm and gate against float64, in float32."""
+    x, weight = numbers(9, 96).float().to(device) * 3, numbers(96, seed=1).float().to(device)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), exact, rtol=1e-5, atol=1e-6)
+    gate, up = x.double().chunk(2, dim=-1)
+    exact = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(silu_mul(x).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_rope_and_store_by_hand(no_kernels, device):
+    """Each pair is a complex number, multiplied by that of its position, in float64."""
+    rope = Rope(3, 32, device)
+    rope.qkv, rope.kv_cache = rope.qkv.float(), rope.kv_cache.float()
     queries, pages = rope.run()
-    assert torch.equal(queries, apply_rope(rope.qkv[:, :6], rope.turns))
-    keys, values = pages.flatten(1, 2)
-    for row, slot in enumerate(rope.slots):
-        turned = apply_rope(rope.qkv[row : row + 1, 6:8], rope.turns[row : row + 1])
-        assert torch.equal(keys[slot], turned[0])
-        assert torch.equal(values[slot], rope.qkv[row, 8:])
+    pairs = torch.view_as_complex(rope.qkv.double().unflatten(-1, (-1, 2)))
+    frequencies = 5e5 ** (-torch.arange(0, 32, 2, device=device).double() / 32)
+    angles = torch.arange(5, 8, device=device)[:, None] * frequencies
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None])
+    exact = turned.flatten(-2)
+    torch.testing.assert_close(queries.double(), exact[:, :6], rtol=1e-5, atol=1e-5)
+    keys, values = pages.flatten(1, 2)[:, rope.slots]
+    torch.testing.assert_close(keys.double(), exact[:, 6:8], rtol=1e-5, atol=1e-5)
+    assert torch.equal(values, rope.qkv[:, 8:])
 
 
 def test_a_row_gives_the_same_bytes_alone_in_a_batch_and_on_any_number_of_threads(kernels):
@@ -137,7 +155,7 @@ def test_rows_that_are_not_contiguous(kernels):
     rope = Rope(5, 32)
     before = rope.run()
     rope.qkv = torch.stack([rope.qkv, rope.qkv], -1)[..., 0]
-    rope.turns = torch.stack([rope.turns, rope.turns], 1)[:, 0]
+    rope.freqs_cis = torch.stack([rope.freqs_cis, rope.freqs_cis], 1)[:, 0]
     for mine, plain in zip(rope.run(), before, strict=True):
         assert same(mine, plain)
 
@@ -158,12 +176,17 @@ def test_what_has_no_kernel_goes_to_the_torch_body(kernels, monkeypatch, width, 
 
 def test_what_fits_goes_to_the_kernels(kernels, monkeypatch):
     called = []
-    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name))
+
+    def call(name: str, *args) -> int:
+        called.append(name)
+        return 0
+
+    monkeypatch.setattr(native, "call", call)
     x, rope = numbers(2, 64), Rope(2, 64)
     rms_norm(x, x[0], 1e-5)
     silu_mul(x)
     queries, pages = rope.run()
-    lens = torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool), (1,), (1,)
-    paged_attention(queries[:1], pages, *lens)
-    names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16", "paged_attention_bf16"]
-    assert called == names
+    lens = torch.tensor([0, 1]), torch.tensor([1]), [1], [1]
+    paged_attention(queries[:1], pages, torch.tensor([[0]]), *lens)
+    names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16"]
+    assert called == [*names, "attention_workspace", "paged_attention_bf16"]

@@ -1,126 +1,258 @@
 """Kernels are compiled once, kept whole and safe; without a compiler torch does the work."""
 
+import mmap
 import multiprocessing
 import os
+import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.kernels import HAS_KERNELS
+from helpers.kernels import HAS_KERNELS, SUPPORTED
 from llama import device
-from llama.ops.cpu import native
+from llama.ops.cpu import build, native
 from llama.ops.linear import linear, pack, pack_if_supported
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+AVX2 = build.INSTRUCTION_SETS[-1]
 STUB = 'extern "C" void nothing() {}\n'
 
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch) -> Path:
     """A cache folder, for a source that compiles in no time."""
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
-    (tmp_path / "stub.cpp").write_text(STUB)
+    (tmp_path / "sources").mkdir()
+    monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
+    (build.FOLDER / "stub.cpp").write_text(STUB)
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """`kernels` is asked for as in a new process."""
+    native.kernels.cache_clear()
+    yield
+    native.kernels.cache_clear()
+
+
+def libraries_in(folder: Path) -> list[Path]:
+    """What a build leaves: no temporary folder, no other file."""
+    return sorted(path for path in folder.iterdir() if path.name != "lock")
+
+
 @needs_kernels
-def test_no_compiler_is_one_warning_and_torch_does_the_work(monkeypatch):
+def test_no_compiler_is_one_warning_and_torch_does_the_work(fresh, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    native.kernels.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"install g\+\+") as warned:
-            assert pack_if_supported(torch.ones(64, 8).bfloat16()).dim() == 2
-            x, weight = torch.ones(3, 8).bfloat16(), torch.ones(64, 8).bfloat16()
-            assert (linear(x, pack(weight)) == 8).all()
-        assert len(warned) == 1
-    finally:
-        native.kernels.cache_clear()
+    with pytest.warns(UserWarning, match=r"install g\+\+") as warned:
+        assert pack_if_supported(torch.ones(64, 8).bfloat16()).dim() == 2
+        x, weight = torch.ones(3, 8).bfloat16(), torch.ones(64, 8).bfloat16()
+        assert (linear(x, pack(weight)) == 8).all()
+    assert len(warned) == 1
 
 
 @needs_kernels
-def test_a_source_that_does_not_compile_says_why(stub, monkeypatch):
-    (native.FOLDER / "stub.cpp").write_text("this is no program")
+def test_a_source_that_does_not_compile_says_why(stub, fresh, monkeypatch):
+    (build.FOLDER / "stub.cpp").write_text("this is no program")
     monkeypatch.setattr(native, "cache_folder", lambda: stub)
-    native.kernels.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="stub.cpp"):
-            assert native.kernels() is None
-    finally:
-        native.kernels.cache_clear()
-    assert list(stub.iterdir()) == []
+    with pytest.warns(UserWarning, match="stub.cpp"):
+        assert native.kernels() is None
+    assert libraries_in(stub) == []
 
 
 @needs_kernels
-def test_built_once_and_again_only_when_something_changed(stub, monkeypatch):
-    native.load(stub)
-    (first,) = stub.iterdir()
+def test_a_compiler_that_does_not_know_the_cpu_compiles_for_an_older_one(stub, fresh, monkeypatch):
+    unknown = build.InstructionSet("newer", ("-march=cpu-of-the-future",), frozenset())
+    monkeypatch.setattr(native, "INSTRUCTION_SETS", (unknown, AVX2))
+    monkeypatch.setattr(native, "cache_folder", lambda: stub)
+    assert native.kernels() is not None
+    (path,) = libraries_in(stub)
+    assert path.name.startswith("avx2-")
+
+
+@needs_kernels
+def test_a_library_of_the_package_is_used_without_a_compiler(stub, fresh, monkeypatch):
+    path = build.FOLDER / build.library_name(SUPPORTED[-1])
+    compiler = build.find_compiler()
+    assert compiler is not None
+    build.build(compiler, SUPPORTED[-1], path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(native, "cache_folder", lambda: stub)
+    library = native.kernels()
+    assert library is not None and library._name == str(path)
+    assert not stub.exists()
+
+
+@needs_kernels
+def test_built_once_and_again_only_when_something_changed(stub, capfd):
+    native.load(stub, AVX2)
+    assert "compiling the CPU kernels (avx2)" in capfd.readouterr().err
+    (first,) = libraries_in(stub)
     made = first.stat().st_mtime_ns
-    native.load(stub)
+    native.load(stub, AVX2)
+    assert capfd.readouterr().err == ""
     assert first.stat().st_mtime_ns == made
     assert stub.stat().st_mode & 0o777 == 0o700
-    (native.FOLDER / "stub.h").write_text("// changed\n")
-    native.load(stub)
-    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"another CPU"}))
-    native.load(stub)
-    assert len(list(stub.iterdir())) == 3
+    (build.FOLDER / "stub.h").write_text("// changed\n")
+    native.load(stub, AVX2)
+    native.load(stub, AVX2._replace(flags=("-march=haswell", "-DCHANGED")))
+    assert len(libraries_in(stub)) == 3
 
 
 @needs_kernels
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_a_damaged_library_is_built_again(stub, damage):
     """Half a library passes for one until its missing half is touched: SIGBUS, not an error."""
-    native.load(stub)
-    (path,) = stub.iterdir()
+    native.load(stub, AVX2)
+    (path,) = libraries_in(stub)
     whole = path.read_bytes()
     path.unlink()  # the loaded one stays as it was
     broken = {"cut": whole[:-500], "changed": whole[:900] + b"?" + whole[901:], "empty": b""}
     path.write_bytes(broken[damage])
-    assert not native._is_whole(path)
-    native.load(stub)
-    assert native._is_whole(path)
+    assert not build.is_whole(path)
+    native.load(stub, AVX2)
+    assert build.is_whole(path)
 
 
 @needs_kernels
-def test_processes_that_build_at_once_do_not_meet(stub):
+def test_processes_that_need_a_library_at_once_build_it_once(stub, capfd):
     context = multiprocessing.get_context("fork")
-    both = [context.Process(target=native.load, args=(stub,)) for _ in range(2)]
-    for process in both:
+    ranks = [context.Process(target=native.load, args=(stub, AVX2)) for _ in range(4)]
+    for process in ranks:
         process.start()
-    for process in both:
+    for process in ranks:
         process.join()
-    assert [process.exitcode for process in both] == [0, 0]
-    (path,) = stub.iterdir()
-    assert native._is_whole(path)
+    assert [process.exitcode for process in ranks] == [0] * 4
+    assert capfd.readouterr().err.count("compiling") == 1
+    (path,) = libraries_in(stub)
+    assert build.is_whole(path)
+
+
+@needs_kernels
+def test_what_a_killed_build_left_is_removed_by_the_next(stub, tmp_path, monkeypatch):
+    """The compiler kills its build, as the system does when it runs out of memory."""
+    bin_folder, compiler = tmp_path / "bin", build.find_compiler()
+    bin_folder.mkdir()
+    wrapper = bin_folder / "g++"
+    wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {compiler} "$@"\nkill -9 $PPID\n')
+    wrapper.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(bin_folder), prepend=os.pathsep)
+        killed = multiprocessing.get_context("fork").Process(target=native.load, args=(stub, AVX2))
+        killed.start()
+        killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    assert [path.name for path in libraries_in(stub) if path.name.startswith("build-")]
+    native.load(stub, AVX2)
+    (path,) = libraries_in(stub)
+    assert build.is_whole(path)
 
 
 @needs_kernels
 def test_a_folder_that_others_can_write_is_not_trusted(stub):
     stub.mkdir()
     stub.chmod(0o777)
-    assert native.load(stub) is not None
+    with pytest.warns(UserWarning, match=f"other users can write to {stub}.*XDG_CACHE_HOME"):
+        assert native.load(stub, AVX2) is not None
     assert list(stub.iterdir()) == []
 
 
 @needs_kernels
 def test_a_folder_that_cannot_be_made_is_done_without(stub):
     stub.write_text("a file in the way")
-    assert native.load(stub) is not None
-    assert native.load(Path("no/home")) is not None
+    for folder in (stub, Path("no/home")):
+        with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
+            assert native.load(folder, AVX2) is not None
 
 
 @needs_kernels
-def test_threads_come_from_torchs_own_runtime(libraries):
+def test_threads_come_from_torchs_own_runtime():
+    assert native.kernels() is not None
     lines = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in lines if "gomp" in line or "iomp" in line}
     assert len(runtimes) == 1, runtimes
 
 
-def test_huge_pages_are_only_asked_for():
-    for size in (0, 5, 3 << 20):
-        tensor = torch.ones(size, dtype=torch.int8)
-        device.use_huge_pages(tensor)
-        assert (tensor == 1).all()
+@needs_kernels
+@pytest.mark.parametrize(
+    "change",
+    [
+        {3: 2.0},  # a float where a whole number belongs
+        {3: True},
+        {5: 1},  # a whole number where a float belongs
+        {0: torch.ones(2, 32)},  # float32
+        {0: torch.ones(32, 2).bfloat16().T},
+        {0: torch.ones(2, 32, device="meta").bfloat16()},
+        {0: 0},
+    ],
+)
+def test_arguments_of_another_kind_are_refused(change):
+    x = torch.ones(2, 32).bfloat16()
+    arguments: list = [x, x[0], torch.empty_like(x), 2, 32, 1e-5]
+    native.call("rms_norm_bf16", *arguments)
+    for place, value in change.items():
+        arguments[place] = value
+    with pytest.raises(TypeError, match="rms_norm_bf16 takes"):
+        native.call("rms_norm_bf16", *arguments)
+
+
+@needs_kernels
+def test_a_missing_argument_is_refused():
+    x = torch.ones(2, 32).bfloat16()
+    with pytest.raises(TypeError, match="rms_norm_bf16 takes"):
+        native.call("rms_norm_bf16", x, x[0], torch.empty_like(x), 2, 32)
+
+
+def test_every_function_of_the_sources_has_its_signature():
+    """As many arguments in C++ as in the table, pointers and numbers in the same places."""
+    letters = {"long": int, "float": float, "bool": bool}
+    found = {}
+    for source in build.FOLDER.glob("*.cpp"):
+        exported = source.read_text().split('extern "C" {')[1]
+        for returns, name, listed in re.findall(r"^(\w+) (\w+)\(([^)]*)\) \{", exported, re.M):
+            kinds = [None if "*" in x else letters[x.split()[-2]] for x in listed.split(",")
+                     if not x.strip().startswith("int threads")]  # fmt: skip
+            found[name] = (letters.get(returns), kinds)
+    table = {
+        name: (returns, [kind if kind in letters.values() else None for kind in kinds])
+        for name, (returns, kinds) in native.SIGNATURES.items()
+    }
+    assert found == table
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells of its pages")
+def test_huge_pages_are_asked_for():
+    """The kernel marks the memory "hg" (madvise), in whole pages of 2 MiB inside the tensor."""
+    memory = mmap.mmap(-1, 9 << 20)  # a mapping of its own
+    tensor = torch.frombuffer(memory, dtype=torch.int8)
+    device.use_huge_pages(tensor)
+    marked = 0
+    for begin, end, flags in mappings():
+        if "hg" in flags:
+            inside = min(end, tensor.data_ptr() + tensor.nbytes) - max(begin, tensor.data_ptr())
+            marked += max(0, inside)
+    assert marked >= 6 << 20
+    tensor.fill_(1)
+    assert int(tensor.sum(dtype=torch.int64)) == 9 << 20
+
+
+def mappings() -> Iterator[tuple[int, int, list[str]]]:
+    """This process's mappings: first byte, the one after the last, and the kernel's flags."""
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(x, 16) for x in span.groups())
+        elif line.startswith("VmFlags:"):
+            yield begin, end, line.split()[1:]
+
+
+@pytest.mark.parametrize("size", [0, 5, 3 << 20])
+def test_memory_too_small_for_huge_pages_is_left_alone(size):
+    tensor = torch.ones(size, dtype=torch.int8)
+    device.use_huge_pages(tensor)
+    assert (tensor == 1).all()
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")

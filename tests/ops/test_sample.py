@@ -1,4 +1,4 @@
-"""Draws, with each kernel and without, against the rule worked out in Python's whole numbers."""
+"""Sampling, with each kernel and without, against the rule worked out in Python's whole numbers."""
 
 import math
 import random
@@ -12,14 +12,14 @@ from torch import Tensor
 from helpers.kernels import HAS_KERNELS
 from llama.ops import sample as op
 from llama.ops.cpu import native
-from llama.ops.sample import UNIT, Rule, draw
+from llama.ops.sample import UNIT, SamplingRow, sample_ids
 
 # Around the kernel's blocks of 256 tokens, and one with more blocks than most top_k.
 SIZES = (1, 2, 40, 255, 256, 257, 700, 5000)
 SPREADS = (0.0, 0.3, 2.0, 8.0)
 
 
-def by_hand(probs: Tensor, rule: Rule, share: int) -> int:
+def by_hand(probs: Tensor, rule: SamplingRow, share: int) -> int:
     """The definition, by sorting: probabilities (V) over the likeliest's, a number of 2**62."""
     weights = [int(p * UNIT) for p in probs.tolist()]
     floor = max(1, math.ceil(rule.min_p * UNIT))
@@ -44,8 +44,8 @@ def words(shares: list[int]) -> Tensor:
     return torch.tensor([divmod(share, 2**31) for share in shares])
 
 
-def random_rule(rng: random.Random, vocab: int) -> Rule:
-    return Rule(
+def random_rule(rng: random.Random, vocab: int) -> SamplingRow:
+    return SamplingRow(
         temperature=rng.choice([1.0, 0.6, 2.0, rng.uniform(0.01, 3)]),
         min_p=rng.choice([0.0, 0.0, rng.random() ** 4, 1.0, 1e-13]),
         top_k=rng.choice([0, 0, -1, 1, 20, rng.randint(1, vocab + 3)]),
@@ -53,7 +53,9 @@ def random_rule(rng: random.Random, vocab: int) -> Rule:
     )
 
 
-def random_case(rng: random.Random, vocab: int, rows: int) -> tuple[Tensor, list[Rule], list[int]]:
+def random_case(
+    rng: random.Random, vocab: int, rows: int
+) -> tuple[Tensor, list[SamplingRow], list[int]]:
     """Logits with many ties, rules, and numbers, the least and the greatest among them."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     logits = torch.randn(rows, vocab, generator=generator) * rng.choice(SPREADS)
@@ -62,11 +64,11 @@ def random_case(rng: random.Random, vocab: int, rows: int) -> tuple[Tensor, list
     return logits.bfloat16().float(), rules, shares
 
 
-def check(logits: Tensor, rules: list[Rule], shares: list[int]) -> None:
+def check(logits: Tensor, rules: list[SamplingRow], shares: list[int]) -> None:
     peaks = logits.amax(-1)
     probs = op._probs(logits, peaks, rules)
     expected = [by_hand(*row) for row in zip(probs, rules, shares, strict=True)]
-    assert draw(logits, peaks, rules, words(shares)).tolist() == expected
+    assert sample_ids(logits, peaks, rules, words(shares)).tolist() == expected
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -77,10 +79,11 @@ def test_a_draw_is_the_definitions(kernels, vocab):
 
 
 @pytest.mark.parametrize("vocab", SIZES)
-def test_torch_body(no_kernels, vocab):
+def test_torch_body(no_kernels, device, vocab):
     rng = random.Random(vocab)
     for _ in range(20 if vocab < 1000 else 5):
-        check(*random_case(rng, vocab, 8))
+        logits, rows, shares = random_case(rng, vocab, 8)
+        check(logits.to(device), rows, shares)
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999999])
@@ -90,7 +93,7 @@ def test_a_nucleus_that_lies_anywhere(kernels, slope, top_p):
     ranks = torch.arange(1.0, 3001)
     for order in (torch.arange(3000), torch.randperm(3000)):
         logits = (-slope * ranks.log())[order].repeat(5, 1)
-        check(logits, [Rule(top_p=top_p)] * 5, [i * 2**60 for i in range(4)] + [2**62 - 1])
+        check(logits, [SamplingRow(top_p=top_p)] * 5, [i * 2**60 for i in range(4)] + [2**62 - 1])
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 5, 6, 1023, 1024, 1025])
@@ -99,29 +102,34 @@ def test_top_k_with_fewer_and_with_more_than_there_are_blocks(kernels, top_k):
     logits = torch.full((4, 1281), -20.0)
     logits[:, 600:610] = torch.arange(10.0)
     logits[2:] = torch.randn(2, 1281, generator=torch.Generator().manual_seed(top_k))
-    check(logits, [Rule(top_k=top_k)] * 4, [0, 2**62 - 1, 2**61, 2**62 - 1])
+    check(logits, [SamplingRow(top_k=top_k)] * 4, [0, 2**62 - 1, 2**61, 2**62 - 1])
 
 
 def test_the_whole_vocabulary_as_likely_as_can_be(kernels):
     """The sums of 128,256 greatest weights fit, and ties are cut at the right place."""
     logits = torch.zeros(3, 128_256)
-    rules = [Rule(), Rule(top_p=0.5), Rule(top_k=7, top_p=0.5)]
-    ids = draw(logits, logits[:, 0], rules, words([2**62 - 1] * 3))
+    rules = [SamplingRow(), SamplingRow(top_p=0.5), SamplingRow(top_k=7, top_p=0.5)]
+    ids = sample_ids(logits, logits[:, 0], rules, words([2**62 - 1] * 3))
     assert ids.tolist() == [128_255, 128_256 // 2, 128_256 // 2]
 
 
 def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
     """Rows with thousands of candidates: long enough for the threads to work at the same time."""
     logits = torch.randn(64, 20_000, generator=torch.Generator().manual_seed(1)) * 0.3
-    rules = [Rule(), Rule(top_p=0.9), Rule(top_k=9000), Rule(top_k=12_000, top_p=0.8)] * 16
+    rules = [
+        SamplingRow(),
+        SamplingRow(top_p=0.9),
+        SamplingRow(top_k=9000),
+        SamplingRow(top_k=12_000, top_p=0.8),
+    ] * 16
     peaks, numbers = logits.amax(-1), words([i << 56 for i in range(64)])
-    ids = draw(logits, peaks, rules, numbers)
+    ids = sample_ids(logits, peaks, rules, numbers)
     for threads in (2, 2, 2, 3, 20):
         torch.set_num_threads(threads)
-        assert torch.equal(draw(logits, peaks, rules, numbers), ids)
+        assert torch.equal(sample_ids(logits, peaks, rules, numbers), ids)
     for row in range(8):
         alone = slice(row, row + 1)
-        found = draw(logits[alone], peaks[alone], rules[alone], numbers[alone])
+        found = sample_ids(logits[alone], peaks[alone], rules[alone], numbers[alone])
         assert torch.equal(found, ids[alone])
 
 
@@ -129,28 +137,30 @@ def test_what_is_a_little_less_likely_than_min_p_is_not_kept(kernels):
     """The last token weighs 1, the one before it 2, and min_p asks for 1.5."""
     logits = torch.tensor([[0.0, -38.9, -39.9]]) * math.log(2)
     greatest = words([2**62 - 1])
-    assert draw(logits, logits[:, 0], [Rule()], greatest) == 2
-    assert draw(logits, logits[:, 0], [Rule(min_p=1.5 / UNIT)], greatest) == 1
+    assert sample_ids(logits, logits[:, 0], [SamplingRow()], greatest) == 2
+    assert sample_ids(logits, logits[:, 0], [SamplingRow(min_p=1.5 / UNIT)], greatest) == 1
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(top_p=0.9), Rule(top_k=3), Rule(min_p=0.5)])
+@pytest.mark.parametrize(
+    "rule", [SamplingRow(), SamplingRow(top_p=0.9), SamplingRow(top_k=3), SamplingRow(min_p=0.5)]
+)
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_maximum_ends_and_harms_no_other(kernels, fault, rule):
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
     peaks, numbers = logits.amax(-1), words([2**61] * 3)
-    ids = draw(logits, peaks, [rule] * 3, numbers)
+    ids = sample_ids(logits, peaks, [rule] * 3, numbers)
     broken = logits.clone()
     broken[1, 300:] = fault
     if fault == -math.inf:
         broken[1] = fault
-    found = draw(broken, broken.amax(-1), [rule] * 3, numbers)
+    found = sample_ids(broken, broken.amax(-1), [rule] * 3, numbers)
     assert found[[0, 2]].tolist() == ids[[0, 2]].tolist()
     assert 0 <= found[1] < 600
 
 
 def test_logits_in_any_layout_are_left_as_they_are(kernels):
     logits = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).T
-    before, rules = logits.clone(), [Rule(0.7, top_p=0.8)] * 3
+    before, rules = logits.clone(), [SamplingRow(0.7, top_p=0.8)] * 3
     for rows in (logits, logits[:1].expand(3, -1)):
         assert not rows.is_contiguous()
         check(rows, rules, [2**60, 2**61, 2**62 - 1])
@@ -159,12 +169,17 @@ def test_logits_in_any_layout_are_left_as_they_are(kernels):
 
 @given(st.integers(0, 2**60 - 1), st.integers(0, 2**62))
 def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share):
-    assert int(op._part(torch.tensor([whole]), words([share]))) == whole * share >> 62
+    assert int(op._share(torch.tensor([whole]), words([share]))) == whole * share >> 62
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_the_kernel_is_what_a_cpu_runs(monkeypatch):
     called = []
-    monkeypatch.setattr(native, "call", lambda name, *args: called.append(name))
-    draw(torch.zeros(1, 9), torch.zeros(1), [Rule()], words([0]))
-    assert called == ["draw"]
+
+    def call(name: str, *args) -> int:
+        called.append(name)
+        return 0
+
+    monkeypatch.setattr(native, "call", call)
+    sample_ids(torch.zeros(1, 9), torch.zeros(1), [SamplingRow()], words([0]))
+    assert called == ["sample_workspace", "sample_ids"]

@@ -1,46 +1,49 @@
-// Attention over paged keys and values: bf16 in and out, float32 scores, softmax and sums.
-// native.py compiles this file for the CPU that it runs on; attention.py owns the tensors, checks
-// the shapes and has the legend of their letters.
+// Attention over a paged KV cache (PagedAttention, Kwon et al., 2023) as in Flash-Decoding: the
+// context is split, each part is done with the online softmax of FlashAttention (Dao et al., 2022),
+// and the parts are merged. bf16 in and out; float32 scores, softmax and sums. On one Zen 4 core,
+// 4 layers at batch 8 and context 512 take 3.2 ms; torch took 18.2 of a step of 42.2.
 //
-// The rows of a sequence and a kv head are its queries times the G heads that share the kv head,
-// row = query * G + head; a block of them goes over the keys together. The context is cut into
-// chunks of CHUNK keys by position. Each chunk gives a row its partial: D sums of value times
-// e^(score - top), top and the sum of e^(score - top); partials are merged in order of position.
-// A sequence with one block has an item of work for each chunk, so that a single long context uses
-// every thread; a longer one has an item for each block.
+// attention.py owns the tensors, checks the shapes and has the legend of their letters. The rows of
+// a sequence and a kv head are its queries times the G heads that share the kv head, row = query *
+// G + head. A block of rows goes over the keys together. The context is cut by position into parts
+// of SPLIT keys. Each part gives a row its partial: m, the maximum score; l, the sum of
+// e^(score - m); and D sums of value times e^(score - m). Partials are merged in order of position.
+// A sequence with one block of rows has one item of work per part, so that a single long context
+// uses every thread; a longer one has one item per block.
 //
-// Which keys are in a chunk, and the order of every sum, hang on positions alone: a query gives the
-// same bytes alone as in any batch, as part of a prefill as in a decode step, on any number of
-// threads.
+// Borders of the parts and the order of every sum depend on positions only. So a query gives the
+// same bytes alone as in any batch, in a prefill as in a decode step, on any number of threads.
 #include <algorithm>
 
 #include "vectors.h"
 
 namespace {
 
-constexpr long CHUNK = 256, BLOCK = 56;  // as in attention.py
-constexpr long MAX_DIM = 256;
+constexpr long SPLIT = 256;   // keys of a part of the context
+constexpr long M_BLOCK = 56;  // rows that go over the keys together
+constexpr long MAX_HEAD_DIM = 256;  // as in attention.py
 constexpr int KEYS = 2 * LANES;
-constexpr long AHEAD = 64;  // keys; fetching none took twice as long (Zen 4, out of the memory)
-constexpr double WORTH_THREADS = 3e5;  // multiplications; below, waking them takes longer
+constexpr long PREFETCH_KEYS = 64;  // without prefetch it took twice as long (Zen 4, from memory)
+constexpr double MIN_PARALLEL_WORK = 3e5;  // multiplications; below, waking threads takes longer
 
 struct Call {  // the tensors of one call, see attention.py
   const uint16_t *queries, *keys, *values;
   uint16_t* out;
-  const int64_t *table, *query_lens, *seq_lens;
+  const int64_t *table, *query_starts, *seq_lens;
   float* partials;
   long num_seqs, pages_each, page_size, heads, kv_heads, dim;
   float scale;  // of the scores
 
   long group() const { return heads / kv_heads; }
-  long rows(long seq) const { return query_lens[seq] * group(); }
-  long blocks(long seq) const { return (rows(seq) + BLOCK - 1) / BLOCK; }
-  long chunks(long seq) const { return (seq_lens[seq] + CHUNK - 1) / CHUNK; }
+  long queries_of(long seq) const { return query_starts[seq + 1] - query_starts[seq]; }
+  long rows(long seq) const { return queries_of(seq) * group(); }
+  long blocks(long seq) const { return (rows(seq) + M_BLOCK - 1) / M_BLOCK; }
+  long splits(long seq) const { return (seq_lens[seq] + SPLIT - 1) / SPLIT; }
   bool is_split(long seq) const { return blocks(seq) == 1; }
 };
 
-struct Start {  // of a sequence, among all
-  int64_t query, item, partial;
+struct Start {  // of a sequence: its first item of work and partial
+  int64_t item, partial;
 };
 
 // A block of rows of one sequence and one kv head.
@@ -54,14 +57,14 @@ uint16_t* row_at(const Call& call, uint16_t* tensor, const Block& block, long i)
   return tensor + (query * call.heads + head) * call.dim;
 }
 
-// How many tokens the i-th row of a block may look at.
-long seen_by(const Call& call, const Block& block, long i) {
+// How many tokens the i-th row of a block attends to.
+long num_visible(const Call& call, const Block& block, long i) {
   const long query = (block.first_row + i) / call.group();
-  return call.seq_lens[block.seq] - call.query_lens[block.seq] + query + 1;
+  return call.seq_lens[block.seq] - call.queries_of(block.seq) + query + 1;
 }
 
 // The queries of a block, tile after tile: (D/2, R) pairs each.
-void rearrange(const Call& call, const Block& block, Pair* to) {
+void pack_rows(const Call& call, const Block& block, Pair* to) {
   const Parts tiles(block.rows, ROWS);
   for (long tile = 0; tile < tiles.count; tile++) {
     const long first = tiles.first(tile), size = tiles.size(tile);
@@ -73,8 +76,8 @@ void rearrange(const Call& call, const Block& block, Pair* to) {
   }
 }
 
-// Where the keys of positions begin to end lie, and their values; one kv head.
-void find(const Call& call, const Block& block, long begin, long end, long* offsets) {
+// Offsets of the keys of positions begin to end, and of their values, for one kv head.
+void find_keys(const Call& call, const Block& block, long begin, long end, long* offsets) {
   const long stride = call.kv_heads * call.dim;
   const int64_t* pages = call.table + block.seq * call.pages_each;
   while (begin < end) {
@@ -99,8 +102,8 @@ void transpose(Words (&rows)[LANES]) {
   }
 }
 
-// Up to KEYS keys -> (D/2, KEYS) words: a vector holds the same two numbers of LANES keys.
-void turn(const uint16_t* keys, const long* offsets, long count, long dim, Words* to) {
+// Up to KEYS keys -> (D/2, KEYS) words: a vector holds the same pair of numbers of LANES keys.
+void transpose_keys(const uint16_t* keys, const long* offsets, long count, long dim, Words* to) {
   for (int side = 0; side < 2; side++, to++) {
     const long first = side * LANES;
     for (long i = 0; i < dim / 2; i += LANES) {
@@ -113,13 +116,13 @@ void turn(const uint16_t* keys, const long* offsets, long count, long dim, Words
   }
 }
 
-// Asks for KEYS keys or values, for the second cache: in the first they push one another out.
+// Prefetches KEYS keys or values into L2: in L1 they would push one another out.
 void fetch(const uint16_t* from, const long* offsets, long begin, long count, long dim) {
   for (long key = begin; key < count && key < begin + KEYS; key++)
     for (long i = 0; i < dim; i += 32) __builtin_prefetch(from + offsets[key] + i, 0, 2);
 }
 
-// R rows times KEYS keys -> R rows of scores, CHUNK apart.
+// R rows times KEYS keys -> R rows of scores, SPLIT apart.
 template <int R>
 void score(const Pair* queries, const Words* keys, long dim, float scale, float* scores) {
   Floats sums[R][2] = {};
@@ -133,10 +136,10 @@ void score(const Pair* queries, const Words* keys, long dim, float scale, float*
   }
   for (int r = 0; r < R; r++)
     for (int side = 0; side < 2; side++)
-      store(scores + r * CHUNK + side * LANES, sums[r][side] * scale);
+      store(scores + r * SPLIT + side * LANES, sums[r][side] * scale);
 }
 
-// R rows of weights, CHUNK apart, times the values -> R rows of D sums, D + 2 apart.
+// R rows of weights, SPLIT apart, times the values -> R rows of D sums, D + 2 apart.
 template <int R>
 void weigh(const float* weights, const uint16_t* values, const long* offsets, long count, long dim,
            float* out) {
@@ -147,8 +150,8 @@ void weigh(const float* weights, const uint16_t* values, const long* offsets, lo
       const Floats first = first_of(words), second = second_of(words);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        sums[r][0] += first * weights[r * CHUNK + key];
-        sums[r][1] += second * weights[r * CHUNK + key];
+        sums[r][0] += first * weights[r * SPLIT + key];
+        sums[r][1] += second * weights[r * SPLIT + key];
       }
     }
     for (int r = 0; r < R; r++) {
@@ -172,59 +175,59 @@ template <int... R> Weigh pick_weigh(long rows, std::integer_sequence<int, R...>
   return ALL[rows - 1];
 }
 
-// One row of scores of which the first `seen` count -> weights, their top and their sum.
-void softmax(float* row, long seen, long count, float* top, float* total) {
+// A row of scores, of which the first `visible` count -> weights e^(score - m), m and their sum l.
+void softmax(float* row, long visible, long count, float* m, float* l) {
   const long padded = (count + LANES - 1) / LANES * LANES;
-  if (seen <= 0) {
+  if (visible <= 0) {
     std::fill(row, row + padded, 0);
-    *top = -INFINITE, *total = 0;
+    *m = -INFINITE, *l = 0;
     return;
   }
-  std::fill(row + std::min(seen, padded), row + padded, -INFINITE);
-  Floats tops = load<Floats>(row), sums = {};
+  std::fill(row + std::min(visible, padded), row + padded, -INFINITE);
+  Floats maxima = load<Floats>(row), sums = {};
   for (long i = LANES; i < padded; i += LANES) {
     const Floats next = load<Floats>(row + i);
-    tops = next > tops ? next : tops;
+    maxima = next > maxima ? next : maxima;
   }
-  *top = largest_of(tops);
+  *m = largest_of(maxima);
   for (long i = 0; i < padded; i += LANES) {
-    const Floats weights = exp(load<Floats>(row + i) - *top);
+    const Floats weights = exp(load<Floats>(row + i) - *m);
     store(row + i, weights);
     sums += weights;
   }
-  *total = sum_of(sums);
+  *l = sum_of(sums);
 }
 
-// The partials of a block of rows over one chunk: D sums, top and total each.
-void attend(const Call& call, const Block& block, const Pair* queries, long chunk, float* out) {
-  const long dim = call.dim, begin = chunk * CHUNK;
-  const long end = std::min(begin + CHUNK, seen_by(call, block, block.rows - 1));
+// The partials of a block of rows over one part of the context: D sums, m and l per row.
+void attend(const Call& call, const Block& block, const Pair* queries, long split, float* out) {
+  const long dim = call.dim, begin = split * SPLIT;
+  const long end = std::min(begin + SPLIT, num_visible(call, block, block.rows - 1));
   const long count = end - begin;
   const Parts tiles(block.rows, ROWS);
-  long offsets[CHUNK];
-  alignas(64) float scores[BLOCK * CHUNK];
-  find(call, block, begin, end, offsets);
-  for (long key = 0; key < AHEAD; key += KEYS) fetch(call.keys, offsets, key, count, dim);
+  long offsets[SPLIT];
+  alignas(64) float scores[M_BLOCK * SPLIT];
+  find_keys(call, block, begin, end, offsets);
+  for (long key = 0; key < PREFETCH_KEYS; key += KEYS) fetch(call.keys, offsets, key, count, dim);
   for (long key = 0; key < count; key += KEYS) {
-    Words turned[MAX_DIM];
-    turn(call.keys, offsets + key, count - key, dim, turned);
-    fetch(call.keys, offsets, key + AHEAD, count, dim);
+    Words keys_t[MAX_HEAD_DIM];
+    transpose_keys(call.keys, offsets + key, count - key, dim, keys_t);
+    fetch(call.keys, offsets, key + PREFETCH_KEYS, count, dim);
     fetch(call.values, offsets, key, count, dim);
     for (long tile = 0; tile < tiles.count; tile++) {
       const long first = tiles.first(tile);
       const Score run = pick_score(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
-      run(queries + first * (dim / 2), turned, dim, call.scale, scores + first * CHUNK + key);
+      run(queries + first * (dim / 2), keys_t, dim, call.scale, scores + first * SPLIT + key);
     }
   }
   for (long r = 0; r < block.rows; r++) {
     float* partial = out + r * (dim + 2);
-    softmax(scores + r * CHUNK, seen_by(call, block, r) - begin, count, partial + dim,
+    softmax(scores + r * SPLIT, num_visible(call, block, r) - begin, count, partial + dim,
             partial + dim + 1);
   }
   for (long tile = 0; tile < tiles.count; tile++) {
     const long first = tiles.first(tile);
     const Weigh run = pick_weigh(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
-    run(scores + first * CHUNK, call.values, offsets, count, dim, out + first * (dim + 2));
+    run(scores + first * SPLIT, call.values, offsets, count, dim, out + first * (dim + 2));
   }
 }
 
@@ -236,73 +239,78 @@ void clear(float* partials, long rows, long dim) {
   }
 }
 
-// Not inlined: every copy must round alike.
+// Not inlined: all callers must round alike.
 __attribute__((noinline)) void merge(float* partials, const float* next, long rows, long dim) {
   for (long r = 0; r < rows; r++, partials += dim + 2, next += dim + 2) {
-    const float top = std::max(partials[dim], next[dim]);
-    const Floats scales = exp(Floats{partials[dim] - top, next[dim] - top});
+    const float m = std::max(partials[dim], next[dim]);
+    const Floats scales = exp(Floats{partials[dim] - m, next[dim] - m});
     const float old = scales[0], fresh = scales[1];
-    partials[dim] = top;
+    partials[dim] = m;
     for (long i = 0; i < dim; i++) partials[i] = partials[i] * old + next[i] * fresh;
     partials[dim + 1] = partials[dim + 1] * old + next[dim + 1] * fresh;
   }
 }
 
-void finish(const Call& call, const Block& block, const float* partials) {
+void normalise(const Call& call, const Block& block, const float* partials) {
   for (long r = 0; r < block.rows; r++, partials += call.dim + 2) {
     uint16_t* to = row_at(call, call.out, block, r);
-    for (long i = 0; i < call.dim; i++) to[i] = narrow(partials[i] / partials[call.dim + 1]);
+    for (long i = 0; i < call.dim; i++) to[i] = to_bf16(partials[i] / partials[call.dim + 1]);
   }
 }
 
-float* partials_at(const Call& call, const Block& block, const Start& start, long chunk) {
-  const long rows = start.partial + chunk * call.kv_heads * block.rows + block.kv_head * block.rows;
+float* partials_at(const Call& call, const Block& block, const Start& start, long split) {
+  const long rows = start.partial + split * call.kv_heads * block.rows + block.kv_head * block.rows;
   return call.partials + rows * (call.dim + 2);
 }
 
-// An item of work: a chunk of a sequence that is split, else a block of its rows.
+// An item of work: a part of the context of a sequence that is split, else a block of its rows.
 void run_item(const Call& call, long seq, const Start& start, long item) {
   const long blocks = call.blocks(seq), rows = call.rows(seq);
-  Pair queries[BLOCK * MAX_DIM / 2];
+  Pair queries[M_BLOCK * MAX_HEAD_DIM / 2];
   if (call.is_split(seq)) {  // neighbouring kv heads are neighbours in memory
-    const long chunk = item / call.kv_heads, kv_head = item % call.kv_heads;
-    const Block block = {seq, kv_head, start.query, 0, rows};
-    rearrange(call, block, queries);
-    attend(call, block, queries, chunk, partials_at(call, block, start, chunk));
+    const long split = item / call.kv_heads, kv_head = item % call.kv_heads;
+    const Block block = {seq, kv_head, call.query_starts[seq], 0, rows};
+    pack_rows(call, block, queries);
+    attend(call, block, queries, split, partials_at(call, block, start, split));
     return;
   }
-  const long first = (blocks - 1 - item % blocks) * BLOCK;  // the longest first
-  const Block block = {seq, item / blocks, start.query, first, std::min(BLOCK, rows - first)};
-  alignas(64) float sums[BLOCK * (MAX_DIM + 2)], next[BLOCK * (MAX_DIM + 2)];
-  rearrange(call, block, queries);
+  const long first = (blocks - 1 - item % blocks) * M_BLOCK;  // the longest first
+  const Block block = {seq, item / blocks, call.query_starts[seq], first,
+                       std::min(M_BLOCK, rows - first)};
+  alignas(64) float sums[M_BLOCK * (MAX_HEAD_DIM + 2)], next[M_BLOCK * (MAX_HEAD_DIM + 2)];
+  pack_rows(call, block, queries);
   clear(sums, block.rows, call.dim);
-  for (long chunk = 0; chunk * CHUNK < seen_by(call, block, block.rows - 1); chunk++) {
-    attend(call, block, queries, chunk, next);
+  for (long split = 0; split * SPLIT < num_visible(call, block, block.rows - 1); split++) {
+    attend(call, block, queries, split, next);
     merge(sums, next, block.rows, call.dim);
   }
-  finish(call, block, sums);
+  normalise(call, block, sums);
 }
 
 void run_merge(const Call& call, long seq, const Start& start, long kv_head) {
-  const Block block = {seq, kv_head, start.query, 0, call.rows(seq)};
-  float sums[BLOCK * (MAX_DIM + 2)];
+  const Block block = {seq, kv_head, call.query_starts[seq], 0, call.rows(seq)};
+  float sums[M_BLOCK * (MAX_HEAD_DIM + 2)];
   clear(sums, block.rows, call.dim);
-  for (long chunk = 0; chunk < call.chunks(seq); chunk++)
-    merge(sums, partials_at(call, block, start, chunk), block.rows, call.dim);
-  finish(call, block, sums);
+  for (long split = 0; split < call.splits(seq); split++)
+    merge(sums, partials_at(call, block, start, split), block.rows, call.dim);
+  normalise(call, block, sums);
 }
 
-// Fills starts (num_seqs + 1), the last one being the totals. Returns the multiplications to do.
+// Moves `at` past one sequence.
+void advance(const Call& call, long seq, Start* at) {
+  const bool split = call.is_split(seq);
+  at->item += call.kv_heads * (split ? call.splits(seq) : call.blocks(seq));
+  at->partial += split ? call.kv_heads * call.rows(seq) * call.splits(seq) : 0;
+}
+
+// Fills starts (num_seqs + 1); the last one holds the sums. Returns the multiplications to do.
 double plan(const Call& call, Start* starts) {
   Start at = {};
   double work = 0;
   for (long seq = 0; seq < call.num_seqs; seq++) {
     starts[seq] = at;
-    const bool split = call.is_split(seq);
-    at.query += call.query_lens[seq];
-    at.item += call.kv_heads * (split ? call.chunks(seq) : call.blocks(seq));
-    at.partial += split ? call.kv_heads * call.rows(seq) * call.chunks(seq) : 0;
-    work += 2.0 * call.query_lens[seq] * call.seq_lens[seq] * call.heads * call.dim;
+    advance(call, seq, &at);
+    work += 2.0 * call.queries_of(seq) * call.seq_lens[seq] * call.heads * call.dim;
   }
   starts[call.num_seqs] = at;
   return work;
@@ -312,18 +320,32 @@ double plan(const Call& call, Start* starts) {
 
 extern "C" {
 
-// starts is scratch for num_seqs + 1 of them; partials for D + 2 floats for each row and chunk of
-// the sequences that are split.
+// Bytes of workspace of paged_attention_bf16: the starts of the sequences, then partials of
+// D + 2 floats per row and part of the context, for sequences that are split.
+long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, long num_seqs,
+                         long heads, long kv_heads, long dim) {
+  Call call = {};
+  call.query_starts = query_starts, call.seq_lens = seq_lens;
+  call.heads = heads, call.kv_heads = kv_heads;
+  Start totals = {};
+  for (long seq = 0; seq < num_seqs; seq++) advance(call, seq, &totals);
+  return (num_seqs + 1) * sizeof(Start) + totals.partial * (dim + 2) * sizeof(float);
+}
+
+// queries and out (T, H, D), kv_pages (2, P, S, K, D), table (B, M), query_starts (B + 1),
+// seq_lens (B).
 void paged_attention_bf16(const uint16_t* queries, const uint16_t* kv_pages, const int64_t* table,
-                          const int64_t* lens, uint16_t* out, Start* starts, float* partials,
-                          long num_seqs, long num_pages, long page_size, long pages_each,
-                          long heads, long kv_heads, long dim, float scale,
+                          const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,
+                          Start* workspace, long num_seqs, long heads, long kv_heads, long dim,
+                          long num_pages, long page_size, long pages_each, float scale,
                           int threads) {
   const uint16_t* values = kv_pages + num_pages * page_size * kv_heads * dim;
-  const Call call = {queries,  kv_pages, values,     out,       table, lens,     lens + num_seqs,
-                     partials, num_seqs, pages_each, page_size, heads, kv_heads, dim, scale};
+  Start* starts = workspace;
+  float* partials = (float*)(workspace + num_seqs + 1);
+  const Call call = {queries,  kv_pages, values,     out,       table, query_starts, seq_lens,
+                     partials, num_seqs, pages_each, page_size, heads, kv_heads,     dim, scale};
   const double work = plan(call, starts);
-#pragma omp parallel num_threads(threads) if (work > WORTH_THREADS)
+#pragma omp parallel num_threads(threads) if (work > MIN_PARALLEL_WORK)
   {
 #pragma omp for schedule(dynamic)
     for (long item = 0; item < starts[num_seqs].item; item++) {

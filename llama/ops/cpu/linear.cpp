@@ -1,17 +1,18 @@
-// Matrix products with packed weights: bf16 rows in, bf16 rows out, float32 sums. native.py
-// compiles this file for the CPU that it runs on; linear.py owns the tensors and checks the shapes.
-// Weights are packed in panels, as panels.h shows.
+// Matrix products with packed weights: bf16 rows in, bf16 or float32 rows out, float32 sums. The
+// method is BLIS's (Van Zee and van de Geijn, 2015): blocks for the caches, packed operands, and a
+// kernel that keeps a tile of sums in registers. The layout of a weight is in packed_weight.h. At
+// one row it reads 31 of 35 GB/s that the memory gives; torch's product read 19.
 //
-// Every sum runs over k in the same order, whatever M and the number of threads are: a row of x
-// gives the same bytes alone as in any batch. Tiles (amx.h) have another order than vectors, and so
-// they do all products with a weight, or none.
+// linear.py owns the tensors and checks the shapes. Every sum runs over k in the same order for any
+// M and any number of threads: a row of x gives the same bytes alone as in any batch. AMX tiles
+// (amx.h) add in another order than vectors; so they do all products with a weight, or none.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "panels.h"
+#include "packed_weight.h"
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include "amx.h"
 #define HAS_TILES
@@ -19,31 +20,31 @@
 
 namespace {
 
-// What a block of x does with one slice of a panel: the weights, where the next slice lies, and how
-// much of it to fetch at each pair of k, as all blocks together fetch it once.
-struct Slice {
+// One K block of a weight block: the weights, what to prefetch, and how many bytes of that at each
+// pair of k, since all row blocks together fetch it once.
+struct WeightBlock {
   const char *weights, *next;
   long pairs, fetched;
 };
 
 template <int R> void fetch(const char* line) {
-  if constexpr (R <= FEW)
+  if constexpr (R <= L1_PREFETCH_ROWS)
     __builtin_prefetch(line);
   else
-    __builtin_prefetch(line, 0, 2);  // into the second cache
+    __builtin_prefetch(line, 0, 2);  // into L2
 }
 
-// R rows of x as (K/2, R) pairs, times one slice of a panel, onto R rows of 32 sums.
-template <class Weight, int R> void tile(const Pair* x, Slice slice, float* totals) {
-  constexpr long STEP = 2 * WIDTH * Weight::BYTES;  // from two places of k to the next two
-  for (int first = 0; first < WIDTH; first += 2 * LANES) {
+// R rows of x as (K/2, R) pairs, times one K block of a weight block, onto R rows of 32 sums.
+template <class Weight, int R> void tile(const Pair* x, WeightBlock k_block, float* totals) {
+  constexpr long STEP = 2 * N_BLOCK * Weight::BYTES;  // from one pair of k to the next
+  for (int first = 0; first < N_BLOCK; first += 2 * LANES) {
     Floats sums[R][2];
-    for (int r = 0; r < R; r++) std::memcpy(sums[r], totals + r * WIDTH + first, sizeof sums[r]);
-    const char *w = slice.weights + first * 2 * Weight::BYTES, *next = slice.next;
-    for (const Pair *in = x, *end = x + slice.pairs * R; in < end; in += R, w += STEP) {
+    for (int r = 0; r < R; r++) std::memcpy(sums[r], totals + r * N_BLOCK + first, sizeof sums[r]);
+    const char *w = k_block.weights + first * 2 * Weight::BYTES, *next = k_block.next;
+    for (const Pair *in = x, *end = x + k_block.pairs * R; in < end; in += R, w += STEP) {
       fetch<R>(next);
-      if constexpr (STEP > 64) fetch<R>(next + slice.fetched / 2);
-      next += slice.fetched;
+      if constexpr (STEP > 64) fetch<R>(next + k_block.fetched / 2);
+      next += k_block.fetched;
       const Pairs left = Weight::pairs(w), right = Weight::pairs(w + LANES * 2 * Weight::BYTES);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
@@ -51,91 +52,96 @@ template <class Weight, int R> void tile(const Pair* x, Slice slice, float* tota
         multiply_add(sums[r][1], right, in[r]);
       }
     }
-    for (int r = 0; r < R; r++) std::memcpy(totals + r * WIDTH + first, sums[r], sizeof sums[r]);
+    for (int r = 0; r < R; r++) std::memcpy(totals + r * N_BLOCK + first, sums[r], sizeof sums[r]);
   }
 }
 
-using Tile = void (*)(const Pair*, Slice, float*);
+using Tile = void (*)(const Pair*, WeightBlock, float*);
 
 template <class Weight, int... R> Tile pick(long rows, std::integer_sequence<int, R...>) {
   static constexpr Tile TILES[] = {tile<Weight, R + 1>...};
   return TILES[rows - 1];
 }
 
-// A block of x, bf16 (R, K) -> (K/2, R) pairs, for k from begin to end.
-void rearrange(const uint16_t* x, Pair* to, long rows, long k, long begin, long end) {
+// A row block of x, bf16 (R, K) -> (K/2, R) pairs, for k from begin to end.
+void pack_rows(const uint16_t* x, Pair* to, long rows, long k, long begin, long end) {
   for (long r = 0; r < rows; r++)
     for (long i = begin; i < end; i += 2) to[i / 2 * rows + r] = load_pair(x + r * k + i);
 }
 
-// Blocks of x from one to another, times one panel -> their rows of 32 sums, in `totals`.
+// Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, in `totals`.
 template <class Weight>
-void panel_sums(const Pair* x, const Parts& blocks, long from, long to, const char* panel,
+void block_sums(const Pair* x, const Parts& row_blocks, long from, long to, const char* block,
                 long k, float* totals) {
-  const long first_row = blocks.first(from);
-  std::memset(totals, 0, (blocks.first(to) - first_row) * WIDTH * sizeof(float));
-  for (long begin = 0; begin < k; begin += SLICE) {
-    const long pairs = (k - begin < SLICE ? k - begin : SLICE) / 2;
-    const long fetched = 2 * WIDTH * Weight::BYTES / (to - from);
-    const char* weights = panel + begin * WIDTH * Weight::BYTES;
-    const bool is_near = to - from == 1 && blocks.size(from) <= FEW;
-    const char* next = weights + (is_near ? AHEAD : SLICE * WIDTH * Weight::BYTES);
+  const long first_row = row_blocks.first(from);
+  std::memset(totals, 0, (row_blocks.first(to) - first_row) * N_BLOCK * sizeof(float));
+  for (long begin = 0; begin < k; begin += K_BLOCK) {
+    const long pairs = (k - begin < K_BLOCK ? k - begin : K_BLOCK) / 2;
+    const long fetched = 2 * N_BLOCK * Weight::BYTES / (to - from);
+    const char* weights = block + begin * N_BLOCK * Weight::BYTES;
+    const bool is_near = to - from == 1 && row_blocks.size(from) <= L1_PREFETCH_ROWS;
+    const char* next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * N_BLOCK * Weight::BYTES);
     for (long b = from; b < to; b++) {
-      const long row = blocks.first(b), rows = blocks.size(b);
-      const Slice slice{weights, next + (b - from) * fetched * pairs, pairs, fetched};
+      const long row = row_blocks.first(b), rows = row_blocks.size(b);
+      const WeightBlock k_block{weights, next + (b - from) * fetched * pairs, pairs, fetched};
       pick<Weight>(rows, std::make_integer_sequence<int, ROWS>())(
-          x + row * (k / 2) + begin / 2 * rows, slice, totals + (row - first_row) * WIDTH);
+          x + row * (k / 2) + begin / 2 * rows, k_block, totals + (row - first_row) * N_BLOCK);
     }
   }
 }
 
 template <class Weight>
 void linear_in_vectors(const uint16_t* x, const char* weight, const float* scales, Outputs out,
-                       Pair* turned, long m, long k, int threads) {
-  const Parts blocks(m, ROWS), slices(k / 2, SLICE / 2), chunks(blocks.count, CHUNK / ROWS);
-  const long panels = out.n / WIDTH;
+                       Pair* packed_x, long m, long k, int threads) {
+  const Parts row_blocks(m, ROWS), k_blocks(k / 2, K_BLOCK / 2);
+  const Parts m_blocks(row_blocks.count, M_BLOCK / ROWS);
+  const long blocks = out.n / N_BLOCK;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
-    for (long item = 0; item < blocks.count * slices.count; item++) {
-      const long block = item / slices.count, slice = item % slices.count;
-      const long row = blocks.first(block), begin = 2 * slices.first(slice);
-      rearrange(x + row * k, turned + row * (k / 2), blocks.size(block), k, begin,
-                begin + 2 * slices.size(slice));
+    for (long item = 0; item < row_blocks.count * k_blocks.count; item++) {
+      const long block = item / k_blocks.count, k_block = item % k_blocks.count;
+      const long row = row_blocks.first(block), begin = 2 * k_blocks.first(k_block);
+      pack_rows(x + row * k, packed_x + row * (k / 2), row_blocks.size(block), k, begin,
+                begin + 2 * k_blocks.size(k_block));
     }
-    // Guided: long runs of panels first, as the prefetchers like it; single ones at the end, so
-    // that nobody waits long for a thread that was interrupted or sits on a slower core.
+    // Guided: long runs of weight blocks first, which the hardware prefetchers like; single ones at
+    // the end, so that nobody waits long for a thread that was interrupted or has a slower core.
 #pragma omp for schedule(guided)
-    for (long item = 0; item < chunks.count * panels; item++) {
-      const long chunk = item / panels, column = item % panels * WIDTH;
-      const long from = chunks.first(chunk), to = chunks.first(chunk + 1);
-      alignas(64) float totals[CHUNK * WIDTH];
-      panel_sums<Weight>(turned, blocks, from, to, weight + column * k * Weight::BYTES, k, totals);
-      out.write(totals, scales, blocks.first(from), blocks.first(to), column);
+    for (long item = 0; item < m_blocks.count * blocks; item++) {
+      const long m_block = item / blocks, column = item % blocks * N_BLOCK;
+      const long from = m_blocks.first(m_block), to = m_blocks.first(m_block + 1);
+      alignas(64) float totals[M_BLOCK * N_BLOCK];
+      block_sums<Weight>(packed_x, row_blocks, from, to, weight + column * k * Weight::BYTES, k,
+                         totals);
+      out.write(totals, scales, row_blocks.first(from), row_blocks.first(to), column);
     }
   }
 }
 
 template <class Weight>
-void linear(const uint16_t* x, const char* weight, const float* scales, Outputs out, void* turned,
-            long m, long k, int threads) {
+void linear(const uint16_t* x, const char* weight, const float* scales, Outputs out,
+            void* workspace, long m, long k, int threads) {
 #if defined(HAS_TILES)
   if (k % TILE_K == 0 && tiles_work())
-    return linear_in_tiles<Weight>(x, weight, scales, out, (uint16_t*)turned, m, k, threads);
+    return linear_in_tiles<Weight>(x, weight, scales, out, (uint16_t*)workspace, m, k, threads);
 #endif
-  linear_in_vectors<Weight>(x, weight, scales, out, (Pair*)turned, m, k, threads);
+  linear_in_vectors<Weight>(x, weight, scales, out, (Pair*)workspace, m, k, threads);
 }
 
-constexpr long PAD = 64;  // bytes between rows of scratch, or all fall into one set of a cache
+constexpr long PAD = 64;  // bytes between rows of workspace, or all fall into one set of a cache
 
-// 32 rows of `count` pairs, in scratch -> pairs of rows, a cache line of each row at a time.
-template <class Pair> void turn(const char* rows, Pair* to, long count) {
+// Bytes of workspace that one thread packs in: 32 rows of `row_bytes`.
+long pack_bytes(long row_bytes) { return N_BLOCK * (row_bytes + PAD); }
+
+// 32 rows of `count` pairs, in the workspace -> pairs of rows, one cache line per row at a time.
+template <class Pair> void transpose(const char* rows, Pair* to, long count) {
   constexpr long LINE = 64 / sizeof(Pair);
   const long stride = count * sizeof(Pair) + PAD;
   for (long begin = 0; begin < count; begin += LINE)
     for (long i = begin; i < begin + LINE && i < count; i++)
-      for (long row = 0; row < WIDTH; row++)
-        to[i * WIDTH + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
+      for (long row = 0; row < N_BLOCK; row++)
+        to[i * N_BLOCK + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
 }
 
 // A row of k bf16 -> int8 in units of its scale, which is returned: the largest becomes 127.
@@ -151,40 +157,47 @@ float quantize(const uint16_t* row, int8_t* to, long k) {
 
 extern "C" {
 
-// weight (n, k) is packed in place; scratch has 32 rows of 2 k + 64 bytes a thread.
-void pack_bf16(char* weight, char* scratch, long n, long k, int threads) {
+// Bytes of workspace for pack_bf16 (row_bytes = 2 k) and pack_int8 (row_bytes = k).
+long pack_workspace(long row_bytes, long threads) { return threads * pack_bytes(row_bytes); }
+
+// weight (n, k) is packed in place.
+void pack_bf16(char* weight, char* workspace, long n, long k, int threads) {
 #pragma omp parallel for num_threads(threads)
-  for (long panel = 0; panel < n / WIDTH; panel++) {
-    char* own = scratch + omp_get_thread_num() * WIDTH * (2 * k + PAD);
-    char* rows = weight + panel * WIDTH * 2 * k;
-    for (long r = 0; r < WIDTH; r++) std::memcpy(own + r * (2 * k + PAD), rows + r * 2 * k, 2 * k);
-    turn(own, (uint32_t*)rows, k / 2);
+  for (long block = 0; block < n / N_BLOCK; block++) {
+    char* own = workspace + omp_get_thread_num() * pack_bytes(2 * k);
+    char* rows = weight + block * N_BLOCK * 2 * k;
+    for (long r = 0; r < N_BLOCK; r++)
+      std::memcpy(own + r * (2 * k + PAD), rows + r * 2 * k, 2 * k);
+    transpose(own, (uint32_t*)rows, k / 2);
   }
 }
 
-// weight (n, k) -> values, packed, and scales (n); scratch has 32 rows of k + 64 bytes a thread.
-void pack_int8(const uint16_t* weight, int8_t* values, float* scales, char* scratch, long n, long k,
-               int threads) {
+// weight (n, k) -> values, packed, and scales (n).
+void pack_int8(const uint16_t* weight, int8_t* values, float* scales, char* workspace, long n,
+               long k, int threads) {
 #pragma omp parallel for num_threads(threads)
-  for (long panel = 0; panel < n / WIDTH; panel++) {
-    char* own = scratch + omp_get_thread_num() * WIDTH * (k + PAD);
-    for (long row = 0; row < WIDTH; row++) {
-      const long n = panel * WIDTH + row;
+  for (long block = 0; block < n / N_BLOCK; block++) {
+    char* own = workspace + omp_get_thread_num() * pack_bytes(k);
+    for (long row = 0; row < N_BLOCK; row++) {
+      const long n = block * N_BLOCK + row;
       scales[n] = quantize(weight + n * k, (int8_t*)own + row * (k + PAD), k);
     }
-    turn(own, (uint16_t*)(values + panel * WIDTH * k), k / 2);
+    transpose(own, (uint16_t*)(values + block * N_BLOCK * k), k / 2);
   }
 }
 
-// x (m, k) is bf16, out (m, n) too, or float32 if it is wide; turned is scratch for m * k floats; n
-// is a multiple of 32, k of 2.
-void linear_bf16(const uint16_t* x, const char* weight, void* out, void* turned, long m, long n,
-                 long k, long is_wide, int threads) {
-  linear<Bf16>(x, weight, nullptr, {out, n, is_wide}, turned, m, k, threads);
+// Bytes of workspace for linear_bf16 and linear_int8: x as packed pairs, which are two floats each
+// on a CPU without a product of bf16 pairs.
+long linear_workspace(long m, long k) { return m * k * sizeof(float); }
+
+// x (m, k) is bf16; out (m, n) too, or float32 if is_wide; n is a multiple of 32, k of 2.
+void linear_bf16(const uint16_t* x, const char* weight, void* out, void* workspace, long m, long n,
+                 long k, bool is_wide, int threads) {
+  linear<Bf16>(x, weight, nullptr, {out, n, is_wide}, workspace, m, k, threads);
 }
 
 void linear_int8(const uint16_t* x, const char* weight, const float* scales, void* out,
-                 void* turned, long m, long n, long k, long is_wide, int threads) {
-  linear<Int8>(x, weight, scales, {out, n, is_wide}, turned, m, k, threads);
+                 void* workspace, long m, long n, long k, bool is_wide, int threads) {
+  linear<Int8>(x, weight, scales, {out, n, is_wide}, workspace, m, k, threads);
 }
 }

@@ -1,40 +1,34 @@
-"""From the C++ files beside it to functions that can be called: compiled on first use.
+"""The CPU kernels as functions to call: a library from the package, or compiled at first use.
 
 `kernels()` gives the loaded library, or None, and the ops then run their torch body; `call` runs
-one of its functions. Each CPU has its own, kept in ~/.cache/llama (or $XDG_CACHE_HOME/llama),
-readable and writable by its owner alone, under a name made from all that it depends on. Needs g++
-and an x86-64 CPU with AVX2. It knows nothing of what the kernels compute.
+one of its functions. A wheel holds a library per instruction set. A checkout compiles the one for
+this CPU, which needs g++, and keeps it in ~/.cache/llama (or $XDG_CACHE_HOME/llama), where this
+user alone can write. It knows nothing of what the kernels compute.
 """
 
+import contextlib
 import ctypes
 import functools
-import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parent  # of the sources, *.cpp and *.h
-# One rounding for a multiply and its add, everywhere: a row's bytes may not hang on its batch.
-_COMPILE = "-O3 -march=native -std=c++17 -ffp-contract=fast -fno-exceptions -fPIC -fopenmp".split()
-# No -fopenmp here: a second OpenMP runtime beside torch's would bring threads of its own, which
-# fight with torch's for the cores. The names are found in the runtime that torch has loaded.
-_LINK = "-shared -nodefaultlibs -lc".split()
-_SUFFIXES = (".cpp", ".h")
+from llama.ops.cpu import build
+from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
     """What the CPU can do, in Linux's words; empty on other systems."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if not build.is_supported_system():
         return frozenset()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return frozenset(next((x for x in lines if x.startswith("flags")), "").split())
@@ -42,11 +36,13 @@ def cpu_flags() -> frozenset[str]:
 
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
-    """The compiled kernels; None on a CPU that they are not for, or after a warning."""
-    if not cpu_flags() >= {"avx2", "fma"}:
+    """The kernels for this CPU; None on a CPU that they are not for, or after a warning."""
+    supported = [x for x in INSTRUCTION_SETS if cpu_flags() >= x.needs]
+    if not supported:
         return None
+    shipped = [build.FOLDER / build.library_name(x) for x in supported]
     try:
-        return load(cache_folder())
+        return _shipped(shipped) or _compiled(supported)
     except (OSError, subprocess.SubprocessError) as e:
         detail = str(getattr(e, "stderr", None) or e)[:500]
         warnings.warn(
@@ -60,67 +56,90 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "llama"
 
 
-def load(folder: Path) -> ctypes.CDLL:
-    """The library from `folder`, built if it is not there whole. OSError or SubprocessError."""
-    compiler = shutil.which("g++") or shutil.which("c++")
+def _shipped(paths: list[Path]) -> ctypes.CDLL | None:
+    """The first library that the package holds, if any."""
+    path = next((path for path in paths if path.exists()), None)
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+def _compiled(supported: list[InstructionSet]) -> ctypes.CDLL:
+    compiler = _compiler()
+    known = (x for x in supported if build.accepts(compiler, x))
+    return load(cache_folder(), next(known, supported[-1]))
+
+
+def _compiler() -> str:
+    compiler = build.find_compiler()
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler: install g++")
-    name = f"{_fingerprint(compiler)}.so"
+    return compiler
+
+
+def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
+    """The library from `folder`, built there if it is missing or damaged.
+
+    Processes that need it at once build it once: the others wait. Raises OSError, or
+    subprocess.SubprocessError with the compiler's words.
+    """
+    compiler = _compiler()
+    name = f"{build.fingerprint(compiler, instruction_set)}.so"
     try:
         _make_private(folder)
-    except OSError:  # no home, or one that cannot be written: build for this process alone
-        with tempfile.TemporaryDirectory() as own:
-            return ctypes.CDLL(str(_build(compiler, Path(own) / name)))
+    except OSError as e:
+        warnings.warn(
+            f"the CPU kernels are compiled again in every process, as they cannot be kept: {e}. "
+            "Set XDG_CACHE_HOME to a folder that only you can write.",
+            stacklevel=2,
+        )
+        with tempfile.TemporaryDirectory() as temporary:
+            return ctypes.CDLL(str(_build(compiler, instruction_set, Path(temporary) / name)))
     path = folder / name
-    return ctypes.CDLL(str(path if _is_whole(path) else _build(compiler, path)))
-
-
-def _fingerprint(compiler: str) -> str:
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, timeout=60, check=True
-    ).stdout
-    sources = [path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in _SUFFIXES]
-    parts = (*sources, version, *_COMPILE, *_LINK, *sorted(cpu_flags()))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    if not build.is_whole(path):
+        with _locked(folder):
+            if not build.is_whole(path):  # nobody else has built it meanwhile
+                _remove_unfinished(folder)
+                _build(compiler, instruction_set, path)
+    return ctypes.CDLL(str(path))
 
 
 def _make_private(folder: Path) -> None:
-    """What lies here is run: OSError unless it is ours to write, and nobody else's."""
+    """Libraries in this folder are run: OSError unless this user owns it and alone can write."""
     if not folder.is_absolute():
         raise FileNotFoundError(f"{folder}: this user has no home")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022 or not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} is not this user's alone")
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"other users can write to {folder} (chmod 700 mends that)")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} cannot be written")
 
 
-def _build(compiler: str, path: Path) -> Path:
-    """Compile to `path`, which appears whole or not at all: several ranks may come here at once."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as own:
-        library = Path(own) / "kernels.so"
-        objects = {str(source): f"{own}/{source.stem}.o" for source in FOLDER.glob("*.cpp")}
-        with ThreadPoolExecutor() as pool:
-            commands = [[*_COMPILE, "-c", source, "-o", made] for source, made in objects.items()]
-            list(pool.map(functools.partial(_run, compiler), commands))
-        _run(compiler, [*objects.values(), *_LINK, "-o", str(library)])
-        content = library.read_bytes()
-        # A loader does not mind bytes behind the end; these show that nothing was cut off.
-        library.write_bytes(content + hashlib.sha256(content).digest())
-        os.replace(library, path)
+def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> Path:
+    print(
+        f"llama: compiling the CPU kernels ({instruction_set.name}), once on this machine ...",
+        file=sys.stderr,
+    )
+    build.build(compiler, instruction_set, path)
     return path
 
 
-def _is_whole(path: Path) -> bool:
-    """Loading half a file would end the process with SIGBUS."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; a process that is killed lets it go."""
+    import fcntl  # Linux has it; this module is imported everywhere
+
+    with open(folder / "lock", "w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: each builds its own
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def _run(compiler: str, arguments: list[str]) -> None:
-    subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=300, check=True)
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what builds that were killed have left; only under the lock, as one may be running."""
+    for left in folder.glob("build-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def has_kernel(*tensors: Tensor) -> bool:
@@ -131,20 +150,62 @@ def has_kernel(*tensors: Tensor) -> bool:
     return kernels() is not None
 
 
-def call(name: str, *args: Tensor | int | float) -> None:
-    """Run one of `kernels()`: tensors go as pointers, int as long, float as float.
+_BF16, _F32, _I64, _U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
+# The C functions: what each returns, and its arguments, a dtype for a tensor that holds it. Every
+# tensor is contiguous and on the CPU. Functions that return None take the number of threads too.
+SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
+    "attention_workspace": (int, (_I64, _I64, int, int, int, int)),
+    "paged_attention_bf16": (
+        None,
+        (_BF16, _BF16, _I64, _I64, _I64, _BF16, _U8, int, int, int, int, int, int, int, float),
+    ),
+    "rms_norm_bf16": (None, (_BF16, _BF16, _BF16, int, int, float)),
+    "silu_mul_bf16": (None, (_BF16, _BF16, int, int)),
+    "rope_and_store_bf16": (
+        None,
+        (_BF16, torch.complex64, _BF16, _I64, _BF16, int, int, int, int, int),
+    ),
+    "pack_workspace": (int, (int, int)),
+    "pack_bf16": (None, (_BF16, _U8, int, int)),
+    "pack_int8": (None, (_BF16, torch.int8, _F32, _U8, int, int)),
+    "linear_workspace": (int, (int, int)),
+    "linear_bf16": (None, (_BF16, _BF16, Tensor, _U8, int, int, int, bool)),
+    "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _U8, int, int, int, bool)),
+    "sample_workspace": (int, (int, int, int)),
+    "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),
+}
+_C_TYPES: dict[object, type] = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
 
-    The number of threads, an int, comes last of its own.
+
+def call(name: str, *args: Tensor | int | float) -> int:
+    """Run one of `kernels()` and return its result, 0 if it has none.
+
+    TypeError if the arguments are not those of SIGNATURES. Checked at each call, as a wrong pointer
+    or a missing argument would write anywhere. A function that computes runs on torch's threads.
     """
+    returns, kinds = SIGNATURES[name]
+    if len(args) != len(kinds) or not all(map(_is_of_kind, args, kinds)):
+        raise TypeError(f"{name} takes {kinds}, got {[_describe(x) for x in args]}")
     function = getattr(kernels(), name)
-    if function.argtypes is None:  # the first time; a function keeps the kinds of its arguments
-        function.argtypes = [*map(_c_type, args), ctypes.c_int]
-        function.restype = None
+    if function.argtypes is None:
+        threads = (ctypes.c_int,) if returns is None else ()
+        function.argtypes = [*(_C_TYPES.get(kind, ctypes.c_void_p) for kind in kinds), *threads]
+        function.restype = returns and _C_TYPES[returns]
     values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
-    function(*values, torch.get_num_threads())
+    if returns is None:
+        values.append(torch.get_num_threads())
+    return function(*values) or 0
 
 
-def _c_type(value: Tensor | int | float) -> type:
-    if isinstance(value, Tensor):
-        return ctypes.c_void_p
-    return ctypes.c_long if isinstance(value, int) else ctypes.c_float
+def _is_of_kind(value: Tensor | int | float, kind: torch.dtype | type) -> bool:
+    if not isinstance(value, Tensor):
+        return type(value) is kind
+    kinds = (value.dtype, Tensor)
+    return kind in kinds and value.device.type == "cpu" and value.is_contiguous()
+
+
+def _describe(value: Tensor | int | float) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    layout = "contiguous" if value.is_contiguous() else "strided"
+    return f"{layout} {value.dtype} on {value.device}"

@@ -43,7 +43,7 @@ inline float widen(uint16_t value) {
 
 // To the nearest, ties to even. The carry cannot turn a NaN into a number: one that comes from bf16
 // inputs has an empty low half.
-inline uint16_t narrow(float value) {
+inline uint16_t to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -81,7 +81,7 @@ inline void multiply_add(Floats& sum, Pairs a, Pair b) {
 }
 #endif
 
-// Some things in parts of at most `most`, as even as can be: 16 rows are 8 and 8.
+// `whole` things in parts of at most `most`, as even as possible: 16 rows are 8 and 8.
 struct Parts {
   long whole, count;
   Parts(long whole, long most) : whole(whole), count((whole + most - 1) / most) {}
@@ -89,17 +89,17 @@ struct Parts {
   long size(long part) const { return first(part + 1) - first(part); }
 };
 
-// narrow() of each lane, kept as a float, and of two vectors of lanes into words.
+// to_bf16() of each lane, kept as a float; and of two vectors of lanes, into words.
 inline Words rounded_bits(Floats v) {
   const Words bits = (Words)v;
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 inline Floats rounded(Floats v) { return (Floats)(rounded_bits(v) & 0xffff0000u); }
-inline Words narrow(Floats first, Floats second) {
+inline Words to_bf16(Floats first, Floats second) {
   return rounded_bits(first) >> 16 | (rounded_bits(second) & 0xffff0000u);
 }
 
-// Lane by lane in turn: a0 b0 a1 b1 ... from the lower halves of both, or from the upper ones.
+// Interleaved lanes, a0 b0 a1 b1 ..., from the lower halves of both vectors, or the upper ones.
 template <class Vector, uint32_t... I>
 Vector lower_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
   return __builtin_shuffle(a, b, Words{(I / 2 + I % 2 * LANES)...});

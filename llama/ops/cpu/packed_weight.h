@@ -1,8 +1,9 @@
-// What the products with packed weights share: how a weight lies, its vectors, and how the work is
-// cut. linear.cpp multiplies in vectors, amx.h in tiles.
+// What the products with packed weights share: the layout of a weight, its vectors, block sizes.
+// linear.cpp multiplies in vectors, amx.h in tiles.
 //
-// A panel is 32 rows of the weight (N, K), in their old place in memory, but turned so that one
-// vector holds the same two k of neighbouring rows, (N/32, K/2, 32, 2): for K = 4,
+// The layout is VNNI-2, blocked by N: 32 rows of the weight (N, K) stay in their place in memory,
+// but reordered so that one vector holds the same two k of neighbouring rows, (N/32, K/2, 32, 2).
+// For K = 4,
 //     row 0: a0 a1 a2 a3,  row 1: b0 b1 b2 b3,  ...  is stored as
 //     a0 a1 b0 b1 c0 c1 ... | a2 a3 b2 b3 c2 c3 ...
 // The CPU's own product of bf16 pairs takes such a vector as it is; without one, a shift makes
@@ -13,14 +14,13 @@
 
 namespace {
 
-constexpr int WIDTH = 32;
-constexpr long SLICE = 1024;  // places of k: 64 KiB of a panel, which the second cache holds
-constexpr long CHUNK = 256;   // rows of x, about, that share one pass over a panel
-// So few rows are bound by memory alone, and fetch what comes next into the first cache, this many
-// bytes ahead (on one Zen 4 core, 29 GB/s at M = 1 and not 24); more rows fetch the next slice into
-// the second (at M = 8, 25 GB/s and not 21).
-constexpr int FEW = 4;
-constexpr long AHEAD = 4096;
+constexpr int N_BLOCK = 32;
+constexpr long K_BLOCK = 1024;  // k of a pass over x: 64 KiB of a weight block, which L2 holds
+constexpr long M_BLOCK = 256;   // rows of x, about, that share one pass over a weight block
+// Up to 4 rows are bound by memory: they prefetch 4 KiB ahead into L1 (one Zen 4 core, M = 1: 29
+// GB/s, without 24). More rows prefetch the next K block into L2 (M = 8: 25 GB/s, without 21).
+constexpr int L1_PREFETCH_ROWS = 4;
+constexpr long PREFETCH_BYTES = 4096;
 
 // What the two kinds of weight differ in: how many bytes a number has, and how LANES rows of two
 // neighbouring k are made of them.
@@ -59,17 +59,17 @@ struct Int8 {
 struct Outputs {
   void* data;
   long n;
-  long is_wide;
+  bool is_wide;
 
-  // The 32 sums of some rows of x, a panel's columns from `column` on; int8 has a scale for each.
+  // The 32 sums of rows `from` to `to`, columns from `column` on; int8 has one scale per column.
   void write(const float* sums, const float* scales, long from, long to, long column) const {
     for (long row = from; row < to; row++)
-      for (long at = row * n + column, i = 0; i < WIDTH; i++, at++) {
+      for (long at = row * n + column, i = 0; i < N_BLOCK; i++, at++) {
         const float value = *sums++ * (scales ? scales[column + i] : 1);
         if (is_wide)
           ((float*)data)[at] = value;
         else
-          ((uint16_t*)data)[at] = narrow(value);
+          ((uint16_t*)data)[at] = to_bf16(value);
       }
   }
 };
