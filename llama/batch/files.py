@@ -159,8 +159,6 @@ class Results:
         with self._write_lock():
             self._check_same_file()
             end = self._truncate_torn()
-            if end < self._size:
-                raise self._changed(f"was cut from {self._size} to {end} bytes")
             try:
                 if self._file.write(data) < len(data):
                     raise OSError(errno.ENOSPC, "no room for a whole record", self.path)
@@ -253,7 +251,10 @@ class Results:
         return size
 
     def _truncate_torn(self) -> int:
-        """Cut off a last line without a line end, which a killed writer left. The size then."""
+        """Cut off a last line without a line end, which a killed writer left. The size then.
+
+        OSError, and nothing is cut, if the records that this rank knows of are no longer there.
+        """
         size = end = self._file.seek(0, os.SEEK_END)
         block = 1  # nearly always, the last byte is a line end
         while end:
@@ -264,6 +265,8 @@ class Results:
                 end = start + at + 1
                 break
             end, block = start, 1 << 16
+        if end < self._size:
+            raise self._changed(f"was cut from {self._size} to {size} bytes")
         if end < size:
             self._file.truncate(end)
         return end
