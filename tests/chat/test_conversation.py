@@ -337,7 +337,7 @@ def test_the_other_ranks_hear_from_rank_0_while_a_person_thinks(shared_llama, mo
             return data
 
     class Person(io.StringIO):
-        def readline(self, *args: Any) -> str:
+        def readline(self, *args: Any) -> str:  # type: ignore[override]
             for _ in range(3):
                 assert heard.acquire(timeout=60), "the other ranks heard nothing"
             return ""
