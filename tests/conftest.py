@@ -10,6 +10,7 @@ import torch
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
+from helpers.launch import DEMO
 from llama import Llama
 from llama.ops.cpu import native
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
@@ -53,6 +54,12 @@ def checkpoint_dir(make_checkpoint) -> tuple[Path, dict, dict]:
 def shared_llama(checkpoint_dir) -> Llama:
     """One float32 model on the CPU for many tests; none of them may change it."""
     return Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def demo() -> Llama:
+    """The demo model in float32 on the CPU, one sequence at a time; no test may change it."""
+    return Llama.build(str(DEMO), None, 512, 1, device="cpu", dtype="fp32")
 
 
 @pytest.fixture(autouse=True)

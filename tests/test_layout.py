@@ -34,7 +34,7 @@ BELOW = {
     "llama/generation.py": {
         "engine", "loading", "model", "requests", "sampling_params", "tokenizer",
     },
-    "llama/serving": {"generation", "requests", "sampling_params", "serving", "tokenizer", "batch"},
+    "llama/serving": {"generation", "requests", "sampling_params", "serving", "tokenizer"},
     "llama/batch": {
         "batch", "generation", "parallel", "requests", "sampling_params", "serving", "tokenizer",
     },

@@ -1,8 +1,9 @@
-"""A file of requests in, a file of results out, whatever happens on the way.
+"""A batch job: a file of requests in, a file of results out, and no result lost.
 
-Lines are read as the engine has room for them, so that a job of any length starts at once in flat
-memory. Under torchrun, replicas take lines from one counter and write to one file. What was
-finished when a job ended, by any cause, is in the file; a resumed job does the rest.
+Lines are read when the engine has room for them, so a job of any length starts at once, and its
+memory does not grow. Under torchrun, replicas take lines from one counter and write to one file.
+However a job ends, the file holds what was finished; a resumed job does the rest. This file knows
+neither the bytes of the files nor what a line asks for: that is in files.py and lines.py.
 """
 
 import math
@@ -18,26 +19,21 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from llama.batch.files import Line, Results, check_files, read_lines
+from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
 from llama.generation import Llama
 from llama.parallel import ModelParallel, SharedCounter
 from llama.requests.llm_engine import Request, RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.serving.openai import (
-    BatchRequest,
-    answer_record,
-    custom_id_of,
-    error_record,
-    parse_line,
-    read_request,
-)
+from llama.serving.openai import OpenAIRequest
 
-_TICKS_A_POST = 16  # engine steps or lines between two looks at what the other replicas did
-_PATIENCE_S = 3600.0  # with replicas that do nothing: a step can be slow, but not so slow
+_TICKS_PER_POST = 16  # engine steps or bad lines between two exchanges with the other replicas
+_TIMEOUT_S = 3600.0  # for replicas that make no progress: one step can be slow, but not so slow
 
 
 @dataclass(frozen=True)
 class BatchReport:
-    """written: records that this run added, on all replicas; failed: errors in the whole output."""
+    """written: records that this job added, on all replicas. failed: records with an error in the
+    whole output, those of earlier jobs included."""
 
     written: int
     failed: int
@@ -55,25 +51,35 @@ def run_batch(
     model: str = "llama",
     progress: bool = False,
 ) -> BatchReport:
-    """Answer every line of a file; one JSON record a line, as they finish, into another.
+    """Answer every line of a file. Another file gets one JSON record per line, in order of finish.
 
     A file whose first line begins with { is JSONL: OpenAI batch requests, or objects with a prompt
-    or messages, and sampling fields. Any other is text, a prompt a line. Blank lines are passed
-    over. The arguments are for lines that do not say; `model` is the label of those that name none.
+    or messages, and sampling fields. Any other file is text with one prompt per line. Blank lines
+    are skipped.
 
-    A line that cannot be run gets a record with an error, and counts as done. `resume` adds what is
-    missing to an output of the same input and arguments; a ValueError says that it is another's.
-    Every rank makes the same call, and has the report at the end.
+    temperature, top_p, max_gen_len: for lines that do not give their own.
+    resume: add the missing records to an output of the same input and arguments. ValueError if the
+        output is that of another input.
+    model: the label in the record of a line that names no model.
+    progress: show a progress bar on stderr.
+
+    A line that cannot be answered gets a record with an error, and counts as done. Every rank makes
+    the same call, and gets the report at the end. ValueError if the input is cut while it is read;
+    OSError if another program changes the output.
     """
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     shows = progress and llama.llm_engine.parallel.global_rank == 0
     with _open_files(llama, in_path, out_path, resume) as (file, results):
+        num_done = results.num_done
         job = _Job(llama, file, results, defaults, model, shows)
         try:
             job.run()
         finally:
             job.close()
-    sums = job.tally.sums
+        sums = job.tally.sums
+        with llama.llm_engine.parallel.agree("the results", world=True):
+            if llama.llm_engine.parallel.global_rank == 0:
+                results.check_written(num_done + sums["written"])
     return BatchReport(sums["written"], sums["failed"] + results.failed)
 
 
@@ -81,7 +87,7 @@ def run_batch(
 def _open_files(
     llama: Llama, in_path: str, out_path: str, resume: bool
 ) -> Iterator[tuple[BinaryIO, Results]]:
-    """The first rank makes or claims the output; then all read it, before any adds to it."""
+    """The first rank makes or locks the output. Then all ranks read it, before any adds to it."""
     parallel = llama.llm_engine.parallel
     with ExitStack() as stack:
         with parallel.agree("the batch files", world=True) as must_match:
@@ -89,26 +95,26 @@ def _open_files(
             file = stack.enter_context(open(in_path, "rb"))
             size = os.fstat(file.fileno()).st_size
             if parallel.global_rank == 0:
-                results = stack.enter_context(closing(Results(out_path, most_lines=size)))
+                results = stack.enter_context(closing(Results(out_path, max_lines=size)))
             must_match.append(size)
         with parallel.agree("the results so far", world=True) as must_match:
             if parallel.global_rank:
-                others = Results(out_path, first=False, most_lines=size)
+                others = Results(out_path, first=False, max_lines=size)
                 results = stack.enter_context(closing(others))
             must_match.append(zlib.crc32(results.done))
         yield file, results
     with parallel.agree("the end", world=True):
-        pass  # no rank holds the output any more: the next job may have it
+        pass  # no rank has the output open any more: the next job can lock it
 
 
 class _Tally:
-    """Sums over all replicas: each adds its own now and then, and so learns them."""
+    """Counters over all replicas. Each adds its own every 16 ticks, and reads the sums then."""
 
     NAMES = ("ticks", "written", "failed", "tokens", "finished")
 
     def __init__(self, parallel: ModelParallel, job: int) -> None:
         self._shared = {name: SharedCounter(parallel, f"batch-{job}/{name}") for name in self.NAMES}
-        self._own = Counter[str]()  # not yet added to the others'
+        self._own = Counter[str]()  # not yet added to the shared ones
         self.sums = dict.fromkeys(self.NAMES, 0)
 
     def add(self, **counts: int) -> None:
@@ -125,12 +131,12 @@ class _Tally:
 class _Running:
     line: Line
     custom_id: str
-    asked: BatchRequest
+    body: OpenAIRequest
     request: Request
 
 
 class _Job:
-    """One replica's part. All ranks of its group do the same; the first of them writes."""
+    """The part of one replica. All ranks of its group do the same; the first of them writes."""
 
     def __init__(
         self,
@@ -148,7 +154,7 @@ class _Job:
         self.results = results
         self.defaults = defaults
         self.model = model
-        # Replicas come here together, so the n-th job of all of them gets the same number.
+        # All replicas make their n-th job together, so it gets the same number on each.
         job = SharedCounter(self.parallel, "batch").take(1) // self.parallel.data_size
         self.queue = SharedCounter(self.parallel, f"batch-{job}/line")
         self.tally = _Tally(self.parallel, job)
@@ -165,7 +171,7 @@ class _Job:
         reading = True
         while True:
             while reading and sum(len(r.request.answers) for r in self.running.values()) < room:
-                line = self._take()
+                line = self._next_line()
                 reading = line is not None
                 if line is not None:
                     self._start(line)
@@ -176,7 +182,7 @@ class _Job:
                     self._write_answer(output)
             self._tick()
         self._post(finished=1)
-        self._wait_for_the_others()
+        self._wait_for_replicas()
 
     def close(self) -> None:
         for request_id in self.running:
@@ -202,8 +208,8 @@ class _Job:
                 f"input ends at line {number}: resume with the same input"
             )
 
-    def _take(self) -> Line | None:
-        """The next line that no other replica has; theirs are read over, and not looked into."""
+    def _next_line(self) -> Line | None:
+        """The next line that no replica has taken. Theirs are skipped without parsing."""
         ours = self.queue.take(1)
         return next((line for index, line in self.missing if index == ours), None)
 
@@ -212,38 +218,39 @@ class _Job:
         try:
             fields = parse_line(line.data, jsonl=self.jsonl)
             custom_id = custom_id_of(fields, name)
-            asked = read_request(fields, self.defaults)
-            prompt = asked.prompt
-            if asked.chat:
+            body = read_request(fields, self.defaults)
+            prompt = body.prompt
+            if body.chat:
                 prompt = self.llama.formatter.encode_dialog_prompt(prompt)
-            request = self.engine.prepare(name, prompt, asked.params)
+            request = self.engine.prepare(name, prompt, body.params)
         except (TypeError, ValueError) as e:
-            self._write(line, error_record(custom_id, line.number, e))
-            self.tally.add(failed=1)
+            self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))
             self._tick()
             return
         self.engine.submit([request])
-        self.running[name] = _Running(line, custom_id, asked, request)
+        self.running[name] = _Running(line, custom_id, body, request)
 
     def _write_answer(self, output: RequestOutput) -> None:
-        ended = self.running[output.request_id]
-        tokenizer = self.llama.tokenizer
-        record = answer_record(ended.custom_id, ended.asked, output, tokenizer, self.model)
-        self._write(ended.line, record)
+        running = self.running[output.request_id]
+        line, tokenizer = running.line, self.llama.tokenizer
+        record = answer_record(
+            running.custom_id, line.number, running.body, output, tokenizer, self.model
+        )
+        self._write(line, record)
         del self.running[output.request_id]
 
     def _write(self, line: Line, record: dict[str, object]) -> None:
         if self.parallel.rank == 0:
             self.results.append(line, record)
-        self.tally.add(written=1)
+        self.tally.add(written=1, failed=record["error"] is not None)
 
     def _tick(self) -> None:
         self.ticks += 1
-        if self.ticks % _TICKS_A_POST == 0:
-            self._post(ticks=_TICKS_A_POST)
+        if self.ticks % _TICKS_PER_POST == 0:
+            self._post(ticks=_TICKS_PER_POST)
 
     def _post(self, **counts: int) -> None:
-        """Tell the other replicas what this one did, and show what all did."""
+        """Exchange the counts with the other replicas, and show the sums."""
         tokens = self.llama.engine.stats.generated_tokens
         self.tally.add(tokens=tokens - self.tokens_before, **counts)
         self.tokens_before = tokens
@@ -251,10 +258,11 @@ class _Job:
         if self.bar is not None:
             self.bar.show(self.tally.sums, self.num_read)
 
-    def _wait_for_the_others(self) -> None:
-        """Ranks end together: torchrun ends all when one does with an error, as failed lines are.
+    def _wait_for_replicas(self) -> None:
+        """Return when all replicas have finished: torchrun ends all ranks when one exits with an
+        error code, which failed lines cause.
 
-        Not in one collective, which has a limit of minutes, where a long answer takes an hour.
+        This polls, because a collective has a timeout of minutes, and a long answer takes longer.
         """
         before, since = dict(self.tally.sums), time.monotonic()
         while self.tally.sums["finished"] < self.parallel.data_size:
@@ -262,12 +270,12 @@ class _Job:
             self._post()
             if self.tally.sums != before:
                 before, since = dict(self.tally.sums), time.monotonic()
-            elif time.monotonic() - since > _PATIENCE_S:
-                raise TimeoutError(f"the other replicas did nothing for {_PATIENCE_S:.0f} s")
+            elif time.monotonic() - since > _TIMEOUT_S:
+                raise TimeoutError(f"the other replicas made no progress for {_TIMEOUT_S:.0f} s")
 
 
 class _Bar:
-    """Requests done, tokens per second, and time left by the lines that the file should have."""
+    """Requests done, tokens per second, and time left, by an estimate of the lines to come."""
 
     def __init__(self, file: BinaryIO, num_done: int) -> None:
         self._file = file
@@ -278,7 +286,7 @@ class _Bar:
 
     def show(self, sums: dict[str, int], num_read: int) -> None:
         if self._size and num_read:
-            lines = num_read * self._size / self._file.tell()  # exact once all is read
+            lines = num_read * self._size / self._file.tell()  # exact at the end of the file
             self._bar.total = math.ceil(lines)
         rate = sums["tokens"] / (time.monotonic() - self._began)
         self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)

@@ -1,67 +1,53 @@
-"""The state of a chat: its messages and settings. A line of input in, the `Turn` it comes to out.
+"""The state of a chat: its messages and settings. In: a text typed by the user. Out: a `Turn`.
 
-A line that begins with a slash is a command and never reaches the model; all else is a question.
-Here the files of /save and /load are read and written. It knows neither terminal nor model, and
-so a chat can be tested line by line.
+A text that begins with a slash is a command and never reaches the model; every other text is a
+question. This file also reads and writes the files of /save and /load. It knows neither the
+terminal nor the model, so a chat can be tested text by text.
 """
 
 import json
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import ChatFormat, Message, validate_dialog
 
-# What a person may set, with SamplingParams' names and checks; one has the flag's name instead.
+# The settings that a user can change: parameters of SamplingParams, but for one name.
 SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "max_gen_len", "min_tokens", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "stop", "bad_words", "seed",
 )  # fmt: skip
 _FIELDS = {"max_gen_len": "max_tokens"}
-# Those of Llama's own calls.
+# The defaults of chat_completion and build.
 _DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None, "seed": 1}
-
-# name: (what follows it, what it does); [ ] may be left out
-COMMANDS = {
-    "system": ("[TEXT]", "set the system message; alone, show it"),
-    "clear": ("[all]", "forget the dialog but for the system message; with all, that too"),
-    "undo": ("", "forget the last question and its answer"),
-    "retry": ("", "answer the last question again, with another seed"),
-    "save": ("FILE", "write the dialog to a file, as JSON"),
-    "load": ("FILE", "go on with the dialog in a file"),
-    "set": ("[NAME VALUE]", "change how answers are sampled; alone, show the settings"),
-    "stats": ("", "tokens in the context, turns and speeds"),
-    "help": ("", "this list"),
-    "bye": ("", "leave; so does Ctrl-D"),
-}
 _MORE_HELP = '''\
 A \\ at the end of a line continues it. A line of """ begins a longer text, and another ends it.
-//text asks "/text". Ctrl-C stops an answer; what was said of it stays.'''
+//text asks "/text". Ctrl-C stops an answer and keeps what was shown of it.'''
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What one answer took: seconds from the question to its first and its last token, tokens."""
+class TurnStats:
+    """The tokens of one answer, and the seconds from the question to its first and last token."""
 
     first_seconds: float
     last_seconds: float
     prompt_tokens: int
-    cached_tokens: int  # of the prompt: computed for an earlier turn
+    cached_tokens: int  # tokens of the prompt that an earlier turn had computed
     tokens: int
 
     @property
     def rate(self) -> float:
-        """Tokens a second after the first; of an answer of one token, that one's."""
+        """Tokens per second after the first token; of an answer of one token, up to that one."""
         if self.tokens > 1:
             return (self.tokens - 1) / (self.last_seconds - self.first_seconds)
         return self.tokens / self.first_seconds
 
     def describe(self, context: int) -> str:
-        """One line; `context` is the most tokens that prompt and answer may have."""
+        """One line. `context`: the most tokens that prompt and answer can have."""
         return (
             f"first token {1000 * self.first_seconds:.0f} ms | {self.rate:.1f} tokens/s | "
             f"context {self.prompt_tokens + self.tokens} of {context} tokens, "
@@ -71,18 +57,19 @@ class Figures:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an input comes to: a note to show, a dialog to be answered, or the end of the chat."""
+    """What to do about a text: show a note, have a dialog answered, or end the chat."""
 
     note: str = ""
     dialog: tuple[Message, ...] = ()
-    attempt: int = 0  # 1 and up: this dialog was answered before
+    attempt: int = 0  # how often this dialog was answered before
     leave: bool = False
 
 
 class Conversation:
-    """Messages and settings; `take` an input, let its dialog be answered, `keep` the answer.
+    """Messages and settings: `handle` a text, have its dialog answered, `commit` the answer.
 
-    `context` is the most tokens that the model holds. ValueError or TypeError for a bad setting.
+    context: the most tokens that prompt and answer can have. system: the system message. settings:
+    those of SETTINGS. ValueError or TypeError for a bad setting.
     """
 
     def __init__(
@@ -92,16 +79,16 @@ class Conversation:
         self.context = context
         self.messages: list[Message] = []
         self.settings: dict[str, Any] = dict(_DEFAULTS)
-        self.figures: list[Figures] = []
+        self.stats: list[TurnStats] = []  # one per answer
         self._attempt = 0  # of the last answer
-        self._files: set[Path] = set()  # written or read by this chat, which /save may replace
+        self._files: set[Path] = set()  # this chat wrote or read them, so /save can replace them
         if system is not None:
             self._system(system)
         for name, value in settings.items():
             self._change(name, value)
 
-    def take(self, text: str) -> Turn:
-        """What an input comes to. A question changes nothing yet: its answer may fail."""
+    def handle(self, text: str) -> Turn:
+        """Run a command, or take a question. A question changes nothing until `commit`."""
         text = text.strip()
         if not text.startswith("/"):
             return self._ask(text) if text else Turn()
@@ -109,30 +96,29 @@ class Conversation:
             return self._ask(text[1:])
         name, *rest = text[1:].split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
-        wrong = _misuse(name, argument)
-        if wrong:
-            return Turn(wrong)
-        command = getattr(self, f"_{name}")
+        misuse = _misuse(name, argument)
+        if misuse:
+            return Turn(misuse)
         try:
-            done = command(argument) if COMMANDS[name][0] else command()
+            result = COMMANDS[name].run(self, argument)
         except (OSError, RecursionError, TypeError, ValueError) as error:
             return Turn(f"error: {error}")
-        return done if isinstance(done, Turn) else Turn(done)
+        return result if isinstance(result, Turn) else Turn(result)
 
-    def keep(self, turn: Turn, answer: str, figures: Figures) -> None:
-        """Make the turn's dialog and its answer the conversation."""
+    def commit(self, turn: Turn, answer: str, stats: TurnStats) -> None:
+        """Make the dialog of the turn, and its answer, the conversation."""
         self.messages = [*turn.dialog, {"role": "assistant", "content": answer}]
         self._attempt = turn.attempt
-        self.figures.append(figures)
+        self.stats.append(stats)
 
     def sampling(self, attempt: int = 0) -> dict[str, Any]:
-        """The settings as arguments of SamplingParams; each attempt has a seed of its own."""
+        """The settings as arguments of SamplingParams. Each attempt has its own seed."""
         seed = self.settings["seed"]
         seed = secrets.randbits(63) if seed is None else (seed + attempt) % 2**63
         return _arguments(self.settings) | {"seed": seed}
 
     def prompt(self, turn: Turn) -> list[int]:
-        """The dialog's ids. ValueError if no token of an answer would fit behind them."""
+        """The token ids of the dialog. ValueError if there is no room for an answer."""
         ids = self.formatter.encode_dialog_prompt(turn.dialog)
         if len(ids) >= self.context:
             raise ValueError(
@@ -147,7 +133,7 @@ class Conversation:
 
     @property
     def _start(self) -> int:
-        """Where the dialog begins, after the system message."""
+        """The index of the first message after the system message."""
         return 1 if self.messages and self.messages[0]["role"] == "system" else 0
 
     def _last_question(self) -> int:
@@ -168,25 +154,27 @@ class Conversation:
         del self.messages[0 if what else self._start :]
         return "the dialog is forgotten" + ", but for the system message" * self._start
 
-    def _undo(self) -> str:
+    def _undo(self, _: str) -> str:
         last = self._last_question()
         question = self.messages[last]["content"]
         del self.messages[last:]
         self._attempt = 0
         return f"forgotten: {question}"
 
-    def _retry(self) -> Turn:
+    def _retry(self, _: str) -> Turn:
         dialog = tuple(self.messages[: self._last_question() + 1])
         return Turn(dialog=dialog, attempt=self._attempt + 1)
 
     def _save(self, name: str) -> str:
-        path = Path(name).expanduser().resolve()  # of a link, what it stands for
+        path = Path(name).expanduser().resolve()  # of a link, the file that it names
         if not self.messages:
             raise ValueError("there is nothing to save yet")
         if path.exists() and path not in self._files:
-            raise ValueError(f"{path} is there already, and not from this chat: give another name")
+            raise ValueError(f"{path} exists already, and is not from this chat: give another name")
         text = json.dumps(self.messages, ensure_ascii=False, indent=2)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")  # never half a file under the name
+        part = path.with_name(
+            f"{path.name}.{os.getpid()}.part"
+        )  # so that `path` is never half a file
         try:
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(path)
@@ -197,7 +185,7 @@ class Conversation:
 
     def _load(self, name: str) -> str:
         path = Path(name).expanduser().resolve()
-        if not path.is_file():  # a device or pipe might never end
+        if not path.is_file():  # reading a device or a pipe might never end
             raise ValueError(f"{path} is not a file: give the name of one that /save wrote")
         try:
             messages = json.loads(path.read_text(encoding="utf-8"))
@@ -211,13 +199,13 @@ class Conversation:
     def _set(self, text: str) -> str:
         if not text:
             params = SamplingParams(**_arguments(self.settings))
-            shown = {name: getattr(params, _FIELDS.get(name, name)) for name in SETTINGS}
-            return "\n".join(f"{name} {_written(value)}" for name, value in shown.items())
+            values = {name: getattr(params, _FIELDS.get(name, name)) for name in SETTINGS}
+            return "\n".join(f"{name} {_format(value)}" for name, value in values.items())
         name, *rest = text.split(maxsplit=1)
         if not rest:
-            raise ValueError(f"give a value too: /set {name} VALUE; /set alone shows all")
-        self._change(name, _value(rest[0]))
-        return f"{name} {_written(self.settings[name])}"
+            raise ValueError(f"give a value too: /set {name} VALUE; /set alone shows all settings")
+        self._change(name, _parse(rest[0]))
+        return f"{name} {_format(self.settings[name])}"
 
     def _change(self, name: str, value: Any) -> None:
         if name not in SETTINGS:
@@ -231,37 +219,65 @@ class Conversation:
             raise ValueError(str(error).replace("max_tokens", "max_gen_len")) from None
         self.settings = changed
 
-    def _stats(self) -> str:
+    def _stats(self, _: str) -> str:
         used = sum(len(self.formatter.encode_message(message)) for message in self.messages)
         used += 1 if used else 0  # begin_of_text
         turns = sum(message["role"] == "user" for message in self.messages)
         lines = [f"context {used} of {self.context} tokens | turns {turns}"]
-        if self.figures:
-            tokens = sum(figures.tokens for figures in self.figures)
-            seconds = sum(figures.last_seconds for figures in self.figures)
-            lines.append(f"last answer: {self.figures[-1].describe(self.context)}")
-            lines.append(f"all answers: {len(self.figures)}, {tokens} tokens in {seconds:.1f} s")
+        if self.stats:
+            tokens = sum(stats.tokens for stats in self.stats)
+            seconds = sum(stats.last_seconds for stats in self.stats)
+            lines.append(f"last answer: {self.stats[-1].describe(self.context)}")
+            lines.append(f"all answers: {len(self.stats)}, {tokens} tokens in {seconds:.1f} s")
         return "\n".join(lines)
 
-    def _help(self) -> str:
-        forms = {f"/{name} {form}": what for name, (form, what) in COMMANDS.items()}
-        width = max(map(len, forms))
-        lines = [f"{form:{width}}  {what}" for form, what in forms.items()]
+    def _help(self, _: str) -> str:
+        usages = {f"/{name} {c.argument}": c.description for name, c in COMMANDS.items()}
+        width = max(map(len, usages))
+        lines = [f"{usage:{width}}  {what}" for usage, what in usages.items()]
         return "\n".join([*lines, _MORE_HELP])
 
-    def _bye(self) -> Turn:
+    def _bye(self, _: str) -> Turn:
         return Turn(leave=True)
 
 
+class Command(NamedTuple):
+    """What follows the name of a command ([ ]: can be left out), what it does, and its method."""
+
+    argument: str
+    description: str
+    run: Callable[[Conversation, str], str | Turn]
+
+
+COMMANDS = {
+    "system": Command("[TEXT]", "set the system message; alone, show it", Conversation._system),
+    "clear": Command(
+        "[all]", "forget all messages but the system message; with all, that too",
+        Conversation._clear,
+    ),
+    "undo": Command("", "forget the last question and its answer", Conversation._undo),
+    "retry": Command("", "answer the last question again, with another seed", Conversation._retry),
+    "save": Command("FILE", "write the dialog to a file, as JSON", Conversation._save),
+    "load": Command("FILE", "go on with the dialog in a file", Conversation._load),
+    "set": Command(
+        "[NAME VALUE]", "change how answers are sampled; alone, show the settings",
+        Conversation._set,
+    ),
+    "stats": Command("", "tokens in the context, turns and speeds", Conversation._stats),
+    "help": Command("", "this list", Conversation._help),
+    "bye": Command("", "leave; so does Ctrl-D", Conversation._bye),
+}  # fmt: skip
+
+
 def _misuse(name: str, argument: str) -> str:
-    """What is wrong with a command's name, or with what follows it; nothing, mostly."""
+    """What is wrong with the name of a command or its argument; "" if nothing is."""
     if name not in COMMANDS:
         return f"there is no command /{name}: /help lists them, and //{name} asks the model"
-    form = COMMANDS[name][0]
-    if argument and not form:
+    allowed = COMMANDS[name].argument
+    if argument and not allowed:
         return f"/{name} takes nothing after it"
-    if not argument and form and not form.startswith("["):
-        return f"/{name} needs more: write /{name} {form}"
+    if not argument and allowed and not allowed.startswith("["):
+        return f"/{name} needs more: write /{name} {allowed}"
     return ""
 
 
@@ -269,8 +285,8 @@ def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
     return {_FIELDS.get(name, name): value for name, value in settings.items()}
 
 
-def _value(text: str) -> Any:
-    """A setting as typed: none, true and false, JSON where it is any, else the text itself."""
+def _parse(text: str) -> Any:
+    """The value of a setting: none, true, false, or JSON; any other text is itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -280,8 +296,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _written(value: Any) -> str:
-    """A setting as it is typed; an empty list is none."""
+def _format(value: Any) -> str:
+    """A value as `_parse` reads it. An empty list is none."""
     if value is None or value == ():
         return "none"
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from llama.chat.conversation import Conversation, Figures, Turn
+from llama.chat.conversation import Conversation, Turn, TurnStats
 from llama.chat.terminal import Terminal, read_turn
 from llama.generation import Llama
 from llama.parallel import ModelParallel
@@ -53,7 +53,7 @@ def _lead(llama: Llama, conversation: Conversation, terminal: Terminal, every: f
             if terminal.screen:
                 terminal.note("/help lists the commands, /bye leaves")
             while (text := _read(terminal, parallel, every)) is not None:
-                turn = conversation.take(text)
+                turn = conversation.handle(text)
                 if turn.note:
                     terminal.note(turn.note)
                 if turn.leave:
@@ -115,11 +115,11 @@ def _answer(llama: Llama, conversation: Conversation, turn: Turn, terminal: Term
         return
     terminal.write("\n")
     usage = output.usage
-    figures = Figures(
+    stats = TurnStats(
         times[0], times[-1], usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
     )
-    conversation.keep(turn, output.outputs[0].text, figures)
-    terminal.note(_end(output, conversation.context) + figures.describe(conversation.context))
+    conversation.commit(turn, output.outputs[0].text, stats)
+    terminal.note(_end(output, conversation.context) + stats.describe(conversation.context))
 
 
 def _stream(

@@ -1,10 +1,10 @@
-"""The keyboard and the screen of a chat: turns of input in; answers, and notes about them, out.
+"""The keyboard and the screen of a chat. In: what is typed. Out: answers, and notes about them.
 
-On a terminal there are prompts, line editing and notes dimmed among the answers. In a pipe, stdout
-is the answers and nothing else. It knows neither commands nor the model.
+On a terminal there are prompts, line editing, and dimmed notes between the answers. In a pipe, only
+the answers go to stdout. This file knows neither the commands nor the model.
 
-While an answer streams, Ctrl-C is a byte to be read and no signal: torchrun's own process would get
-the signal too, and end all ranks.
+While an answer is shown, Ctrl-C is read as a byte and is not a signal: torchrun's own process would
+get the signal too, and end all ranks.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
-FENCE = '"""'
+QUOTES = '"""'
 PROMPT, MORE = "> ", ". "
 _CTRL_C = b"\x03"
 _DIM = "\x1b[2m{}\x1b[0m"
@@ -29,40 +29,40 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 
 
 def read_turn(read_line: Callable[[str], str]) -> str:
-    """One turn: a line, lines that a backslash continues, or a text between two lines of quotes.
+    """One text: a line, lines that a backslash continues, or the lines between two lines of quotes.
 
-    Such a text is a question, whatever it begins with. EOFError where input has ended before it;
-    a turn that the end cuts short is taken as it is.
+    Text in quotes is always a question, also if it begins with a slash. EOFError if the input has
+    ended; if it ends within a text, the text so far is returned.
     """
-    lines = read_line(PROMPT).split("\n")  # what is pasted may be several
-    fenced = lines[0].strip() == FENCE
+    lines = read_line(PROMPT).split("\n")  # pasted text can have several lines
+    quoted = lines[0].strip() == QUOTES
     with contextlib.suppress(EOFError):
-        while fenced and (len(lines) < 2 or lines[-1].strip() != FENCE):
+        while quoted and (len(lines) < 2 or lines[-1].strip() != QUOTES):
             lines += read_line(MORE).split("\n")
-        while not fenced and lines[-1].endswith("\\"):
+        while not quoted and lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines += read_line(MORE).split("\n")
-    if not fenced:
+    if not quoted:
         return "\n".join(lines)
-    inner = "\n".join(line for line in lines if line.strip() != FENCE).strip()
+    inner = "\n".join(line for line in lines if line.strip() != QUOTES).strip()
     return "/" + inner if inner.startswith("/") else inner
 
 
 class Terminal:
-    """Standard input and output, within `open`; of several `ranks`, rank 0's."""
+    """Standard input and output, to be used within `open`. ranks: the number of processes."""
 
     def __init__(self, ranks: int = 1) -> None:
         self.keyboard = sys.stdin.isatty()
         self.screen = self.keyboard and sys.stdout.isatty()
-        self._dims = self.screen and not os.environ.get("NO_COLOR")
+        self._dim_notes = self.screen and not os.environ.get("NO_COLOR")
         self._ranks = ranks
-        self._ahead = ""  # typed during an answer, for the next prompts
-        self._reading = self._pressed = False  # a line, and Ctrl-C
+        self._typed_ahead = ""  # typed during an answer: input of the next prompts
+        self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
         self._readline: ModuleType | None = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Take the terminal over; whatever ends the block, it is given back as it was."""
+        """Set the terminal up; restore its mode at the end, also after an error or SIGTERM."""
         for stream in (sys.stdin, sys.stdout):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
@@ -71,18 +71,18 @@ class Terminal:
             return
         before = termios.tcgetattr(0)
 
-        def die(number: int, _: FrameType | None) -> None:
+        def restore_and_die(number: int, _: FrameType | None) -> None:
             _restore(before)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-        handlers = {signal.SIGTERM: die, signal.SIGINT: self._interrupt}
+        handlers = {signal.SIGTERM: restore_and_die, signal.SIGINT: self._interrupt}
         replaced = {number: signal.signal(number, new) for number, new in handlers.items()}
         try:
             if self._ranks > 1:
-                _unsignal(lines=True)
+                _disable_signal_read_keys(lines=True)
             if self.screen:
-                self._readline = _line_editing()
+                self._readline = _load_readline()
             yield
         finally:
             _restore(before)
@@ -91,16 +91,16 @@ class Terminal:
 
     def read_line(self, prompt: str) -> str:
         """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
-        typed, enter, self._ahead = self._ahead.partition("\n")
+        typed, enter, self._typed_ahead = self._typed_ahead.partition("\n")
         if enter:
-            print(prompt + typed, file=self._aside, flush=True)
+            print(prompt + typed, file=self._notes_stream, flush=True)
             return typed
         self._reading, self._pressed = True, False
         try:
             line = self._input(prompt, typed)
         except (EOFError, KeyboardInterrupt):
             if self.keyboard:
-                print(file=self._aside)
+                print(file=self._notes_stream)
             raise
         finally:
             self._reading = False
@@ -109,11 +109,11 @@ class Terminal:
         return line
 
     def _input(self, prompt: str, typed: str) -> str:
-        """A line from whatever stdin is; on a terminal it begins with what was `typed` before."""
+        """A line from stdin. `typed` is its beginning: a line editor can still change it."""
         readline = self._readline
         if readline is None:
             if self.keyboard:
-                print(prompt + typed, end="", file=self._aside, flush=True)
+                print(prompt + typed, end="", file=self._notes_stream, flush=True)
             return typed + input()
         readline.set_startup_hook(lambda: readline.insert_text(typed))
         line = input(prompt)
@@ -122,14 +122,14 @@ class Terminal:
         return line
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """Ctrl-C as a signal: ends the reading of a line, or is seen by who watches for it."""
+        """Ctrl-C as a signal: end the reading of a line, or let `watch` see it."""
         self._pressed = True
         if self._reading:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
-        """For the time of an answer: gives a function that tells whether Ctrl-C was pressed."""
+        """While an answer is shown: yields a function that says whether Ctrl-C was pressed."""
         if not self.keyboard:
             yield lambda: False
             return
@@ -137,38 +137,38 @@ class Terminal:
 
         def pressed() -> bool:
             nonlocal typed
-            typed += _keys()
+            typed += _read_keys()
             self._pressed = self._pressed or _CTRL_C in typed
             return self._pressed
 
         before = termios.tcgetattr(0)
-        _unsignal(lines=False)
+        _disable_signal_read_keys(lines=False)
         try:
             yield pressed
         finally:
             pressed()  # takes the last keys
-            self._ahead += _text_of(typed)
+            self._typed_ahead += _typed_text(typed)
             self._pressed = False
             _restore(before)
 
     def write(self, text: str) -> None:
-        """A piece of an answer, at once; on a screen, without what could steer the terminal."""
+        """Show a piece of an answer at once. On a screen, control characters become U+FFFD."""
         sys.stdout.write(_CONTROL.sub("\ufffd", text) if self.screen else text)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """A line or more about the chat: dimmed on a screen, else on stderr."""
+        """Show lines about the chat: dimmed on a screen, else on stderr."""
         text = _CONTROL.sub("\ufffd", text)
-        print(_DIM.format(text) if self._dims else text, file=self._aside, flush=True)
+        print(_DIM.format(text) if self._dim_notes else text, file=self._notes_stream, flush=True)
 
     @property
-    def _aside(self) -> TextIO:
-        """Where all goes that is no answer."""
+    def _notes_stream(self) -> TextIO:
+        """Where everything goes that is not an answer."""
         return sys.stdout if self.screen else sys.stderr
 
 
-def _unsignal(*, lines: bool) -> None:
-    """Make Ctrl-C and Ctrl-Z mere bytes; unless `lines`, no key waits for Enter or is echoed."""
+def _disable_signal_read_keys(*, lines: bool) -> None:
+    """Make Ctrl-C and Ctrl-Z bytes. If not `lines`, keys come at once and are not echoed."""
     mode = termios.tcgetattr(0)
     off = bytes([os.fpathconf(0, "PC_VDISABLE")])
     mode[6][termios.VINTR] = mode[6][termios.VSUSP] = off
@@ -179,12 +179,12 @@ def _unsignal(*, lines: bool) -> None:
 
 
 def _restore(mode: list[Any]) -> None:
-    with contextlib.suppress(termios.error):  # a terminal that is gone needs nothing
+    with contextlib.suppress(termios.error):  # the terminal is gone
         termios.tcsetattr(0, termios.TCSANOW, mode)
 
 
-def _keys() -> bytes:
-    """What was typed since last time, without waiting; of a terminal that is gone, Ctrl-C."""
+def _read_keys() -> bytes:
+    """The keys typed since the last call, without waiting. Ctrl-C if the terminal is gone."""
     keys = b""
     try:
         while select.select([0], [], [], 0)[0]:
@@ -197,21 +197,21 @@ def _keys() -> bytes:
     return keys
 
 
-def _text_of(typed: bytes) -> str:
-    """Typed keys as a line editor would leave them: after the last Ctrl-C, without other keys."""
+def _typed_text(typed: bytes) -> str:
+    """Keys as a line editor would leave them: what follows the last Ctrl-C, without cursor keys."""
     text = _ESCAPES.sub("", typed.rpartition(_CTRL_C)[2].decode(errors="ignore"))
     while _ERASED.search(text):
         text = _ERASED.sub("", text, count=1)
     return text
 
 
-def _line_editing() -> ModuleType | None:
-    """Have `input` edit lines and remember them, in memory only; None where Python cannot."""
+def _load_readline() -> ModuleType | None:
+    """Give `input` line editing, and a history in memory. None if Python has no readline."""
     try:
         import readline
     except ImportError:
         return None
     readline.set_auto_history(False)
-    # Where Ctrl-C is no signal, it empties the line, puts itself there and enters that.
+    # Where Ctrl-C is not a signal: empty the line, insert the Ctrl-C itself, and enter it.
     readline.parse_and_bind(r'"\C-c": "\C-a\C-k\C-v\C-c\C-m"')
     return readline

@@ -1,6 +1,7 @@
-"""Text as it comes: ids in, pieces of text out, with no half character and no stop string in them.
+"""Token ids to text, incrementally: no piece has half a character or a part of a stop string.
 
-Joined, the pieces are what the whole would be: where a token or a character ends shows nowhere.
+In: the ids of one answer, in any portions. Out: pieces of text that, joined, are the text of all
+ids. It knows neither requests nor the engine.
 """
 
 import codecs
@@ -10,10 +11,9 @@ from llama.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Text from ids as they come, never with half a character in it.
+    """Incremental `tokenizer.decode`: the pieces of `push` and `flush`, joined, are the whole text.
 
-    All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids. Raises as
-    `decode_bytes` does.
+    Raises what `decode_bytes` raises.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -21,20 +21,20 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take more ids; return the text that is certain, holding back up to three bytes."""
+        """Take more ids; return all whole characters. Up to three bytes are held back."""
         return self._decoder.decode(self._tokenizer.decode_bytes(ids))
 
     def flush(self) -> str:
-        """End the stream: return the text held back, U+FFFD for an unfinished character."""
+        """At the end: return the text held back, U+FFFD for an unfinished character."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
-    """Ends a text at the first stop string in it, however the text is cut into pieces.
+    """Ends a text at its first stop string, wherever the borders of the pieces are.
 
-    The stop string that is complete first wins; of several that end at the same character, the
-    longest. So where the text ends does not depend on token borders, and no stop string is ever in
-    it; with `include`, the one that ended it is its end.
+    The stop string that is complete first ends the text; of several that end at the same character,
+    the longest one. The text has no stop string in it, or, with `include`, ends with the one that
+    was found. TypeError if `stops` is not a list of str; ValueError if one of them is empty.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -48,14 +48,12 @@ class StopStrings:
         self.stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what is certain of it, and the stop string found, if any.
-
-        Once stopped, all further text is dropped.
-        """
+        """Take more text; return what can no longer be part of a stop string, and the stop string
+        that was found, if any. After that, all text is dropped."""
         if self.stopped is not None:
             return "", self.stopped
         text = self._held + text
-        # (end, start, stop): the least is the one complete first, then the longest
+        # (end, start, stop): the minimum is complete first, and of those the longest
         hits = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if hits:
             end, start, self.stopped = min(hits)
@@ -66,12 +64,12 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """End the stream: return the text held back, since no stop string can follow."""
+        """At the end: return the text held back, which no stop string can follow."""
         text, self._held = self._held, ""
         return text
 
     def _open_suffix(self, text: str) -> int:
-        """Return the length of the longest suffix that may yet grow into a stop string."""
+        """The length of the longest suffix that is the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for n in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stops):

@@ -1,1 +1,1 @@
-"""The ways in beside Meta's API: async requests, model workers, batch files. Text in, text out."""
+"""Other ways in than Meta's API: model workers, and the bodies of OpenAI's API."""

@@ -2,22 +2,25 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers.launch import DEMO, REPO, environment
+from helpers.launch import REPO, environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
-from llama import Llama, Message
-from llama.chat.conversation import COMMANDS, SETTINGS, Conversation, Figures, Turn
+from llama import Message
+from llama.chat.conversation import COMMANDS, SETTINGS, Conversation, Turn, TurnStats
 from llama.chat.session import chat
 from llama.chat.terminal import Terminal, read_turn
 from llama.parallel import ModelParallel
 
-FIGURES = Figures(0.5, 2.5, prompt_tokens=30, cached_tokens=16, tokens=21)
+STATS = TurnStats(0.5, 2.5, prompt_tokens=30, cached_tokens=16, tokens=21)
 
 
 def assistant(text: str) -> Message:
@@ -32,74 +35,74 @@ def conversation(shared_llama) -> Conversation:
 def answered(conversation: Conversation, *texts: str) -> Conversation:
     """Ask each text; the answer to it is the same in capitals."""
     for text in texts:
-        conversation.keep(conversation.take(text), text.upper(), FIGURES)
+        conversation.commit(conversation.handle(text), text.upper(), STATS)
     return conversation
 
 
 def test_a_question_changes_nothing_until_its_answer_is_kept(conversation):
-    turn = conversation.take("  one\n")
+    turn = conversation.handle("  one\n")
     assert turn == Turn(dialog=(user("one"),))
     assert conversation.messages == []
-    conversation.keep(turn, "ONE", FIGURES)
-    assert conversation.take("two").dialog == (user("one"), assistant("ONE"), user("two"))
+    conversation.commit(turn, "ONE", STATS)
+    assert conversation.handle("two").dialog == (user("one"), assistant("ONE"), user("two"))
     assert conversation.messages == [user("one"), assistant("ONE")]
-    assert conversation.take("   ") == Turn()
+    assert conversation.handle("   ") == Turn()
 
 
 def test_system_is_set_replaced_and_shown(shared_llama):
     conversation = Conversation(shared_llama.formatter, 128, system="Be brief.")
     answered(conversation, "one")
-    assert conversation.take("/system").note == "Be brief."
-    conversation.take("/system Be kind.\nAnd brief.")
+    assert conversation.handle("/system").note == "Be brief."
+    conversation.handle("/system Be kind.\nAnd brief.")
     system = {"role": "system", "content": "Be kind.\nAnd brief."}
     assert conversation.messages == [system, user("one"), assistant("ONE")]
-    assert conversation.take("two").dialog[0] == system
+    assert conversation.handle("two").dialog[0] == system
 
 
 def test_clear_leaves_the_system_message(conversation):
-    conversation.take("/system Be brief.")
+    conversation.handle("/system Be brief.")
     answered(conversation, "one", "two")
-    assert "but for the system message" in conversation.take("/clear").note
+    assert "but for the system message" in conversation.handle("/clear").note
     assert [message["role"] for message in conversation.messages] == ["system"]
-    assert "write /clear" in conversation.take("/clear some").note
-    conversation.take("/clear all")
+    assert "write /clear" in conversation.handle("/clear some").note
+    conversation.handle("/clear all")
     assert conversation.messages == []
-    assert conversation.take("/system").note == "there is no system message"
+    assert conversation.handle("/system").note == "there is no system message"
 
 
 def test_undo_and_retry(conversation):
     answered(conversation, "one", "two")
-    again = conversation.take("/retry")
+    again = conversation.handle("/retry")
     assert again.dialog == (user("one"), assistant("ONE"), user("two"))
     assert len(conversation.messages) == 4, "until there is another answer, the old one stays"
     assert conversation.sampling(again.attempt)["seed"] != conversation.sampling()["seed"]
-    conversation.keep(again, "Two", FIGURES)
+    conversation.commit(again, "Two", STATS)
     assert conversation.messages[-1] == assistant("Two")
-    assert conversation.take("/retry").attempt == 2
-    assert conversation.take("/undo").note == "forgotten: two"
+    assert conversation.handle("/retry").attempt == 2
+    assert conversation.handle("/undo").note == "forgotten: two"
     assert conversation.messages == [user("one"), assistant("ONE")]
-    conversation.take("/undo")
+    conversation.handle("/undo")
     for command in ("/undo", "/retry"):
-        assert conversation.take(command).note == "error: no question has been asked yet"
+        assert conversation.handle(command).note == "error: no question has been asked yet"
 
 
 def test_save_and_load(conversation, shared_llama, tmp_path):
     file = tmp_path / "my talk.json"
-    assert "nothing to save" in conversation.take(f"/save {file}").note
+    assert "nothing to save" in conversation.handle(f"/save {file}").note
     answered(conversation, "été")
-    conversation.take(f"/save {file}")
+    conversation.handle(f"/save {file}")
     assert json.loads(file.read_text()) == [user("été"), assistant("ÉTÉ")]
     assert "été" in file.read_text() and len(file.read_text().splitlines()) > 4, "for people"
     answered(conversation, "two")
-    assert "4 messages written" in conversation.take(f"/save {file}").note, "our own file"
+    assert "4 messages written" in conversation.handle(f"/save {file}").note, "our own file"
     other = Conversation(shared_llama.formatter, 128)
     answered(other, "another")
-    assert "is there already" in other.take(f"/save {file}").note
+    assert "exists already" in other.handle(f"/save {file}").note
     assert len(json.loads(file.read_text())) == 4
-    assert "4 messages read" in other.take(f"/load {file}").note
+    assert "4 messages read" in other.handle(f"/load {file}").note
     assert other.messages == conversation.messages
-    other.take("/undo")
-    assert "2 messages written" in other.take(f"/save {file}").note
+    other.handle("/undo")
+    assert "2 messages written" in other.handle(f"/save {file}").note
     assert [path.name for path in tmp_path.iterdir()] == ["my talk.json"]
 
 
@@ -112,32 +115,32 @@ def test_what_is_no_dialog_is_not_loaded(content, conversation, tmp_path):
     before = list(conversation.messages)
     file = tmp_path / "other.json"
     file.write_bytes(content.encode("latin-1"))
-    assert "does not hold a JSON list of messages" in conversation.take(f"/load {file}").note
-    assert "is there already" in conversation.take(f"/save {file}").note
+    assert "does not hold a JSON list of messages" in conversation.handle(f"/load {file}").note
+    assert "exists already" in conversation.handle(f"/save {file}").note
     for missing in (tmp_path, tmp_path / "none", "/dev/zero"):
-        assert "is not a file" in conversation.take(f"/load {missing}").note
-    assert "error: " in conversation.take(f"/save {tmp_path}/no/folder/x.json").note
+        assert "is not a file" in conversation.handle(f"/load {missing}").note
+    assert "error: " in conversation.handle(f"/save {tmp_path}/no/folder/x.json").note
     assert conversation.messages == before
 
 
 def test_set(conversation):
-    assert conversation.take("/set temperature 0").note == "temperature 0"
-    assert conversation.take('/set stop ["a", "b"]').note == 'stop ["a", "b"]'
-    conversation.take("/set max_gen_len 12")
+    assert conversation.handle("/set temperature 0").note == "temperature 0"
+    assert conversation.handle('/set stop ["a", "b"]').note == 'stop ["a", "b"]'
+    conversation.handle("/set max_gen_len 12")
     chosen = {"temperature": 0, "top_p": 0.9, "seed": 7, "stop": ["a", "b"], "max_tokens": 12}
     assert conversation.sampling() == chosen
-    conversation.take("/set max_gen_len none")
-    conversation.take("/set stop none")
+    conversation.handle("/set max_gen_len none")
+    conversation.handle("/set stop none")
     assert conversation.sampling() == {**chosen, "stop": (), "max_tokens": None}
-    shown = conversation.take("/set").note.splitlines()
+    shown = conversation.handle("/set").note.splitlines()
     assert [line.split()[0] for line in shown] == list(SETTINGS)
     assert {"temperature 0.0", "stop none", "max_gen_len none", "seed 7"} <= set(shown)
-    conversation.take("/set seed none")
+    conversation.handle("/set seed none")
     assert conversation.sampling()["seed"] != conversation.sampling()["seed"], "a new one each time"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("temperature -1", "temperature=-1 must be"),
         ("temperature nan", "temperature='nan' must be"),
@@ -150,33 +153,33 @@ def test_set(conversation):
         ("min_p " + "[" * 100_000, "min_p="),
     ],
 )
-def test_a_bad_setting_changes_nothing(text, told, conversation):
+def test_a_bad_setting_changes_nothing(text, message, conversation):
     before = conversation.sampling()
-    assert told in conversation.take(f"/set {text}").note
+    assert message in conversation.handle(f"/set {text}").note
     assert conversation.sampling() == before
 
 
 def test_stats_and_figures(conversation, shared_llama):
-    assert conversation.take("/stats").note == "context 0 of 128 tokens | turns 0"
+    assert conversation.handle("/stats").note == "context 0 of 128 tokens | turns 0"
     answered(conversation, "one", "two")
-    context, last, total = conversation.take("/stats").note.splitlines()
+    context, last, total = conversation.handle("/stats").note.splitlines()
     ids = shared_llama.formatter.encode_dialog_prompt(conversation.messages)
     header = shared_llama.formatter.encode_header(assistant(""))
     assert context == f"context {len(ids) - len(header)} of 128 tokens | turns 2"
-    told = "first token 500 ms | 10.0 tokens/s | context 51 of 128 tokens, 16 from cache"
-    assert last == f"last answer: {told}"
+    figures = "first token 500 ms | 10.0 tokens/s | context 51 of 128 tokens, 16 from cache"
+    assert last == f"last answer: {figures}"
     assert total == "all answers: 2, 42 tokens in 5.0 s"
 
 
 def test_commands_never_reach_the_model(conversation):
     answered(conversation, "one")
     for text in ("/nope", "/", "/ ", "/help me", "/save", "/undo 2", "/tmp/file", "/Bye"):
-        turn = conversation.take(text)
+        turn = conversation.handle(text)
         assert turn.note and not turn.dialog and not turn.leave, text
-    assert conversation.take("/nope x").note.startswith("there is no command /nope: /help")
-    assert conversation.take("//help me").dialog[-1] == user("/help me")
-    assert all(f"/{name} " in conversation.take("/help").note for name in COMMANDS)
-    assert conversation.take("/bye") == Turn(leave=True)
+    assert conversation.handle("/nope x").note.startswith("there is no command /nope: /help")
+    assert conversation.handle("//help me").dialog[-1] == user("/help me")
+    assert all(f"/{name} " in conversation.handle("/help").note for name in COMMANDS)
+    assert conversation.handle("/bye") == Turn(leave=True)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,7 @@ def test_turns_of_several_lines(lines, turns):
 
 def test_a_dialog_that_leaves_no_room_names_the_remedy(conversation):
     with pytest.raises(ValueError, match=r"must fit 128: /undo .* /clear .* --max_seq_len"):
-        conversation.prompt(conversation.take("x" * 200))
+        conversation.prompt(conversation.handle("x" * 200))
 
 
 def test_chat_refuses_several_groups(shared_llama):
@@ -219,11 +222,6 @@ def test_chat_refuses_several_groups(shared_llama):
         chat(Groups())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="temperature=-1 must be"):
         chat(shared_llama, temperature=-1)
-
-
-@pytest.fixture(scope="module")
-def demo() -> Llama:
-    return Llama.build(str(DEMO), None, 512, 1, device="cpu", dtype="fp32")
 
 
 Piped = Callable[..., tuple[list[str], str]]
@@ -248,11 +246,12 @@ def test_answers_are_those_of_chat_completion(demo, piped):
     out, err = piped(f"{FRANCE}\n{JAPAN}\n", temperature=0.0)
     assert out == replies(demo, FRANCE, JAPAN)
     first, second = err.splitlines()
-    assert "tokens/s" in first and "0 from cache" in first
-    assert "tokens/s" in second and " 0 from cache" not in second
+    assert "tokens/s" in first and "tokens/s" in second
     used = len(demo.formatter.encode_dialog_prompt([user(FRANCE)]))
     used += len(demo.tokenizer.encode(out[0], bos=False, eos=False))
     assert f"context {used} of 512 tokens" in first
+    cached = re.search(r"(\d+) from cache", second)
+    assert cached and used - 17 <= int(cached[1]) < used, "all pages that the first turn filled"
 
 
 def test_a_question_too_long_is_not_kept_and_the_chat_goes_on(demo, piped):
@@ -295,13 +294,13 @@ def test_retry_gives_another_answer_and_the_chat_is_reproducible(piped):
     assert undone == twice + once
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_piped_into_the_script(ranks, demo):
-    """The answers and nothing else on stdout, in one process and on two ranks; figures and what
-    Llama.build prints on stderr; exit code 0 at the end of input."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+@pytest.mark.slow
+def test_piped_into_the_script_on_two_ranks(demo):
+    """The answers and nothing else on stdout; figures and what Llama.build prints on stderr; exit
+    code 0 at the end of input."""
     command = [
-        sys.executable, *(torchrun if ranks > 1 else []), str(REPO / "scripts" / "chat.py"),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        str(REPO / "scripts" / "chat.py"),
         "--temperature", "0", "--dtype", "fp32", "--device", "cpu", "--system", "42",
     ]  # fmt: skip
     text = f'/system\n/clear all\n{FRANCE}\n"""\nAnd of\nJapan?\n"""\n/nope\n/bye\nnever asked\n'
@@ -326,6 +325,32 @@ def test_an_answer_cannot_steer_the_terminal(capsys):
     )
 
 
+def test_the_other_ranks_hear_from_rank_0_while_a_person_thinks(shared_llama, monkeypatch):
+    """Nothing is typed until several messages went out, each of which restarts their timeout."""
+    heard = threading.Semaphore(0)
+    sent: list[bytes] = []
+
+    class Rank0(ModelParallel):
+        def broadcast_bytes(self, data: bytes) -> bytes:
+            sent.append(data)
+            heard.release()
+            return data
+
+    class Person(io.StringIO):
+        def readline(self, *args: Any) -> str:  # type: ignore[override]
+            for _ in range(3):
+                assert heard.acquire(timeout=60), "the other ranks heard nothing"
+            return ""
+
+    class TwoRanks:
+        formatter = shared_llama.formatter
+        model = type("M", (), {"parallel": Rank0(size=2), "params": shared_llama.model.params})
+
+    monkeypatch.setattr(sys, "stdin", Person())
+    chat(TwoRanks(), timeout_s=0.04)  # type: ignore[arg-type]
+    assert len(sent) > 3 and sent[-1] != sent[0], "the last message ends the chat"
+
+
 def test_a_reader_that_leaves_is_no_traceback():
     """chat.py | head -1"""
     script = Path(REPO, "scripts", "chat.py")
@@ -337,5 +362,5 @@ def test_a_reader_that_leaves_is_no_traceback():
     process.stdout.close()
     process.stdin.write(f"{FRANCE}\n".encode())
     process.stdin.close()
-    told = process.stderr.read().decode()
-    assert process.wait(60) == 0 and "Traceback" not in told and "Broken pipe" not in told
+    errors = process.stderr.read().decode()
+    assert process.wait(60) == 0 and "Traceback" not in errors and "Broken pipe" not in errors

@@ -1,6 +1,5 @@
 """The chat as a person has it: scripts/chat.py in a pseudo-terminal, alone and under torchrun."""
 
-import contextlib
 import fcntl
 import os
 import pty
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.launch import DEMO, REPO, environment
+from helpers.launch import REPO, environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies
 from llama import Llama
 
@@ -59,9 +58,20 @@ class Session:
     def at_prompt(self, keys: str) -> None:
         """Type at the next prompt."""
         self.expect("\n> ")
-        if CTRL_C in keys:
-            time.sleep(0.2)  # a signal within microseconds of the prompt waits for the next key
-        self.keys(keys)
+        typed = keys.removesuffix(CTRL_C)
+        self.keys(typed)
+        if typed != keys:
+            if typed:
+                self.expect(typed)
+            self.wait_for_keys()
+            self.keys(CTRL_C)
+
+    def wait_for_keys(self) -> None:
+        """Wait until the script, if it runs alone, sleeps in its read: a signal that comes after
+        the prompt, and before that read, would wait for the next key."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.001)
 
     def keys(self, keys: str) -> None:
         os.write(self.main, keys.encode())
@@ -72,10 +82,10 @@ class Session:
         self.expect(f"{question}\n")
         return re.sub(r"\n\x1b\[2m.*", "", self.expect(FIGURES))
 
-    def command(self, command: str, told: str) -> None:
+    def command(self, command: str, note: str) -> None:
         self.at_prompt(f"{command}\r")
         self.expect(f"{command}\n\x1b[2m")  # dimmed
-        self.expect(told)
+        self.expect(note)
 
     def ended(self) -> int:
         """The exit code, once the terminal is seen to be as it was."""
@@ -97,11 +107,6 @@ def sessions() -> Iterator[list[Session]]:
     yield started
     for session in started:
         session.close()
-
-
-@pytest.fixture(scope="module")
-def demo() -> Llama:
-    return Llama.build(str(DEMO), None, 512, 1, device="cpu", dtype="fp32")
 
 
 def talk(session: Session, demo: Llama, folder: Path) -> None:
@@ -142,8 +147,7 @@ def stop(session: Session, demo: Llama) -> None:
     """Ctrl-C in a long answer: what was said is kept, and the chat goes on."""
     begin_long(session, demo)
     session.keys(CTRL_C)
-    used = re.search(r"stopped \| .* context (\d+) of 512 tokens", session.expect(FIGURES))
-    assert used and int(used[1]) < 400
+    assert "stopped | " in session.expect(FIGURES)
     session.command("/stats", "turns 1")
     session.command("/set min_tokens 0", "min_tokens 0")
     session.command("/clear", "forgotten")
@@ -188,34 +192,13 @@ def test_what_is_typed_during_an_answer(sessions, demo):
     assert session.ended() == -signal.SIGTERM
 
 
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def follower(session: Session) -> int:
-    """The process of rank 1."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # of other people, or ended meanwhile
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            ours = int(parent) == session.process.pid
-            if ours and b"\0RANK=1\0" in (folder / "environ").read_bytes():
-                return int(folder.name)
-    raise AssertionError("there is no rank 1")
-
-
 @pytest.mark.slow
 def test_a_chat_on_two_ranks(sessions, demo, tmp_path):
-    """The same talk. Then a person thinks longer than the ranks' timeout, while the other rank
-    sleeps; and Ctrl-C, which would end torchrun if it were a signal, ends the chat in order."""
-    session = Session("--timeout_s=8", ranks=2)
+    """The same talk; and Ctrl-C, which would end torchrun if it were a signal, ends the chat in
+    order."""
+    session = Session(ranks=2)
     sessions.append(session)
     talk(session, demo, tmp_path)
-    pid = follower(session)
-    before = cpu_seconds(pid)
-    time.sleep(10)
-    assert cpu_seconds(pid) - before < 1.0
-    assert session.ask(FRANCE)
     session.at_prompt(f"{FRANCE}{CTRL_C}")
     session.expect("Ctrl-C again")
     session.at_prompt(CTRL_C)

@@ -1,0 +1,10 @@
+"""The model of the batch tests: the one that all tests share."""
+
+import pytest
+
+from llama import Llama
+
+
+@pytest.fixture
+def llama(shared_llama) -> Llama:
+    return shared_llama
