@@ -94,7 +94,7 @@ def test_a_bad_variable_is_named(variable, text, told):
     [
         (["--temprature", "0.5"], "there is no flag --temprature: did you mean --temperature?"),
         (["--max-gen_length=9"], "there is no flag --max_gen_length: did you mean --max_gen_len?"),
-        (["--temp", "0.5"], "there is no flag --temp; --help lists the flags"),
+        (["--verbose"], "there is no flag --verbose; --help lists the flags"),
         (["-t", "0.5"], "there is no flag -t; --help lists the flags"),
         (["--temperature", "hot"], "--temperature: 'hot' is not a number"),
         (["--temperature"], "--temperature: expected one argument"),

@@ -127,7 +127,9 @@ def make_parser(program: str, command: Command) -> argparse.ArgumentParser:
         usage=" ".join([program, *shown, "[flags]"]),
         description=command.summary,
         epilog="\n  ".join(["examples:", *command.examples]) if command.examples else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=30
+        ),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
