@@ -1,12 +1,19 @@
-"""Meta's Llama 3 API as a runtime: the names that Meta's package exports, and those of requests."""
+"""Meta's Llama 3 API as a runtime: the names that Meta's package exports, and those of requests.
 
-from llama.args import ModelArgs
-from llama.generation import Llama
-from llama.model import Transformer
-from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.llm_engine import CompletionOutput, LLMEngine, RequestOutput
-from llama.sampling_params import SamplingParams
-from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer
+Each name is imported when it is first used, so that `llama --help` need not wait for torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llama.args import ModelArgs
+    from llama.generation import Llama
+    from llama.model import Transformer
+    from llama.requests.async_engine import AsyncLLMEngine
+    from llama.requests.llm_engine import CompletionOutput, LLMEngine, RequestOutput
+    from llama.sampling_params import SamplingParams
+    from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer
 
 __all__ = [
     "AsyncLLMEngine",
@@ -22,3 +29,41 @@ __all__ = [
     "Tokenizer",
     "Transformer",
 ]
+
+_MODULES = {  # the names above, by the module that defines them
+    "args": ["ModelArgs"],
+    "generation": ["Llama"],
+    "model": ["Transformer"],
+    "requests.async_engine": ["AsyncLLMEngine"],
+    "requests.llm_engine": ["CompletionOutput", "LLMEngine", "RequestOutput"],
+    "sampling_params": ["SamplingParams"],
+    "tokenizer": ["ChatFormat", "Dialog", "Message", "Tokenizer"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """The first use of a name: its module is imported, and the name kept for the next use."""
+    if name == "__version__":
+        return _version()
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"llama.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:  # `import llama` once imported these modules, and programs count on it
+        return importlib.import_module(f"llama.{name}")
+    raise AttributeError(f"module 'llama' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF, "__version__"])
+
+
+def _version() -> str:
+    """The version that was installed; of a copy that was not, a version below all others."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("llama")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"

@@ -1,5 +1,7 @@
 """`python -m llama`: hands over to the commands of `llama.cli`."""
 
+import sys
+
 from llama.cli import main
 
-main()
+sys.exit(main())

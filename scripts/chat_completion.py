@@ -3,13 +3,12 @@
     python scripts/chat_completion.py
     torchrun --nproc_per_node 8 scripts/chat_completion.py --ckpt_dir Meta-Llama-3-70B-Instruct
 
-Without --ckpt_dir the demo model in checkpoints/demo answers, with questions that suit it.
+Without --ckpt_dir the demo model answers, with questions that suit it. --help lists the flags.
 """
 
-import fire
-from report import DEMO_DIR, figures
-
 from llama import Dialog, Llama
+from llama.cli import run_script
+from llama.cli.model import demo_dir, figures
 
 DEMO_DIALOGS: list[Dialog] = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -53,7 +52,7 @@ def main(
 ) -> None:
     """Answer a few dialogs; temperature 0 is greedy, max_gen_len None is what fits."""
     llama = Llama.build(
-        ckpt_dir or DEMO_DIR,
+        ckpt_dir or demo_dir(),
         tokenizer_path,
         max_seq_len,
         max_batch_size,
@@ -75,4 +74,4 @@ def main(
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run_script(main)

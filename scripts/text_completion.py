@@ -3,13 +3,12 @@
     python scripts/text_completion.py
     torchrun --nproc_per_node 8 scripts/text_completion.py --ckpt_dir Meta-Llama-3-70B
 
-Without --ckpt_dir the demo model in checkpoints/demo answers, with prompts that suit it.
+Without --ckpt_dir the demo model answers, with prompts that suit it. --help lists the flags.
 """
 
-import fire
-from report import DEMO_DIR, figures
-
 from llama import Llama
+from llama.cli import run_script
+from llama.cli.model import demo_dir, figures
 
 DEMO_PROMPTS = ["Once upon a time", "The capital of France is", "The opposite of hot is"]
 PROMPTS = [
@@ -39,7 +38,7 @@ def main(
 ) -> None:
     """Complete a few prompts; temperature 0 is greedy, max_gen_len None is what fits."""
     llama = Llama.build(
-        ckpt_dir or DEMO_DIR,
+        ckpt_dir or demo_dir(),
         tokenizer_path,
         max_seq_len if ckpt_dir else max(max_seq_len, 256),
         max_batch_size,
@@ -59,4 +58,4 @@ def main(
 
 
 if __name__ == "__main__":
-    fire.Fire(main)
+    run_script(main)

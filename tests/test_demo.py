@@ -115,7 +115,8 @@ def test_scripts_end_with_a_line_of_figures(script, said):
 
 def test_the_python_of_the_readme_runs():
     """Every ```python block, one after the other, as a reader would paste them."""
-    blocks = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
+    texts = [(REPO / name).read_text() for name in ("README.md", "llama/serving/README.md")]
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)
     assert len(blocks) >= 6
     done = subprocess.run(
         [sys.executable, "-"], input="\n".join(blocks), cwd=REPO, capture_output=True, text=True,

@@ -1,0 +1,144 @@
+"""The command `llama`, also `python -m llama`: the words of a shell in, an exit code out.
+
+The table below lists the commands. Only flags are read here; what a command needs, torch above
+all, is imported once they are right, so that `--help` and a wrong flag answer at once.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import llama
+from llama.cli import ranks
+from llama.cli.flags import REQUIRED, Command, UsageError, nearest, read
+from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
+
+COMMANDS = {
+    "chat": Command(
+        "Talk with a model in the terminal; in a pipe, one question per line.",
+        {**BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None},
+        ["ckpt_dir"],
+        "llama.cli.generate:chat",
+        [
+            "llama chat",
+            'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
+            "torchrun --nproc_per_node 8 -m llama chat Meta-Llama-3-70B-Instruct",
+        ],
+    ),
+    "complete": Command(
+        "Continue a text; the continuation streams to standard output.",
+        {
+            **BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS,
+            "prompt": None, "prompt_file": None,
+        },
+        ["ckpt_dir"],
+        "llama.cli.generate:complete",
+        [
+            'llama complete --prompt "Once upon a time"',
+            "llama complete Meta-Llama-3-8B --prompt_file story.txt --max_gen_len 200",
+            'echo "The capital of France is" | llama complete --temperature 0',
+        ],
+    ),
+    "batch": Command(
+        "Answer each line of a file into another file; flags are for lines that do not say.",
+        {
+            "in_file": REQUIRED, "out_file": REQUIRED, "resume": False,
+            **BUILD_FLAGS, **SAMPLING_FLAGS,
+        },
+        ["in_file", "out_file"],
+        "llama.cli.generate:batch",
+        [
+            "llama batch prompts.jsonl results.jsonl --ckpt_dir Meta-Llama-3-8B-Instruct",
+            "llama batch prompts.jsonl results.jsonl --resume",
+        ],
+        error_code=2,
+    ),
+    "verify": Command(
+        "Check the files of a checkpoint: checksums, names, shapes, that no shard is missing.",
+        {"ckpt_dir": REQUIRED},
+        ["ckpt_dir"],
+        "llama.cli.checkpoints:verify",
+        ["llama verify Meta-Llama-3-8B"],
+    ),
+    "reshard": Command(
+        "Write Meta's consolidated.NN.pth in another number of shards, into a new folder.",
+        {"ckpt_dir": REQUIRED, "out_dir": REQUIRED, "model_parallel_size": REQUIRED},
+        ["ckpt_dir", "out_dir"],
+        "llama.cli.checkpoints:reshard",
+        ["llama reshard Meta-Llama-3-70B one-shard --model_parallel_size 1"],
+    ),
+    "convert": Command(
+        "Write Meta's layout as Hugging Face's, or Hugging Face's as Meta's, into a new folder.",
+        {"ckpt_dir": REQUIRED, "out_dir": REQUIRED},
+        ["ckpt_dir", "out_dir"],
+        "llama.cli.checkpoints:convert",
+        ["llama convert Meta-Llama-3-8B Meta-Llama-3-8B-hf"],
+    ),
+    "doctor": Command(
+        "Show what this machine offers and what stands in the way; 1 if something does.",
+        {"ckpt_dir": None, "device": None},
+        ["ckpt_dir"],
+        "llama.cli.doctor:doctor",
+        ["llama doctor", "llama doctor Meta-Llama-3-8B"],
+    ),
+}  # fmt: skip
+
+_ABOUT = """\
+usage: llama COMMAND [flags]
+
+commands (llama COMMAND --help lists the flags of one):
+{commands}
+
+Without a folder of weights, chat, complete and batch use the demo model. A flag may also be given
+as a variable: LLAMA_TEMPERATURE=0 for --temperature 0; a flag on the command line wins. Under
+torchrun, rank 0 alone prints: torchrun --nproc_per_node 8 -m llama chat DIR
+
+exit codes:
+  0    done
+  1    it failed, and the error says why; verify: not whole; batch: some lines have errors
+  2    the command line cannot be used; batch: nor its files or its model
+  130  Ctrl-C"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. Without `words`, those of the command line."""
+    chosen = sys.argv[1:] if words is None else list(words)
+    name = chosen[0] if chosen else "--help"
+    if name in ("-h", "--help", "--version"):
+        if ranks.global_rank() == 0:
+            print(f"llama {llama.__version__}" if name == "--version" else _about())
+        return 0
+    return ranks.run(
+        lambda: _run_command(name, chosen[1:]),
+        COMMANDS[name].error_code if name in COMMANDS else ranks.USAGE,
+    )
+
+
+def run_script(function: Callable[..., None]) -> None:
+    """Call a script's function with the flags that its signature names, and exit.
+
+    Each parameter is a flag of `llama.cli.flags.FLAGS`, with the default of the signature.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
+    script = Command(inspect.getdoc(function) or "", defaults)
+    program = os.path.basename(sys.argv[0])
+    sys.exit(ranks.run(lambda: function(**vars(read(program, script, sys.argv[1:], os.environ)))))
+
+
+def _about() -> str:
+    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    return _ABOUT.format(commands="\n".join(lines))
+
+
+def _run_command(name: str, words: Sequence[str]) -> int:
+    if name not in COMMANDS:
+        likely = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
+        raise UsageError(f"there is no command {name}{likely}")
+    command = COMMANDS[name]
+    options = read(f"llama {name}", command, words, os.environ)
+    module, _, function = command.function.partition(":")
+    code: int = getattr(importlib.import_module(module), function)(options)
+    return code

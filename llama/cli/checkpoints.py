@@ -1,0 +1,36 @@
+"""The commands for files of weights: verify, reshard and convert. Folders in, an exit code out.
+
+They need one process. Under torchrun the other ranks have nothing to do.
+"""
+
+import argparse
+import sys
+
+from llama.cli.ranks import global_rank
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Print a line for each file, or fail with the first fault."""
+    if global_rank() == 0:
+        from llama.checkpoint.verify import verify as check
+
+        for line in check(options.ckpt_dir):
+            print(line)
+    return 0
+
+
+def reshard(options: argparse.Namespace) -> int:
+    if global_rank() == 0:
+        from llama.checkpoint import convert as writing
+
+        size, shows = options.model_parallel_size, sys.stderr.isatty()
+        writing.reshard(options.ckpt_dir, options.out_dir, size, progress=shows)
+    return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    if global_rank() == 0:
+        from llama.checkpoint import convert as writing
+
+        writing.convert(options.ckpt_dir, options.out_dir, progress=sys.stderr.isatty())
+    return 0

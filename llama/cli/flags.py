@@ -1,0 +1,221 @@
+"""From the words of a command line, and LLAMA_* variables, to checked values.
+
+In: a `Command`, which names its flags, and the words after it. Out: an `argparse.Namespace` with a
+value for each flag. One table holds the type and the meaning of every flag of every command and
+script. It knows neither models nor torch, so that a wrong flag is found at once.
+"""
+
+import argparse
+import difflib
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+REQUIRED = object()  # the default of a flag that must be given
+
+_NAME = re.compile(r"--[a-zA-Z][\w-]*(=.*)?", re.DOTALL)
+_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+class UsageError(ValueError):
+    """The command line cannot be used: nothing was loaded or written."""
+
+
+class HelpWanted(Exception):
+    """`--help` was given; the text is the help."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The type of a flag's value, how `--help` writes the value, and what it means."""
+
+    kind: type
+    metavar: str
+    meaning: str
+    absent: str = ""  # what None stands for; a number that has it may be given as "none"
+
+
+_LENGTH = "what fits; in a chat 4096; with the demo model 512"
+
+FLAGS = {
+    "ckpt_dir": Flag(str, "DIR", "folder of the weights", "the demo model"),
+    "tokenizer_path": Flag(str, "FILE", "tokenizer file", "the one beside the weights"),
+    "in_file": Flag(str, "IN", "prompts or OpenAI batch requests, one per line"),
+    "out_file": Flag(str, "OUT", "results, one JSON record per line"),
+    "out_dir": Flag(str, "OUT", "folder to write; it must not exist yet"),
+    "prompt": Flag(str, "TEXT", "text to continue", "standard input"),
+    "prompt_file": Flag(str, "FILE", "file that holds the text to continue", "standard input"),
+    "system": Flag(str, "TEXT", "system message of the chat", "none"),
+    "temperature": Flag(float, "X", "0 takes the likeliest token; higher values vary more"),
+    "top_p": Flag(float, "P", "sample from the likeliest tokens that hold this probability"),
+    "max_gen_len": Flag(int, "N", "most tokens of one answer", "what max_seq_len leaves"),
+    "seed": Flag(int, "N", "the same seed and prompt give the same answer"),
+    "max_seq_len": Flag(int, "N", "most tokens of one prompt and its answer", _LENGTH),
+    "max_batch_size": Flag(int, "N", "sequences that run at once; more wait", "what fits"),
+    "kv_cache_memory_bytes": Flag(int, "N", "bytes of the KV cache on each rank", "what fits"),
+    "model_parallel_size": Flag(int, "N", "ranks that share one model", "all that were started"),
+    "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
+    "dtype": Flag(str, "NAME", "bf16, fp16, fp32, or int8 on the CPU", "bf16 if the device has it"),
+    "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
+    "resume": Flag(bool, "", "add the results that OUT does not have yet"),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its flags with their defaults, and those that may also be given by position.
+
+    `function` is "module:name", imported only once the flags are right. `error_code` is the exit
+    code where a command fails with an error.
+    """
+
+    summary: str
+    defaults: Mapping[str, Any]
+    positional: Sequence[str] = ()
+    function: str = ""
+    examples: Sequence[str] = field(default=())
+    error_code: int = 1
+
+
+def variable(name: str) -> str:
+    """The environment variable that stands for a flag."""
+    return f"LLAMA_{name.upper()}"
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """ ": did you mean ...?" where one of the words is like this one, else nothing."""
+    found = difflib.get_close_matches(word, words, 1)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def read(
+    program: str, command: Command, words: Sequence[str], environ: Mapping[str, str]
+) -> argparse.Namespace:
+    """The value of every flag: from the command line, else its variable, else its default.
+
+    UsageError names the flag or variable that is wrong. HelpWanted holds the text for `--help`.
+    """
+    parser = make_parser(program, command)
+    flags, rest = _split(words)
+    given, left = parser.parse_known_args([_with_underscores(word) for word in flags])
+    for word in left:
+        if word.startswith("-") and word != "-":
+            name = word.partition("=")[0]
+            likely = nearest(name, [f"--{flag}" for flag in command.defaults])
+            raise UsageError(f"there is no flag {name}{likely or '; --help lists the flags'}")
+    options = vars(given)
+    _place(options, command.positional, [*left, *rest])
+    for name, default in command.defaults.items():
+        if name not in options:
+            options[name] = _from_environment(name, environ, default)
+        if options[name] is REQUIRED:
+            raise UsageError(f"{_shown(name, command)} is missing; --help shows an example")
+    return given
+
+
+def make_parser(program: str, command: Command) -> argparse.ArgumentParser:
+    """A parser of the flags alone: words that are no flags are placed by `read`."""
+    optional = [name for name in command.positional if command.defaults[name] is not REQUIRED]
+    shown = [
+        f"[{FLAGS[name].metavar}]" if name in optional else FLAGS[name].metavar
+        for name in command.positional
+    ]
+    parser = _Parser(
+        prog=program,
+        usage=" ".join([program, *shown, "[flags]"]),
+        description=command.summary,
+        epilog="\n  ".join(["examples:", *command.examples]) if command.examples else None,
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=30
+        ),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, default in command.defaults.items():
+        _add(parser, name, default)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.replace("argument --", "--", 1))
+
+    def print_help(self, file: object = None) -> NoReturn:
+        raise HelpWanted(self.format_help())
+
+
+def _add(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
+    flag = FLAGS[name]
+    meaning = f"{flag.meaning} ({_default(flag, default)}; {variable(name)})".replace("%", "%%")
+    if flag.kind is bool:
+        parser.add_argument(f"--{name}", action="store_true", help=meaning)
+    else:
+        reader = functools.partial(_value, flag)
+        parser.add_argument(f"--{name}", type=reader, metavar=flag.metavar, help=meaning)
+
+
+def _default(flag: Flag, default: Any) -> str:
+    if default is REQUIRED:
+        return "required"
+    if default is None:
+        return f"default: {flag.absent}"
+    if flag.kind is bool:
+        return f"default: {str(default).lower()}"
+    return f"default: {default}" + (f", none: {flag.absent}" if flag.absent else "")
+
+
+def _value(flag: Flag, text: str) -> Any:
+    """From the text of a value to the value. ArgumentTypeError says what is wrong."""
+    if flag.kind is str:
+        return text  # "42" and "3.1" stay texts
+    if flag.kind is bool:
+        if text.lower() not in _BOOLS:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+        return _BOOLS[text.lower()]
+    if text.lower() == "none" and flag.absent:
+        return None
+    try:
+        return flag.kind(text)
+    except ValueError:
+        kind = "whole number" if flag.kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind}") from None
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words before a lone `--`, and those after it, which are no flags whatever they are."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def _with_underscores(word: str) -> str:
+    """`--ckpt-dir=a-b` -> `--ckpt_dir=a-b`."""
+    if not _NAME.fullmatch(word):
+        return word
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"
+
+
+def _place(options: dict[str, Any], names: Sequence[str], words: Sequence[str]) -> None:
+    """Give the words that are no flags to the positional names, in order."""
+    if len(words) > len(names):
+        raise UsageError(f"{words[len(names)]!r} is one word too many; --help shows an example")
+    for name, word in zip(names, words, strict=False):
+        if name in options:
+            raise UsageError(f"{FLAGS[name].metavar} is given twice: {word!r} and --{name}")
+        options[name] = word
+
+
+def _from_environment(name: str, environ: Mapping[str, str], default: Any) -> Any:
+    text = environ.get(variable(name), "")
+    if not text:
+        return default
+    try:
+        return _value(FLAGS[name], text)
+    except argparse.ArgumentTypeError as e:
+        raise UsageError(f"{variable(name)}: {e}") from None
+
+
+def _shown(name: str, command: Command) -> str:
+    return FLAGS[name].metavar if name in command.positional else f"--{name}"

@@ -1,0 +1,132 @@
+"""The commands that run a model: chat, complete and batch. Checked flags in, an exit code out.
+
+Standard output holds answers, and for a batch the figures; all else goes to stderr. Under torchrun
+every rank comes here, and rank 0 reads and writes for all.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama.cli.flags import UsageError
+from llama.cli.model import check_sampling, demo_dir, figures, load
+from llama.cli.ranks import global_rank, say
+
+if TYPE_CHECKING:
+    from llama.generation import Llama
+
+_CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Talk in the terminal, or answer the questions of a pipe."""
+    check_sampling(options)
+    options.max_seq_len = options.max_seq_len or (
+        _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
+    )
+    llama = load(options)
+    from llama.chat import session
+
+    session.chat(
+        llama,
+        system=options.system,
+        timeout_s=options.timeout_s,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_gen_len=options.max_gen_len,
+        seed=options.seed,
+    )
+    return 0
+
+
+def complete(options: argparse.Namespace) -> int:
+    """Continue one text; the continuation streams to stdout as it is generated."""
+    check_sampling(options)
+    prompt = b"" if global_rank() else _read_prompt(options)
+    if not options.ckpt_dir:
+        options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
+    llama = load(options)
+    parallel = llama.model.parallel
+    if parallel.data_size > 1:
+        raise ValueError(
+            f"there is one prompt for {parallel.data_size} model-parallel groups: leave "
+            "model_parallel_size out, or start fewer processes"
+        )
+    text = parallel.broadcast_bytes(prompt).decode()
+    for piece in _stream(llama, text, options):
+        if parallel.rank == 0:
+            _write(piece, alone=parallel.size == 1)
+    return 0
+
+
+def _stream(llama: "Llama", prompt: str, options: argparse.Namespace) -> Iterator[str]:
+    deltas = llama.stream_text(
+        [prompt], options.temperature, options.top_p, options.max_gen_len, seed=options.seed
+    )
+    for delta in deltas:
+        yield delta.text
+    yield "\n"
+
+
+def _read_prompt(options: argparse.Namespace) -> bytes:
+    """The prompt in UTF-8: a flag, a file or standard input, without the end of its last line."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UsageError("--prompt and --prompt_file are both given: give one of them")
+    if options.prompt is not None:
+        return options.prompt.encode()
+    if options.prompt_file is not None:
+        source, data = options.prompt_file, Path(options.prompt_file).read_bytes()
+    else:
+        if sys.stdin.isatty():
+            say("type the text to continue; Ctrl-D at the beginning of a line ends it")
+        source, data = "standard input", sys.stdin.buffer.read()
+    data = data.removesuffix(b"\n").removesuffix(b"\r")
+    try:
+        data.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{source} is not UTF-8 text: {e}") from None
+    return data
+
+
+def _write(piece: str, *, alone: bool) -> None:
+    """A piece of the answer, at once. Where nobody reads, other ranks still need this one's steps.
+
+    BrokenPipeError where this is the only rank.
+    """
+    try:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if alone:
+            raise
+
+
+def batch(options: argparse.Namespace) -> int:
+    """Answer each line of a file into another file; 1 where lines have an error instead."""
+    check_sampling(options)
+    from llama.batch.files import check_files
+    from llama.batch.job import run_batch
+
+    check_files(options.in_file, options.out_file, resume=options.resume)
+    llama = load(options)
+    try:
+        report = run_batch(
+            llama,
+            options.in_file,
+            options.out_file,
+            options.temperature,
+            options.top_p,
+            options.max_gen_len,
+            resume=options.resume,
+            model=Path(options.ckpt_dir or demo_dir()).name,
+            progress=sys.stderr.isatty(),
+        )
+    except KeyboardInterrupt:
+        say(f"stopped: what was finished is in {options.out_file}; add --resume to do the rest")
+        raise
+    if global_rank() == 0:
+        print(figures(llama), flush=True)
+    say(f"{options.out_file}: results added {report.written}, errors in it {report.failed}")
+    return 1 if report.failed else 0

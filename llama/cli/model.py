@@ -1,0 +1,87 @@
+"""From flags to a loaded `Llama`, for commands and scripts, and the line of figures at their end.
+
+It knows the demo model, which answers where no folder is given. torch is imported with the model.
+"""
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama.cli.flags import UsageError
+from llama.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llama.generation import Llama
+
+BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defaults
+    "ckpt_dir": None,
+    "tokenizer_path": None,
+    "max_seq_len": None,
+    "max_batch_size": None,
+    "kv_cache_memory_bytes": None,
+    "model_parallel_size": None,
+    "seed": 1,
+    "device": None,
+    "dtype": None,
+    "timeout_s": 600.0,
+}
+SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+DEMO_DIRS = (_PACKAGE / "data" / "demo", _PACKAGE.parent / "checkpoints" / "demo")
+
+
+def demo_dir() -> str:
+    """The folder of the demo model: in the package (a wheel), or in the checkout around it.
+
+    FileNotFoundError where this installation has neither.
+    """
+    for folder in DEMO_DIRS:
+        if (folder / "params.json").is_file():
+            return str(folder)
+    raise FileNotFoundError(
+        f"this installation has no demo model (looked for {' and '.join(map(str, DEMO_DIRS))}): "
+        "give the folder of other weights"
+    )
+
+
+def check_sampling(options: argparse.Namespace) -> None:
+    """UsageError for a flag that `SamplingParams` refuses: before minutes of loading."""
+    try:
+        SamplingParams(
+            max_tokens=options.max_gen_len,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
+    except (TypeError, ValueError) as e:
+        raise UsageError(str(e).replace("max_tokens", "max_gen_len")) from e
+
+
+def load(options: argparse.Namespace) -> "Llama":
+    """Build the model that the flags describe; what `Llama.build` prints goes to stderr."""
+    given = {name: getattr(options, name) for name in BUILD_FLAGS}
+    given["ckpt_dir"] = options.ckpt_dir or demo_dir()
+    from llama.generation import Llama
+
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
+        return Llama.build(**{name: x for name, x in given.items() if x is not None})
+
+
+def figures(llama: "Llama") -> str:
+    """Load seconds, prompt and generated tokens per second, ranks and dtype, in one line."""
+    stats, parallel = llama.engine.stats, llama.model.parallel
+    dtype = str(llama.model.norm.weight.dtype).removeprefix("torch.")
+    prompt = _rate(stats.prompt_tokens, stats.prompt_seconds)
+    generated = _rate(stats.generated_tokens, stats.generate_seconds)
+    ranks = parallel.size * parallel.data_size
+    return (
+        f"load {llama.load_seconds:.2f} s | prompt {prompt} | generated {generated} "
+        f"| ranks {ranks} | {dtype}"
+    )
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens, {tokens / seconds:.0f} tokens/s" if seconds else f"{tokens} tokens"

@@ -1,0 +1,90 @@
+"""How a command ends, alone and under torchrun: one message from rank 0, and one exit code.
+
+In: the function that does the work. Out: its exit code, once the process groups are destroyed. A
+mistake of the user's is one line on stderr; a traceback is a bug of ours.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from llama.cli.flags import HelpWanted, UsageError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+USAGE = 2
+
+_WAIT_S = 5.0  # torchrun ends the other ranks within a second of rank 0's end
+
+
+def global_rank() -> int:
+    """This process among all that torchrun started; 0 for a process alone."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return 0
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, on rank 0 alone."""
+    if global_rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def run(work: Callable[[], int | None], error_code: int = 1) -> int:
+    """Do the work and leave the process groups. The exit code: 0, `error_code`, 2 or 130."""
+    try:
+        code = work() or 0
+        sys.stdout.flush()
+        if code:
+            _let_rank_0_end()
+        return code
+    except HelpWanted as e:
+        if global_rank() == 0:
+            print(e, end="")
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader has what it wanted: `llama complete | head -c 10`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again
+        return 0
+    except UsageError as e:
+        return _fail(e, USAGE)
+    except (OSError, ValueError) as e:
+        return _fail(e, error_code)
+    except RuntimeError as e:
+        if not _is_rank_error(e):
+            raise
+        return _fail(e, error_code)
+    finally:
+        _disconnect()
+
+
+def _fail(error: Exception, code: int) -> int:
+    """Print the error once: rank 0 has had the same one, or has heard of it, and ends the job."""
+    _let_rank_0_end()
+    rank = global_rank()
+    origin = f"rank {rank}: " if rank else ""
+    print(f"{origin}error: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def _let_rank_0_end() -> None:
+    """torchrun ends all ranks when one fails: the one that prints must be the first.
+
+    A rank that outlives the wait has a failure of its own.
+    """
+    if global_rank():
+        time.sleep(_WAIT_S)
+
+
+def _is_rank_error(error: RuntimeError) -> bool:
+    parallel = sys.modules.get("llama.parallel")
+    return parallel is not None and isinstance(error, parallel.RankError)
+
+
+def _disconnect() -> None:
+    """Leave the groups, if a model was loaded: a process that only exits may abort instead."""
+    parallel = sys.modules.get("llama.parallel")
+    if parallel is not None:
+        parallel.disconnect()

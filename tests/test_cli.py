@@ -1,0 +1,425 @@
+"""The command `llama` as a shell gives it words: flags, variables, errors, exit codes, results.
+
+Most tests call `main` in this process; Llama itself, `verify` and `find` say what is right.
+"""
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import llama
+from helpers.launch import DEMO, REPO, environment
+from llama import Llama
+from llama.checkpoint.verify import verify
+from llama.cli import COMMANDS, generate, main, model, ranks, run_script
+from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
+from llama.parallel import RankError
+
+GREEDY = ["--temperature", "0", "--device", "cpu", "--dtype", "fp32"]
+PLAIN = Command("", {"temperature": 0.6, "max_gen_len": 64, "prompt": None, "resume": False})
+BATCH = COMMANDS["batch"]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch) -> None:
+    """The variables of whoever runs the tests are not those of the tests."""
+    for name in [*os.environ]:
+        if name.startswith("LLAMA_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Llama:
+    return Llama.build(str(DEMO), None, 512, 1, device="cpu", dtype="fp32")
+
+
+def values(command: Command, *words: str, **environ: str) -> Namespace:
+    return read("llama", command, words, environ)
+
+
+# --- flags ---
+
+
+def test_flags_are_read_with_their_types():
+    given = values(PLAIN, "--temperature=1", "--max_gen_len", "8", "--prompt", "42", "--resume")
+    assert vars(given) == {"temperature": 1.0, "max_gen_len": 8, "prompt": "42", "resume": True}
+    assert type(given.temperature) is float and type(given.max_gen_len) is int
+    assert vars(values(PLAIN)) == PLAIN.defaults
+
+
+def test_dashes_stand_for_underscores_in_names_only():
+    given = values(PLAIN, "--max-gen-len", "8", "--prompt=a-b --c-d")
+    assert (given.max_gen_len, given.prompt) == (8, "a-b --c-d")
+    assert values(PLAIN, "--prompt", "--c-d e").prompt == "--c-d e", "no flag has a space"
+
+
+def test_none_is_a_value_of_numbers_that_may_be_left_out():
+    assert values(PLAIN, "--max_gen_len", "None").max_gen_len is None
+    assert values(PLAIN, "--prompt", "None").prompt == "None"
+    with pytest.raises(UsageError, match="--temperature: 'none' is not a number"):
+        values(PLAIN, "--temperature", "none")
+
+
+def test_variables_stand_for_flags_and_the_command_line_wins():
+    variables = {"LLAMA_TEMPERATURE": "0.25", "LLAMA_RESUME": "yes", "LLAMA_PROMPT": "3.1"}
+    given = values(PLAIN, "--temperature", "0.5", **variables)
+    assert (given.temperature, given.resume, given.prompt) == (0.5, True, "3.1")
+    assert values(PLAIN, **variables).temperature == 0.25
+    assert values(PLAIN, LLAMA_TEMPERATURE="", LLAMA_RESUME="0").temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "told"),
+    [
+        ("LLAMA_TEMPERATURE", "hot", "LLAMA_TEMPERATURE: 'hot' is not a number"),
+        ("LLAMA_MAX_GEN_LEN", "1.5", "LLAMA_MAX_GEN_LEN: '1.5' is not a whole number"),
+        ("LLAMA_RESUME", "perhaps", "LLAMA_RESUME: 'perhaps' is neither true nor false"),
+    ],
+)
+def test_a_bad_variable_is_named(variable, text, told):
+    with pytest.raises(UsageError, match=told):
+        values(PLAIN, **{variable: text})
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--temprature", "0.5"], "there is no flag --temprature: did you mean --temperature?"),
+        (["--max-gen_length=9"], "there is no flag --max_gen_length: did you mean --max_gen_len?"),
+        (["--verbose"], "there is no flag --verbose; --help lists the flags"),
+        (["-t", "0.5"], "there is no flag -t; --help lists the flags"),
+        (["--temperature", "hot"], "--temperature: 'hot' is not a number"),
+        (["--temperature"], "--temperature: expected one argument"),
+        (["word"], "'word' is one word too many; --help shows an example"),
+    ],
+)
+def test_a_bad_flag_is_one_line(words, told):
+    with pytest.raises(UsageError) as error:
+        values(PLAIN, *words)
+    assert str(error.value) == told
+
+
+def test_words_are_placed_in_order_wherever_the_flags_are():
+    for words in ("3.1 4.0 --resume", "--resume 3.1 4.0", "3.1 --resume 4.0"):
+        given = values(BATCH, *words.split())
+        assert (given.in_file, given.out_file, given.resume) == ("3.1", "4.0", True), words
+    given = values(BATCH, "--", "--in", "--out")
+    assert (given.in_file, given.out_file) == ("--in", "--out")
+
+
+def test_a_word_is_given_once_and_not_forgotten():
+    with pytest.raises(UsageError, match="DIR is given twice: 'a' and --ckpt_dir"):
+        values(COMMANDS["chat"], "a", "--ckpt_dir", "b")
+    with pytest.raises(UsageError, match="OUT is missing"):
+        values(BATCH, "in")
+    with pytest.raises(UsageError, match="--model_parallel_size is missing"):
+        values(COMMANDS["reshard"], "a", "b")
+
+
+# --- help ---
+
+
+def test_help_lists_the_commands_and_the_exit_codes(capsys):
+    assert main([]) == main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in COMMANDS)
+    assert all(f"\n  {code} " in told for code in (0, 1, 2, 130))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_shows_every_flag_with_its_default(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # no line is broken
+    assert main([name, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for flag, default in COMMANDS[name].defaults.items():
+        (line,) = [line for line in lines if line.lstrip().startswith(f"--{flag} ")]
+        shown = {None: FLAGS[flag].absent, REQUIRED: "required", False: "false"}
+        assert FLAGS[flag].meaning in line and f"LLAMA_{flag.upper()})" in line
+        assert shown.get(default, str(default)) in line.partition(FLAGS[flag].meaning)[2]
+    examples = lines[lines.index("examples:") + 1 :]
+    assert examples and all(f"llama {name}" in example for example in examples)
+
+
+def test_every_example_of_the_help_is_a_line_that_is_understood():
+    for name, command in COMMANDS.items():
+        for example in command.examples:
+            words = shlex.split(example.partition(f"llama {name}")[2])
+            values(command, *words)
+
+
+def test_the_version_is_the_package_s(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"llama {llama.__version__}\n"
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert llama.__version__ in (project["version"], "0+unknown")
+
+
+def test_flags_are_checked_before_torch_is_imported():
+    code = """
+import sys
+from llama.cli import main
+codes = [main(["chat", "--help"]), main(["chat", "--temprature", "0"]), main(["chit"]),
+         main(["batch", "in", "out", "--top_p", "2"])]
+print(codes, "torch" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[0, 2, 2, 2] False"
+    assert done.stderr.splitlines() == [
+        "error: there is no flag --temprature: did you mean --temperature?",
+        "error: there is no command chit: did you mean chat?",
+        "error: top_p=2.0 must be a number from 0 to 1",
+    ]
+
+
+def test_the_command_that_pip_installs():
+    """[project.scripts] as the file on the PATH runs it, in a folder that is not the checkout."""
+    entry = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["llama"]
+    module, _, function = entry.partition(":")
+    code = f"import sys; from {module} import {function}; sys.exit({function}())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "verify", "--ckpt_dri", "nowhere"], cwd="/",
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: there is no flag --ckpt_dri: did you mean --ckpt_dir?\n"
+
+
+# --- commands ---
+
+
+def continuation(demo: Llama, prompt: str, most: int | None = None) -> str:
+    (answer,) = demo.text_completion([prompt], 0.0, max_gen_len=most)
+    return answer["generation"] + "\n"
+
+
+def test_complete_takes_a_prompt_a_file_or_standard_input(demo, tmp_path, monkeypatch, capfd):
+    (tmp_path / "prompt").write_text("The opposite of hot is\n")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The capital of France is\r\n")))
+    for words, prompt in (
+        (["--prompt", "42"], "42"),
+        (["--prompt_file", str(tmp_path / "prompt")], "The opposite of hot is"),
+        ([], "The capital of France is"),
+    ):
+        assert main(["complete", *words, *GREEDY, "--max_gen_len", "12"]) == 0
+        out, err = capfd.readouterr()
+        assert out == continuation(demo, prompt, 12)
+        assert err.startswith("Loaded in ") and err.count("\n") == 1
+
+
+def test_folders_with_a_number_for_a_name(demo, tmp_path, monkeypatch, capfd):
+    """3.10 is a folder, and not 3.1; likewise from a variable."""
+    monkeypatch.chdir(tmp_path)
+    Path("3.10").symlink_to(DEMO)
+    assert main(["convert", "3.10", "4.20"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert main(["verify", "4.20"]) == 0
+    assert capfd.readouterr().out.splitlines() == verify("4.20")
+    monkeypatch.setenv("LLAMA_CKPT_DIR", "4.20")
+    assert main(["complete", "--prompt", "The opposite of hot is", *GREEDY]) == 0
+    assert capfd.readouterr().out == continuation(demo, "The opposite of hot is")
+    assert main(["verify", "4.2"]) == 1
+    assert capfd.readouterr().err.startswith("error: 4.2 does not exist")
+
+
+def test_reshard_writes_what_verify_accepts(make_checkpoint, tmp_path, capfd):
+    folder = make_checkpoint()[0]
+    out = str(tmp_path / "out")
+    assert main(["reshard", str(folder), out, "--model_parallel_size", "2"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert verify(out)[-1].endswith("in 2 file(s)")
+    assert main(["reshard", str(folder), out, "--model_parallel_size", "2"]) == 1
+    assert "holds something" in capfd.readouterr().err
+
+
+def test_batch_writes_figures_to_stdout_and_ends_with_the_failed_lines(tmp_path, capfd):
+    (tmp_path / "in").write_text('{"prompt": "Once", "max_tokens": 4}\n{"prompt": 5}\n')
+    files = [str(tmp_path / "in"), str(tmp_path / "out")]
+    assert main(["batch", *files, *GREEDY]) == 1
+    out, err = capfd.readouterr()
+    assert out.startswith("load ") and out.endswith("| ranks 1 | float32\n")
+    assert err.endswith(f"{files[1]}: results added 2, errors in it 1\n")
+    assert main(["batch", *files, *GREEDY]) == 2, "files that cannot be used: 2, before any load"
+    out, err = capfd.readouterr()
+    assert err.startswith("error: ") and "add --resume" in err and not out
+
+
+def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
+    (tmp_path / "in").write_text("Once\n")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llama.batch.job.run_batch", interrupted)
+    assert main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *GREEDY]) == 130
+    assert capfd.readouterr().err.endswith("add --resume to do the rest\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["complete", "/nowhere", "--prompt", "a"], 1, "/nowhere does not exist"),
+        (["complete", "--prompt_file", "/nowhere"], 1, "No such file or directory: '/nowhere'"),
+        (["complete", "--prompt", "a", "--prompt_file", "b"], 2, "give one of them"),
+        (["complete", "--prompt", "a", "--max_gen_len", "-1"], 2, "max_gen_len=-1 must be"),
+        (["chat", "--device", "abacus"], 1, "device='abacus' is not a device"),
+        (["chat", "--seed", "-1"], 2, "seed=-1 must be"),
+        (["batch", "/nowhere", "out"], 2, "No such file or directory: '/nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line(words, code, told, capfd):
+    assert main(words) == code
+    out, err = capfd.readouterr()
+    assert not out and err.startswith("error: ") and told in err and err.count("\n") == 1
+
+
+def test_a_file_that_is_no_text(tmp_path, capfd):
+    (tmp_path / "prompt").write_bytes("Once upon a time".encode("utf-16"))
+    assert main(["complete", "--prompt_file", str(tmp_path / "prompt")]) == 1
+    assert f"{tmp_path / 'prompt'} is not UTF-8 text" in capfd.readouterr().err
+
+
+def test_the_demo_model_of_a_wheel_comes_first(tmp_path, monkeypatch):
+    assert Path(model.demo_dir()) == DEMO
+    wheel, checkout = tmp_path / "wheel", tmp_path / "checkout"
+    monkeypatch.setattr(model, "DEMO_DIRS", (wheel, checkout))
+    with pytest.raises(FileNotFoundError, match="has no demo model"):
+        model.demo_dir()
+    for folder in (checkout, wheel):
+        folder.mkdir()
+        (folder / "params.json").touch()
+        assert model.demo_dir() == str(folder)
+
+
+# --- doctor ---
+
+
+def test_doctor_reports_the_machine_and_a_checkpoint(capfd):
+    assert main(["doctor", str(DEMO), "--device", "cpu"]) == 0
+    facts = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
+    assert facts["llama"].startswith(llama.__version__)
+    assert facts["device"].startswith("cpu") and "GiB free" in facts["memory"]
+    assert {"python", "torch", "cores", "cpu", "kernels", "g++"} <= facts.keys()
+    assert facts["checkpoint"].startswith(f"{DEMO}: Meta's layout, 1 file(s)")
+    assert "dim 256, 4 layers, 8 heads over 4" in facts["model"]
+
+
+def test_doctor_sees_a_folder_that_hides_the_package(tmp_path, monkeypatch, capfd):
+    """Python puts the folder of a script, or the current one, before what is installed."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "generation.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", str(tmp_path), "--device", "abacus"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    problems = {line.split()[0]: line for line in lines if " PROBLEM: " in line}
+    assert problems.keys() == {"import", "device", "checkpoint"}
+    assert f"{tmp_path / 'llama'} hides this package" in problems["import"]
+
+
+# --- the end of a command, alone and on ranks ---
+
+
+def failing(error: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (UsageError("no"), 2, "error: no\n"),
+        (ValueError("no"), 1, "error: no\n"),
+        (RankError("rank 1 failed: no"), 1, "error: rank 1 failed: no\n"),
+    ],
+)
+def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, capfd):
+    """A process that ends with its groups alive may abort, after all its work was done."""
+    left: list[int] = []
+    monkeypatch.setattr("llama.parallel.disconnect", lambda: left.append(1))
+    assert ranks.run(failing(error)) == code
+    assert capfd.readouterr() == ("", told)
+    assert ranks.run(lambda: None) == 0 and len(left) == 2
+    with pytest.raises(RuntimeError, match="a bug"):
+        ranks.run(failing(RuntimeError("a bug")))
+    assert len(left) == 3
+
+
+def test_rank_0_alone_speaks(monkeypatch, capfd):
+    """Another rank waits for torchrun to end it, as rank 0's end does; if nothing ends it, the
+    failure is its own, and it says so."""
+    waits: list[float] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(ranks.time, "sleep", waits.append)
+    assert main(["--help"]) == main(["chat", "--help"]) == main(["--version"]) == 0
+    assert main(["doctor"]) == 0 and "llama " in capfd.readouterr().out, "RANK alone means nothing"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--help"]) == main(["chat", "--help"]) == main(["--version"]) == 0
+    assert main(["verify", str(DEMO)]) == main(["doctor"]) == 0
+    assert capfd.readouterr() == ("", "") and not waits
+    assert main(["chat", "--temprature", "0"]) == 2
+    assert capfd.readouterr().err.startswith("rank 1: error: there is no flag") and len(waits) == 1
+
+
+def test_a_reader_that_leaves_does_not_leave_the_other_ranks_alone(monkeypatch):
+    """llama complete | head -c 10: rank 0 goes on with the steps that the others wait for. A
+    process alone stops (test_conversation has that of a whole script)."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr("sys.stdout", open(write, "w"))  # noqa: SIM115
+    generate._write("a piece", alone=False)
+    with pytest.raises(BrokenPipeError):
+        generate._write("a piece", alone=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer goes there
+
+
+@pytest.mark.slow
+def test_complete_on_two_ranks(demo):
+    """Rank 0 reads standard input for both, and prints once; the groups are left in order."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        "-m", "llama", "complete", *GREEDY,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, input="The capital of France is\n", env=environment(), capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == continuation(demo, "The capital of France is")
+    assert done.stderr.count("Loaded in") == 1 and "Warning" not in done.stderr
+
+
+# --- scripts ---
+
+
+def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
+    def script(ckpt_dir: str, temperature: float = 0.6, max_gen_len: int | None = 64) -> None:
+        """What it does."""
+        print([ckpt_dir, temperature, max_gen_len])
+
+    def ended(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["folder/script.py", *words])
+        with pytest.raises(SystemExit) as stop:
+            run_script(script)
+        return stop.value.code if isinstance(stop.value.code, int) else -1
+
+    assert ended("--ckpt_dir", "3.1", "--max-gen-len", "none") == 0
+    assert capfd.readouterr().out == "['3.1', 0.6, None]\n"
+    assert ended("--temprature=1") == 2
+    assert "did you mean --temperature?" in capfd.readouterr().err
+    assert ended() == 2
+    assert capfd.readouterr().err == "error: --ckpt_dir is missing; --help shows an example\n"
+    assert ended("--help") == 0
+    told = capfd.readouterr().out
+    assert told.startswith("usage: script.py [flags]\n\nWhat it does.") and "LLAMA_CKPT_DIR" in told
