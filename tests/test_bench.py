@@ -20,26 +20,25 @@ from typing import Any
 import pytest
 import torch
 
+from bench import commands as cli
+from bench import gguf_file as bench_gguf
+from bench import report as bench_report
+from bench import run as bench_run
+from bench import shapes as bench_model
+from bench import soak as bench_soak
+from bench import worker as bench_worker
+from bench.engines import llama_cpp as bench_llama_cpp
+from bench.engines import vllm as bench_vllm
+from llama import ModelArgs
+from llama.engine.pages import PagePool
+
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO / "scripts"))
-
-import bench as cli  # noqa: E402
-import bench_gguf  # noqa: E402
-import bench_llama_cpp  # noqa: E402
-import bench_model  # noqa: E402
-import bench_report  # noqa: E402
-import bench_run  # noqa: E402
-import bench_soak  # noqa: E402
-import bench_vllm  # noqa: E402
-import bench_worker  # noqa: E402
-
-from llama import ModelArgs  # noqa: E402
-from llama.engine.pages import PagePool  # noqa: E402
 
 SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
          "multiple_of": 32}  # fmt: skip
 JOB = {
-    "params": SMALL, "dtype": "fp32", "device": "cpu", "seed": 0, "folder": None, "batch": 2,
+    "params": SMALL, "dtype": "fp32", "torch_dtype": "float32", "device": "cpu",
+    "seed": 0, "folder": None, "batch": 2,
     "longest": 64, "context": 8, "warmup": 1, "steps": 3, "repeats": 2,
     "lengths": [[5, 4], [9, 2], [3, 6]],
 }  # fmt: skip
@@ -58,7 +57,7 @@ def bench(monkeypatch, capsys):
     monkeypatch.setattr(bench_run, "matrix_rate", lambda device, dtype: 1e11)
 
     def run(*args: object) -> tuple[str, dict]:
-        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, args)])
+        monkeypatch.setattr(sys, "argv", ["bench", *map(str, args)])
         cli.main()
         printed = capsys.readouterr().out
         return printed, json.loads(printed.splitlines()[-1])
@@ -74,7 +73,7 @@ def test_latency_beside_the_peers(tmp_path):
         f"--vs transformers,llama_models --plot {plot} --out {out}"
     )
     done = subprocess.run(
-        [sys.executable, str(REPO / "scripts" / "bench.py"), *flags.split()],
+        [sys.executable, str(REPO / "scripts" / "bench"), *flags.split()],
         env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -178,7 +177,7 @@ def test_files_are_read_once_before_loading_is_timed(tmp_path, monkeypatch):
 
 
 def test_help_tells_every_flag(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "latency", "--help"])
+    monkeypatch.setattr(sys, "argv", ["bench", "latency", "--help"])
     cli.main()
     told = capsys.readouterr().out
     assert all(flag in told for flag in ("batches", "repeats", "work_dir", "threads", "plot"))
@@ -288,7 +287,7 @@ def test_int8_stands_beside_bf16(bench):
         ("ours", "int8"), ("ours_bf16", "bf16"),
     ]  # fmt: skip
     assert 0.5 < int8["floor_ms"] / bf16["floor_ms"] < 0.6
-    assert bench_run.Bench(dtype="fp32", vs="ours_bf16")._dtype("ours_bf16") == "bf16"
+    assert bench_run.Bench(dtype="fp32", vs="ours_bf16")._dtypes("ours_bf16")["dtype"] == "bf16"
     assert int8["to_ours"] == 1 and bf16["to_ours"] == bf16["step_ms"] / int8["step_ms"]
 
 

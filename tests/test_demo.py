@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo_corpus import facts
 
+from demo_model.corpus import facts
 from helpers import meta as oracle
 from helpers.launch import DEMO
 from llama import Dialog, Llama

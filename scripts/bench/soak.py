@@ -11,11 +11,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_peers import our_llama
-from bench_report import Column
-from bench_run import Bench, Row, whole
-from bench_worker import memory
-
+from bench.engines.ours import our_llama
+from bench.report import Column
+from bench.run import Bench, Row, whole
+from bench.worker import memory
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner

@@ -1,11 +1,11 @@
 """How fast it is, as a share of what this machine can do, and beside other engines.
 
-    python scripts/bench.py latency --model 1b --batches 1,8,32 --context 512,512,64
-    python scripts/bench.py latency --model 1b --vs transformers,llama_models --plot latency.svg
-    python scripts/bench.py prefill|offline|load|startup --model demo
-    python scripts/bench.py soak --minutes 20
+    python scripts/bench latency --model 1b --batches 1,8,32 --context 512,512,64
+    python scripts/bench latency --model 1b --vs transformers,llama_models --plot latency.svg
+    python scripts/bench prefill|offline|load|startup --model demo
+    python scripts/bench soak --minutes 20
 
-Flags in (every command takes those of `bench_run.Bench`), a table and one line of JSON, the last,
+Flags in (every command takes those of `run.Bench`), a table and one line of JSON, the last,
 out. A model is a shape (demo, 1b, 3b, 8b) with random weights, or a folder with weights.
 """
 
@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import fire
-from bench_model import (
+from fire.decorators import SetParseFns
+
+from bench.engines.ours import OUTSIDE_STEPS
+from bench.report import Column
+from bench.report import plot as draw
+from bench.run import Bench, Limits, Row, whole
+from bench.shapes import (
     decode_bytes,
     offline_floor,
     prefill_operations,
     random_lengths,
     step_floor,
 )
-from bench_peers import OUTSIDE_STEPS
-from bench_report import Column
-from bench_report import plot as draw
-from bench_run import Bench, Limits, Row, whole
-from bench_soak import soak
-from fire.decorators import SetParseFns
+from bench.soak import soak
 
 _TO_OURS: Column = ("to ours", "to_ours", ".2f")  # times the seconds of our engine
 _WHO: list[Column] = [("engine", "engine", ""), ("dtype", "dtype", "")]
@@ -238,11 +239,7 @@ def main() -> None:
         print(_help(commands))
         return
     try:
-        fire.Fire({command.__name__: command for command in commands}, name="bench.py")
+        fire.Fire({command.__name__: command for command in commands}, name="bench")
     except (ValueError, TypeError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

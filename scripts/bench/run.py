@@ -1,7 +1,7 @@
 """Runs the benchmark's engines, each job in a process of its own, and reports what they measured.
 
 In: the flags that all commands take, and cases. Out: rows, and on stdout the machine, its limits, a
-table and one line of JSON. What a figure means is for the command to say: see `bench.py`.
+table and one line of JSON. What a figure means is for the command to say: see `commands.py`.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gguf import write_gguf
-from bench_machine import facts, matrix_rate, read_bandwidth
-from bench_model import DTYPES, layouts, once, params_of, write_checkpoint
-from bench_peers import ENGINES
-from bench_report import Column, table
 
+from bench.engines import ENGINES
+from bench.gguf_file import write_gguf
+from bench.machine import facts, matrix_rate, read_bandwidth
+from bench.report import Column, table
+from bench.shapes import DTYPES, layouts, once, params_of, write_checkpoint
 from llama import ModelArgs
 from llama.checkpoint.find import find
 from llama.device import pick_device
 
 Row = dict[str, Any]
-_HERE = Path(__file__).resolve().parent
+_SCRIPTS = Path(__file__).resolve().parent.parent
 
 
 @dataclass(kw_only=True)
@@ -129,15 +129,17 @@ class Bench:
         told = []
         try:
             for shared, engine in itertools.product(jobs, self.pythons):
-                job = shared | {"dtype": self._dtype(engine)}
+                job = shared | self._dtypes(engine)
                 if (row := self._one(engine, job)) is not None:
                     told.append((job, row))
         except KeyboardInterrupt:  # hours of rows are still told
             self.failed["interrupted"] = "rows are missing"
         return told
 
-    def _dtype(self, engine: str) -> str:
-        return {"ours": self.dtype, "ours_bf16": "bf16"}.get(engine, self.stored)
+    def _dtypes(self, engine: str) -> Row:
+        """The dtype that an engine runs with, and torch's name of the one in the files."""
+        dtype = {"ours": self.dtype, "ours_bf16": "bf16"}.get(engine, self.stored)
+        return {"dtype": dtype, "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch.")}
 
     def _job(self, measure: str) -> Row:
         return {
@@ -176,7 +178,7 @@ class Bench:
         began = time.monotonic()  # a clock that processes share
         try:
             done = subprocess.run(
-                [self.pythons[engine], str(_HERE / "bench_worker.py"), engine],
+                [self.pythons[engine], "-m", "bench.worker", engine],
                 input=json.dumps(job), env=self._environment(engine), capture_output=True,
                 text=True, timeout=self.limit_s,
             )  # fmt: skip
@@ -195,8 +197,8 @@ class Bench:
         return {"engine": engine, **row}
 
     def _environment(self, engine: str) -> dict[str, str]:
-        """The worker finds this package where it is not installed, and has our threads."""
-        paths = [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
+        """The worker finds `bench` and `llama` where neither is installed, and has our threads."""
+        paths = [str(_SCRIPTS), str(_SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
         venv = Path(self.pythons[engine]).parent.parent
         return {
             **os.environ,
