@@ -1,13 +1,13 @@
-"""A checkpoint as llama.cpp reads it: one GGUF file, of the weights as they are and no vocabulary.
+"""A checkpoint as llama.cpp reads it: one GGUF file with the weights as they are, no vocabulary.
 
-In: a folder that `llama.checkpoint.find` understands, and a dtype. Out: a file of GGUF version 3,
-complete or not there at all. Memory holds one tensor. The format is that of ggml's docs/gguf.md.
+In: a folder that `llama.checkpoint.find` understands, and a dtype. Out: a file, complete or absent.
+It is written by `gguf`, llama.cpp's own package, which also knows the tensors' names. Memory holds
+one tensor.
 """
 
-import struct
 from pathlib import Path
-from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,73 +16,66 @@ from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.weights import Weights
 from llama.ops.rope import scale_frequencies
 
-_ALIGNMENT = 32  # bytes: where tensors begin, unless a file says otherwise
-_UINT32, _FLOAT32, _STRING = 4, 6, 8  # types of metadata
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}  # of tensors
-_NAMES = {
-    "tok_embeddings.weight": "token_embd.weight",
-    "norm.weight": "output_norm.weight",
-    "output.weight": "output.weight",
-    "attention.wq.weight": "attn_q.weight",
-    "attention.wk.weight": "attn_k.weight",
-    "attention.wv.weight": "attn_v.weight",
-    "attention.wo.weight": "attn_output.weight",
-    "attention_norm.weight": "attn_norm.weight",
-    "feed_forward.w1.weight": "ffn_gate.weight",
-    "feed_forward.w2.weight": "ffn_down.weight",
-    "feed_forward.w3.weight": "ffn_up.weight",
-    "ffn_norm.weight": "ffn_norm.weight",
+try:
+    import gguf
+except ImportError as e:
+    raise ImportError("GGUF files are written by llama.cpp's package: pip install gguf") from e
+
+_TYPES = {
+    torch.float32: gguf.GGMLQuantizationType.F32,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
 }
 
 
 def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
-    """Rows of wq and wk stay in Meta's order: GGUF's llama turns neighbours, as Meta's does."""
+    """Write all matrices in `dtype` and the norms in float32, which llama.cpp asks for.
+
+    Rows of wq and wk stay in Meta's order: GGUF's llama rotates neighbours, as Meta's does.
+    """
     weights, args = Weights(found), found.params
-    names = {name: gguf_name(name) for name in weights.shapes}
-    if "output.weight" in names and weights.are_equal("output.weight", "tok_embeddings.weight"):
-        del names["output.weight"]  # where there is none, llama.cpp takes the embedding
-    extra = {} if args.rope_factor is None else {"rope_freqs.weight": rope_divisors(args)}
-    infos = {
-        to: (weights.shapes[of], _map_file(weights.shapes[of], dtype)) for of, to in names.items()
-    }
-    infos |= {name: (tensor.shape, tensor.dtype) for name, tensor in extra.items()}
+    dtypes = {name: torch.float32 if len(shape) == 1 else dtype
+              for name, shape in weights.shapes.items()}  # fmt: skip
+    if "output.weight" in dtypes and weights.are_equal("output.weight", "tok_embeddings.weight"):
+        del dtypes["output.weight"]  # llama.cpp then takes the embedding
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".partial")
-    with draft.open("wb") as file:
-        file.write(_header(metadata(args), infos))
-        for of, to in names.items():
-            whole = torch.empty(infos[to][0], dtype=infos[to][1])
-            weights.copy(of, whole, 0, 1)
-            _write_tensor(file, whole)
-        for tensor in extra.values():
-            _write_tensor(file, tensor)
+    writer = gguf.GGUFWriter(draft, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
+    _add_metadata(writer, args)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, args.n_layers)
+    for name, wanted in dtypes.items():
+        to = names.get_name(name, try_suffixes=(".weight",))
+        assert to is not None, name
+        _add_tensor(writer, to, weights.shapes[name], wanted)
+    divisors = None if args.rope_factor is None else rope_divisors(args)
+    if divisors is not None:
+        _add_tensor(writer, "rope_freqs.weight", divisors.shape, divisors.dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, wanted in dtypes.items():
+        whole = torch.empty(weights.shapes[name], dtype=wanted)
+        weights.copy(name, whole, 0, 1)
+        writer.write_tensor_data(_bytes(whole))
+    if divisors is not None:
+        writer.write_tensor_data(_bytes(divisors))
+    writer.close()
     draft.replace(path)
 
 
-def gguf_name(name: str) -> str:
-    """layers.3.attention.wq.weight -> blk.3.attn_q.weight"""
-    if not name.startswith("layers."):
-        return _NAMES[name]
-    _, layer, part = name.split(".", 2)
-    return f"blk.{layer}.{_NAMES[part]}"
-
-
-def metadata(args: ModelArgs) -> dict[str, int | float | str]:
+def _add_metadata(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
     """What llama.cpp asks of a model of the architecture "llama" whose tokens are ids only."""
-    return {
-        "general.architecture": "llama",
-        "llama.context_length": args.longest_context,
-        "llama.embedding_length": args.dim,
-        "llama.block_count": args.n_layers,
-        "llama.feed_forward_length": args.ffn_dim,
-        "llama.attention.head_count": args.n_heads,
-        "llama.attention.head_count_kv": args.kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": float(args.norm_eps),
-        "llama.rope.dimension_count": args.head_dim,
-        "llama.rope.freq_base": float(args.rope_theta),
-        "llama.vocab_size": args.vocab_size,
-        "tokenizer.ggml.model": "no_vocab",
-    }
+    writer.add_context_length(args.longest_context)
+    writer.add_embedding_length(args.dim)
+    writer.add_block_count(args.n_layers)
+    writer.add_feed_forward_length(args.ffn_dim)
+    writer.add_head_count(args.n_heads)
+    writer.add_head_count_kv(args.kv_heads)
+    writer.add_layer_norm_rms_eps(float(args.norm_eps))
+    writer.add_rope_dimension_count(args.head_dim)
+    writer.add_rope_freq_base(float(args.rope_theta))
+    writer.add_vocab_size(args.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
 
 
 def rope_divisors(args: ModelArgs) -> Tensor:
@@ -93,42 +86,11 @@ def rope_divisors(args: ModelArgs) -> Tensor:
     return frequencies / scale_frequencies(frequencies, args.rope_factor)
 
 
-def _map_file(shape: torch.Size, dtype: torch.dtype) -> torch.dtype:
-    """Norms are float32 in every GGUF: llama.cpp multiplies by nothing else."""
-    return torch.float32 if len(shape) == 1 else dtype
+def _add_tensor(writer: gguf.GGUFWriter, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+    # numpy has no bfloat16: the type of the file is given beside a numpy type, which is not used.
+    size = shape.numel() * dtype.itemsize
+    writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=_TYPES[dtype])
 
 
-def _header(told: dict[str, Any], infos: dict[str, tuple[torch.Size, torch.dtype]]) -> bytes:
-    """All before the first tensor: counts, metadata, and where each tensor lies."""
-    parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(infos), len(told))]
-    parts += [_string(key) + _value(value) for key, value in told.items()]
-    offset = 0
-    for name, (shape, dtype) in infos.items():
-        sizes = tuple(reversed(shape))  # the one that changes fastest comes first
-        place = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, _TYPES[dtype], offset)
-        parts.append(_string(name) + place)
-        offset += _aligned(shape.numel() * dtype.itemsize)
-    header = b"".join(parts)
-    return header.ljust(_aligned(len(header)), b"\0")
-
-
-def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    file.write(data.data)
-    file.write(bytes(_aligned(len(data)) - len(data)))
-
-
-def _value(value: int | float | str) -> bytes:
-    if isinstance(value, str):
-        return struct.pack("<I", _STRING) + _string(value)
-    if isinstance(value, float):
-        return struct.pack("<If", _FLOAT32, value)
-    return struct.pack("<II", _UINT32, value)
-
-
-def _string(text: str) -> bytes:
-    return struct.pack("<Q", len(text.encode())) + text.encode()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy()

@@ -56,8 +56,8 @@ def soak(
     rows: list[Row] = []
     began = time.monotonic()
     while len(rows) < 2 or rows[-1]["second"] < 60 * minutes:
-        told = traffic.sample(time.monotonic() + sample_s)
-        rows.append({"second": time.monotonic() - began, **told})
+        sample = traffic.sample(time.monotonic() + sample_s)
+        rows.append({"second": time.monotonic() - began, **sample})
         print(f"... {rows[-1]}", file=sys.stderr, flush=True)
     note_growth(rows, 60 * minutes)
     bench.failed |= faults(rows, growth_mb)
@@ -74,12 +74,12 @@ def note_growth(rows: list[Row], seconds: float) -> None:
 def faults(rows: list[Row], growth_mb: float) -> dict[str, str]:
     """What is wrong with the samples of a run."""
     grown, lost = rows[-1]["growth_mb"], max(row["pages"] for row in rows)
-    told = {}
+    problems = {}
     if grown > growth_mb:
-        told["memory"] = f"it grew by {grown:.1f} MB after the first third, over {growth_mb}"
+        problems["memory"] = f"it grew by {grown:.1f} MB after the first third, over {growth_mb}"
     if lost:
-        told["pages"] = f"{lost} were in use when nothing ran"
-    return told
+        problems["pages"] = f"{lost} were in use when nothing ran"
+    return problems
 
 
 @dataclass

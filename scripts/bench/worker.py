@@ -46,15 +46,15 @@ def latency(engine: Engine, job: Job) -> Row:
     engine.finish()
     prompts = random_prompts(lengths, job, job["seed"])
     first, ids = seconds_of(partial(engine.start, prompts))
-    told = [ids[0]]
+    first_ids = [ids[0]]
     steps = []
     for _ in range(job["warmup"] + job["steps"]):
         seconds, ids = seconds_of(engine.step)
         assert len(ids) == job["batch"], "a sequence ended early"
         steps.append(seconds)
-        told.append(ids[0])
-    row = {"first": first, "steps": steps[job["warmup"] :], "ids": told[:8]}
-    return row | ({"outside": engine.outside()} if isinstance(engine, Ours) else {})
+        first_ids.append(ids[0])
+    row = {"first": first, "steps": steps[job["warmup"] :], "ids": first_ids[:8]}
+    return row | ({"host": engine.host_overhead()} if isinstance(engine, Ours) else {})
 
 
 def prefill(engine: Engine, job: Job) -> Row:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-OUTSIDE_STEPS = 8  # how many are run again, with the model's share timed apart
+HOST_STEPS = 8  # how many are run again, with the model's forward timed apart
 
 
 class Ours:
@@ -51,8 +51,8 @@ class Ours:
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
-    def outside(self) -> float:
-        """Seconds of a step that are not the model's: schedule, pack, sample, decode, book."""
+    def host_overhead(self) -> float:
+        """Median seconds of a step outside the model: scheduling, packing, sampling, decoding."""
         from bench.machine import wait_for
 
         model, spent = self.llama.model, 0.0
@@ -72,7 +72,7 @@ class Ours:
         for name in ("hidden_states", "logits"):
             setattr(model, name, timed(getattr(model, name)))
         seconds = []
-        for _ in range(OUTSIDE_STEPS):
+        for _ in range(HOST_STEPS):
             spent, began = 0.0, time.perf_counter()
             self.step()
             seconds.append(time.perf_counter() - began - spent)
