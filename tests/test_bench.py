@@ -58,15 +58,11 @@ def test_latency_beside_a_peer(tmp_path):
     plot, out = tmp_path / "latency.svg", tmp_path / "latency.txt"
     command = (
         "latency --model demo --dtype fp32 --batches 1 --context 16 --steps 6 --warmup 1 "
-        f"--vs transformers,llama_cpp:{tmp_path} --plot {plot} --out {out}"
+        f"--vs transformers,vllm:{tmp_path} --plot {plot} --out {out}"
     )
-    if importlib.util.find_spec("gguf") is None:
-        command = command.replace(f"llama_cpp:{tmp_path}", f"vllm:{tmp_path}")
-    variables = environment()
-    del variables["PYTHONPATH"]  # the command finds its own package
     done = subprocess.run(
         [sys.executable, str(REPO / "scripts" / "bench"), *command.split()],
-        env=variables | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True,
+        env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
@@ -211,19 +207,22 @@ def test_gguf_is_read_by_others(tmp_path):
     """transformers, which undoes GGUF's order of wq and wk, finds the weights of our converter."""
     pytest.importorskip("gguf", reason="gguf is not installed")
     from transformers import LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     from bench.gguf_file import write_gguf
 
     meta = shapes.write_checkpoint(tmp_path / "meta", SMALL, torch.float32)
     folders = shapes.layouts(find(meta), tmp_path)
     write_gguf(find(meta), tmp_path / "model.gguf", torch.float32)
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype="float32")
-    ours = LlamaForCausalLM.from_pretrained(folders["hf"], dtype="float32")
-    found, wanted = theirs.state_dict(), ours.state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert theirs.config.rope_parameters["rope_theta"] == 10000.0 * 50
-    assert theirs.config.rms_norm_eps == pytest.approx(1e-5)
+    model = LlamaForCausalLM.from_pretrained(folders["hf"], dtype="float32")
+    found = load_gguf_checkpoint(
+        str(tmp_path / "model.gguf"), return_tensors=True, model_to_load=model
+    )
+    wanted = model.state_dict()
+    assert found["tensors"].keys() == wanted.keys()
+    assert all(torch.equal(found["tensors"][name], wanted[name]) for name in wanted)
+    assert found["config"]["num_key_value_heads"] == 2 and found["config"]["vocab_size"] == 512
+    assert found["config"]["intermediate_size"] == 192 and found["config"]["hidden_size"] == 64
 
 
 def test_gguf_of_a_tied_model_with_scaled_rope(tmp_path):
@@ -257,17 +256,18 @@ def test_soak_passes(bench):
 
 
 def test_soak_sees_leaks(bench, monkeypatch, capsys):
+    """Each sample leaves 32 MB behind, and the first one a page."""
     kept: list[bytes] = []
-    end, release = soak.Traffic._end, PagePool.release
+    sample, release = soak.Traffic.sample, PagePool.release
 
-    def keep(self: Any, output: Any) -> None:
-        kept.append(os.urandom(2**22))
-        end(self, output)
+    def keep(self: soak.Traffic, until: float) -> dict[str, Any]:
+        kept.append(os.urandom(2**25))
+        return sample(self, until)
 
     def lose(self: PagePool, pages: list[int]) -> None:
-        release(self, pages if kept else pages[1:])
+        release(self, pages if len(kept) > 1 else pages[1:])
 
-    monkeypatch.setattr(soak.Traffic, "_end", keep)
+    monkeypatch.setattr(soak.Traffic, "sample", keep)
     monkeypatch.setattr(PagePool, "release", lose)
     with pytest.raises(SystemExit) as ended:
         bench(SOAK)

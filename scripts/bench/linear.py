@@ -108,7 +108,7 @@ def _torch_linear(m: int, n: int, k: int) -> Kernel:
 
 def _onednn_packed(m: int, n: int, k: int) -> Kernel:
     """oneDNN with the weight reordered once, as torch's Inductor uses it."""
-    weight = torch.ops.mkldnn._reorder_linear_weight(_weight(n, k).to_mkldnn(), m)
+    weight = torch.ops.mkldnn._reorder_linear_weight(_weight(n, k), m)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
