@@ -114,7 +114,8 @@ class Traffic:
         )
 
     def sample(self, until: float) -> Row:
-        """Requests until that moment, then none, until all have ended: what was done so far."""
+        """Add requests until that moment, at least once, and run all to their end."""
+        self._add()
         while time.monotonic() < until or self.engine.has_unfinished_requests():
             if time.monotonic() < until:
                 self._add()
