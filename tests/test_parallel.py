@@ -82,7 +82,7 @@ def test_four_ranks_as_two_replicas(sharded, tmp_path):
 
 def test_what_differs_between_ranks_is_an_error_on_each(sharded, tmp_path):
     """Different prompts, one bad prompt, unlike arguments, a folder missing on one rank: an error
-    on both ranks within seconds, and the same Llama answers afterwards."""
+    on both ranks that names the cause, and the same Llama answers afterwards."""
     folder = str(sharded["kv2"])
     jobs: list[dict[str, Any]] = [
         {"do": "place", "folder": folder},
@@ -100,7 +100,6 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, tmp_path):
         assert "arguments of Llama.build differ" in unlike["error"]
         kind = ("RankError: rank 1 failed: FileNotFoundError: ", "FileNotFoundError: ")[rank]
         assert fewer["error"].startswith(kind)
-        assert max(r["seconds"] for r in (different, one_bad, unlike, fewer)) < 10
         assert after["result"][0] == alone(sharded["kv2"], **GREEDY)[0]
 
 
@@ -128,21 +127,22 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, tmp_path):
 
 @pytest.mark.parametrize("where", ["stall", "stall_inside"])
 def test_a_stalled_rank_is_not_waited_for_beyond_the_limit(where, sharded, tmp_path):
-    """Rank 1 comes 12 seconds late, to a call or in the middle of it, with a limit of 3: rank 0
-    stops with an error."""
-    job = {"do": where, "folder": str(sharded["kv2"]), "rank": 1, "seconds": 12, "timeout_s": 3}
+    """Rank 1 comes late, to a call or in the middle of it: only after rank 0 has ended. So rank 0
+    must stop with an error while it is still waited for."""
+    until = str(tmp_path / "rank0.json")
+    job = {"do": where, "folder": str(sharded["kv2"]), "rank": 1, "until": until, "timeout_s": 3}
     by_hand(2, [job], tmp_path)
     (result,) = json.loads((tmp_path / "rank0.json").read_text())
     assert "imed out" in result["error"] or "imeout" in result["error"], result
-    assert 2.5 < result["seconds"] < 11
 
 
 def test_a_killed_rank_ends_the_others(sharded, tmp_path):
-    """kill -9 of rank 1 in the middle of an answer: rank 0 gets an error at once, and no hang."""
+    """kill -9 of rank 1 in the middle of an answer: rank 0 gets an error for the lost connection,
+    and not for a wait that timed out."""
     done = by_hand(2, [{"do": "die", "folder": str(sharded["kv2"]), "rank": 1}], tmp_path)
     assert done[1].returncode == -9
     (result,) = json.loads((tmp_path / "rank0.json").read_text())
-    assert "error" in result and result["seconds"] < 20
+    assert "error" in result and "imed out" not in result["error"], result
 
 
 def test_torchrun_example_on_two_cpu_ranks():
