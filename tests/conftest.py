@@ -9,6 +9,7 @@ import torch
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
+from helpers.launch import DEMO
 from llama import Llama
 from llama.ops.cpu import native
 
@@ -52,6 +53,30 @@ def checkpoint_dir(make_checkpoint) -> tuple[Path, dict, dict]:
 def shared_llama(checkpoint_dir) -> Llama:
     """One float32 model on the CPU for many tests; none of them may change it."""
     return Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def demo() -> Llama:
+    """The demo model, float32 on the CPU, for many tests; none of them may change it."""
+    return Llama.build(str(DEMO), None, 384, 64, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU"),
+            ],
+        ),
+    ],
+)
+def device(request) -> torch.device:
+    """The CPU, and a CUDA GPU where there is one."""
+    return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,11 @@ def build(folder: str, size: int | None = None, timeout_s: float = 60.0, **kwarg
     return loaded[folder]
 
 
+def forget() -> None:
+    """The next job loads its model anew."""
+    loaded.clear()
+
+
 def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> list:
     tokens, logprobs = build(folder, size).generate(prompts, **kwargs)
     return [tokens, logprobs]
