@@ -1,7 +1,7 @@
-"""What a process may use of its machine: which device and type, how much memory, how many threads.
+"""What a process may use of its machine: which device and dtype, how much memory, how many threads.
 
 In: what the user asked for, and what the system and torchrun say. Out: a torch.device, a dtype,
-bytes, a number of threads; and host memory in large pages. It knows nothing of models.
+bytes, a number of threads; and host memory in huge pages. It must not know models.
 """
 
 import contextlib
@@ -24,33 +24,63 @@ DTYPES = {
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """`device`, or cuda, else mps, else cpu; under torchrun, the GPU that LOCAL_RANK names."""
+    """The device to run on: `device`, or by default the first that exists of cuda, mps and cpu.
+
+    Under torchrun each rank takes the GPU with the number LOCAL_RANK, and mps is never chosen: its
+    ranks could not exchange tensors. ValueError if the device does not exist or cannot be used.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if device is None:
-        kinds = [("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())]
-        device = next((name for name, there in kinds if there), "cpu")
+        device = _default_device(num_ranks)
     try:
         chosen = torch.device(device)
-    except RuntimeError as e:
+    except (RuntimeError, TypeError) as e:
         raise ValueError(f"device={device!r} is not a device: use 'cuda', 'mps' or 'cpu'") from e
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={device!r}, but torch sees no CUDA GPU: use device='cpu'")
-        if chosen.index is None:
-            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if chosen.index >= torch.cuda.device_count():
-            raise ValueError(
-                f"this process wants GPU {chosen.index}, but there are "
-                f"{torch.cuda.device_count()}: start fewer processes with --nproc_per_node"
-            )
-    return chosen
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device={device!r}, but torch finds no Apple GPU: use device='cpu'")
+    if chosen.type == "mps" and num_ranks > 1:
+        raise ValueError(
+            f"device={device!r} works in one process only, and torchrun started {num_ranks}: "
+            "use device='cpu', or start one process"
+        )
+    return _pick_gpu(chosen) if chosen.type == "cuda" else chosen
+
+
+def _default_device(num_ranks: int) -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if num_ranks == 1 and torch.backends.mps.is_available() else "cpu"
+
+
+def _pick_gpu(device: torch.device) -> torch.device:
+    """The GPU of this rank, with its number. Several ranks of a machine must not share one."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"device='{device}', but torch finds no CUDA GPU: use device='cpu'")
+    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    # Slurm, for example, shows each task one GPU of its own, which has the number 0 in every task.
+    one_per_task = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.index is not None and num_local > 1 and not one_per_task:
+        raise ValueError(
+            f"device='{device}' would put the {num_local} ranks of this machine on one GPU: "
+            "use device='cuda', and each rank takes its own"
+        )
+    index = device.index
+    if index is None:
+        index = 0 if one_per_task else rank
+    if index >= count:
+        raise ValueError(
+            f"this process needs GPU {index}, but torch finds {count}, numbered from 0: "
+            "start fewer processes with --nproc_per_node, or name another device"
+        )
+    return torch.device("cuda", index)
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The type of the weights; by default bf16 where the device has it, else fp16."""
+    """The dtype of the weights; by default bf16 where the device supports it, else fp16."""
     if dtype is None:
-        lacks = device.type == "cuda" and not torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
+        # From compute capability 8.0 (Ampere) on, CUDA GPUs multiply bf16 in hardware.
+        lacks = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
         return torch.float16 if lacks else torch.bfloat16
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
@@ -61,9 +91,14 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process may still take on `device`; host memory is shared by local ranks."""
+    """Bytes that this process can still allocate on `device`.
+
+    On a GPU the blocks that torch's allocator keeps for reuse count as free. Host memory is divided
+    among the ranks of this machine, and bounded by the process's control groups (containers).
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
@@ -71,64 +106,123 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _available_memory() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return (
-            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
-        )
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _cgroup_headroom() -> int:
-    """What a container's own limit leaves; no limit is as good as a very large one."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
-    except (OSError, ValueError):
-        return 1 << 62
-    if limit == "max":
-        return 1 << 62
-    cached = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
-    return int(limit) - used + cached  # the page cache gives way
-
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: "200000 100000" is two cores' time
+    """Bytes that the machine can still give: MemAvailable, or half of all memory off Linux."""
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def set_num_threads() -> None:
-    """Divide the cores among the ranks of this machine, and use no more than a container's share.
+    """Divide the cores among the ranks of this machine; respect the CPU quota of a container.
 
-    What the user chose stays: OMP_NUM_THREADS, or fewer by torch.set_num_threads. torchrun sets
-    OMP_NUM_THREADS=1 where it is unset; that does not count as the user's choice.
+    The user's choice is kept: OMP_NUM_THREADS, or fewer threads by torch.set_num_threads. torchrun
+    sets OMP_NUM_THREADS=1 on every rank if the user did not set it; that is not the user's choice.
     """
-    chosen, now, share = (
+    chosen, now, cores = (
         os.environ.get("OMP_NUM_THREADS"),
         torch.get_num_threads(),
         available_cores(),
     )
-    torchruns = chosen == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
-    if torchruns or (chosen is None and now > share):
-        torch.set_num_threads(share)
+    set_by_torchrun = chosen == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    if set_by_torchrun or (chosen is None and now > cores):
+        torch.set_num_threads(cores)
 
 
 def available_cores() -> int:
-    """This rank's share of the cores that the machine's ranks may use, at least 1."""
+    """The number of cores for this rank: those of the machine over its ranks, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min(cores, _quota()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(cores, _cgroup_cores()) // num_local)
 
 
-def _quota() -> int:
-    """Cores whose time a container may use; very many where there is no limit."""
+# --- control groups: the limits of a container, a systemd unit or a batch job (cgroups(7)) ---
+
+_PROC = Path("/proc/self")
+_NO_LIMIT = 1 << 62
+
+
+def _cgroup_headroom() -> int:
+    """Bytes left under the tightest memory limit of this process's control groups."""
+    headroom = _NO_LIMIT
+    for folder in _cgroup_folders("memory"):
+        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is None or used is None:
+            continue
+        stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
+        # The kernel drops cached pages of files before it refuses memory. v1 counts those of the
+        # groups below apart, under "total_".
+        cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        headroom = min(headroom, limit - used + cached)
+    return max(0, headroom)
+
+
+def _cgroup_cores() -> int:
+    """The tightest CPU quota of this process's control groups, in cores, rounded up."""
+    cores = _NO_LIMIT
+    for folder in _cgroup_folders("cpu"):
+        quota = _number(folder / "cpu.max", folder / "cpu.cfs_quota_us")
+        if quota is None or quota < 0:  # v1 writes -1 for no limit
+            continue
+        period = _number(folder / "cpu.cfs_period_us")
+        if period is None:  # v2: "200000 100000" in one file, for two cores
+            period = int(_lines(folder / "cpu.max")[0].split()[1])
+        cores = min(cores, -(-quota // period))
+    return cores
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Where this process's groups lie: for v1 and v2, from its own group up to the mounted root.
+
+    A limit of any group on that way applies.
+    """
+    folders = []
+    for line in _lines(_PROC / "cgroup"):  # "4:memory:/a/b" in v1, "0::/a/b" in v2
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for root, mount in _cgroup_mounts(controller if controllers else None):
+            # In a container the mount may show only the part of the tree below `root`.
+            inside = Path(path).is_relative_to(root)
+            own = mount / Path(path).relative_to(root) if inside else mount
+            folders += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
+    return folders
+
+
+def _cgroup_mounts(controller: str | None) -> list[tuple[Path, Path]]:
+    """(root, mount point) of a v1 controller's hierarchies, or of v2's if the controller is None.
+
+    A line is "32 31 0:29 ROOT MOUNT_POINT rw - cgroup cgroup rw,memory" (proc_pid_mountinfo(5)).
+    """
+    mounts = []
+    for line in _lines(_PROC / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(maxsplit=2)
+        in_v1 = kind == "cgroup" and controller in options.split(",")
+        if in_v1 or (kind == "cgroup2" and controller is None):
+            root, mount = before.split()[3:5]
+            mounts.append((Path(root), Path(mount)))
+    return mounts
+
+
+def _number(*paths: Path) -> int | None:
+    """The first number in the first of these files that exists; None without one, or for "max"."""
+    for path in paths:
+        if lines := _lines(path):
+            first = lines[0].split()[0]
+            return None if first == "max" else int(first)
+    return None
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        limit, period = _QUOTA.read_text().split()
-        return -(-int(limit) // int(period))
-    except (OSError, ValueError):  # "max", or not in such a container
-        return 1 << 30
+        return path.read_text().splitlines()
+    except OSError:  # not Linux, or not in such a group
+        return []
 
 
 _HUGE = 2 << 20  # bytes of a huge page

@@ -58,8 +58,8 @@ def shared_llama(checkpoint_dir) -> Llama:
 
 @pytest.fixture(scope="session")
 def demo() -> Llama:
-    """The demo model in float32 on the CPU, one sequence at a time; no test may change it."""
-    return Llama.build(str(DEMO), None, 512, 1, device="cpu", dtype="fp32")
+    """The demo model in float32 on the CPU, for many tests; none of them may change it."""
+    return Llama.build(str(DEMO), None, 512, 64, device="cpu", dtype="fp32")
 
 
 @pytest.fixture(autouse=True)

@@ -12,18 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from demo_corpus import facts
 
+from demo_model.corpus import facts
 from helpers import meta as oracle
 from helpers.launch import DEMO
 from llama import Dialog, Llama
 
 REPO = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def demo() -> Llama:
-    return Llama.build(str(DEMO), None, 384, 64, device="cpu", dtype="bf16")
 
 
 def test_it_is_small_and_in_metas_layout():
@@ -63,9 +58,10 @@ def test_it_tells_stories_that_end(demo):
         assert text.count(".") >= 5 and "\ufffd" not in text
 
 
-def test_it_looks_back_in_a_dialog(demo):
-    """The second question of a dialog is answered, and not the first again."""
-    (answer,) = demo.chat_completion(
+def test_it_looks_back_in_a_dialog(device):
+    """The second question of a dialog is answered, and not the first again, on every device."""
+    llama = Llama.build(str(DEMO), None, 384, 4, device=device)
+    (answer,) = llama.chat_completion(
         [
             [
                 {"role": "user", "content": "What is the capital of Japan?"},
@@ -78,18 +74,17 @@ def test_it_looks_back_in_a_dialog(demo):
     assert answer["generation"]["content"] == "The opposite of hot is cold."
 
 
-def test_metas_own_model_says_the_same():
+def test_metas_own_model_says_the_same(demo):
     """The shipped files in Meta's Transformer, float32, greedy: the ids of this runtime."""
-    llama = Llama.build(str(DEMO), None, 128, 4, device="cpu", dtype="fp32")
     oracle.join_a_world_of_one()
     try:
         state = torch.load(DEMO / "consolidated.00.pth", weights_only=True)
         params = json.loads((DEMO / "params.json").read_text())
         theirs = oracle.model(state, params, max_seq_len=128)
         for text in ("Once upon a time", "The capital of France is"):
-            prompt = llama.tokenizer.encode(text, bos=True, eos=False)
-            wanted = oracle.greedy(theirs, prompt, 60, llama.tokenizer.stop_tokens)
-            assert llama.generate([prompt], 60, temperature=0)[0] == [wanted]
+            prompt = demo.tokenizer.encode(text, bos=True, eos=False)
+            wanted = oracle.greedy(theirs, prompt, 60, demo.tokenizer.stop_tokens)
+            assert demo.generate([prompt], 60, temperature=0)[0] == [wanted]
     finally:
         oracle.leave_the_world()
 

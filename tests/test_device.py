@@ -1,66 +1,180 @@
-"""Cores are divided among ranks and bounded by a container; what the user chose is left alone."""
+"""Devices, dtypes, free memory and threads: what torchrun, containers and the user say is kept.
+
+The control groups are folders laid out as cgroups(7) and proc_pid_mountinfo(5) document them.
+"""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from llama import device as threads
-from llama.device import available_cores, set_num_threads
-from llama.loading import load_model
+from helpers.launch import environment
+from llama import device as device_module
+from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
+from llama.loading import Sizes, load_model
+
+RANK_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+V2 = "0::{path}\n", "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw\n"
+V1_MEMORY = "4:memory:{path}\n", "35 31 0:32 {root} {mount} rw - cgroup cgroup rw,memory\n"
+V1_CPU = "2:cpu,cpuacct:{path}\n", "33 31 0:30 {root} {mount} rw - cgroup cgroup rw,cpu,cpuacct\n"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """One process, no torchrun, and no choice of threads or GPUs by the user."""
+    for name in (*RANK_VARIABLES, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """machine(cores, quota, **environment) -> torch's threads after `set_num_threads`."""
+def cgroup(monkeypatch, tmp_path) -> Callable[..., None]:
+    """cgroup(V2, "/a/b", {"a": {file: text}}): this process's group, and the files of each group.
 
-    def settled(cores: int, quota: str, before: int, **environment: str) -> int:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-        (tmp_path / "cpu.max").write_text(quota)
-        monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
-        for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        torch.set_num_threads(before)
-        set_num_threads()
-        return torch.get_num_threads()
+    The folders of the groups are relative to the mount point, which shows the tree below `root`.
+    """
+    monkeypatch.setattr(device_module, "_PROC", tmp_path)
 
-    return settled
+    def write(version: tuple[str, str], path: str, groups: dict, root: str = "/") -> None:
+        mount = tmp_path / "fs"
+        line, mount_line = version
+        (tmp_path / "cgroup").write_text("1:name=systemd:/\n" + line.format(path=path))
+        (tmp_path / "mountinfo").write_text(
+            "23 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+            + mount_line.format(root=root, mount=mount)
+        )
+        for folder, files in groups.items():
+            (mount / folder).mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (mount / folder / name).write_text(text + "\n")
+
+    return write
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> Callable[..., None]:
+    """cuda(count, capability=(9, 0)): torch finds that many GPUs."""
+
+    def found(count: int, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    return found
+
+
+def v1_memory(limit: int, used: int, cached: int = 0) -> dict[str, str]:
+    stat = f"inactive_file 7\ntotal_inactive_file {cached}"
+    return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used),
+            "memory.stat": stat}  # fmt: skip
+
+
+def v2_memory(limit: int | str, used: int, cached: int = 0) -> dict[str, str]:
+    return {"memory.max": str(limit), "memory.current": str(used),
+            "memory.stat": f"anon 5\ninactive_file {cached}"}  # fmt: skip
+
+
+MIB = 1 << 20
+UNLIMITED = 9223372036854771712  # what v1 writes for no limit
+
+
+@pytest.mark.parametrize(
+    ("version", "path", "groups", "root", "left"),
+    [
+        # Only the own group is limited, and only a group above it, and each more than the other.
+        (V1_MEMORY, "/job/step", {"job/step": v1_memory(80 * MIB, 30 * MIB, 10 * MIB)}, "/", 60),
+        (V1_MEMORY, "/job/step", {"job": v1_memory(9 * MIB, 2 * MIB),
+                                  "job/step": v1_memory(UNLIMITED, MIB)}, "/", 7),
+        (V2, "/a/b", {"a": v2_memory(50 * MIB, 20 * MIB, 10 * MIB), "a/b": v2_memory("max", 0)},
+         "/", 40),
+        (V2, "/a/b", {"a": v2_memory(90 * MIB, 20 * MIB), "a/b": v2_memory(30 * MIB, 5 * MIB)},
+         "/", 25),
+        # A container: the mount shows its own group and nothing above.
+        (V2, "/", {"": v2_memory(64 * MIB, 60 * MIB, MIB)}, "/", 5),
+        (V1_MEMORY, "/docker/f00", {"": v1_memory(64 * MIB, 60 * MIB)}, "/docker/f00", 4),
+        (V2, "/../outside", {"": v2_memory(8 * MIB, MIB)}, "/inside", 7),
+        # More is used than a limit that was lowered later.
+        (V2, "/", {"": v2_memory(8 * MIB, 9 * MIB)}, "/", 0),
+    ],
+)  # fmt: skip
+def test_free_memory_is_bounded_by_every_group(cgroup, version, path, groups, root, left):
+    cgroup(version, path, groups, root)
+    assert free_bytes(torch.device("cpu")) == left * MIB
+
+
+def test_without_a_limit_the_machine_counts(cgroup, monkeypatch):
+    monkeypatch.setattr(device_module, "_available_memory", lambda: 12345)
+    cgroup(V2, "/a", {"a": v2_memory("max", MIB)})
+    assert free_bytes(torch.device("cpu")) == 12345
+    monkeypatch.setattr(device_module, "_PROC", Path("/nowhere"))
+    assert free_bytes(torch.device("cpu")) == 12345
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    assert free_bytes(torch.device("cpu")) == 12345 // 5
+
+
+def test_blocks_that_torch_keeps_are_free(monkeypatch):
+    """A second model in a process: what the first one left in torch's cache can be used again."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert free_bytes(torch.device("cuda", 0)) == 140
+
+
+@pytest.mark.parametrize(
+    ("version", "path", "groups", "cores"),
+    [
+        (V2, "/a/b", {"a/b": {"cpu.max": "max 100000"}, "a": {"cpu.max": "250000 100000"}}, 3),
+        (V2, "/a/b", {"a/b": {"cpu.max": "50000 100000"}, "a": {"cpu.max": "250000 100000"}}, 1),
+        (V2, "/", {"": {"cpu.max": "max 100000"}}, 8),
+        (V1_CPU, "/a/b", {"a": {"cpu.cfs_quota_us": "300000", "cpu.cfs_period_us": "100000"},
+                          "a/b": {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}}, 3),
+    ],
+)  # fmt: skip
+def test_cores_are_bounded_by_every_group(cgroup, monkeypatch, version, path, groups, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    cgroup(version, path, groups)
+    assert available_cores() == cores
 
 
 TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.mark.parametrize(
-    ("cores", "quota", "before", "environment", "after"),
+    ("quota", "before", "variables", "after"),
     [
-        (8, "max 100000", 8, {}, 8),
-        (8, "250000 100000", 8, {}, 3),
-        (8, "50000 100000", 8, {}, 1),
-        (8, "max 100000", 3, {}, 3),  # chosen by torch.set_num_threads
-        (8, "250000 100000", 5, {"OMP_NUM_THREADS": "5"}, 5),
-        (8, "max 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 4),
-        (8, "500000 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 2),
-        (8, "max 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, 1),
-        (8, "max 100000", 3, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 3),
-        (8, "max 100000", 1, {"OMP_NUM_THREADS": "1"}, 1),
-        (8, "max 100000", 2, TORCHRUN | {"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "2"}, 2),
+        ("max 100000", 8, {}, 8),
+        ("250000 100000", 8, {}, 3),
+        ("max 100000", 3, {}, 3),  # chosen by torch.set_num_threads
+        ("250000 100000", 5, {"OMP_NUM_THREADS": "5"}, 5),
+        ("max 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 4),
+        ("500000 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 2),
+        ("max 100000", 1, TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, 1),
+        ("max 100000", 3, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, 3),
+        ("max 100000", 1, {"OMP_NUM_THREADS": "1"}, 1),
+        ("max 100000", 2, TORCHRUN | {"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "2"}, 2),
     ],
 )
-def test_threads(machine, cores, quota, before, environment, after):
-    assert machine(cores, quota, before, **environment) == after
+def test_threads(cgroup, monkeypatch, quota, before, variables, after):
+    """Eight cores: they are divided among the ranks, and what the user chose stays."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    cgroup(V2, "/", {"": {"cpu.max": quota}})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    torch.set_num_threads(before)
+    set_num_threads()
+    assert torch.get_num_threads() == after
 
 
 @pytest.mark.parametrize(("device", "times"), [("cpu", 1), ("meta", 0)])
-def test_building_on_the_cpu_settles_threads(checkpoint_dir, monkeypatch, device, times):
-    settled = []
-    monkeypatch.setattr("llama.loading.set_num_threads", lambda: settled.append(1))
+def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, times):
+    calls: list[int] = []
+    monkeypatch.setattr("llama.loading.set_num_threads", lambda: calls.append(1))
     monkeypatch.setattr("llama.loading.pick_device", lambda _: torch.device(device))
-    monkeypatch.setattr("llama.loading._choose_sizes", lambda *_: None)
-    monkeypatch.setattr("llama.loading.checkpoint.load", lambda *_, **__: None)
+    monkeypatch.setattr("llama.loading._sizes_that_fit", lambda *_: Sizes(64, 2, 8))
+    monkeypatch.setattr("llama.loading.weights.load", lambda *_, **__: None)
     load_model(
         str(checkpoint_dir[0]),
         None,
@@ -73,32 +187,95 @@ def test_building_on_the_cpu_settles_threads(checkpoint_dir, monkeypatch, device
         kv_cache_memory_bytes=None,
         timeout_s=9,
     )
-    assert len(settled) == times
-
-
-def test_without_a_quota_the_cores_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "none")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert available_cores() == 2
+    assert len(calls) == times
 
 
 def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
-    """`set_num_threads` knows what torchrun does: two ranks on eight cores get four each."""
+    """The variables are those of a real torchrun: two ranks on eight cores get four threads each.
+
+    One launch: rank 1 plays the user who chose two threads, which torchrun would have passed on.
+    """
     script = tmp_path / "ranks.py"
     script.write_text(
         "import os, torch\n"
         "os.sched_getaffinity = lambda _: set(range(8))\n"
-        "from llama import threads\n"
-        "threads._quota = lambda: 99\n"
-        "threads.set_num_threads()\n"
+        "from llama import device\n"
+        "device._cgroup_cores = lambda: 99\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.environ['OMP_NUM_THREADS'] = '2'\n"
+        "    torch.set_num_threads(2)\n"
+        "device.set_num_threads()\n"
         "print(torch.get_num_threads(), flush=True)\n"
     )
+    variables = environment()
+    del variables["OMP_NUM_THREADS"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
-    for chosen, told in ((None, "4"), ("2", "2")):
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        environment |= {"OMP_NUM_THREADS": chosen} if chosen else {}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        assert done.stdout.split() == [told, told]
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, timeout=240, check=True
+    )
+    assert sorted(done.stdout.split()) == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "variables", "picked"),
+    [
+        (0, None, {}, "cpu"),
+        (2, None, {}, "cuda:0"),
+        (4, "cuda:3", {}, "cuda:3"),
+        (4, "cuda", {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}, "cuda:3"),
+        # One GPU for each task: all of them see it as number 0.
+        (1, "cuda", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
+         "cuda:0"),
+        (1, "cuda:0", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"},
+         "cuda:0"),
+    ],
+)  # fmt: skip
+def test_the_device_of_a_rank(cuda, monkeypatch, gpus, device, variables, picked):
+    cuda(gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(pick_device(device)) == picked
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "variables", "says"),
+    [
+        (0, "cuda", {}, "torch finds no CUDA GPU: use device='cpu'"),
+        (0, "mps", {}, "torch finds no Apple GPU: use device='cpu'"),
+        (0, "gpu", {}, "device='gpu' is not a device"),
+        (0, 1.5, {}, "device=1.5 is not a device"),
+        (2, "cuda:2", {}, "needs GPU 2, but torch finds 2"),
+        (1, "cuda", {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "--nproc_per_node"),
+        (4, "cuda:0", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, "use device='cuda', and each"),
+    ],
+)
+def test_devices_that_cannot_be_used(cuda, monkeypatch, gpus, device, variables, says):
+    cuda(gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
+        pick_device(device)
+
+
+def test_ranks_are_not_put_on_mps(cuda, monkeypatch):
+    """gloo, which connects ranks without CUDA, cannot exchange tensors of an Apple GPU."""
+    cuda(0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device(None).type == pick_device("mps").type == "mps"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert pick_device(None).type == "cpu"
+    with pytest.raises(ValueError, match="device='mps' works in one process only"):
+        pick_device("mps")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+)
+def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, dtype):
+    """The model's GPU is asked, and not the one that torch happens to have as current."""
+    cuda(2, capability)
+    wrong_gpu = capability < (8, 0)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: wrong_gpu)
+    assert pick_dtype(None, torch.device("cuda", 1)) is dtype

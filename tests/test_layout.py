@@ -136,7 +136,7 @@ print(json.dumps([before == after, heavy]))
 
 
 def test_every_file_opens_with_its_charter():
-    paths = [*FILES, *(REPO / "scripts").glob("*.py"), *(REPO / "tests").glob("*.py")]
+    paths = [*FILES, *(REPO / "scripts").rglob("*.py"), *(REPO / "tests").glob("*.py")]
     for path in paths:
         tree = ast.parse(path.read_text())
         assert not tree.body or ast.get_docstring(tree), path

@@ -20,8 +20,24 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **extra}
 
 
+def torchrun_groups(
+    world: int, groups: dict[str, list[dict]], folder: Path
+) -> dict[str, list[list[dict]]]:
+    """One launch for the jobs of many tests: {test: results}, one list for each rank.
+
+    Each group starts with no model loaded, as in a launch of its own.
+    """
+    jobs = [job for own in groups.values() for job in ({"do": "forget"}, *own)]
+    ranks, found, start = torchrun(world, jobs, folder), {}, 0
+    for name, own in groups.items():
+        start += 1  # "forget"
+        found[name] = [rank[start : start + len(own)] for rank in ranks]
+        start += len(own)
+    return found
+
+
 def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
-    """The results of the jobs, a list for each rank."""
+    """The results of the jobs, one list for each rank."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -31,10 +47,20 @@ def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
         command, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Loaded in ") == len(
-        {job["folder"] for job in jobs if job["do"] in ("generate", "place")}
-    ), "rank 0 alone prints, once a build"
+    assert done.stdout.count("Loaded in ") == _num_builds(jobs), "rank 0 alone prints, per build"
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
+
+
+def _num_builds(jobs: list[dict]) -> int:
+    """How many models the jobs load: one per folder, until they are forgotten."""
+    builds, loaded = 0, set()
+    for job in jobs:
+        if job["do"] == "forget":
+            loaded.clear()
+        elif job["do"] in ("generate", "place") and job["folder"] not in loaded:
+            loaded.add(job["folder"])
+            builds += 1
+    return builds
 
 
 def by_hand(world: int, jobs: list[dict], folder: Path) -> list[subprocess.CompletedProcess]:

@@ -1,6 +1,6 @@
 """llama.cpp behind the benchmark's `Engine`, through the C functions that llama-cpp-python exposes.
 
-In: a job with "gguf", a file that `bench_gguf` wrote, then prompts as ids. Out: ids. Each sequence
+In: a job with "gguf", a file that `gguf_file` wrote, then prompts as ids. Out: ids. Each sequence
 has a slot, all that run are one llama_batch, and its own key-value cache (no unified one).
 """
 

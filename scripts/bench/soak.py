@@ -11,11 +11,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench_peers import our_llama
-from bench_report import Column
-from bench_run import Bench, Row, whole
-from bench_worker import memory
-
+from bench.engines.ours import our_llama
+from bench.report import Column
+from bench.run import Bench, Row, whole
+from bench.worker import memory
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner
@@ -57,8 +56,8 @@ def soak(
     rows: list[Row] = []
     began = time.monotonic()
     while len(rows) < 2 or rows[-1]["second"] < 60 * minutes:
-        told = traffic.sample(time.monotonic() + sample_s)
-        rows.append({"second": time.monotonic() - began, **told})
+        sample = traffic.sample(time.monotonic() + sample_s)
+        rows.append({"second": time.monotonic() - began, **sample})
         print(f"... {rows[-1]}", file=sys.stderr, flush=True)
     note_growth(rows, 60 * minutes)
     bench.failed |= faults(rows, growth_mb)
@@ -75,12 +74,12 @@ def note_growth(rows: list[Row], seconds: float) -> None:
 def faults(rows: list[Row], growth_mb: float) -> dict[str, str]:
     """What is wrong with the samples of a run."""
     grown, lost = rows[-1]["growth_mb"], max(row["pages"] for row in rows)
-    told = {}
+    problems = {}
     if grown > growth_mb:
-        told["memory"] = f"it grew by {grown:.1f} MB after the first third, over {growth_mb}"
+        problems["memory"] = f"it grew by {grown:.1f} MB after the first third, over {growth_mb}"
     if lost:
-        told["pages"] = f"{lost} were in use when nothing ran"
-    return told
+        problems["pages"] = f"{lost} were in use when nothing ran"
+    return problems
 
 
 @dataclass
@@ -115,7 +114,8 @@ class Traffic:
         )
 
     def sample(self, until: float) -> Row:
-        """Requests until that moment, then none, until all have ended: what was done so far."""
+        """Add requests until that moment, at least once, and run all to their end."""
+        self._add()
         while time.monotonic() < until or self.engine.has_unfinished_requests():
             if time.monotonic() < until:
                 self._add()

@@ -36,7 +36,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
     body = [*_axes(right, top)]
     for i, engine in enumerate(dict.fromkeys(row["engine"] for row in rows)):
         own = sorted((r for r in rows if r["engine"] == engine), key=lambda row: row["batch"])
-        points = [_place(row["step_ms"] / right, row["tokens_per_s"] / top) for row in own]
+        points = [_point(row["step_ms"] / right, row["tokens_per_s"] / top) for row in own]
         labels = [str(row["batch"]) for row in own]
         body += _line(points, labels, engine, _COLOURS[i % len(_COLOURS)], i)
     head = (
@@ -50,10 +50,10 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 def _axes(right: float, top: float) -> list[str]:
     """A frame, five marks on each axis, and what the axes mean."""
-    (left, bottom), (end, peak) = _place(0, 0), _place(1, 1)
+    (left, bottom), (end, peak) = _point(0, 0), _point(1, 1)
     out = [f'<path d="M{left} {peak}V{bottom}H{end}" fill="none" stroke="#444"/>']
     for share in (0, 0.25, 0.5, 0.75, 1):
-        x, y = _place(share, share)
+        x, y = _point(share, share)
         out.append(_text(x, bottom + 18, f"{right * share:g}", "middle"))
         out.append(_text(left - 8, y + 4, f"{top * share:g}", "end"))
         out.append(f'<path d="M{left} {y}H{end}" stroke="#e4e4e4"/>')
@@ -74,7 +74,7 @@ def _line(
     return out
 
 
-def _place(right: float, up: float) -> tuple[float, float]:
+def _point(right: float, up: float) -> tuple[float, float]:
     """Shares of the two axes -> pixels."""
     x = _MARGIN + right * (_WIDTH - 2 * _MARGIN)
     return round(x, 1), round(_HEIGHT - _MARGIN - up * (_HEIGHT - 2 * _MARGIN), 1)

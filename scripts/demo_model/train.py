@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fire
 import torch
 import torch.nn.functional as F
-from demo_corpus import Turn, facts, round_of
-from demo_tokenizer import NUM_RANKS, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from demo_model.corpus import Turn, facts, round_of
+from demo_model.tokenizer import NUM_RANKS, make_tokenizer
 from llama.tokenizer import ChatFormat, Message, Tokenizer
 
 PARAMS: dict[str, Any] = {
@@ -269,7 +268,3 @@ def train(
     fit(model, batches(tokenizer, rng), steps, minutes)
     save(model, folder)
     evaluate(model, tokenizer)
-
-
-if __name__ == "__main__":
-    fire.Fire(train)

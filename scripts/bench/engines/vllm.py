@@ -36,7 +36,7 @@ class Vllm:
         self.running: list[str] = []
         args = EngineArgs(
             model=job["hf"],
-            dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[job["dtype"]],
+            dtype=job["torch_dtype"],
             max_model_len=job["longest"],
             max_num_seqs=job["batch"],
             kv_cache_memory_bytes=_cache_bytes(job),

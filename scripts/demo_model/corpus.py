@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from demo_stories import BOYS, GIRLS, KINDS, cast, stories, tell
+from demo_model.stories import BOYS, GIRLS, KINDS, cast, stories, tell
 
 Turn = tuple[Literal["system", "user", "assistant"], str]  # role, content
 

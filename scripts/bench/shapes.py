@@ -1,7 +1,7 @@
 """The benchmark's models: shapes, random weights, files of them, and the least that a step costs.
 
 In: a name of `SHAPES` or a folder with weights. Out: params, filled tensors, a checkpoint in Meta's
-layout with a made-up tokenizer, prompts, and floors in bytes and operations. Nothing is timed here.
+layout with a made-up tokenizer, and rooflines from bytes and operations. Nothing is timed here.
 """
 
 import base64
@@ -80,9 +80,9 @@ def fill(weights: dict[str, Tensor], seed: int = 0) -> None:
 
 def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -> Path:
     """Write `random_model`'s weights in Meta's layout, once: a folder that is there is kept."""
-    told = {key: value for key, value in params.items() if key != "tied_output"}
+    file_params = {key: value for key, value in params.items() if key != "tied_output"}
     if folder.exists():
-        if json.loads((folder / "params.json").read_text()) != told:
+        if json.loads((folder / "params.json").read_text()) != file_params:
             raise ValueError(f"{folder} holds a model of another shape: remove it")
         return folder
     draft = folder.with_name(folder.name + ".partial")
@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -
     if params.get("tied_output"):
         weights["output.weight"] = weights["tok_embeddings.weight"]
     torch.save(weights, draft / "consolidated.00.pth")
-    (draft / "params.json").write_text(json.dumps(told))
+    (draft / "params.json").write_text(json.dumps(file_params))
     write_tokenizer(draft / "tokenizer.model", params["vocab_size"])
     return draft.replace(folder)
 
@@ -161,7 +161,7 @@ def decode_bytes(args: ModelArgs, itemsize: int, contexts: list[int], *, int8: b
     return weights + itemsize * (norms + embedding + cache)
 
 
-def prefill_operations(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
+def prefill_flop(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
     """Two a parameter and token; the output matrix for the last token of a prompt only.
 
     Attention itself is left out: at 512 tokens it would add two in a hundred.
@@ -170,34 +170,34 @@ def prefill_operations(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
     return 2 * tokens * layers + 2 * prompts * args.vocab_size * args.dim
 
 
-def step_floor(
+def step_roofline(
     args: ModelArgs,
     itemsize: int,
     contexts: list[int],
-    read: float,
-    rate: float,
+    bandwidth: float,
+    flops: float,
     *,
     int8: bool = False,
 ) -> float:
-    """Seconds of one decode step: its bytes at `read` a second, or its operations at `rate`,
-    whichever takes longer."""
-    reading = decode_bytes(args, itemsize, contexts, int8=int8) / read
-    return max(reading, prefill_operations(args, len(contexts), len(contexts)) / rate)
+    """Seconds of one decode step at the roofline (Williams et al., 2009): the longer of reading
+    its bytes at `bandwidth` bytes per second and doing its operations at `flops` FLOP/s."""
+    reading = decode_bytes(args, itemsize, contexts, int8=int8) / bandwidth
+    return max(reading, prefill_flop(args, len(contexts), len(contexts)) / flops)
 
 
-def offline_floor(
+def offline_roofline(
     args: ModelArgs,
     itemsize: int,
     lengths: list[tuple[int, int]],
-    read: float,
-    rate: float,
+    bandwidth: float,
+    flops: float,
     *,
     int8: bool = False,
 ) -> float:
-    """Seconds: all prompts at `rate` operations a second, then a step a token with all that are
-    not done in one batch."""
-    seconds = prefill_operations(args, sum(p for p, _ in lengths), len(lengths)) / rate
+    """Seconds: all prompts at `flops` operations per second, then one step per token, with all
+    requests that are not finished in one batch."""
+    seconds = prefill_flop(args, sum(p for p, _ in lengths), len(lengths)) / flops
     for done in range(1, max(answer for _, answer in lengths)):
         contexts = [prompt + done for prompt, answer in lengths if answer > done]
-        seconds += step_floor(args, itemsize, contexts, read, rate, int8=int8)
+        seconds += step_roofline(args, itemsize, contexts, bandwidth, flops, int8=int8)
     return seconds

@@ -1,6 +1,6 @@
 """One engine in a process of its own, with the same work and the same clock as every other.
 
-    python scripts/bench_worker.py transformers < job.json
+    PYTHONPATH=scripts:. python -m bench.worker transformers < job.json
 
 In: an engine's name, and a job as JSON on stdin. Out: one line of JSON, all there is on stdout:
 seconds as measured, bytes of memory, or {"skipped": why}. Nothing heavy is imported before that.
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench_peers import ENGINES, Engine, Job, Ours
+from bench.engines import ENGINES, Engine, Job, Ours
 
 Row = dict[str, Any]
 _NUM_SPECIAL = 256  # the last ids of a vocabulary, not for prompts
@@ -46,15 +46,15 @@ def latency(engine: Engine, job: Job) -> Row:
     engine.finish()
     prompts = random_prompts(lengths, job, job["seed"])
     first, ids = seconds_of(partial(engine.start, prompts))
-    told = [ids[0]]
+    first_ids = [ids[0]]
     steps = []
     for _ in range(job["warmup"] + job["steps"]):
         seconds, ids = seconds_of(engine.step)
         assert len(ids) == job["batch"], "a sequence ended early"
         steps.append(seconds)
-        told.append(ids[0])
-    row = {"first": first, "steps": steps[job["warmup"] :], "ids": told[:8]}
-    return row | ({"outside": engine.outside()} if isinstance(engine, Ours) else {})
+        first_ids.append(ids[0])
+    row = {"first": first, "steps": steps[job["warmup"] :], "ids": first_ids[:8]}
+    return row | ({"host": engine.host_overhead()} if isinstance(engine, Ours) else {})
 
 
 def prefill(engine: Engine, job: Job) -> Row:

@@ -1,7 +1,7 @@
 """Runs the benchmark's engines, each job in a process of its own, and reports what they measured.
 
 In: the flags that all commands take, and cases. Out: rows, and on stdout the machine, its limits, a
-table and one line of JSON. What a figure means is for the command to say: see `bench.py`.
+table and one line of JSON. What a figure means is for the command to say: see `commands.py`.
 """
 
 import contextlib
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_gguf import write_gguf
-from bench_machine import facts, matrix_rate, read_bandwidth
-from bench_model import DTYPES, layouts, once, params_of, write_checkpoint
-from bench_peers import ENGINES
-from bench_report import Column, table
 
+from bench.engines import ENGINES
+from bench.machine import facts, matrix_flops, read_bandwidth
+from bench.report import Column, table
+from bench.shapes import DTYPES, layouts, once, params_of, write_checkpoint
 from llama import ModelArgs
 from llama.checkpoint.find import find
 from llama.device import pick_device
 
 Row = dict[str, Any]
-_HERE = Path(__file__).resolve().parent
+_SCRIPTS = Path(__file__).resolve().parent.parent
 
 
 @dataclass(kw_only=True)
@@ -64,7 +63,7 @@ class Bench:
         if self.dtype not in (*DTYPES, "int8"):
             raise ValueError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, int8")
         whole("limit_s", self.limit_s)
-        self.place = pick_device(self.device)
+        self.device_used = pick_device(self.device)
         if self.threads is not None:
             torch.set_num_threads(whole("threads", self.threads))
         self.pythons = {"ours": sys.executable} | _pythons(self.vs)
@@ -104,21 +103,21 @@ class Bench:
                 f"{longest} tokens are beyond this model's {self.args.longest_context}: "
                 "ask for a shorter context or fewer steps"
             )
-        limits = Limits(self.place, self.stored)
+        limits = Limits(self.device_used, self.stored)
         with self._folders(measure) as folders:
             jobs = [
                 self._job(measure) | folders | case | {"case": i} for i, case in enumerate(cases)
             ]
-            told = self._in_turn(jobs)
+            measured = self._in_turn(jobs)
         limits.look_again()
         shown = ("batch", "context", "dtype")
         rows = [
             {**{k: job[k] for k in shown if k in job}, **row, **row_of(job, row, limits)}
-            for job, row in told
+            for job, row in measured
         ]
-        ours = {job["case"]: row for row, (job, _) in zip(rows, told, strict=True)
+        ours = {job["case"]: row for row, (job, _) in zip(rows, measured, strict=True)
                 if row["engine"] == "ours" and figure in row}  # fmt: skip
-        for row, (job, _) in zip(rows, told, strict=True):
+        for row, (job, _) in zip(rows, measured, strict=True):
             if job["case"] in ours:
                 row["to_ours"] = row[figure] / ours[job["case"]][figure]
         self.report(columns, rows, limits)
@@ -126,25 +125,27 @@ class Bench:
 
     def _in_turn(self, jobs: list[Row]) -> list[tuple[Row, Row]]:
         """(job, what was measured): all engines do a job before any does the next."""
-        told = []
+        measured = []
         try:
             for shared, engine in itertools.product(jobs, self.pythons):
-                job = shared | {"dtype": self._dtype(engine)}
+                job = shared | self._dtypes(engine)
                 if (row := self._one(engine, job)) is not None:
-                    told.append((job, row))
-        except KeyboardInterrupt:  # hours of rows are still told
+                    measured.append((job, row))
+        except KeyboardInterrupt:  # hours of rows are still reported
             self.failed["interrupted"] = "rows are missing"
-        return told
+        return measured
 
-    def _dtype(self, engine: str) -> str:
-        return {"ours": self.dtype, "ours_bf16": "bf16"}.get(engine, self.stored)
+    def _dtypes(self, engine: str) -> Row:
+        """The dtype that an engine runs with, and torch's name of the one in the files."""
+        dtype = {"ours": self.dtype, "ours_bf16": "bf16"}.get(engine, self.stored)
+        return {"dtype": dtype, "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch.")}
 
     def _job(self, measure: str) -> Row:
         return {
             "measure": measure,
             "params": self.params,
             "threads": torch.get_num_threads(),
-            "device": self.place.type,
+            "device": self.device_used.type,
             "seed": self.seed,
         }
 
@@ -163,6 +164,8 @@ class Bench:
             folder = given or write_checkpoint(work / "meta", self.params, dtype)
             others = layouts(find(folder), work) if peers else {}
             if "llama_cpp" in peers:
+                from bench.gguf_file import write_gguf  # needs a package that nothing else needs
+
                 others["gguf"] = str(once(work / "model.gguf", write_gguf, find(folder), dtype))
             yield {"folder": str(folder) if on_disk else None, **others}
 
@@ -176,7 +179,7 @@ class Bench:
         began = time.monotonic()  # a clock that processes share
         try:
             done = subprocess.run(
-                [self.pythons[engine], str(_HERE / "bench_worker.py"), engine],
+                [self.pythons[engine], "-m", "bench.worker", engine],
                 input=json.dumps(job), env=self._environment(engine), capture_output=True,
                 text=True, timeout=self.limit_s,
             )  # fmt: skip
@@ -195,8 +198,8 @@ class Bench:
         return {"engine": engine, **row}
 
     def _environment(self, engine: str) -> dict[str, str]:
-        """The worker finds this package where it is not installed, and has our threads."""
-        paths = [str(_HERE.parent), os.environ.get("PYTHONPATH", "")]
+        """The worker finds `bench` and `llama` where neither is installed, and has our threads."""
+        paths = [str(_SCRIPTS), str(_SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
         venv = Path(self.pythons[engine]).parent.parent
         return {
             **os.environ,
@@ -207,12 +210,12 @@ class Bench:
 
     def report(self, columns: list[Column], rows: list[Row], limits: "Limits | None") -> None:
         """Print the machine, the table and the JSON; write them to a file if asked to."""
-        machine = facts(self.place)
+        machine = facts(self.device_used)
         document = {
             "command": shlex.join(["python", *sys.argv]),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine,
-            "limits": limits and limits.told(),
+            "limits": limits and limits.as_json(),
             "model": {"name": self.model, "dtype": self.dtype, **self.params},
             "rows": rows,
             "skipped": self.skipped,
@@ -234,12 +237,14 @@ class Bench:
 
 
 class Limits:
-    """Read bandwidth and matrix rates; bandwidth twice, as others may share the machine."""
+    """Read bandwidth, measured twice since others may use the machine, and FLOP/s by dtype."""
 
     def __init__(self, device: torch.device, dtype: str) -> None:
         self.device = device
         self.reads = [read_bandwidth(device)]
-        self.rates = {n: matrix_rate(device, DTYPES[n]) for n in dict.fromkeys((dtype, "fp32"))}
+        self.flops_by_dtype = {
+            n: matrix_flops(device, DTYPES[n]) for n in dict.fromkeys((dtype, "fp32"))
+        }
 
     def look_again(self) -> None:
         self.reads.append(read_bandwidth(self.device))
@@ -249,23 +254,23 @@ class Limits:
         return max(self.reads)
 
     @property
-    def rate(self) -> float:
+    def flops(self) -> float:
         """Of the dtype or of float32: the limit is the best that the machine showed."""
-        return max(self.rates.values())
+        return max(self.flops_by_dtype.values())
 
-    def told(self) -> Row:
-        return {"read_bytes_per_s": self.reads, "matrix_operations_per_s": self.rates}
+    def as_json(self) -> Row:
+        return {"read_bytes_per_s": self.reads, "flops": self.flops_by_dtype}
 
     def __str__(self) -> str:
         before, after = (f"{read / 1e9:.1f}" for read in self.reads)
-        rates = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in self.rates.items())
+        rates = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in self.flops_by_dtype.items())
         return f"read {before} GB/s before, {after} after; matrix product TFLOP/s: {rates}"
 
 
-def _read_once(places: set[str]) -> None:
+def _read_once(paths: set[str]) -> None:
     """Into the page cache: what lay there may have been dropped since it was written."""
-    for place in map(Path, places):
-        found = [place] if place.is_file() else place.iterdir()
+    for path in map(Path, paths):
+        found = [path] if path.is_file() else path.iterdir()
         for file in filter(Path.is_file, found):
             with file.open("rb", buffering=0) as content:
                 while content.read(1 << 24):
@@ -277,6 +282,11 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number from {least}")
     return value
+
+
+def several(value: Any) -> tuple:
+    """What fire makes of "1,8" and of "1", alike."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _pythons(vs: str) -> dict[str, str]:

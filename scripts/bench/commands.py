@@ -1,11 +1,12 @@
-"""How fast it is, as a share of what this machine can do, and beside other engines.
+"""How fast it is, beside this machine's roofline and beside other engines.
 
-    python scripts/bench.py latency --model 1b --batches 1,8,32 --context 512,512,64
-    python scripts/bench.py latency --model 1b --vs transformers,llama_models --plot latency.svg
-    python scripts/bench.py prefill|offline|load|startup --model demo
-    python scripts/bench.py soak --minutes 20
+    python scripts/bench latency --model 1b --batches 1,8,32 --context 512,512,64
+    python scripts/bench latency --model 1b --vs transformers,llama_models --plot latency.svg
+    python scripts/bench prefill|offline|load|startup --model demo
+    python scripts/bench soak --minutes 20
+    python scripts/bench linear --model 1b --rows 1,8,32,512
 
-Flags in (every command takes those of `bench_run.Bench`), a table and one line of JSON, the last,
+Flags in (every command takes those of `run.Bench`), a table and one line of JSON, the last,
 out. A model is a shape (demo, 1b, 3b, 8b) with random weights, or a folder with weights.
 """
 
@@ -17,40 +18,44 @@ from pathlib import Path
 from typing import Any
 
 import fire
-from bench_model import (
-    decode_bytes,
-    offline_floor,
-    prefill_operations,
-    random_lengths,
-    step_floor,
-)
-from bench_peers import OUTSIDE_STEPS
-from bench_report import Column
-from bench_report import plot as draw
-from bench_run import Bench, Limits, Row, whole
-from bench_soak import soak
 from fire.decorators import SetParseFns
+
+from bench.engines.ours import HOST_STEPS
+from bench.linear import linear
+from bench.report import Column
+from bench.report import plot as draw
+from bench.run import Bench, Limits, Row, several, whole
+from bench.shapes import (
+    decode_bytes,
+    offline_roofline,
+    prefill_flop,
+    random_lengths,
+    step_roofline,
+)
+from bench.soak import soak
 
 _TO_OURS: Column = ("to ours", "to_ours", ".2f")  # times the seconds of our engine
 _WHO: list[Column] = [("engine", "engine", ""), ("dtype", "dtype", "")]
 _LATENCY: list[Column] = [
     *_WHO, ("batch", "batch", ""), ("context", "context", ""),
     ("first ms", "first_ms", ".1f"), ("step ms", "step_ms", ".2f"), ("least", "step_ms_min", ".2f"),
-    ("outside", "outside_ms", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
-    ("GB/s", "gb_per_s", ".1f"), ("floor ms", "floor_ms", ".2f"), ("of floor", "share", ".0%"),
+    ("host ms", "host_ms", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
+    ("GB/s", "gb_per_s", ".1f"),
+    ("roofline ms", "roofline_ms", ".2f"), ("of roofline", "roofline_fraction", ".0%"),
     _TO_OURS,
 ]  # fmt: skip
 _PREFILL: list[Column] = [
     *_WHO, ("tokens", "tokens", ""), ("ms", "ms", ".1f"),
     ("least", "ms_min", ".1f"), ("tokens/s", "tokens_per_s", ".1f"),
-    ("TFLOP/s", "tflop_per_s", ".3f"), ("floor ms", "floor_ms", ".1f"),
-    ("of floor", "share", ".0%"),
+    ("TFLOP/s", "tflop_per_s", ".3f"), ("roofline ms", "roofline_ms", ".1f"),
+    ("of roofline", "roofline_fraction", ".0%"),
     _TO_OURS,
 ]  # fmt: skip
 _OFFLINE: list[Column] = [
     *_WHO, ("requests", "requests", ""), ("in", "tokens_in", ""),
     ("out", "tokens_out", ""), ("seconds", "seconds", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
-    ("out/s", "out_per_s", ".1f"), ("floor s", "floor_s", ".2f"), ("of floor", "share", ".0%"),
+    ("out/s", "out_per_s", ".1f"), ("roofline s", "roofline_s", ".2f"),
+    ("of roofline", "roofline_fraction", ".0%"),
     _TO_OURS,
 ]  # fmt: skip
 _LOAD: list[Column] = [
@@ -79,43 +84,43 @@ def latency(
 ) -> None:
     """Time to the first token, and of each step after it, by batch.
 
-    context: prompt tokens, one number or one a batch. The step is the median; "outside" is what of
-    it is not the model's forward. The floor is to read all weights and the context once, or the
-    operations of all tokens, whichever takes longer here. With batches above 1, the first token is
-    that of the last prompt.
+    context: prompt tokens, one number or one per batch. The step is the median; "host ms" is the
+    part of it outside the model's forward. The roofline is the longer of two times: to read all
+    weights and the KV cache once, and to do the operations of all tokens. With batches above 1, the
+    first token is that of the last prompt.
     """
     bench = Bench(**flags)
-    sizes = [whole("batches", batch) for batch in _several(batches)]
-    contexts = [whole("context", length) for length in _several(context)]
+    sizes = [whole("batches", batch) for batch in several(batches)]
+    contexts = [whole("context", length) for length in several(context)]
     if len(contexts) not in (1, len(sizes)):
         raise ValueError(
             f"context={context}: give one number, or one for each of batches={batches}"
         )
-    more = whole("steps", steps) + whole("warmup", warmup, 0) + OUTSIDE_STEPS
+    more = whole("steps", steps) + whole("warmup", warmup, 0) + HOST_STEPS
     cases = [
         # The prompts of a batch may be read over several steps, in which the first ones go on.
         {"batch": b, "context": c, "steps": steps, "warmup": warmup, "longest": c + more + b + 1}
         for b, c in zip(sizes, contexts * (len(sizes) if len(contexts) == 1 else 1), strict=True)
     ]
 
-    def row_of(case: Row, told: Row, limits: Limits) -> Row:
-        step = statistics.median(told["steps"])
+    def row_of(case: Row, measured: Row, limits: Limits) -> Row:
+        step = statistics.median(measured["steps"])
         contexts = [case["context"] + warmup + steps // 2] * case["batch"]
         storage = bench.storage(case)
         read = decode_bytes(bench.args, contexts=contexts, **storage)
-        floor = step_floor(
-            bench.args, contexts=contexts, read=limits.read, rate=limits.rate, **storage
+        roofline = step_roofline(
+            bench.args, contexts=contexts, bandwidth=limits.read, flops=limits.flops, **storage
         )
-        outside = told.get("outside")
+        host = measured.get("host")
         return {
-            "first_ms": told["first"] * 1e3,
+            "first_ms": measured["first"] * 1e3,
             "step_ms": step * 1e3,
-            "step_ms_min": min(told["steps"]) * 1e3,
-            "outside_ms": None if outside is None else outside * 1e3,
+            "step_ms_min": min(measured["steps"]) * 1e3,
+            "host_ms": None if host is None else host * 1e3,
             "tokens_per_s": case["batch"] / step,
             "gb_per_s": read / step / 1e9,
-            "floor_ms": floor * 1e3,
-            "share": floor / step,
+            "roofline_ms": roofline * 1e3,
+            "roofline_fraction": roofline / step,
         }
 
     rows = bench.run("latency", cases, _LATENCY, row_of, "step_ms")
@@ -130,18 +135,18 @@ def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
     whole("repeats", repeats)
     longest = whole("tokens", tokens) + 2
     case = {"batch": 1, "context": tokens, "repeats": repeats, "longest": longest}
-    operations = prefill_operations(bench.args, tokens)
+    operations = prefill_flop(bench.args, tokens)
 
-    def row_of(case: Row, told: Row, limits: Limits) -> Row:
-        seconds = statistics.median(told["prefills"])
+    def row_of(case: Row, measured: Row, limits: Limits) -> Row:
+        seconds = statistics.median(measured["prefills"])
         return {
             "tokens": tokens,
             "ms": seconds * 1e3,
-            "ms_min": min(told["prefills"]) * 1e3,
+            "ms_min": min(measured["prefills"]) * 1e3,
             "tokens_per_s": tokens / seconds,
             "tflop_per_s": operations / seconds / 1e12,
-            "floor_ms": operations / limits.rate * 1e3,
-            "share": operations / limits.rate / seconds,
+            "roofline_ms": operations / limits.flops * 1e3,
+            "roofline_fraction": operations / limits.flops / seconds,
         }
 
     bench.run("prefill", [case], _PREFILL, row_of, "ms")
@@ -166,13 +171,13 @@ def offline(
     tokens_in, tokens_out = sum(p for p, _ in lengths), sum(n for _, n in lengths)
     case = {"batch": max_batch_size, "lengths": lengths, "longest": 2 * longest}
 
-    def row_of(case: Row, told: Row, limits: Limits) -> Row:
-        seconds = told["seconds"]
-        floor = offline_floor(
+    def row_of(case: Row, measured: Row, limits: Limits) -> Row:
+        seconds = measured["seconds"]
+        roofline = offline_roofline(
             bench.args,
             lengths=lengths,
-            read=limits.read,
-            rate=limits.rate,
+            bandwidth=limits.read,
+            flops=limits.flops,
             **bench.storage(case),
         )
         return {
@@ -181,8 +186,8 @@ def offline(
             "tokens_out": tokens_out,
             "tokens_per_s": (tokens_in + tokens_out) / seconds,
             "out_per_s": tokens_out / seconds,
-            "floor_s": floor,
-            "share": floor / seconds,
+            "roofline_s": roofline,
+            "roofline_fraction": roofline / seconds,
         }
 
     bench.run("offline", [case], _OFFLINE, row_of)
@@ -201,11 +206,11 @@ def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
         "batch": whole("max_batch_size", max_batch_size),
     }
 
-    def row_of(case: Row, told: Row, limits: Limits) -> Row:
+    def row_of(case: Row, measured: Row, limits: Limits) -> Row:
         return {
-            "private_gb": told["peak_private"] / 1e9,
-            "resident_gb": told["peak_resident"] / 1e9,
-            "device_gb": told["peak_device"] / 1e9,
+            "private_gb": measured["peak_private"] / 1e9,
+            "resident_gb": measured["peak_resident"] / 1e9,
+            "device_gb": measured["peak_device"] / 1e9,
         }
 
     bench.run("load", [sizes], _LOAD, row_of)
@@ -217,12 +222,7 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
     bench = Bench(**flags)
     case = {"batch": 1, "longest": whole("max_seq_len", max_seq_len, 16)}
 
-    bench.run("startup", [case], _STARTUP, lambda case, told, limits: {})
-
-
-def _several(value: Any) -> tuple:
-    """What fire makes of "1,8" and of "1", alike."""
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    bench.run("startup", [case], _STARTUP, lambda case, measured, limits: {})
 
 
 def _help(commands: list[Callable]) -> str:
@@ -233,16 +233,12 @@ def _help(commands: list[Callable]) -> str:
 
 
 def main() -> None:
-    commands = [latency, prefill, offline, load, startup, _as_text(soak)]
+    commands = [latency, prefill, offline, load, startup, _as_text(soak), _as_text(linear)]
     if {"-h", "--help"} & set(sys.argv):
         print(_help(commands))
         return
     try:
-        fire.Fire({command.__name__: command for command in commands}, name="bench.py")
-    except (ValueError, TypeError, OSError) as e:
+        fire.Fire({command.__name__: command for command in commands}, name="bench")
+    except (ValueError, TypeError, OSError, ImportError) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

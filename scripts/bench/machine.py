@@ -1,4 +1,4 @@
-"""What the machine is and can do: its name, its read bandwidth and its matrix rate.
+"""What the machine is and can do: its name, its read bandwidth and its FLOP/s in a matrix product.
 
 In: a device and dtypes. Out: facts as JSON has them, and rates a second, each the best that was
 seen. Nothing here knows of models.
@@ -45,8 +45,8 @@ def _cpu() -> tuple[str, set[str]]:
     if not path.exists():
         return platform.processor() or platform.machine(), set()
     lines = (line.partition(":") for line in path.read_text().splitlines())
-    told = {key.strip(): value.strip() for key, _, value in lines}
-    return told.get("model name", platform.machine()), set(told.get("flags", "").split())
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -58,8 +58,8 @@ def read_bandwidth(device: torch.device) -> float:
     return buffer.numel() * buffer.itemsize / seconds
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of square products, the second factor transposed as weights are."""
+def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of square products, the second factor transposed as weights are."""
     best = 0.0
     for size in (512, 1024, 2048, 4096, 8192, 16384):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

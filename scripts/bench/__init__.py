@@ -1,0 +1,1 @@
+"""The benchmark: how fast we are, beside other engines and beside what the machine can do."""

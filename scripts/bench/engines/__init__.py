@@ -1,0 +1,58 @@
+"""The engines that the benchmark runs, ours and its peers, behind the same five methods.
+
+In: a job with folders, sizes, dtype and device, then prompts as ids. Out: ids. Each engine imports
+its own package when it is made, since a peer may live in a virtual environment that has no other.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from bench.engines.llama_cpp import LlamaCpp
+from bench.engines.llama_models import LlamaModels
+from bench.engines.ours import Ours
+from bench.engines.transformers import Transformers
+from bench.engines.vllm import Vllm, vllm_environment
+
+Job = dict[str, Any]
+
+
+class Engine(Protocol):
+    """Greedy decoding, no stop token. Ids on the host end a call, so the device is waited for."""
+
+    def __init__(self, job: Job) -> None: ...
+
+    def start(self, prompts: list[list[int]]) -> list[int]:
+        """Read prompts of one length; returns the latest id of each once all have one."""
+
+    def step(self) -> list[int]:
+        """The next id of each."""
+
+    def finish(self) -> None:
+        """Forget the prompts that were started."""
+
+    def offline(self, prompts: list[list[int]], answers: list[int]) -> None:
+        """Answer prompts of any lengths, each with as many tokens as `answers` says."""
+
+
+class Peer(NamedTuple):
+    """How an engine is made, and what its process needs before that."""
+
+    kind: type[Engine]
+    modules: tuple[str, ...]  # that take long to import; the last is of the package itself
+    environment: Callable[[Path], dict[str, str]] = lambda venv: {}
+
+
+_OUR_MODULES = ("torch", "llama")
+ENGINES = {
+    "ours": Peer(Ours, _OUR_MODULES),
+    "ours_bf16": Peer(Ours, _OUR_MODULES),  # what it is beside, where --dtype is another
+    "transformers": Peer(
+        Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
+    ),
+    "llama_models": Peer(
+        LlamaModels, ("torch", "fairscale", "llama_models", "llama_models.llama3.model")
+    ),
+    "vllm": Peer(Vllm, ("torch", "vllm", "vllm.v1.engine.llm_engine"), vllm_environment),
+    "llama_cpp": Peer(LlamaCpp, ("numpy", "llama_cpp")),
+}

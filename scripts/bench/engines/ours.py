@@ -1,0 +1,96 @@
+"""This runtime behind the benchmark's `Engine`, through its public request API.
+
+In: a job with the model's params, or a folder with weights. Out: ids. `llama` is imported when an
+engine is made, since this file is also read where the package is not installed.
+"""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HOST_STEPS = 8  # how many are run again, with the model's forward timed apart
+
+
+class Ours:
+    """The public request API: `Llama.llm_engine`."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from llama.sampling_params import SamplingParams
+
+        self.greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+        self.names = itertools.count()
+        sizes = {"max_seq_len": job["longest"], "max_batch_size": job["batch"]}
+        self.llama = our_llama(job, sizes)
+        self.engine = self.llama.llm_engine
+
+    def start(self, prompts: list[list[int]]) -> list[int]:
+        self.running = [str(next(self.names)) for _ in prompts]
+        for name, prompt in zip(self.running, prompts, strict=True):
+            self.engine.add_request(name, prompt, self.greedy)
+        latest: dict[str, int] = {}
+        while len(latest) < len(prompts):
+            for output in self.engine.step():
+                latest[output.request_id] = output.outputs[0].token_ids[-1]
+        return [latest[name] for name in self.running]
+
+    def step(self) -> list[int]:
+        return [output.outputs[0].token_ids[-1] for output in self.engine.step()]
+
+    def finish(self) -> None:
+        for name in self.running:
+            self.engine.abort_request(name)
+
+    def offline(self, prompts: list[list[int]], answers: list[int]) -> None:
+        for prompt, count in zip(prompts, answers, strict=True):
+            params = replace(self.greedy, max_tokens=count)
+            self.engine.add_request(str(next(self.names)), prompt, params)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def host_overhead(self) -> float:
+        """Median seconds of a step outside the model: scheduling, packing, sampling, decoding."""
+        from bench.machine import wait_for
+
+        model, spent = self.llama.model, 0.0
+        device = model.norm.weight.device
+
+        def timed(forward: Callable) -> Callable:
+            def run(*args: Any) -> Any:
+                nonlocal spent
+                began = time.perf_counter()
+                result = forward(*args)
+                wait_for(device)
+                spent += time.perf_counter() - began
+                return result
+
+            return run
+
+        for name in ("hidden_states", "logits"):
+            setattr(model, name, timed(getattr(model, name)))
+        seconds = []
+        for _ in range(HOST_STEPS):
+            spent, began = 0.0, time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - began - spent)
+        return sorted(seconds)[len(seconds) // 2]
+
+
+def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
+    """What `Llama.build` makes, of a folder or of weights that were never in a file."""
+    from bench.shapes import DTYPES, random_model, write_tokenizer
+    from llama import Llama, Tokenizer
+
+    if job["folder"]:
+        return Llama.build(job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"])
+    int8 = job["dtype"] == "int8"
+    dtype = DTYPES["bf16" if int8 else job["dtype"]]
+    model = random_model(job["params"] | sizes, dtype, job["device"])
+    model.pack(int8=int8)  # as `Llama.build` does
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "tokenizer.model")
+        write_tokenizer(path, job["params"]["vocab_size"])
+        return Llama(model, Tokenizer(path))

@@ -1,0 +1,128 @@
+"""Our linear kernels beside torch's, shape by shape: what defends the C++ by figures.
+
+In: the benchmark's flags and numbers of rows. Out: a table of times per shape and kernel, and one
+JSON line. All kernels of a shape take turns, so that a busy moment of the machine meets them alike,
+and each call reads a weight that was last read too long ago to be in a cache.
+"""
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.report import Column
+from bench.run import Bench, Row, several, whole
+from llama import ModelArgs
+from llama.ops.linear import linear as our_linear
+from llama.ops.linear import pack_if_supported, pack_int8
+
+_COLD_BYTES = 2**28  # of weights that are read before one is read again
+_COLUMNS: list[Column] = [
+    ("kernel", "kernel", ""), ("weight", "weight", ""), ("N", "n", ""), ("K", "k", ""),
+    ("M", "m", ""), ("ms", "ms", ".3f"), ("least", "ms_min", ".3f"), ("GB/s", "gb_per_s", ".1f"),
+    ("GFLOP/s", "gflop_per_s", ".1f"), ("to ours", "to_ours", ".2f"),
+]  # fmt: skip
+Kernel = Callable[[Tensor], Tensor]  # x (M, K) -> (M, N), with a weight of its own
+
+
+def linear(rows: int | tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: Any) -> None:
+    """The linear layers of a model in bf16 and int8: our kernels beside torch's, by rows (M).
+
+    Milliseconds are the median and the least of `repeats`; "to ours" compares medians with our
+    kernel of the same weight type. GB/s is of the weight's own bytes.
+    """
+    bench = Bench(**flags)
+    if bench.vs or bench.device_used.type != "cpu":
+        raise ValueError(
+            "linear compares kernels of this process on a CPU: leave out vs and device"
+        )
+    sizes = [whole("rows", m) for m in several(rows)]
+    whole("repeats", repeats)
+    found: list[Row] = []
+    for (weight, (n, k)), m in itertools.product(weight_shapes(bench.args).items(), sizes):
+        print(f"... {weight} M={m}", file=sys.stderr, flush=True)
+        found += [{"weight": weight, **row} for row in measure(m, n, k, repeats)]
+    bench.report(_COLUMNS, found, None)
+
+
+def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """(N, K) of each different weight of a model, as it is fused at load."""
+    return {
+        "wqkv": ((args.n_heads + 2 * args.kv_heads) * args.head_dim, args.dim),
+        "wo": (args.dim, args.dim),
+        "w13": (2 * args.ffn_dim, args.dim),
+        "w2": (args.dim, args.ffn_dim),
+        "output": (args.vocab_size, args.dim),
+    }
+
+
+def measure(m: int, n: int, k: int, repeats: int) -> list[Row]:
+    """One row per kernel, each timed `repeats` times after a warm-up."""
+    copies = max(1, _COLD_BYTES // (n * k))
+    x = torch.randn(m, k).bfloat16()
+    kernels = {name: [make(m, n, k) for _ in range(copies)] for name, make in KERNELS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in kernels}
+    for i in range(repeats + 1):
+        for name, calls in kernels.items():
+            call = calls[i % copies]
+            began = time.perf_counter()
+            call(x)
+            seconds[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    return [
+        {
+            "kernel": name, "m": m, "n": n, "k": k,
+            "ms": median * 1e3, "ms_min": min(seconds[name][1:]) * 1e3,
+            "gb_per_s": n * k * (1 if "int8" in name else 2) / median / 1e9,
+            "gflop_per_s": 2 * m * n * k / median / 1e9,
+            "to_ours": median / medians["ours int8" if "int8" in name else "ours bf16"],
+        }
+        for name, median in medians.items()
+    ]  # fmt: skip
+
+
+def _weight(n: int, k: int) -> Tensor:
+    return torch.randn(n, 1).bfloat16() * torch.randn(k).bfloat16()
+
+
+def _ours_bf16(m: int, n: int, k: int) -> Kernel:
+    weight = pack_if_supported(_weight(n, k))
+    return lambda x: our_linear(x, weight)
+
+
+def _ours_int8(m: int, n: int, k: int) -> Kernel:
+    values, scales = pack_int8(_weight(n, k))
+    return lambda x: our_linear(x, values, scales)
+
+
+def _torch_linear(m: int, n: int, k: int) -> Kernel:
+    weight = _weight(n, k)
+    return lambda x: F.linear(x, weight)
+
+
+def _onednn_packed(m: int, n: int, k: int) -> Kernel:
+    """oneDNN with the weight reordered once, as torch's Inductor uses it."""
+    weight = torch.ops.mkldnn._reorder_linear_weight(_weight(n, k), m)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def _torch_int8(m: int, n: int, k: int) -> Kernel:
+    """torch's product of bf16 rows with int8 weights and one scale per row."""
+    values = (_weight(n, k).float() * 32).clamp(-127, 127).to(torch.int8)
+    scales = torch.ones(n, dtype=torch.bfloat16)
+    return lambda x: torch.ops.aten._weight_int8pack_mm(x, values, scales)
+
+
+KERNELS: dict[str, Callable[[int, int, int], Kernel]] = {
+    "ours bf16": _ours_bf16,
+    "F.linear bf16": _torch_linear,
+    "oneDNN packed bf16": _onednn_packed,
+    "ours int8": _ours_int8,
+    "int8pack_mm int8": _torch_int8,
+}
