@@ -78,6 +78,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "different_requests", "folder": kv4},
             {"do": "stream", "folder": kv4, "prompts": TEXTS},
             {"do": "beams", "folder": kv4, "prompts": TEXTS},
+            {"do": "second_thread", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -136,9 +137,10 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
     texts = [r["generation"] for r in llama.text_completion(TEXTS, 1.0, 1.0, 16)]
     beams = [[b["generation"] for b in found] for found in llama.beam_search(TEXTS, 3, 8)]
-    for _, listening, differ, streamed, searched in two_ranks["requests"]:
+    for _, listening, differ, streamed, searched, threaded in two_ranks["requests"]:
         assert listening["result"] == [], "ranks of one machine talk over loopback alone"
-        assert "the requests differ between rank 0 and rank 1" in differ["error"]
+        assert "the prompts or parameters differ between rank 0 and rank 1" in differ["error"]
+        assert "RuntimeError: another thread of this rank has" in threaded["result"]
         assert streamed["result"] == texts
         assert searched["result"] == beams
 

@@ -43,7 +43,7 @@ def generated(folder: Path, checkpoint: Path, **environment: str) -> list:
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(tmp_path):
     source = tmp_path / "source"
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "tests", "scripts", "build", "*.egg-info")
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "tests", "bench", "build", "*.egg-info")
     shutil.copytree(REPO, source, ignore=skipped)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     options = ["--no-deps", "--no-build-isolation", "--no-index"]

@@ -380,6 +380,8 @@ class LLMEngine:
         self._left.clear()
         self.core.clear("error")
         self._is_intact = True
+        if not isinstance(error, Exception):  # SystemExit, say: it must not end those who wait
+            error = RuntimeError(f"the step was ended by {type(error).__name__}: {error}")
         for request in failed:
             request.exception = error
             request.end("error")

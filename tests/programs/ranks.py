@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -129,13 +130,27 @@ def die(folder: str, rank: int) -> None:
 
 
 def different_requests(folder: str) -> None:
-    """Each rank adds another request: the next step is an error on every rank."""
-    engine = build(folder).llm_engine
-    engine.add_request("a", [256, 65 + RANK], SamplingParams(max_tokens=4))
+    """Each rank adds another request, then all make the same call. The requests were refused when
+    they were added: the call runs without them, and no rank waits for one that never comes."""
+    llama = build(folder)
+    steps = llama.engine.stats.steps
     try:
-        engine.step()
+        llama.llm_engine.add_request("a", [256, 65 + RANK], SamplingParams(max_tokens=4))
     finally:
-        assert not engine.has_unfinished_requests()
+        assert not llama.llm_engine.has_unfinished_requests()
+        assert llama.engine.stats.steps == steps
+        assert llama.generate([[256, 65]], 3, 0)[0][0]
+
+
+def second_thread(folder: str) -> str:
+    """A call from another thread, while this one has a request: refused, and nothing is mixed up."""
+    llama = build(folder)
+    llama.llm_engine.add_request("a", [256, 65], SamplingParams(max_tokens=4, temperature=0))
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(llama.generate, [[256, 66]], 3, 0).exception()
+    while llama.llm_engine.has_unfinished_requests():
+        llama.llm_engine.step()
+    return f"{type(error).__name__}: {error}"
 
 
 def stream(folder: str, prompts: list[str]) -> list[str]:

@@ -1,8 +1,9 @@
 """From the C++ files beside it to one library per instruction set: the flags, and the compiler.
 
-The same flags are used at first use (native.py) and for the libraries in a wheel (setup.py), so
-that both give the same bits. This file imports neither torch nor the package: setup.py runs it
-where torch is not installed. It knows nothing of caches, or of what the kernels compute.
+The same flags are used at first use (native.py) and for the libraries in a wheel
+(scripts/wheel.py), so that both give the same bits. This file imports neither torch nor the
+package: a wheel is built where torch is not installed. It knows nothing of caches, or of what the
+kernels compute.
 """
 
 import functools

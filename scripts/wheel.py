@@ -1,8 +1,8 @@
-"""Adds to the package what only a built one has: compiled CPU kernels, and the demo model.
+"""How a wheel is built: adds to the package compiled CPU kernels, and the demo model.
 
-pyproject.toml has everything else. On Linux x86-64 with g++ the wheel holds one library per
-instruction set, so that users need no compiler; elsewhere it holds none. An editable install gets
-neither: a checkout compiles the kernels at first use, and has the demo in checkpoints/.
+In: setuptools' commands, which pyproject.toml points here. Out: on Linux x86-64 with g++, one
+library per instruction set, so that users need no compiler; elsewhere none. An editable install
+gets neither: a checkout compiles the kernels at first use, and has the demo in checkpoints/.
 """
 
 import importlib.util
@@ -10,11 +10,11 @@ import shutil
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def kernel_build() -> ModuleType:
@@ -37,9 +37,9 @@ class BuildWithData(build_py):
         if self.editable_mode:
             return
         package = Path(self.build_lib) / "llama"
-        demo = ROOT / "checkpoints" / "demo"
-        if demo.is_dir():
-            shutil.copytree(demo, package / "data" / "demo", dirs_exist_ok=True)
+        shutil.copytree(
+            ROOT / "checkpoints" / "demo", package / "data" / "demo", dirs_exist_ok=True
+        )
         for instruction_set in BUILD.INSTRUCTION_SETS if COMPILER else ():
             if BUILD.accepts(COMPILER, instruction_set):
                 path = package / "ops" / "cpu" / BUILD.library_name(instruction_set)
@@ -49,18 +49,20 @@ class BuildWithData(build_py):
 class PlatformWheel(bdist_wheel):
     """Any Python 3 on this platform: the libraries know nothing of Python."""
 
+    def finalize_options(self) -> None:
+        # setuptools does not know of our libraries: say that the package belongs to a platform.
+        setattr(self.distribution, "has_ext_modules", lambda: COMPILER is not None)  # noqa: B010
+        super().finalize_options()
+
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
         return tag if self.root_is_pure else ("py3", "none", tag[2])
 
 
-class PlatformDistribution(Distribution):
-    def has_ext_modules(self) -> bool:
-        """Whether the package belongs to a platform: setuptools does not know of our libraries."""
-        return COMPILER is not None
+class SourceWithDemo(sdist):
+    """With what a wheel is built from, beside the package."""
 
-
-setup(
-    distclass=PlatformDistribution,
-    cmdclass={"build_py": BuildWithData, "bdist_wheel": PlatformWheel},
-)
+    def add_defaults(self) -> None:
+        super().add_defaults()
+        self.filelist.graft("checkpoints/demo")
+        self.filelist.append("scripts/wheel.py")
