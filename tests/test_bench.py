@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from bench import commands, report, run, shapes, soak, worker
+from bench.engines import ENGINES
 from bench.engines.vllm import vllm_environment
 from bench.linear import KERNELS
 from helpers.launch import REPO, environment
@@ -49,7 +50,7 @@ def bench(monkeypatch, capsys):
 
 
 def test_latency_beside_a_peer(tmp_path):
-    """As a user runs it, in float32: ours and transformers say the same tokens, and a peer whose
+    """As a user runs it, in float32: ours and Meta's model say the same tokens, and a peer whose
     environment lacks its package is skipped."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
@@ -57,7 +58,7 @@ def test_latency_beside_a_peer(tmp_path):
     plot, out = tmp_path / "latency.svg", tmp_path / "latency.txt"
     command = (
         "latency --model demo --dtype fp32 --batches 1 --context 16 --steps 6 --warmup 1 "
-        f"--vs transformers,vllm:{tmp_path} --plot {plot} --out {out}"
+        f"--vs llama_models,vllm:{tmp_path} --plot {plot} --out {out}"
     )
     done = subprocess.run(
         [sys.executable, str(REPO / "scripts" / "bench"), *command.split()],
@@ -66,7 +67,7 @@ def test_latency_beside_a_peer(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     ours, peer = document["rows"]
-    assert (ours["engine"], peer["engine"]) == ("ours", "transformers")
+    assert (ours["engine"], peer["engine"]) == ("ours", "llama_models")
     assert ours["ids"] == peer["ids"] and len(ours["ids"]) == 8
     assert len(ours["steps"]) == 6 and ours["roofline_fraction"] == pytest.approx(
         ours["roofline_ms"] / ours["step_ms"]
@@ -77,14 +78,23 @@ def test_latency_beside_a_peer(tmp_path):
     assert "not installed" in why and why in done.stdout.split("\n{")[0]
 
 
-@pytest.mark.parametrize("name", ["llama_models", "llama_cpp", "vllm"])
-def test_peers_say_the_same_tokens(name, bench):
-    """Float32 and the same weights, for each engine that is installed here."""
+@pytest.mark.parametrize("name", ["transformers", "llama_cpp", "vllm"])
+def test_peers_say_the_same_tokens(name, tmp_path, monkeypatch):
+    """Float32 and the same weights, for each engine that is installed here, in this process."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    flags = "--dtype fp32 --batches 3 --context 24 --steps 6 --warmup 1"
-    ours, peer = bench(f"latency {flags} --vs {name}")["rows"]
-    assert ours["ids"] == peer["ids"] and len(ours["ids"]) == 8
+    meta = shapes.write_checkpoint(tmp_path / "meta", SMALL, torch.float32)
+    job = JOB | shapes.layouts(find(meta), tmp_path) | {"measure": "latency", "threads": 1}
+    if name == "llama_cpp":
+        from bench.gguf_file import write_gguf
+
+        write_gguf(find(meta), tmp_path / "model.gguf", torch.float32)
+        job["gguf"] = str(tmp_path / "model.gguf")
+    for key, value in ENGINES[name].environment(Path(sys.prefix)).items():
+        monkeypatch.setenv(key, value)
+    row = worker.measure(name, job)
+    assert row["ids"] == worker.measure("ours", job)["ids"] and len(row["ids"]) == 5
+    assert worker.measure(name, job | {"measure": "offline", "batch": 3})["seconds"] > 0
 
 
 def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_path, capsys):
@@ -97,7 +107,7 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
     assert fails._one("transformers", JOB | {"measure": "prefill"}) is None
     assert fails.failed == {"transformers": "no answer in 1 s"}
     with pytest.raises(SystemExit):
-        fails.report([], [], None)
+        fails.report([("engine", "engine", "")], [], None)
     capsys.readouterr()
     (row,) = bench(f"load --work_dir {tmp_path}")["rows"]
     assert row["load"] > 0 and row["resident_gb"] > row["private_gb"] > 0
@@ -183,8 +193,9 @@ def test_table_is_aligned():
     ]  # fmt: skip
 
 
-def test_linear_compares_every_kernel(bench):
+def test_linear_compares_every_kernel(bench, monkeypatch):
     """Each kernel's product is that of the same M, N and K; times are not judged."""
+    monkeypatch.setattr("bench.linear._COLD_BYTES", 1)
     document = bench("linear --model demo --rows 1,3 --repeats 1 --threads 1")
     rows = [row for row in document["rows"] if row["weight"] == "w2"]
     assert [(row["kernel"], row["m"]) for row in rows] == [(k, m) for m in (1, 3) for k in KERNELS]

@@ -53,7 +53,8 @@ def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
 
 def _num_builds(jobs: list[dict]) -> int:
     """How many models the jobs load: one per folder, until they are forgotten."""
-    builds, loaded = 0, set()
+    builds = 0
+    loaded: set[str] = set()
     for job in jobs:
         if job["do"] == "forget":
             loaded.clear()
