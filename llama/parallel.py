@@ -38,6 +38,7 @@ class ModelParallel:
     size: int = 1
     data_rank: int = 0
     data_size: int = 1
+    timeout_s: float = 600.0  # the longest wait for another rank
     group: dist.ProcessGroup | None = None  # the model-parallel group, on the device's backend
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
@@ -228,6 +229,7 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
         size=size,
         data_rank=data_rank,
         data_size=data_size,
+        timeout_s=limit.total_seconds(),
         group=group,
         control=controls[data_rank],
         world=world,

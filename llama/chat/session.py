@@ -19,17 +19,15 @@ from llama.requests.llm_engine import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
 KEEP_ALIVE_S = 20.0
-_GO_ON, _STOP, _BYE = b"", b"stop", b"bye"  # what rank 0 says, besides prompts with settings
+_CONTINUE, _STOP, _EXIT = b"", b"stop", b"exit"  # rank 0's messages, besides prompts
 
 
-def chat(
-    llama: Llama, *, system: str | None = None, timeout_s: float = 600.0, **settings: Any
-) -> None:
+def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
     """Talk until the person leaves or input ends; every rank makes this call.
 
-    settings: those of `/set`. timeout_s: as given to `Llama.build`; however long the person
-    thinks, the other ranks hear from rank 0 in time. ValueError for a bad setting, and for several
-    model-parallel groups, as there is one keyboard.
+    settings: those of `/set`. However long the person thinks, the other ranks hear from rank 0 in
+    time. ValueError for a bad setting, and for several model-parallel groups, as there is one
+    keyboard.
     """
     parallel = llama.model.parallel
     if parallel.data_size > 1:
@@ -42,11 +40,12 @@ def chat(
     if parallel.rank:
         _follow(llama)
     else:
-        _lead(llama, conversation, Terminal(parallel.size), min(KEEP_ALIVE_S, timeout_s / 4))
+        every = min(KEEP_ALIVE_S, parallel.timeout_s / 4)
+        _lead(llama, conversation, Terminal(parallel.size), every)
 
 
 def _lead(llama: Llama, conversation: Conversation, terminal: Terminal, every: float) -> None:
-    """Rank 0: read, answer, until the end. The others are told of it where they wait for word."""
+    """Rank 0: read and answer until the end. Then the other ranks get an exit message."""
     parallel = llama.model.parallel
     try:
         with terminal.open():
@@ -61,16 +60,16 @@ def _lead(llama: Llama, conversation: Conversation, terminal: Terminal, every: f
                 if turn.dialog:
                     _answer(llama, conversation, turn, terminal)
     except OSError:  # nobody reads the answers any more
-        parallel.broadcast_bytes(_BYE)
+        parallel.broadcast_bytes(_EXIT)
         raise
-    parallel.broadcast_bytes(_BYE)
+    parallel.broadcast_bytes(_EXIT)
 
 
 def _read(terminal: Terminal, parallel: ModelParallel, every: float) -> str | None:
     """The next turn; None at the end of input, or at the second Ctrl-C in a row."""
     for left in (1, 0):
         try:
-            with _keeping_others(parallel, every):
+            with _heartbeat(parallel, every):
                 return read_turn(terminal.read_line)
         except EOFError:
             break
@@ -83,8 +82,8 @@ def _read(terminal: Terminal, parallel: ModelParallel, every: float) -> str | No
 
 
 @contextlib.contextmanager
-def _keeping_others(parallel: ModelParallel, every: float) -> Iterator[None]:
-    """While rank 0 waits for a person, let the others hear of it before their patience ends."""
+def _heartbeat(parallel: ModelParallel, every: float) -> Iterator[None]:
+    """While rank 0 waits for a person, send messages: each wait of the other ranks has a limit."""
     if parallel.size == 1:
         yield
         return
@@ -92,7 +91,7 @@ def _keeping_others(parallel: ModelParallel, every: float) -> Iterator[None]:
 
     def beat() -> None:
         while not done.wait(every):
-            parallel.broadcast_bytes(_GO_ON)
+            parallel.broadcast_bytes(_CONTINUE)
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -104,7 +103,9 @@ def _keeping_others(parallel: ModelParallel, every: float) -> Iterator[None]:
 
 
 def _answer(llama: Llama, conversation: Conversation, turn: Turn, terminal: Terminal) -> None:
-    """Show the answer to a turn, and keep it; where there is none, the turn never was."""
+    """Show the answer and add the turn to the conversation. Without an answer, the question is
+    dropped too.
+    """
     try:
         output, times = _stream(llama, conversation, turn, terminal)
     except (TypeError, ValueError) as error:
@@ -112,6 +113,9 @@ def _answer(llama: Llama, conversation: Conversation, turn: Turn, terminal: Term
         return
     if output is None or not (output.finished or output.outputs[0].text):
         terminal.note("stopped before the first word: the question was not kept")
+        return
+    if output.error is not None:
+        terminal.note(f"error: {output.error}. The question was not kept.")
         return
     terminal.write("\n")
     usage = output.usage
@@ -165,20 +169,20 @@ def _run(
     with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
         try:
             while not request.finished and not parallel.broadcast_bytes(
-                _STOP if pressed() else _GO_ON
+                _STOP if pressed() else _CONTINUE
             ):
                 yield next(outputs)
-        except GeneratorExit:  # rank 0 could not show the last output, and the others wait for word
+        except GeneratorExit:  # rank 0 could not show an output; the others wait for a message
             if not request.finished:
                 parallel.broadcast_bytes(_STOP)
             raise
 
 
 def _follow(llama: Llama) -> None:
-    """Every rank but 0: run what it runs, and say nothing."""
-    while (word := llama.model.parallel.broadcast_bytes(b"")) != _BYE:
-        if word != _GO_ON:
-            request = _prepare(llama, *json.loads(word))
-            with contextlib.suppress(ValueError):  # which rank 0 has too, and tells
+    """Every other rank: run what rank 0 runs, and print nothing."""
+    while (message := llama.model.parallel.broadcast_bytes(b"")) != _EXIT:
+        if message != _CONTINUE:
+            request = _prepare(llama, *json.loads(message))
+            with contextlib.suppress(ValueError):  # rank 0 has it too, and shows it
                 for _ in _run(llama, request, lambda: False):
                     pass

@@ -32,7 +32,6 @@ def chat(options: argparse.Namespace) -> int:
     session.chat(
         llama,
         system=options.system,
-        timeout_s=options.timeout_s,
         temperature=options.temperature,
         top_p=options.top_p,
         max_gen_len=options.max_gen_len,

@@ -344,10 +344,14 @@ def test_the_other_ranks_hear_from_rank_0_while_a_person_thinks(shared_llama, mo
 
     class TwoRanks:
         formatter = shared_llama.formatter
-        model = type("M", (), {"parallel": Rank0(size=2), "params": shared_llama.model.params})
+        model = type(
+            "M",
+            (),
+            {"parallel": Rank0(size=2, timeout_s=0.04), "params": shared_llama.model.params},
+        )
 
     monkeypatch.setattr(sys, "stdin", Person())
-    chat(TwoRanks(), timeout_s=0.04)  # type: ignore[arg-type]
+    chat(TwoRanks())  # type: ignore[arg-type]
     assert len(sent) > 3 and sent[-1] != sent[0], "the last message ends the chat"
 
 

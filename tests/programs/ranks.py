@@ -143,7 +143,7 @@ def different_requests(folder: str) -> None:
 
 
 def second_thread(folder: str) -> str:
-    """A call from another thread, while this one has a request: refused, and nothing is mixed up."""
+    """A call from another thread, while this one has a request: refused, nothing is mixed up."""
     llama = build(folder)
     llama.llm_engine.add_request("a", [256, 65], SamplingParams(max_tokens=4, temperature=0))
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""AsyncLLMEngine where programs end early: closed, aborted, loops that come and go, slow readers."""
+"""AsyncLLMEngine where programs end early: closes, aborts, loops that go, slow readers."""
 
 import asyncio
 import threading
