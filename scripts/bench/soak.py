@@ -15,14 +15,10 @@ from bench.engines.ours import our_llama
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.worker import memory
-from llama.engine.core import EngineCore
-from llama.engine.pages import PagePool
-from llama.engine.runner import ModelRunner
-from llama.engine.scheduler import Scheduler
-from llama.engine.sequence import Sequence
+from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.sampling_params import SamplingParams
 
-_PAGE_SIZE, _TOKEN_BUDGET = 16, 256
+_TOKEN_BUDGET = 256
 _LONGEST = 384  # tokens of prompt and answer
 _LIVE = 24  # requests at once, so that some wait
 _COLUMNS: list[Column] = [
@@ -52,7 +48,7 @@ def soak(
     if bench.vs:
         raise ValueError(f"vs={bench.vs!r}: a soak is of this engine alone")
     sizes = {"max_seq_len": _LONGEST, "max_batch_size": whole("max_batch_size", max_batch_size)}
-    traffic = Traffic(our_llama(bench.ours(), sizes), max_batch_size, bench.seed)
+    traffic = Traffic(our_llama(bench.ours(), sizes), bench.seed)
     rows: list[Row] = []
     began = time.monotonic()
     while len(rows) < 2 or rows[-1]["second"] < 60 * minutes:
@@ -87,13 +83,11 @@ class Traffic:
     """Keeps an engine busy with requests drawn from a seed."""
 
     llama: Any
-    max_batch_size: int
     seed: int
     live: dict[str, None] = field(default_factory=dict)
     requests: int = 0  # finished, or aborted
     aborted: int = 0
     tokens: int = 0
-    preempted: int = 0
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
@@ -101,16 +95,11 @@ class Traffic:
         self.engine = self.llama.llm_engine
         self.ids = range(self.llama.tokenizer.n_words - 256)  # the last ones are special
         self.prefixes = [self.draw.choices(self.ids, k=k) for k in (20, 70, 130)]
-        self.ousted: set[Sequence] = set()
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
-        num_pages = 4 * (_LONGEST // _PAGE_SIZE)
-        self.engine.engine = EngineCore(
-            ModelRunner(self.llama.model, num_pages=num_pages, page_size=_PAGE_SIZE),
-            Scheduler(
-                PagePool(num_pages, _PAGE_SIZE),
-                max_batch_size=self.max_batch_size,
-                token_budget=max(_TOKEN_BUDGET, self.max_batch_size),
-            ),
+        self.engine.core = EngineCore.for_model(
+            self.llama.model,
+            num_pages=4 * (_LONGEST // PAGE_SIZE),
+            token_budget=_TOKEN_BUDGET,
         )
 
     def sample(self, until: float) -> Row:
@@ -121,12 +110,12 @@ class Traffic:
                 self._add()
             self._step()
         gc.collect()
-        scheduler = self.engine.engine.scheduler
+        scheduler = self.engine.core.scheduler
         return {
             "requests": self.requests,
             "aborted": self.aborted,
             "tokens": self.tokens,
-            "preempted": self.preempted,
+            "preempted": scheduler.num_preemptions,
             "private_mb": memory("RssAnon") / 1e6,
             "pages": scheduler.pool.num_pages - scheduler.pool.num_free,
         }
@@ -142,9 +131,6 @@ class Traffic:
         for output in self.engine.step():
             if output.finished:
                 self._end(output)
-        waiting = {seq for seq in self.engine.engine.scheduler.waiting if seq.num_output}
-        self.preempted += len(waiting - self.ousted)
-        self.ousted = waiting
         if self.live and self.draw.random() < 0.02:
             name = self.draw.choice(list(self.live))
             self._end(self.engine.abort_request(name))
