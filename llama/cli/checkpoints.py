@@ -14,23 +14,28 @@ def verify(options: argparse.Namespace) -> int:
     if global_rank() == 0:
         from llama.checkpoint.verify import verify as check
 
-        for line in check(options.ckpt_dir):
+        for line in check(options.ckpt_dir, progress=sys.stderr.isatty()):
             print(line)
     return 0
 
 
 def reshard(options: argparse.Namespace) -> int:
+    """Write another number of shards, and say which files were written."""
     if global_rank() == 0:
         from llama.checkpoint import convert as writing
 
         size, shows = options.model_parallel_size, sys.stderr.isatty()
-        writing.reshard(options.ckpt_dir, options.out_dir, size, progress=shows)
+        for line in writing.reshard(options.ckpt_dir, options.out_dir, size, progress=shows):
+            print(line)
     return 0
 
 
 def convert(options: argparse.Namespace) -> int:
+    """Write the other layout, and say which files were written."""
     if global_rank() == 0:
         from llama.checkpoint import convert as writing
 
-        writing.convert(options.ckpt_dir, options.out_dir, progress=sys.stderr.isatty())
+        shows = sys.stderr.isatty()
+        for line in writing.convert(options.ckpt_dir, options.out_dir, progress=shows):
+            print(line)
     return 0
