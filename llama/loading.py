@@ -97,7 +97,7 @@ def load_model(
 
 def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer:
     """The tokenizer of a model: its special tokens are those of the model's release."""
-    # Llama 3.0 is told from 3.1 and later by its rotary embedding: the tokenizer files are equal.
+    # Only the rotary embedding tells 3.0 from later releases: the tokenizer files are equal.
     first_release = not params.use_scaled_rope
     if str(path).endswith(".json"):
         tokenizer = Tokenizer.from_tokenizer_json(str(path), llama_3_0=first_release)

@@ -1,8 +1,8 @@
-"""Process groups, and the three layers that span them.
+"""Process groups, and what ranks do together: reduce, gather, broadcast, agree.
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
-which a rank reduces, gathers and agrees with its peers, and the column-, row- and
-vocabulary-parallel layers built on it. The only file that imports torch.distributed or fairscale.
+which a rank reduces, gathers and agrees with its peers. This is the only file that imports
+torch.distributed or fairscale.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
@@ -76,7 +76,7 @@ class ModelParallel:
         return int(x)
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank of the group: what one rank read, all of them know."""
+        """Rank 0's bytes, on every rank of the group."""
         if self.control is None or self.size == 1:
             return data
         source = self.data_rank * self.size
@@ -91,22 +91,22 @@ class ModelParallel:
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
-        """Run the block on all ranks of the group (or world): one that fails, fails on all.
+        """Run the block on every rank of the group or world. If it raises on one, it raises on all.
 
         An exception in the block is raised again on its own rank, and as `RankError` on the rest.
         What the block appends to the list it gets (anything with an exact repr) must be the same on
         every rank: else each rank gets a ValueError that names `what`. Every rank must come here;
-        one that does not is waited for no longer than the timeout given to `connect`.
+        the wait for one that does not ends after the timeout given to `connect`.
         """
-        facts: list[object] = []
+        must_match: list[object] = []
         error: Exception | None = None
         try:
-            yield facts
+            yield must_match
         except Exception as e:
             error = e
         group = self.world if world else self.control
         if group is not None:
-            _compare(group, what, facts, error)
+            _compare(group, what, must_match, error)
         if error is not None:
             raise error
 
@@ -134,11 +134,13 @@ class SharedCounter:
         return int.from_bytes(self._parallel.broadcast_bytes(first.to_bytes(8)))
 
 
-def _compare(group: dist.ProcessGroup, what: str, facts: object, error: Exception | None) -> None:
-    """Exchange (failed?, sha256 of the facts, message); raise where a peer failed or differs."""
+def _compare(
+    group: dist.ProcessGroup, what: str, must_match: object, error: Exception | None
+) -> None:
+    """Exchange (failed?, sha256 of must_match, message); raise where a peer failed or differs."""
     message = f"{type(error).__name__}: {error}" if error else ""
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
-    digest = hashlib.sha256(repr(facts).encode()).digest()
+    digest = hashlib.sha256(repr(must_match).encode()).digest()
     mine = torch.zeros(1 + len(digest) + _MESSAGE_BYTES, dtype=torch.uint8)
     packed = bytes([error is not None]) + digest + text
     mine[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

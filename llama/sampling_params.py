@@ -71,7 +71,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, when they end, and what is told of them.
+    """How the tokens of one request are chosen, when they end, and what is reported.
 
     Names, defaults and meanings are those of vLLM and of the OpenAI API, and of transformers where
     it has the field. TypeError or ValueError names the field, the value and what is allowed.

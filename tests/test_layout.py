@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import llama
 from llama.engine.sequence import Sequence, TokenParams
 
 REPO = Path(__file__).resolve().parent.parent
@@ -133,6 +134,14 @@ def test_no_dangerous_calls(name):
         assert keywords.get("shell") is None
         if called == "torch.load":
             assert keywords.get("weights_only") == "True"
+
+
+def test_old_names_still_import():
+    """Where README named these before the packages had their folders."""
+    from llama.engine.params import SamplingParams as OldParams
+    from llama.serving.async_engine import AsyncLLMEngine as OldEngine
+
+    assert (OldParams, OldEngine) == (llama.SamplingParams, llama.AsyncLLMEngine)
 
 
 def test_importing_is_quiet_and_light():

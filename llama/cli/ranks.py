@@ -61,7 +61,7 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    """Print the error once: rank 0 has had the same one, or has heard of it, and ends the job."""
+    """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
     _let_rank_0_end()
     rank = global_rank()
     origin = f"rank {rank}: " if rank else ""

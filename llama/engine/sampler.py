@@ -1,4 +1,4 @@
-"""The next token of each sequence: one batched call a step, whatever the rows ask for.
+"""Logits processors, and the next token of each sequence: one batched call per step.
 
 Logits and sequences in, ids and log-probabilities out; no text, no model, no generator to carry.
 An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
@@ -51,9 +51,9 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
     the k-th. Of tokens as likely as the last one of a nucleus, those with the lowest ids are kept.
     """
     assert logits.shape[0] == len(sequences)
-    adjusted = _added(logits, [_biases(seq) for seq in sequences])
-    adjusted = _repetition_penalised(adjusted, sequences)
-    adjusted = _added(adjusted, [_deductions(seq) for seq in sequences])
+    adjusted = _added(logits, [_bias(seq) for seq in sequences])
+    adjusted = _repetition_penalty(adjusted, sequences)
+    adjusted = _added(adjusted, [_penalties(seq) for seq in sequences])
     ids = _choose(adjusted, sequences)
     wanted = [s.params.logprobs for s in sequences if s.params.logprobs is not None]
     if not wanted:
@@ -87,7 +87,7 @@ def sample_top_p(probs: Tensor, p: float) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, position), by counter: no state, on every device the same.
+    """A number in [0, 1) per (seed, position), from a counter: no state, the same on every device.
 
     seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B, 2) int64, two words h and l of 31
     bits that stand for (h * 2**31 + l) / 2**62. Philox2x32-10 (Salmon et al., "Parallel random
@@ -110,8 +110,8 @@ def _added(logits: Tensor, amounts: Seq[dict[int, float]]) -> Tensor:
     return logits.index_put(_cells(logits, amounts), on_device_of(logits, values), accumulate=True)
 
 
-def _biases(seq: Sequence) -> dict[int, float]:
-    """The request's own, and -inf for what must not come now."""
+def _bias(seq: Sequence) -> dict[int, float]:
+    """logit_bias, and -inf for bad_words and for stop ids before min_tokens."""
     params = seq.params
     banned = [word[-1] for word in params.bad_words if _ends_with(seq.tokens, word[:-1])]
     if seq.num_output < params.min_tokens:
@@ -123,8 +123,9 @@ def _ends_with(tokens: list[int], end: Seq[int]) -> bool:
     return not end or tuple(tokens[-len(end) :]) == tuple(end)
 
 
-def _repetition_penalised(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """Logits (B, V), of tokens that occur divided (or if negative multiplied) by their row's."""
+def _repetition_penalty(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """(B, V): a positive logit of a token that occurs is divided by its row's penalty, a negative
+    one multiplied."""
     penalties = [seq.params.repetition_penalty for seq in sequences]
     if all(penalty == 1 for penalty in penalties):
         return logits
@@ -134,8 +135,8 @@ def _repetition_penalised(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     return logits.index_put(cells, torch.where(old > 0, old / penalty, old * penalty))
 
 
-def _deductions(seq: Sequence) -> dict[int, float]:
-    """What presence and frequency penalty take off, below zero, of each token in the output."""
+def _penalties(seq: Sequence) -> dict[int, float]:
+    """Presence and frequency penalty: what each token of the output gets added, below zero."""
     presence, frequency = seq.params.presence_penalty, seq.params.frequency_penalty
     if not (presence or frequency):
         return {}
@@ -152,7 +153,7 @@ def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """(B, V) -> (B) ids: the first of the top ones in greedy rows, a draw in the others."""
     params = [seq.params for seq in sequences]
     greedy = [p.greedy for p in params]
-    peaks, ids = _peaks(logits)
+    row_max, ids = _row_max(logits)
     if not all(greedy):
         rows = [
             SamplingRow() if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
@@ -160,18 +161,18 @@ def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
         ]
         seeds = torch.tensor([seq.seed for seq in sequences])
         positions = torch.tensor([len(seq.tokens) for seq in sequences])
-        # The numbers take some 70 tiny operations: on the host, while the model runs.
-        drawn = sample_ids(logits, peaks, rows, uniform(seeds, positions))
+        # Philox takes some 70 tiny operations: on the host, while the model runs.
+        drawn = sample_ids(logits, row_max, rows, uniform(seeds, positions))
         ids = ids.where(on_device_of(logits, greedy), drawn)
-    return ids.where(peaks.isfinite(), -1)
+    return ids.where(row_max.isfinite(), -1)
 
 
-def _peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(B, V) -> (B) maxima, NaN where there is one, and their first places.
 
     First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
     """
     blocks = logits.unflatten(1, (-1, math.gcd(logits.shape[1], _BLOCK)))
-    peaks, block = blocks.amax(dim=-1).max(dim=-1)
+    row_max, block = blocks.amax(dim=-1).max(dim=-1)
     rows = torch.arange(len(logits), device=logits.device)
-    return peaks, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)
+    return row_max, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)

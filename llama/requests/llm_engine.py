@@ -54,7 +54,9 @@ class LLMEngine:
         self.seed = seed
         self.parallel = parallel
         self._lock = threading.Lock()  # for all below; not held while the model runs
-        self._requests: dict[Request, None] = {}  # in order of arrival, until they are told
+        self._requests: dict[
+            Request, None
+        ] = {}  # in order of arrival, until their last output is taken
         self._names: dict[str, Request] = {}
         self._owner: dict[Sequence, tuple[Request, Answer]] = {}  # of what the core computes
         self._arrived: list[Request] = []  # since the last step began
@@ -75,8 +77,8 @@ class LLMEngine:
         """Check a request and make its sequences; nothing is queued, no state is touched.
 
         prompt: text (begin_of_text is put before it) or token ids, also as an array or a tensor.
-        An empty request_id is a request without a name; its outputs are told apart by `index`, its
-        place in the caller's list. TypeError or ValueError says what is wrong with it.
+        An empty request_id is a request without a name; its outputs have `index`, its place
+        in the caller's list. TypeError or ValueError says what is wrong with it.
         """
         return prepare(
             request_id,
@@ -164,7 +166,7 @@ class LLMEngine:
                     self._waiters[0].condition.notify()  # this thread leaves: it hands over
 
     def take_output(self, request: Request) -> RequestOutput:
-        """What the request has come to; of a finished one, this is the last that is heard of it."""
+        """The output now due. That of a finished request is the last: it is forgotten then."""
         with self._lock:
             return self._take(request)
 

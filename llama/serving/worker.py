@@ -15,7 +15,7 @@ from llama.requests.llm_engine import LLMEngine, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
-# What hosts say about themselves and the request; none of it is about what is generated.
+# Fields in which hosts describe themselves and the request. None changes the answer.
 _LABELS = frozenset({
     "model", "user", "request_id", "messages", "span_id", "context", "version", "context_len",
     "convert_to_compatible_format", "string_prompt", "prompt_echo_len_char",
@@ -43,8 +43,8 @@ def generate_stream(
     params: prompt, max_new_tokens (256), temperature (1.0; up to 1e-5 is greedy), top_p, top_k,
     repetition_penalty, stop, stop_token_ids, echo (True: the text begins with the prompt), and the
     other numbers of SamplingParams. "text" is all of the text so far. A prompt too long for
-    context_len tokens loses its beginning, so that the answer has room. The model is where it was
-    built: `device` is what the host believes, and is checked. Closing the iterator aborts.
+    context_len tokens loses its beginning, so that the answer has room. `device` must be the device
+    that the model was built on. Closing the iterator aborts. ValueError for what cannot be done.
     """
     _check(tokenizer is model.tokenizer, "tokenizer is not the model's own: pass llama.tokenizer")
     _check(

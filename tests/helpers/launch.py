@@ -47,6 +47,8 @@ def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
         command, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    ends = [(folder / f"rank{r}.end").read_text() for r in range(world)]
+    assert ends == ["False"] * world, "a process that leaves its groups can end with SIGABRT"
     assert done.stdout.count("Loaded in ") == _num_builds(jobs), "rank 0 alone prints, per build"
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(world)]
 
