@@ -3,14 +3,14 @@
 The oracle is Meta's own API: the same prompts through text_completion and chat_completion.
 """
 
-import types
+import math
 from typing import Any
 
 import pytest
 
 from helpers.batch import answers
 from llama.batch.job import run_batch
-from llama.batch.lines import MAX_LINE, answer_record, parse_line, read_request
+from llama.batch.lines import MAX_LINE, parse_line, read_request
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import CHAT_URL, TEXT_URL
 
@@ -182,13 +182,27 @@ def test_a_broken_first_line_does_not_make_text_of_the_rest(llama, tmp_path):
     assert text_of(found[1]) == llama.text_completion(["Hello"], 0.0, 0.9, 4)[0]["generation"]
 
 
-def test_an_error_of_the_engine_is_the_record_of_its_line():
-    """A request that the engine ended with an error: no answer is in the record."""
-    output: Any = types.SimpleNamespace(request_id="line-3", error="the logits are not finite")
-    request = read_request({"prompt": "x"}, SamplingParams())
-    record = answer_record("me", 3, request, output, tokenizer=None, model="m")  # type: ignore[arg-type]
-    error = {"code": "server_error", "message": "the logits are not finite", "line": 3}
-    assert record == {"custom_id": "me", "response": None, "error": error}
+def test_a_line_of_nan_gets_an_error_and_its_neighbours_their_answers(llama, tmp_path, monkeypatch):
+    """One such line once ended the whole job, and again at every resume."""
+    lines = [{"prompt": prompt, "max_tokens": 5, "temperature": 0} for prompt in ("a", "b", "c")]
+    wanted = answers(llama, tmp_path, lines)
+    logits = llama.model.logits
+
+    def with_a_bad_row(hidden):
+        found = logits(hidden)
+        if len(found) == 3:
+            found[1] = math.nan
+        return found
+
+    monkeypatch.setattr(llama.model, "logits", with_a_bad_row)
+    found = answers(llama, tmp_path, lines)
+    assert found[0] == wanted[0] and found[2] == wanted[2]
+    assert found[1]["response"] is None
+    error = found[1]["error"]
+    assert (error["code"], error["line"]) == ("server_error", 2) and "NaN" in error["message"]
+    files = str(tmp_path / "in"), str(tmp_path / "out")
+    report = run_batch(llama, *files, resume=True)
+    assert (report.written, report.failed) == (0, 1), "it counts as done"
 
 
 def test_parsing_never_raises_anything_else():
