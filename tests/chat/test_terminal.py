@@ -134,9 +134,10 @@ def talk(session: Session, demo: Llama, folder: Path) -> None:
 
 def begin_long(session: Session, demo: Llama) -> None:
     """Ask for an answer that fills the context if it is let, and wait for its first word."""
+    begin = begin_of_story(demo)  # before the question: the answer is there in two seconds
     session.command("/set min_tokens 490", "min_tokens 490")
     session.at_prompt(f"{STORY}\r")
-    session.expect(begin_of_story(demo))
+    session.expect(begin)
 
 
 def begin_of_story(demo: Llama) -> str:
