@@ -272,6 +272,7 @@ class _Job:
                 before, since = dict(self.tally.sums), time.monotonic()
             elif time.monotonic() - since > _TIMEOUT_S:
                 raise TimeoutError(f"the other replicas made no progress for {_TIMEOUT_S:.0f} s")
+        self._post()  # sums are read one by one: a replica may have added to one already read
 
 
 class _Bar:
