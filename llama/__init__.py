@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from llama.generation import Llama
     from llama.model import Transformer
     from llama.requests.async_engine import AsyncLLMEngine
-    from llama.requests.llm_engine import CompletionOutput, LLMEngine, RequestOutput
+    from llama.requests.llm_engine import LLMEngine
+    from llama.requests.request import CompletionOutput, RequestOutput
     from llama.sampling_params import SamplingParams
     from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer
 
@@ -35,7 +36,8 @@ _MODULES = {  # the names above, by the module that defines them
     "generation": ["Llama"],
     "model": ["Transformer"],
     "requests.async_engine": ["AsyncLLMEngine"],
-    "requests.llm_engine": ["CompletionOutput", "LLMEngine", "RequestOutput"],
+    "requests.llm_engine": ["LLMEngine"],
+    "requests.request": ["CompletionOutput", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
     "tokenizer": ["ChatFormat", "Dialog", "Message", "Tokenizer"],
 }

@@ -22,7 +22,7 @@ from llama.batch.files import Line, Results, check_files, read_lines
 from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
 from llama.generation import Llama
 from llama.parallel import ModelParallel, SharedCounter
-from llama.requests.llm_engine import Request, RequestOutput
+from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import OpenAIRequest
 

@@ -9,7 +9,7 @@ import codecs
 import json
 from typing import Any
 
-from llama.requests.llm_engine import RequestOutput
+from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import (
     CHAT_URL,

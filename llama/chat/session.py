@@ -15,7 +15,7 @@ from llama.chat.conversation import Conversation, Turn, TurnStats
 from llama.chat.terminal import Terminal, read_turn
 from llama.generation import Llama
 from llama.parallel import ModelParallel
-from llama.requests.llm_engine import Request, RequestOutput
+from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
 KEEP_ALIVE_S = 20.0

@@ -10,30 +10,20 @@ compared across the ranks when they are submitted, and never in a step.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 
 from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
 from llama.requests.prepare import prepare
-from llama.requests.request import Answer, CompletionOutput, Request, RequestOutput, Usage
+from llama.requests.request import Answer, Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
-__all__ = ["CompletionOutput", "LLMEngine", "Request", "RequestOutput", "Usage"]
-
 _LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the model
-
-
-@dataclass(eq=False)
-class _Waiter:
-    """A thread that sleeps while another one runs the model."""
-
-    is_ready: Callable[[], bool]
-    condition: threading.Condition
 
 
 class LLMEngine:
@@ -54,17 +44,17 @@ class LLMEngine:
         self.seed = seed
         self.parallel = parallel
         self._lock = threading.Lock()  # for all below; not held while the model runs
-        self._requests: dict[
-            Request, None
-        ] = {}  # in order of arrival, until their last output is taken
+        self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
+        self._due: dict[Request, None] = {}  # what `step` will report
         self._owner: dict[Sequence, tuple[Request, Answer]] = {}  # of what the core computes
         self._arrived: list[Request] = []  # since the last step began
         self._left: list[Sequence] = []  # aborted since the last step began
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
         self._stepper: int | None = None  # the thread that runs the model now
         self._is_intact = True  # false while the core changes: after that, it was interrupted
         self._caller: int | None = None  # on many ranks, the one thread that calls
+        self._is_comparing = False
 
     def prepare(
         self,
@@ -98,9 +88,13 @@ class LLMEngine:
         ValueError or TypeError, before anything is queued: an id in use, an empty or too long
         prompt, an id beyond the vocabulary, ranks that were given different requests.
         """
-        if request_id == "":
-            raise ValueError("request_id is empty: give each request a name")
-        self.submit(self.prepare(request_id, prompt, params or SamplingParams()) for _ in range(1))
+
+        def prepared() -> Iterator[Request]:
+            if request_id == "":
+                raise ValueError("request_id is empty: give each request a name")
+            yield self.prepare(request_id, prompt, params or SamplingParams())
+
+        self.submit(prepared())
 
     def submit(self, requests: Iterable[Request]) -> list[Request]:
         """Compare the requests across the ranks, and queue them; `step` returns their outputs.
@@ -109,7 +103,11 @@ class LLMEngine:
         error on every rank.
         """
         compared = self._compare(requests)
-        self._queue(compared)
+        try:
+            self._queue(compared)
+        except BaseException:  # an id in use, or an interrupt: nothing stays half queued
+            self.drop(compared)
+            raise
         return compared
 
     def run(self, requests: Iterable[Request]) -> list[RequestOutput]:
@@ -138,19 +136,17 @@ class LLMEngine:
         def is_ready() -> bool:
             nonlocal is_first
             is_first, was_first = False, is_first
-            return not was_first or not self._requests or bool(self._reportable())
+            return not was_first or not self._requests or bool(self._due)
 
         try:
             self.wait_until(is_ready)
         finally:
             with self._lock:
-                failed = [r.exception for r in self._reportable() if r.exception is not None]
-                for request in [r for r in self._reportable() if r.exception is not None]:
+                failed = [request for request in self._due if request.exception is not None]
+                for request in failed:
                     self._forget(request)
-        if failed:
-            raise failed[0]
         with self._lock:
-            return [self._take(request) for request in self._reportable()]
+            return [self._take(request) for request in failed or list(self._due)]
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
         """Run the model, or sleep while another thread runs it, until `is_ready()`.
@@ -163,7 +159,7 @@ class LLMEngine:
         finally:
             with self._lock:
                 if self._stepper is None and self._waiters:
-                    self._waiters[0].condition.notify()  # this thread leaves: it hands over
+                    self._waiters[0][1].notify()  # this thread leaves: it hands over
 
     def take_output(self, request: Request) -> RequestOutput:
         """The output now due. That of a finished request is the last: it is forgotten then."""
@@ -223,25 +219,32 @@ class LLMEngine:
 
     def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
         """The requests, if they are the same on every rank; else an error on every rank."""
-        if self.parallel.size > 1:
-            self._check_caller()
-        with self.parallel.agree("the prompts or parameters") as must_match:
+        with self._alone(), self.parallel.agree("the prompts or parameters") as must_match:
             compared = list(requests)
             for request in compared:
                 request.is_claimed = is_claimed or request.is_claimed
                 must_match.append(request.fingerprint())
         return compared
 
-    def _check_caller(self) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
         """RuntimeError where two threads call, on many ranks: the ranks' orders would differ."""
+        if self.parallel.size == 1:
+            yield
+            return
         with self._lock:
-            if not self._requests:
+            if not self._requests and not self._is_comparing:
                 self._caller = threading.get_ident()
             if self._caller != threading.get_ident():
                 raise RuntimeError(
                     "another thread of this rank has unfinished requests: with "
                     f"model_parallel_size={self.parallel.size}, make all calls from one thread"
                 )
+            self._is_comparing = True
+        try:
+            yield
+        finally:
+            self._is_comparing = False
 
     def _queue(self, requests: list[Request]) -> None:
         with self._lock:
@@ -251,21 +254,23 @@ class LLMEngine:
                     raise ValueError(
                         f"request_id={brief(name)} is in use by a request not yet finished"
                     )
-            self._names |= {request.request_id: request for request in requests}
-            self._requests |= dict.fromkeys(requests)
-            self._arrived += requests
-            self._names.pop("", None)
-
-    def _reportable(self) -> list[Request]:
-        return [r for r in self._requests if r.has_output and not r.is_claimed]
+            for request in requests:
+                if request.request_id:
+                    self._names[request.request_id] = request
+                if not request.is_claimed:
+                    request.listener = functools.partial(self._due.setdefault, request)
+                self._requests[request] = None
+                self._arrived.append(request)
 
     def _take(self, request: Request) -> RequestOutput:
+        self._due.pop(request, None)
         if request.finished:
             self._forget(request)
         return request.take_output()
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request, None)
+        self._due.pop(request, None)
         if self._names.get(request.request_id) is request:
             del self._names[request.request_id]
 
@@ -299,10 +304,10 @@ class LLMEngine:
         return False
 
     def _sleep(self, is_ready: Callable[[], bool]) -> None:
-        waiter = _Waiter(is_ready, threading.Condition(self._lock))
+        waiter = is_ready, threading.Condition(self._lock)
         self._waiters.append(waiter)
         try:
-            waiter.condition.wait(_LONGEST_SLEEP_S)
+            waiter[1].wait(_LONGEST_SLEEP_S)
         finally:
             self._waiters.remove(waiter)
 
@@ -389,6 +394,6 @@ class LLMEngine:
             request.end("error")
 
     def _wake_ready(self) -> None:
-        for waiter in self._waiters:
-            if waiter.is_ready():
-                waiter.condition.notify()
+        for is_ready, condition in self._waiters:
+            if is_ready():
+                condition.notify()

@@ -176,8 +176,8 @@ class Request:
     """A checked request with its sequences, from `LLMEngine.prepare`.
 
     listener: called when it has an output, within the engine's lock, by the thread that ran the
-    step: it must be quick and must not call the engine. is_claimed: `LLMEngine.step` leaves its
-    outputs to whoever waits for this request.
+    step: it must be quick and must not call the engine. is_claimed: somebody waits for this request
+    and takes its outputs; those of the others come from `LLMEngine.step`, which listens itself.
     """
 
     request_id: str
@@ -185,7 +185,7 @@ class Request:
     params: SamplingParams
     answers: list[Answer]
     index: int = 0
-    listener: Callable[[], None] | None = None
+    listener: Callable[[], object] | None = None
     is_claimed: bool = False
     has_output: bool = False
     exception: BaseException | None = None  # of the step that failed for all

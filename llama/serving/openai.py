@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llama.requests.detokenizer import Detokenizer
-from llama.requests.llm_engine import CompletionOutput, RequestOutput, Usage
+from llama.requests.request import CompletionOutput, RequestOutput, Usage
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 

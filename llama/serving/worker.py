@@ -11,7 +11,8 @@ from typing import Any
 
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.llm_engine import LLMEngine, RequestOutput
+from llama.requests.llm_engine import LLMEngine
+from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 

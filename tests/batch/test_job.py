@@ -312,7 +312,7 @@ def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
 
 def test_the_last_sums_of_a_replica_are_read():
     """It adds its last results and says that it has finished after this one read the results, and
-    before it read who has finished: seen once in some ten jobs, as a report of 85 lines of 90."""
+    before it read who has finished: a report once said 85 lines of 90."""
     sums = {"finished": 1, "written": 85}
     posts = iter([{"finished": 2}, {"written": 90}])
     job = object.__new__(_Job)

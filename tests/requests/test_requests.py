@@ -19,8 +19,9 @@ from llama import Dialog, Llama, Message
 from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import BeamParams, _Search
-from llama.requests.llm_engine import LLMEngine, RequestOutput
+from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import answer_seed
+from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.worker import async_generate_stream, generate_stream
 
