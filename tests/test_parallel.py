@@ -42,8 +42,8 @@ def alone(folder: Path, **kwargs) -> list:
     return [tokens, logprobs]
 
 
-GREEDY: dict[str, Any] = {"max_gen_len": 16, "temperature": 0.0, "logprobs": True, "echo": True}
-SAMPLED: dict[str, Any] = {"max_gen_len": 16, "temperature": 1.0, "top_p": 0.95}
+GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0, "logprobs": True, "echo": True}
+SAMPLED: dict[str, Any] = {"max_gen_len": 8, "temperature": 1.0, "top_p": 0.95}
 
 
 def shard_jobs(sharded: dict[str, Path]) -> list[dict[str, Any]]:

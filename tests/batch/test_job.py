@@ -28,6 +28,7 @@ from llama import Llama
 from llama.batch.files import Results, read_lines
 from llama.batch.job import BatchReport, _Job, run_batch
 from llama.batch.lines import MAX_LINE
+from llama.cli import main
 from llama.parallel import ModelParallel
 
 WORDS = "one two three four five six seven eight nine ten".split()
@@ -265,7 +266,7 @@ def script(*args: str | Path) -> list[str]:
     return [sys.executable, str(REPO / "scripts" / "batch_completion.py"), *map(str, args)]
 
 
-def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path):
+def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
     """Ctrl-C: 130, and nothing finished is lost; resumed, with a bad line in it: 1; an output that
     exists: 2, before weights are looked for; all well: 0."""
     (tmp_path / "in").write_bytes(written(requests(90, 40)))
@@ -284,22 +285,19 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path):
     before = len(records(tmp_path / "out"))
     assert 10 <= before < 90
 
-    def ended(*args: str | Path) -> tuple[int, str]:
-        done = subprocess.run(
-            script(*args), env=environment(), capture_output=True, text=True, check=False
-        )
-        assert "Traceback" not in done.stderr
-        return done.returncode, done.stdout + done.stderr
-
-    code, told = ended(tmp_path / "in", tmp_path / "out", "--resume", *flags)
-    assert code == 1 and f"results added {90 - before}, errors in it 1" in told
-    assert "| ranks 1 | float32" in told
+    done = subprocess.run([*command, "--resume"], env=environment(), capture_output=True, text=True)
+    told = done.stdout + done.stderr
+    assert done.returncode == 1 and f"results added {90 - before}, errors in it 1" in told
+    assert "| ranks 1 | float32" in told and "Traceback" not in told
     job(llama, tmp_path, "whole")
     assert records(tmp_path / "out") == records(tmp_path / "whole")
-    code, told = ended(tmp_path / "in", tmp_path / "out", "--ckpt_dir", tmp_path / "no weights")
-    assert code == 2 and "error: " in told and "add --resume" in told
+    files = str(tmp_path / "in"), str(tmp_path / "out")
+    assert main(["batch", *files, "--ckpt_dir", str(tmp_path / "no weights")]) == 2
+    told = capfd.readouterr().err
+    assert "error: " in told and "add --resume" in told
     (tmp_path / "in").write_text("hello\nworld\n")
-    assert ended(tmp_path / "in", tmp_path / "fine", *flags, "--max_gen_len", "3")[0] == 0
+    fine = files[0], str(tmp_path / "fine")
+    assert main(["batch", *fine, *map(str, flags), "--max_gen_len", "3"]) == 0
 
 
 def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
