@@ -42,11 +42,12 @@ class Loaded:
         dtype = self.model.norm.weight.dtype if self.model.output.scales is None else torch.int8
         name = next(name for name, value in DTYPES.items() if value is dtype)
         tokens = self.num_pages * PAGE_SIZE
+        sequences = self.num_pages // pages_for(params.max_seq_len)
         return (
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
-            f"KV cache {tokens:,} tokens, {self.num_pages // pages_for(params.max_seq_len)} "
-            "sequences of full length at once"
+            f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full length "
+            "at once"
         )
 
 

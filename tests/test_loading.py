@@ -69,7 +69,7 @@ def test_build_says_what_fits(checkpoint_dir, capsys):
     llama = Llama.build(
         folder, None, 128, 4, device="cpu", dtype="fp32", kv_cache_memory_bytes=98304
     )
-    assert "KV cache 192 tokens, 1 sequences of full length at once" in capsys.readouterr().out
+    assert "KV cache 192 tokens, 1 sequence of full length at once" in capsys.readouterr().out
     assert llama.engine.scheduler.pool.num_pages == 12
     for bad in (0, 1.5, "4GiB", True):
         with pytest.raises((TypeError, ValueError), match="kv_cache_memory_bytes"):

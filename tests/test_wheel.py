@@ -54,7 +54,7 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(tmp_path):
     assert {f"llama/ops/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",
             "llama/data/demo/params.json"} < set(names)  # fmt: skip
     site, home = tmp_path / "site", tmp_path / "home"
-    subprocess.run([*pip, "install", *options, "--target", site, wheel], check=True)
+    zipfile.ZipFile(wheel).extractall(site)  # what pip does, and faster
     home.mkdir()
     package, library, *answers = generated(
         site, site / "llama" / "data" / "demo", PATH=str(home), HOME=str(home), XDG_CACHE_HOME=""
