@@ -46,8 +46,8 @@ class Loaded:
         return (
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
-            f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full length "
-            "at once"
+            f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full "
+            "length at once"
         )
 
 
