@@ -23,7 +23,7 @@ from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest
 DEFAULT_SEQ_LEN = 8192  # aimed at where the user says nothing
-DEFAULT_BATCH_SIZE = {"cpu": 32, "mps": 32, "cuda": 256}
+DEFAULT_BATCH_SIZE, DEFAULT_BATCH_SIZE_CUDA = 32, 256
 _CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
@@ -150,7 +150,8 @@ def _sizes_that_fit(
     """What was asked for, or what fits the rank with the least memory."""
     params, kv_dtype = checkpoint.params, _activations(dtype)
     free = parallel.all_reduce_min(free_bytes(device))
-    batch_size = asked.max_batch_size or DEFAULT_BATCH_SIZE[device.type]
+    default = DEFAULT_BATCH_SIZE_CUDA if device.type == "cuda" else DEFAULT_BATCH_SIZE
+    batch_size = asked.max_batch_size or default
     with parallel.agree("the memory of the ranks", world=True):
         return choose_sizes(
             replace(asked, max_batch_size=batch_size),
