@@ -8,6 +8,7 @@ import linecache
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -122,16 +123,44 @@ def test_a_failing_step_reaches_everyone_in_it_and_nobody_after(shared_llama, en
     assert shared_llama.generate(prompts[:1], 4, 0.0)[0][0]
 
 
-def test_a_thread_that_leaves_hands_the_model_on(shared_llama, engine):
-    """The first thread runs the model; its short answer ends before the other's."""
+@pytest.mark.parametrize("first", ["short", "long"])
+def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
+    """The first thread runs the model, and the other sleeps. A short first one leaves and hands the
+    model on; a long first one wakes the other as soon as its answer is there. No thread wakes up by
+    itself: the limit of a sleep is set to more than the test may take."""
+    monkeypatch.setattr("llama.requests.llm_engine._LONGEST_SLEEP_S", 3600.0)
     prompts = prompts_of([5, 6], seed=53)
-    jobs = [
-        lambda: shared_llama.generate(prompts[:1], 3, 0.0),
-        lambda: shared_llama.generate(prompts[1:], 90, 0.0),
-    ]
-    wanted = [job() for job in jobs]
-    for _ in range(20):
-        assert in_threads(jobs, 2) == wanted
+    generate = shared_llama.generate
+    jobs = {
+        "short": lambda: generate(prompts[:1], 3, 0.0),
+        "long": lambda: generate(prompts[1:], 90, 0.0),
+    }
+    wanted = {name: job() for name, job in jobs.items()}
+    step, in_step, short_is_done = engine.core.step, threading.Event(), threading.Event()
+    steps = itertools.count()
+
+    def held_step():
+        in_step.set()
+        number = next(steps)
+        while number == 0 and not engine._waiters:  # the other thread sleeps from here on
+            time.sleep(0.001)
+        if number == 20:
+            assert short_is_done.wait(30), "the short answer is there, and nobody woke its thread"
+        return step()
+
+    monkeypatch.setattr(engine.core, "step", held_step)
+    with ThreadPoolExecutor(2) as pool:
+        futures = {first: pool.submit(jobs[first])}
+        assert in_step.wait(30)
+        (second,) = jobs.keys() - {first}
+        futures[second] = pool.submit(jobs[second])
+        futures["short"].add_done_callback(lambda _: short_is_done.set())
+        try:
+            assert {name: future.result(30) for name, future in futures.items()} == wanted
+        finally:  # or the pool would wait for a thread that nobody wakes
+            for _, condition in list(engine._waiters):
+                with condition:
+                    condition.notify()
 
 
 def test_step_serves_who_adds_while_others_run(shared_llama, engine):
