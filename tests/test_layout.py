@@ -41,6 +41,7 @@ BELOW = {
     "llama/generation.py": {
         "checks", "engine", "loading", "model", "requests", "sampling_params", "tokenizer",
     },
+    "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
     "llama/serving": {"generation", "requests", "sampling_params", "serving", "tokenizer"},
     "llama/batch": {
         "batch", "generation", "parallel", "requests", "sampling_params", "serving", "tokenizer",
@@ -84,6 +85,7 @@ def test_imports_point_down(name):
         ("fairscale", r"llama/parallel\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/"),
+        ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
         ("transformers", r"nowhere"),

@@ -60,6 +60,15 @@ FLAGS = {
     "dtype": Flag(str, "NAME", "bf16, fp16, fp32, or int8 on the CPU", "bf16 if the device has it"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "resume": Flag(bool, "", "add the results that OUT does not have yet"),
+    "model_path": Flag(str, "DIR", "ckpt_dir, as FastChat names it", "ckpt_dir"),
+    "model_names": Flag(str, "A,B", "names that clients ask for", "the name of the folder"),
+    "controller_address": Flag(str, "URL", "where FastChat's controller is"),
+    "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
+    "host": Flag(str, "HOST", "address to listen on"),
+    "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
+    "no_register": Flag(bool, "", "serve without a controller"),
+    "limit_worker_concurrency": Flag(int, "N", "requests that run at once; more wait"),
+    "conv_template": Flag(str, "NAME", "chat template: llama-3, or raw for none"),
 }
 
 

@@ -1,0 +1,278 @@
+"""FastChat's worker protocol as an ASGI app: POST requests in, JSON and streams of JSON out.
+
+In: an `AsyncLLMEngine`, and whatever calls the app (uvicorn, or a test). Out: the answers that
+FastChat 0.2.36 and later expect of a model worker, at the paths in `FastChatApp.routes`. It imports
+neither FastChat nor a web framework, and knows nothing of controllers and command lines.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from llama.requests.async_engine import AsyncLLMEngine
+from llama.requests.request import NO_TOKEN
+from llama.serving.worker import async_generate_stream
+from llama.tokenizer import Tokenizer
+
+# fastchat.constants.ErrorCode
+WRONG_TYPE, NO_SUCH_MODEL, OUT_OF_RANGE, INTERNAL = 40001, 40301, 40302, 50001
+
+# fastchat.conversation.SeparatorStyle: system, then role + message + sep for each message. It has
+# this number in every release; the style for Llama 3 came after 0.2.36.
+_NO_COLON_SINGLE = 4
+_START, _END, _EOT = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
+_TEMPLATES: dict[str, dict[str, Any]] = {
+    "llama-3": {
+        "system_template": f"{_START}system{_END}{{system_message}}{_EOT}",
+        "roles": [f"{_START}user{_END}", f"{_START}assistant{_END}"],
+        "sep": _EOT,
+    },
+    "raw": {"system_template": "{system_message}", "roles": ["", ""], "sep": ""},
+}
+TEMPLATE_NAMES = tuple(_TEMPLATES)
+
+_NO_EMBEDDINGS = (
+    "this model worker makes no embeddings: it generates text; ask for embeddings of a model that "
+    "was trained for them"
+)
+_ENDED_EARLY = "the model worker is shutting down: send the request again"
+
+_Message = dict[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+
+
+class FastChatApp:
+    """One model as a FastChat worker. Many requests run in the engine at once.
+
+    limit_concurrency: requests that the engine gets at once; more wait here, and their client may
+    leave. A client that leaves a stream or a request aborts it.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        model_names: list[str],
+        *,
+        conv_template: str = "llama-3",
+        limit_concurrency: int = 1024,
+    ) -> None:
+        self.engine = engine
+        self.model_names = model_names
+        self.conv = conversation_template(conv_template, engine.engine.tokenizer)
+        self.queue_length = 0  # requests that run or wait
+        self._slots = asyncio.Semaphore(limit_concurrency)
+        self.routes: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
+            "/worker_generate": self._generate,
+            "/worker_get_embeddings": self._embeddings,
+            "/worker_get_status": self._status,
+            "/worker_get_conv_template": self._conv_template,
+            "/count_token": self._count_token,
+            "/model_details": self._details,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """What the controller is told of this worker."""
+        return {"model_names": self.model_names, "speed": 1, "queue_length": self.queue_length}
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Answer one request (ASGI 3)."""
+        path = scope["path"]
+        if path != "/worker_generate_stream" and path not in self.routes:
+            return await _send_json(send, HTTPStatus.NOT_FOUND, _error(WRONG_TYPE, f"no {path}"))
+        if scope["method"] != "POST":
+            message = f"{path} takes POST, not {scope['method']}"
+            return await _send_json(
+                send, HTTPStatus.METHOD_NOT_ALLOWED, _error(WRONG_TYPE, message)
+            )
+        try:
+            params = await _read_object(receive)
+        except ConnectionError:  # nobody reads an answer
+            return
+        except ValueError as e:
+            return await _send_json(send, HTTPStatus.BAD_REQUEST, _error(WRONG_TYPE, str(e)))
+        if path == "/worker_generate_stream":
+            answer = self._stream(params, send)
+        else:
+            answer = _answer(self.routes[path](params), send)
+        await _unless_client_leaves(answer, receive)
+
+    async def reports(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """FastChat's reports of one request; one with an error_code other than 0 is the last."""
+        if isinstance(params.get("prompt"), str):
+            params = {**params, "prompt": as_trained(params["prompt"])}
+        engine = self.engine.engine
+        self.queue_length += 1
+        try:
+            async with self._slots:
+                outputs = async_generate_stream(
+                    self.engine, engine.tokenizer, params, "", engine.max_seq_len
+                )
+                async for report in outputs:
+                    yield _checked(report)
+        except TypeError as e:
+            yield _error(WRONG_TYPE, str(e))
+        except ValueError as e:
+            yield _error(OUT_OF_RANGE, str(e))
+        except RuntimeError as e:  # of the model: out of memory, or the engine is closed
+            yield _error(INTERNAL, str(e))
+        finally:
+            self.queue_length -= 1
+
+    async def _stream(self, params: dict[str, Any], send: _Send) -> None:
+        """Reports as JSON, each with a zero byte after it."""
+        await _start(send, HTTPStatus.OK, b"application/octet-stream")
+        async with contextlib.aclosing(self.reports(params)) as reports:
+            async for report in reports:
+                # FastChat's own workers say alone, after all text, why the text has ended, and
+                # there are clients that read no text beside a reason.
+                if report.get("finish_reason") is not None:
+                    await _send_part(send, {**report, "finish_reason": None})
+                await _send_part(send, report)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _generate(self, params: dict[str, Any]) -> dict[str, Any]:
+        last = _error(INTERNAL, _ENDED_EARLY)
+        async with contextlib.aclosing(self.reports(params)) as reports:
+            async for report in reports:
+                last = report
+        return last
+
+    async def _count_token(self, params: dict[str, Any]) -> dict[str, Any]:
+        prompt = params.get("prompt")
+        if not isinstance(prompt, str):
+            return _error(WRONG_TYPE, "the body has no 'prompt' that is a string")
+        tokenizer = self.engine.engine.tokenizer
+        # In a thread: a long text takes its time.
+        count = await asyncio.to_thread(num_tokens, tokenizer, as_trained(prompt))
+        return {"count": count, "error_code": 0}
+
+    async def _embeddings(self, params: dict[str, Any]) -> dict[str, Any]:
+        return _error(NO_SUCH_MODEL, _NO_EMBEDDINGS)
+
+    async def _status(self, params: dict[str, Any]) -> dict[str, Any]:
+        return self.status()
+
+    async def _conv_template(self, params: dict[str, Any]) -> dict[str, Any]:
+        return {"conv": self.conv}
+
+    async def _details(self, params: dict[str, Any]) -> dict[str, Any]:
+        return {"context_length": self.engine.engine.max_seq_len}
+
+
+def conversation_template(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The fields of FastChat's `Conversation`, from which its API server writes the prompt.
+
+    "llama-3": Llama 3's chat format but for begin_of_text, which `worker` adds, and for what
+    `as_trained` mends. "raw": the messages one after the other, for models that know no chat.
+    """
+    return {
+        "name": name,
+        **_TEMPLATES[name],
+        "system_message": "",
+        "messages": [],
+        "offset": 0,
+        "sep_style": _NO_COLON_SINGLE,
+        "sep2": None,
+        "stop_str": None,
+        "stop_token_ids": sorted(tokenizer.stop_tokens),
+    }
+
+
+def as_trained(prompt: str) -> str:
+    """A prompt in the chat format as `ChatFormat` has it: as the model was trained.
+
+    FastChat's templates write an empty system message where there is none, keep the whitespace
+    around a message, and leave out the end of an empty message. Any other text stays as it is.
+    """
+    before, *turns = prompt.split(_START)
+    for i, turn in enumerate(turns):
+        role, end, rest = turn.partition(_END)
+        content, eot, rest = rest.partition(_EOT)
+        is_answer = i == len(turns) - 1 and not eot  # the model goes on from here
+        if end and not is_answer:
+            turns[i] = role + end + content.strip() + _EOT + rest
+    if turns[:1] == [f"system{_END}{_EOT}"]:
+        del turns[0]
+    return _START.join([before, *turns])
+
+
+def num_tokens(tokenizer: Tokenizer, prompt: str) -> int:
+    """Tokens of a prompt with begin_of_text, as the worker encodes it."""
+    ids = tokenizer.encode(prompt, bos=False, eos=False, allowed_special="all")
+    return len(ids) + (ids[:1] != [tokenizer.bos_id])
+
+
+def _checked(report: dict[str, Any]) -> dict[str, Any]:
+    """FastChat knows the reasons "stop" and "length": any other is an error."""
+    reason = report.get("finish_reason")
+    if reason in (None, "stop", "length"):
+        return report
+    return _error(INTERNAL, _ENDED_EARLY if reason == "abort" else NO_TOKEN)
+
+
+def _error(code: int, message: str) -> dict[str, Any]:
+    """FastChat reads text and error_code; OpenAI's client, in a stream, raises what is in error."""
+    return {"text": message, "error_code": code, "error": {"message": message, "code": code}}
+
+
+async def _answer(answer: Awaitable[dict[str, Any]], send: _Send) -> None:
+    await _send_json(send, HTTPStatus.OK, await answer)
+
+
+async def _unless_client_leaves(answer: Coroutine[Any, Any, None], receive: _Receive) -> None:
+    """Wait for the answer to be sent; cancel it if the client closes the connection before."""
+    answering, leaving = asyncio.create_task(answer), asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not answering.done():
+            answering.cancel()
+        await asyncio.wait([answering, leaving])
+    if not answering.cancelled():
+        answering.result()
+
+
+async def _disconnect(receive: _Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_object(receive: _Receive) -> dict[str, Any]:
+    """The JSON object of a request's body; an empty body is an empty object.
+
+    ConnectionError where the client leaves before the end, ValueError for anything else in it.
+    """
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionResetError("the client has left")
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    try:
+        params = json.loads(b"".join(parts) or b"{}")
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"the body is no JSON: {e}") from None
+    if not isinstance(params, dict):
+        raise ValueError("the body must be a JSON object")
+    return params
+
+
+async def _send_json(send: _Send, status: HTTPStatus, content: dict[str, Any]) -> None:
+    await _start(send, status, b"application/json")
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+
+async def _start(send: _Send, status: HTTPStatus, content_type: bytes) -> None:
+    headers = [(b"content-type", content_type)]
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
+
+
+async def _send_part(send: _Send, report: dict[str, Any]) -> None:
+    body = json.dumps(report).encode() + b"\0"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
