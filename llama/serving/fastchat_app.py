@@ -32,7 +32,6 @@ _TEMPLATES: dict[str, dict[str, Any]] = {
     },
     "raw": {"system_template": "{system_message}", "roles": ["", ""], "sep": ""},
 }
-TEMPLATE_NAMES = tuple(_TEMPLATES)
 
 _NO_EMBEDDINGS = (
     "this model worker makes no embeddings: it generates text; ask for embeddings of a model that "
@@ -89,7 +88,7 @@ class FastChatApp:
                 send, HTTPStatus.METHOD_NOT_ALLOWED, _error(WRONG_TYPE, message)
             )
         try:
-            params = await _read_object(receive)
+            params = await _read_params(receive)
         except ConnectionError:  # nobody reads an answer
             return
         except ValueError as e:
@@ -242,7 +241,7 @@ async def _disconnect(receive: _Receive) -> None:
         pass
 
 
-async def _read_object(receive: _Receive) -> dict[str, Any]:
+async def _read_params(receive: _Receive) -> dict[str, Any]:
     """The JSON object of a request's body; an empty body is an empty object.
 
     ConnectionError where the client leaves before the end, ValueError for anything else in it.

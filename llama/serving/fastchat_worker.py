@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from llama.cli import ranks
 from llama.cli.flags import Command, UsageError, read
 from llama.cli.model import BUILD_FLAGS, demo_dir, load
-from llama.serving.fastchat_app import TEMPLATE_NAMES, FastChatApp
 
 if TYPE_CHECKING:
     from llama.requests.async_engine import AsyncLLMEngine
+    from llama.serving.fastchat_app import FastChatApp
 
 _PROGRAM = "python -m llama.serving.fastchat_worker"
 _COMMAND = Command(
@@ -43,6 +43,7 @@ _COMMAND = Command(
         "--host 0.0.0.0 --worker-address http://10.0.0.2:21002",
     ],
 )  # fmt: skip
+_TEMPLATE_NAMES = ("llama-3", "raw")
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"
 _DEMO_CONTEXT = 512  # the demo model was trained on 512 tokens
 _CONTROLLER_TIMEOUT_S, _RETRY_S, _SHUTDOWN_S = 5.0, 5.0, 10
@@ -65,6 +66,7 @@ def _run(words: Sequence[str]) -> int:
             options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
         llama = load(options)
         from llama.requests.async_engine import AsyncLLMEngine
+        from llama.serving.fastchat_app import FastChatApp
 
         engine = AsyncLLMEngine(llama)
         app = FastChatApp(
@@ -87,8 +89,8 @@ def _check(options: argparse.Namespace) -> None:
     options.ckpt_dir = options.ckpt_dir or options.model_path
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("a FastChat worker is one process: start it without torchrun")
-    if options.conv_template not in TEMPLATE_NAMES:
-        names = " or ".join(TEMPLATE_NAMES)
+    if options.conv_template not in _TEMPLATE_NAMES:
+        names = " or ".join(_TEMPLATE_NAMES)
         raise UsageError(f"--conv_template={options.conv_template!r} must be {names}")
     for name, low, high in (("port", 0, 65_535), ("limit_worker_concurrency", 1, 1_000_000)):
         if not low <= getattr(options, name) <= high:
@@ -147,7 +149,7 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(
     server: Any,
     listener: socket.socket,
-    app: FastChatApp,
+    app: "FastChatApp",
     engine: "AsyncLLMEngine",
     options: argparse.Namespace,
 ) -> int:
