@@ -42,7 +42,9 @@ BELOW = {
         "checks", "engine", "loading", "model", "requests", "sampling_params", "tokenizer",
     },
     "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
-    "llama/serving": {"generation", "requests", "sampling_params", "serving", "tokenizer"},
+    "llama/serving": {
+        "checks", "generation", "requests", "sampling_params", "serving", "tokenizer",
+    },
     "llama/batch": {
         "batch", "generation", "parallel", "requests", "sampling_params", "serving", "tokenizer",
     },

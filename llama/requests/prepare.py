@@ -51,7 +51,8 @@ def prepare(
             stop_ids=_stop_ids(params, tokenizer),
         )
         stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        answers.append(Answer(sequence, params, Detokenizer(tokenizer), stops))
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        answers.append(Answer(sequence, params, detokenizer, stops))
         token_params = replace(token_params, prompt_logprobs=None)  # the first scores it for all
     return Request(request_id, text, params, answers, index or 0)
 

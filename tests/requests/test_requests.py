@@ -1,4 +1,4 @@
-"""LLMEngine, streaming, beam search, the async engine and the worker protocol, on a random model.
+"""LLMEngine, streaming, beam search and the async engine, on a random model.
 
 The oracles: the same requests alone, transformers' beam search and generate on the same weights,
 and the answers that are not streamed.
@@ -23,7 +23,6 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import answer_seed
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.serving.worker import async_generate_stream, generate_stream
 
 
 @pytest.fixture(scope="module")
@@ -570,86 +569,3 @@ def test_an_error_in_a_step_reaches_every_waiter(engine, llama, monkeypatch):
         served.close()
 
     asyncio.run(main())
-
-
-def worker_params(**changes) -> dict:
-    return {
-        "prompt": "Once upon",
-        "max_new_tokens": 12,
-        "temperature": 0.0,
-        "echo": False,
-    } | changes
-
-
-def test_the_worker_protocol_streams_all_text_so_far(engine, llama):
-    """FastChat's: every second token and at the end, growing, with usage; greedy at 1e-5."""
-    (wanted,) = llama.text_completion(["Once upon"], 0.0, max_gen_len=12)
-    for temperature in (0.0, 1e-5):
-        params = worker_params(temperature=temperature, model="demo", logprobs=None)
-        told = list(generate_stream(llama, llama.tokenizer, params, "cpu", 128))
-        texts = [t["text"] for t in told]
-        assert texts[-1] == wanted["generation"]
-        assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
-        usage = told[-1]["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert [t["finish_reason"] for t in told[:-1]] == [None] * (len(told) - 1)
-        assert told[-1]["finish_reason"] in ("length", "stop")
-        counts = [t["usage"]["completion_tokens"] for t in told]
-        assert all(b - a >= 2 for a, b in itertools.pairwise(counts[:-1]))
-    echoed = list(generate_stream(llama, llama.tokenizer, worker_params(echo=True), "cpu", 128))
-    assert echoed[-1]["text"] == "Once upon" + wanted["generation"]
-
-
-def test_the_worker_cuts_long_prompts_on_the_left(engine, llama):
-    """The answer has its room, and begin_of_text stays: as if the prompt were its end alone."""
-    params = worker_params(prompt="z" * 500 + "Once upon")
-    told = list(generate_stream(llama, llama.tokenizer, params, "cpu", 100))
-    assert told[-1]["usage"]["prompt_tokens"] == 88
-    kept = "z" * (87 - len("Once upon")) + "Once upon"
-    (wanted,) = llama.text_completion([kept], 0.0, max_gen_len=12)
-    assert told[-1]["text"] == wanted["generation"]
-
-
-def test_the_worker_reads_the_special_tokens_of_a_template(demo):
-    """Hosts write Llama 3's template as text; the answer is chat_completion's."""
-    prompt = (
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-    (wanted,) = demo.chat_completion([[{"role": "user", "content": "Hello"}]], 0.0, max_gen_len=12)
-    told = list(generate_stream(demo, demo.tokenizer, worker_params(prompt=prompt), "cpu", 384))
-    assert told[-1]["text"] == wanted["generation"]["content"]
-
-
-def test_the_async_worker_and_its_benchmark_mode(engine, llama):
-    async def collect(**kwargs) -> list[dict]:
-        served = AsyncLLMEngine(llama)
-        params = worker_params(stop=["e", "a"], max_new_tokens=30)
-        stream = async_generate_stream(served, llama.tokenizer, params, "cpu", 128, **kwargs)
-        told = [t async for t in stream]
-        await served.idle()
-        served.close()
-        return told
-
-    (wanted,) = llama.text_completion(["Once upon"], 0.0, max_gen_len=30)
-    cut = min((wanted["generation"].find(s) % 1000 for s in "ea"), default=0)
-    told = asyncio.run(collect())
-    assert told[-1]["text"] == wanted["generation"][:cut] and told[-1]["error_code"] == 0
-    told = asyncio.run(collect(benchmark=True))
-    assert told[-1]["usage"]["completion_tokens"] == 30
-    assert told[-1]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"beams": 3}, "params has beams=3"),
-        ({"prompt": None}, "no 'prompt'"),
-        ({"max_new_tokens": 128}, "leaves no room"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 2.0}, "top_p"),
-    ],
-)
-def test_bad_worker_params_are_refused_at_the_call(change, message, engine, llama):
-    with pytest.raises(ValueError, match=message):
-        generate_stream(llama, llama.tokenizer, worker_params(**change), "cpu", 128)
