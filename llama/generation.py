@@ -109,7 +109,9 @@ class Llama:
                 8,192, or what fits the memory.
             max_batch_size: how many sequences run at once; more wait. Default: 32, on CUDA 256.
             model_parallel_size: ranks that share the model. Default: all processes.
-            seed: of the random numbers of calls that give none.
+            seed: of the random numbers of calls that give none. Such a call draws from this seed
+                and its number: the second call gets other samples, and the program run again gets
+                the same ones.
             device: "cuda", "mps" or "cpu". Default: the first of these that there is.
             dtype: "bf16", "fp16" or "fp32"; "int8", on the CPU, holds the matrices in half the
                 memory, with one scale per row, and the rest in bf16. Default: bf16 where the device
@@ -118,7 +120,7 @@ class Llama:
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
 
-        The same seed and prompt give the same answer. ValueError, FileNotFoundError and the like
+        ValueError, FileNotFoundError and the like
         name what is wrong, on every rank, before weights are read. No global state is changed, but
         for torch's number of threads on the CPU where nobody chose it: see `llama.device`.
         """
@@ -187,9 +189,11 @@ class Llama:
 
         Returns (tokens, logprobs), one list per prompt; with echo, the prompt comes first.
         logprobs are the model's own, natural, before temperature and top_p; the first token of an
-        echoed prompt gets 0.0. temperature 0 is greedy; the draw of each token depends on seed (by
-        default the build's) and its position alone. ValueError or TypeError names the bad prompt or
-        parameter, before any work, and where the ranks of one group were given different ones.
+        echoed prompt gets 0.0. temperature 0 is greedy. Each prompt draws from a seed of its own:
+        `seed` for the first and seeds derived from it for the others; without `seed`, they follow
+        from the build's seed, the number of the call and the place in the list. ValueError or
+        TypeError names the bad prompt or parameter, before any work, and where the ranks of one
+        group were given different ones.
         """
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
         return self._run(lambda: _rows(prompt_tokens), settings)
