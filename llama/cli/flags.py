@@ -68,6 +68,7 @@ FLAGS = {
     "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
     "no_register": Flag(bool, "", "serve without a controller"),
     "limit_worker_concurrency": Flag(int, "N", "requests that run at once; more wait"),
+    "stream_interval": Flag(int, "N", "tokens between two parts of a stream"),
     "conv_template": Flag(str, "NAME", "chat template: llama-3, or raw for none"),
 }
 

@@ -9,13 +9,17 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
 from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.request import NO_TOKEN
+from llama.serving.dialects import FASTCHAT
 from llama.serving.worker import async_generate_stream
 from llama.tokenizer import Tokenizer
+
+# As FastChat's vLLM worker: a prompt too long for the wish is kept, and the answer is shorter.
+_DIALECT = replace(FASTCHAT, keeps_prompt=True)
 
 # fastchat.constants.ErrorCode
 WRONG_TYPE, NO_SUCH_MODEL, OUT_OF_RANGE, INTERNAL = 40001, 40301, 40302, 50001
@@ -48,7 +52,8 @@ class FastChatApp:
     """One model as a FastChat worker. Many requests run in the engine at once.
 
     limit_concurrency: requests that the engine gets at once; more wait here, and their client may
-    leave. A client that leaves a stream or a request aborts it.
+    leave. stream_interval: tokens between two parts of a stream. A client that leaves a stream or
+    a request aborts it.
     """
 
     def __init__(
@@ -58,10 +63,12 @@ class FastChatApp:
         *,
         conv_template: str = "llama-3",
         limit_concurrency: int = 1024,
+        stream_interval: int = 2,
     ) -> None:
         self.engine = engine
         self.model_names = model_names
         self.conv = conversation_template(conv_template, engine.engine.tokenizer)
+        self.stream_interval = stream_interval
         self.queue_length = 0  # requests that run or wait
         self._slots = asyncio.Semaphore(limit_concurrency)
         self.routes: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
@@ -103,23 +110,36 @@ class FastChatApp:
         """FastChat's reports of one request; one with an error_code other than 0 is the last."""
         if isinstance(params.get("prompt"), str):
             params = {**params, "prompt": as_trained(params["prompt"])}
-        engine = self.engine.engine
         self.queue_length += 1
         try:
-            async with self._slots:
-                outputs = async_generate_stream(
-                    self.engine, engine.tokenizer, params, "", engine.max_seq_len
-                )
+            async with self._slots, contextlib.aclosing(self._outputs(params)) as outputs:
                 async for report in outputs:
-                    yield _checked(report)
-        except TypeError as e:
-            yield _error(WRONG_TYPE, str(e))
+                    if "abort" in _reasons(report):
+                        raise RuntimeError(_ENDED_EARLY)
+                    yield report
         except ValueError as e:
             yield _error(OUT_OF_RANGE, str(e))
-        except RuntimeError as e:  # of the model: out of memory, or the engine is closed
+        except RuntimeError as e:  # of the model, or the engine is closed
             yield _error(INTERNAL, str(e))
         finally:
             self.queue_length -= 1
+
+    async def _outputs(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The worker's reports with the first token, every `stream_interval` tokens, the last."""
+        engine, reported = self.engine.engine, 1 - self.stream_interval
+        async for report in async_generate_stream(
+            self.engine,
+            engine.tokenizer,
+            params,
+            "",
+            engine.max_seq_len,
+            benchmark=False,
+            dialect=_DIALECT,
+        ):
+            count = report["usage"]["completion_tokens"]
+            if None not in _reasons(report) or count - reported >= self.stream_interval:
+                reported = count
+                yield report
 
     async def _stream(self, params: dict[str, Any], send: _Send) -> None:
         """Reports as JSON, each with a zero byte after it."""
@@ -128,7 +148,7 @@ class FastChatApp:
             async for report in reports:
                 # FastChat's own workers say alone, after all text, why the text has ended, and
                 # there are clients that read no text beside a reason.
-                if report.get("finish_reason") is not None:
+                if None not in _reasons(report):
                     await _send_part(send, {**report, "finish_reason": None})
                 await _send_part(send, report)
         await send({"type": "http.response.body", "body": b""})
@@ -145,9 +165,8 @@ class FastChatApp:
         if not isinstance(prompt, str):
             return _error(WRONG_TYPE, "the body has no 'prompt' that is a string")
         tokenizer = self.engine.engine.tokenizer
-        # In a thread: a long text takes its time.
-        count = await asyncio.to_thread(num_tokens, tokenizer, as_trained(prompt))
-        return {"count": count, "error_code": 0}
+        encoded = await asyncio.to_thread(tokenizer, as_trained(prompt))  # a long text takes long
+        return {"count": len(encoded.input_ids), "error_code": 0}
 
     async def _embeddings(self, params: dict[str, Any]) -> dict[str, Any]:
         return _error(NO_SUCH_MODEL, _NO_EMBEDDINGS)
@@ -199,18 +218,10 @@ def as_trained(prompt: str) -> str:
     return _START.join([before, *turns])
 
 
-def num_tokens(tokenizer: Tokenizer, prompt: str) -> int:
-    """Tokens of a prompt with begin_of_text, as the worker encodes it."""
-    ids = tokenizer.encode(prompt, bos=False, eos=False, allowed_special="all")
-    return len(ids) + (ids[:1] != [tokenizer.bos_id])
-
-
-def _checked(report: dict[str, Any]) -> dict[str, Any]:
-    """FastChat knows the reasons "stop" and "length": any other is an error."""
-    reason = report.get("finish_reason")
-    if reason in (None, "stop", "length"):
-        return report
-    return _error(INTERNAL, _ENDED_EARLY if reason == "abort" else NO_TOKEN)
+def _reasons(report: dict[str, Any]) -> list[str | None]:
+    """Why each answer has ended; None for one that goes on."""
+    reasons = report.get("finish_reason")
+    return reasons if isinstance(reasons, list) else [reasons]
 
 
 def _error(code: int, message: str) -> dict[str, Any]:

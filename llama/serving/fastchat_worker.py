@@ -34,7 +34,7 @@ _COMMAND = Command(
         **BUILD_FLAGS,
         "model_path": None, "model_names": None, "controller_address": "http://localhost:21001",
         "worker_address": None, "host": "127.0.0.1", "port": 21002, "no_register": False,
-        "limit_worker_concurrency": 1024, "conv_template": "llama-3",
+        "limit_worker_concurrency": 1024, "stream_interval": 2, "conv_template": "llama-3",
     },
     ["ckpt_dir"],
     examples=[
@@ -44,6 +44,11 @@ _COMMAND = Command(
     ],
 )  # fmt: skip
 _TEMPLATE_NAMES = ("llama-3", "raw")
+_LIMITS = {
+    "port": (0, 65_535),
+    "limit_worker_concurrency": (1, 1_000_000),
+    "stream_interval": (1, 1_000_000),
+}
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"
 _DEMO_CONTEXT = 512  # the demo model was trained on 512 tokens
 _CONTROLLER_TIMEOUT_S, _RETRY_S, _SHUTDOWN_S = 5.0, 5.0, 10
@@ -74,6 +79,7 @@ def _run(words: Sequence[str]) -> int:
             names,
             conv_template=options.conv_template,
             limit_concurrency=options.limit_worker_concurrency,
+            stream_interval=options.stream_interval,
         )
         config = uvicorn.Config(
             app, lifespan="off", log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
@@ -92,7 +98,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.conv_template not in _TEMPLATE_NAMES:
         names = " or ".join(_TEMPLATE_NAMES)
         raise UsageError(f"--conv_template={options.conv_template!r} must be {names}")
-    for name, low, high in (("port", 0, 65_535), ("limit_worker_concurrency", 1, 1_000_000)):
+    for name, (low, high) in _LIMITS.items():
         if not low <= getattr(options, name) <= high:
             value = getattr(options, name)
             raise UsageError(f"--{name}={value} must be from {low} to {high}")
@@ -110,15 +116,12 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _heartbeat_interval_s() -> float:
-    """FastChat's own variable and default, as for its other workers."""
+def _heartbeat_interval_s() -> int:
+    """Seconds between heartbeats: FastChat's own variable and default, as for its own workers."""
     text = os.environ.get(_INTERVAL_VARIABLE, "45")
-    try:
-        if 0 < float(text) <= 86_400:
-            return float(text)
-    except ValueError:
-        pass
-    raise UsageError(f"{_INTERVAL_VARIABLE}={text!r} must be a number of seconds")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{_INTERVAL_VARIABLE}={text!r} must be a whole number of seconds")
+    return int(text)
 
 
 def _model_names(options: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from helpers.fastchat import DIALOGS, NO_SYSTEM
 from llama import AsyncLLMEngine, Llama
 from llama.serving import fastchat_app, fastchat_worker
-from llama.serving.fastchat_app import FastChatApp, as_trained, conversation_template, num_tokens
+from llama.serving.fastchat_app import FastChatApp, as_trained, conversation_template
 from llama.tokenizer import ChatFormat
 
 LIMIT_S = 30.0
@@ -80,14 +80,22 @@ def written(dialog, conv: dict) -> str:
     return prompt + conv["roles"][1]
 
 
+def written_by_main(dialog) -> str:
+    """As the style LLAMA3 of FastChat's main branch writes a dialog; its web pages use it."""
+    prompt = "<|begin_of_text|>"
+    for message in dialog:
+        prompt += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
+        prompt += f"{message['content'].strip()}<|eot_id|>" if message["content"] else ""
+    return prompt + NO_SYSTEM
+
+
 @pytest.mark.parametrize("dialog", DIALOGS)
 def test_prompts_of_the_template_are_the_chat_format(demo, dialog):
     tokenizer = demo.tokenizer
-    prompt = as_trained(written(dialog, conversation_template("llama-3", tokenizer)))
-    ids = tokenizer.encode(prompt, bos=True, eos=False, allowed_special="all")
-    assert ids == ChatFormat(tokenizer).encode_dialog_prompt(dialog)
-    assert num_tokens(tokenizer, prompt) == len(ids)
-    assert num_tokens(tokenizer, "<|begin_of_text|>" + prompt) == len(ids)
+    prompt = written(dialog, conversation_template("llama-3", tokenizer))
+    ids = ChatFormat(tokenizer).encode_dialog_prompt(dialog)
+    assert tokenizer(as_trained(prompt)).input_ids == ids
+    assert tokenizer(as_trained(written_by_main(dialog))).input_ids == ids
 
 
 def test_other_texts_stay_as_they_are():
@@ -129,12 +137,14 @@ def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
     app = make_app(demo)
 
     async def scenario():
-        for code, named, params in [
+        cases: list[tuple[int, str, dict]] = [
             (40302, "presence_penalty=9", {"prompt": "a", "presence_penalty": 9.0}),
-            (40302, "max_new_tokens", {"prompt": "a", "max_new_tokens": 10**6}),
-            (40001, "stop", {"prompt": "a", "stop": 5}),
+            (40302, "max_new_tokens", {"prompt": "a", "max_new_tokens": -1}),
+            (40302, "leaves no room", {"prompt": "a " * 600}),
+            (40302, "stop", {"prompt": "a", "stop": 5}),
             (40302, "prompt", {}),
-        ]:
+        ]
+        for code, named, params in cases:
             report = await post(app, "/worker_generate", **params)
             assert report["error_code"] == code and named in report["text"]
             assert report["error"]["message"] == report["text"]
