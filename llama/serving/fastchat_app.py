@@ -24,17 +24,25 @@ _DIALECT = replace(FASTCHAT, keeps_prompt=True)
 # fastchat.constants.ErrorCode
 WRONG_TYPE, NO_SUCH_MODEL, OUT_OF_RANGE, INTERNAL = 40001, 40301, 40302, 50001
 
-# fastchat.conversation.SeparatorStyle: system, then role + message + sep for each message. It has
-# this number in every release; the style for Llama 3 came after 0.2.36.
-_NO_COLON_SINGLE = 4
+# fastchat.conversation.SeparatorStyle: system + sep, then role + ": " + message + sep for each
+# message. It has this number in every release, and alone takes messages in parts, which FastChat
+# makes a tuple of; the style for Llama 3 came after 0.2.36. `as_trained` removes _MARK + ": ".
+_ADD_COLON_TWO = 2
+_MARK = "\ue000"  # for private use: in nobody's messages
 _START, _END, _EOT = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
 _TEMPLATES: dict[str, dict[str, Any]] = {
     "llama-3": {
-        "system_template": f"{_START}system{_END}{{system_message}}{_EOT}",
-        "roles": [f"{_START}user{_END}", f"{_START}assistant{_END}"],
+        "system_template": f"{_START}system{_END}{{system_message}}",
+        "roles": [f"{_START}user{_END}{_MARK}", f"{_START}assistant{_END}{_MARK}"],
         "sep": _EOT,
+        "sep2": _EOT,
     },
-    "raw": {"system_template": "{system_message}", "roles": ["", ""], "sep": ""},
+    "raw": {
+        "system_template": "{system_message}",
+        "roles": [_MARK, _MARK],
+        "sep": "",
+        "sep2": "",
+    },
 }
 
 _NO_EMBEDDINGS = (
@@ -184,8 +192,8 @@ class FastChatApp:
 def conversation_template(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """The fields of FastChat's `Conversation`, from which its API server writes the prompt.
 
-    "llama-3": Llama 3's chat format but for begin_of_text, which `worker` adds, and for what
-    `as_trained` mends. "raw": the messages one after the other, for models that know no chat.
+    "llama-3": with `as_trained`, Llama 3's chat format; the tokenizer adds begin_of_text. "raw":
+    the messages one after the other, for models that know no chat.
     """
     return {
         "name": name,
@@ -193,8 +201,7 @@ def conversation_template(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
         "system_message": "",
         "messages": [],
         "offset": 0,
-        "sep_style": _NO_COLON_SINGLE,
-        "sep2": None,
+        "sep_style": _ADD_COLON_TWO,
         "stop_str": None,
         "stop_token_ids": sorted(tokenizer.stop_tokens),
     }
@@ -204,8 +211,10 @@ def as_trained(prompt: str) -> str:
     """A prompt in the chat format as `ChatFormat` has it: as the model was trained.
 
     FastChat's templates write an empty system message where there is none, keep the whitespace
-    around a message, and leave out the end of an empty message. Any other text stays as it is.
+    around a message, leave out the end of an empty message, and add a colon. Any other text stays
+    as it is.
     """
+    prompt = prompt.replace(f"{_MARK}: ", "").replace(f"{_MARK}:", "")
     before, *turns = prompt.split(_START)
     for i, turn in enumerate(turns):
         role, end, rest = turn.partition(_END)

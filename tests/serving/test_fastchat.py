@@ -71,13 +71,14 @@ def make_app(llama: Llama, **options) -> FastChatApp:
 
 
 def written(dialog, conv: dict) -> str:
-    """As FastChat's NO_COLON_SINGLE writes a dialog; test_fastchat_host.py has FastChat's own."""
+    """As FastChat's ADD_COLON_TWO writes a dialog; test_fastchat_host.py has FastChat's own."""
     system = "".join(m["content"] for m in dialog if m["role"] == "system")
-    prompt = conv["system_template"].format(system_message=system)
-    for message in [m for m in dialog if m["role"] != "system"]:
-        prompt += conv["roles"][message["role"] == "assistant"]
-        prompt += message["content"] + conv["sep"] if message["content"] else ""
-    return prompt + conv["roles"][1]
+    prompt = conv["system_template"].format(system_message=system) + conv["sep"]
+    for i, message in enumerate([m for m in dialog if m["role"] != "system"]):
+        prompt += conv["roles"][message["role"] == "assistant"] + ":"
+        if message["content"]:
+            prompt += " " + message["content"] + (conv["sep"], conv["sep2"])[i % 2]
+    return prompt + conv["roles"][1] + ":"
 
 
 def written_by_main(dialog) -> str:
@@ -100,7 +101,7 @@ def test_prompts_of_the_template_are_the_chat_format(demo, dialog):
 
 def test_other_texts_stay_as_they_are():
     half_a_chat = NO_SYSTEM + "  the answer begins "
-    for text in ("", " a \n", "<|eot_id|> a ", half_a_chat, "<|start_header_id|> no end"):
+    for text in ("", " a: \n", "<|eot_id|> a ", half_a_chat, "<|start_header_id|> no end"):
         assert as_trained(text) == text
 
 

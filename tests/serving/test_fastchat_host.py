@@ -167,7 +167,7 @@ def test_fastchats_prompts_are_the_chat_format(demo, dialog, style):
         if not hasattr(SeparatorStyle, "LLAMA3"):
             pytest.skip("this FastChat has no style for Llama 3")
         fields |= {"roles": ("user", "assistant"), "sep_style": SeparatorStyle.LLAMA3, "sep": ""}
-    assert SeparatorStyle.NO_COLON_SINGLE == 4
+    assert SeparatorStyle.ADD_COLON_TWO == 2
     conv = Conversation(**{**fields, "sep_style": SeparatorStyle(fields["sep_style"])})
     for message in dialog:
         if message["role"] == "system":
@@ -187,6 +187,23 @@ def test_chat_is_chat_completion(client, demo, dialog):
     text = demo.chat_completion([dialog], temperature=0, max_gen_len=40)[0]["generation"]["content"]
     assert made.choices[0].message.content == text
     assert made.usage.prompt_tokens == len(ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog))
+
+
+def test_messages_in_parts(client):
+    """Text is text, as one that is no list; an image is refused."""
+    import openai
+
+    text = {"type": "text", "text": FRANCE[0]["content"]}
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    given = {"model": "demo", "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(messages=FRANCE, **given)
+    parts = client.chat.completions.create(messages=[{"role": "user", "content": [text]}], **given)
+    assert parts.choices[0].message.content == whole.choices[0].message.content
+    assert parts.usage == whole.usage
+    with pytest.raises(openai.BadRequestError, match="images"):
+        client.chat.completions.create(
+            messages=[{"role": "user", "content": [text, image]}], **given
+        )
 
 
 def test_chat_streams(client, demo):
