@@ -36,7 +36,7 @@ def build() -> Llama:
     return Llama.build(str(DEMO), None, CONTEXT, 8, device="cpu", dtype="fp32")
 
 
-class Adapter(vllm_adapter.VLLMModelAdapterWrapper):
+class Adapter(vllm_adapter.VLLMModelAdapterWrapper):  # type: ignore[name-defined]
     """DB-GPT's own adapter for vLLM, but for what it loads and the function that it calls."""
 
     provider = "llama-async"
