@@ -529,6 +529,17 @@ def test_building_touches_no_global_state(checkpoint_dir):
     assert not torch.is_inference_mode_enabled()
 
 
+def test_a_closed_llama_ends_its_requests_and_takes_no_more(checkpoint_dir):
+    with build(checkpoint_dir[0]) as llama:
+        engine = llama.llm_engine
+        engine.add_request("a", [256, 65], SamplingParams(max_tokens=60, temperature=0))
+        engine.step()
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
+    with pytest.raises(RuntimeError, match="closed: build another"):
+        llama.generate([[256, 65]], 4)
+
+
 def test_defaults_fit_the_memory(checkpoint_dir, capsys):
     """Llama.build("DIR") alone: what was chosen is printed."""
     llama = Llama.build(str(checkpoint_dir[0]), device="cpu")
