@@ -51,7 +51,7 @@ FLAGS = {
     "temperature": Flag(float, "X", "0 takes the likeliest token; higher values vary more"),
     "top_p": Flag(float, "P", "sample from the likeliest tokens that hold this probability"),
     "max_gen_len": Flag(int, "N", "most tokens of one answer", "what max_seq_len leaves"),
-    "seed": Flag(int, "N", "the same seed and prompt give the same answer"),
+    "seed": Flag(int, "N", "of the samples; the same command gives the same answers again"),
     "max_seq_len": Flag(int, "N", "most tokens of one prompt and its answer", _LENGTH),
     "max_batch_size": Flag(int, "N", "sequences that run at once; more wait", "what fits"),
     "kv_cache_memory_bytes": Flag(int, "N", "bytes of the KV cache on each rank", "what fits"),

@@ -20,8 +20,7 @@ from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import BeamParams, _Search
 from llama.requests.llm_engine import LLMEngine
-from llama.requests.prepare import answer_seed
-from llama.requests.request import RequestOutput
+from llama.requests.request import RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 
 
@@ -173,7 +172,9 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
     (prompt,) = prompts_of([9], seed=33)
     common: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
     found = run(engine, {"n": (prompt, SamplingParams(n=5, seed=4, **common))})["n"].outputs
-    single = {f"s{i}": (prompt, SamplingParams(seed=answer_seed(4, i), **common)) for i in range(5)}
+    single = {
+        f"s{i}": (prompt, SamplingParams(seed=derived_seed(4, i), **common)) for i in range(5)
+    }
     by_id = run(engine, single)
     alone = [by_id[f"s{i}"].outputs[0] for i in range(5)]
     assert [a.token_ids for a in found] == [a.token_ids for a in alone]
@@ -356,8 +357,8 @@ def test_streamed_equals_not_streamed_on_200_prompts(babbler):
     """Emoji and CJK in prompts and answers, characters cut by the length limit, bytes astray."""
     prompts = some_prompts(200, seed=2)
     for temperature in (0.0, 1.1):
-        whole = babbler.text_completion(prompts, temperature, 1.0, 31)
-        increments = list(babbler.stream_text(prompts, temperature, 1.0, 31))
+        whole = babbler.text_completion(prompts, temperature, 1.0, 31, seed=3)
+        increments = list(babbler.stream_text(prompts, temperature, 1.0, 31, seed=3))
         text = joined(increments)
         assert [text[i] for i in range(200)] == [r["generation"] for r in whole]
         ends = [inc.index for inc in increments if inc.finish_reason is not None]
@@ -372,11 +373,12 @@ def test_stop_strings_never_leak_wherever_tokens_end(babbler):
     """Stops cut out of the answers themselves, across the borders of one-byte tokens."""
     rng = random.Random(3)
     prompts = some_prompts(60, seed=4)
-    whole = [r["generation"] for r in babbler.text_completion(prompts, 1.0, 1.0, 60)]
-    for prompt, text in zip(prompts, whole, strict=True):
+    whole = [r["generation"] for r in babbler.text_completion(prompts, 1.0, 1.0, 60, seed=1)]
+    for place, (prompt, text) in enumerate(zip(prompts, whole, strict=True)):
         at = rng.randrange(1, len(text) - 4)
         stops = [text[at : at + rng.randrange(1, 4)], "never there"]
-        increments = list(babbler.stream_text([prompt], 1.0, 1.0, 60, stop=stops))
+        seed = derived_seed(1, place)
+        increments = list(babbler.stream_text([prompt], 1.0, 1.0, 60, stop=stops, seed=seed))
         assert "".join(inc.text for inc in increments) == text[: text.index(stops[0])]
         assert increments[-1].finish_reason == "stop"
 
