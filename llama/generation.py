@@ -24,6 +24,7 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.stdout import MutedStdout
 from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer, validate_dialog
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
@@ -98,6 +99,7 @@ class Llama:
         dtype: str | torch.dtype | None = None,
         kv_cache_memory_bytes: int | None = None,
         timeout_s: float = 600.0,
+        mute_ranks: bool = True,
     ) -> "Llama":
         """Load a checkpoint, on one process or on all that torchrun started.
 
@@ -119,10 +121,14 @@ class Llama:
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
+            mute_ranks: under torchrun, drop what ranks other than 0 print to `sys.stdout`, until
+                `close`, so that a script's output is there once. stderr is not touched.
 
         ValueError, FileNotFoundError and the like
-        name what is wrong, on every rank, before weights are read. No global state is changed, but
-        for torch's number of threads on the CPU where nobody chose it: see `llama.device`.
+        name what is wrong, on every rank, before weights are read. What changes in the process, as
+        with Meta's build: torch.distributed and fairscale's groups are there afterwards, also for
+        one process, and stdout (above); then torch's number of threads on the CPU where nobody
+        chose it (see `llama.device`). No default type and no global seed is touched.
         """
         began = time.perf_counter()
         loaded = load_model(
@@ -143,6 +149,8 @@ class Llama:
         llama.load_seconds = time.perf_counter() - began
         if parallel.global_rank == 0:
             print(f"Loaded in {llama.load_seconds:.2f} seconds: {loaded.describe()}")
+        elif mute_ranks:
+            llama._muted = MutedStdout.held()
         return llama
 
     def __init__(
@@ -160,6 +168,7 @@ class Llama:
         self.formatter = ChatFormat(tokenizer)
         self.seed = seed
         self.load_seconds = 0.0
+        self._muted: MutedStdout | None = None
         num_pages = num_pages or args.max_batch_size * pages_for(args.max_seq_len)
         self.llm_engine = LLMEngine(
             EngineCore.for_model(model, num_pages=num_pages),
@@ -168,6 +177,22 @@ class Llama:
             seed=seed,
             parallel=model.parallel,
         )
+
+    def close(self) -> None:
+        """Abort what is not finished, and give this rank its stdout back. Later calls are errors.
+
+        Calling it again does nothing. `with Llama.build(...) as llama:` closes it at the end.
+        """
+        self.llm_engine.close()
+        if self._muted is not None:
+            self._muted.release()
+            self._muted = None
+
+    def __enter__(self) -> "Llama":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def engine(self) -> EngineCore:

@@ -23,7 +23,7 @@ from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
-from llama.checkpoint.weights import Weights, load
+from llama.checkpoint.weights import Weights
 from llama.device import free_bytes, pick_dtype
 from llama.layers import Linear
 from llama.ops.linear import pack_int8, unpack
@@ -115,21 +115,6 @@ def test_a_hugging_face_folder_loads_as_it_is(tokenizer_file, make_checkpoint, t
         converter.converted().save(str(tmp_path / "hf" / "tokenizer.json"))
         path.unlink()
     assert build(tmp_path / "hf").text_completion(["Once", "né 漢"], 0.0, max_gen_len=12) == wanted
-
-
-def test_the_raw_transformer_keeps_metas_forward(checkpoint_dir, meta):
-    """forward(tokens, start_pos) with a batch, a prompt in two parts and single tokens."""
-    folder, state, params = checkpoint_dir
-    found = find(folder)
-    ours = Transformer(ModelArgs(**params, max_seq_len=32, max_batch_size=2))
-    load(found, ours)
-    theirs = meta.model(state, params, max_seq_len=32)
-    tokens = torch.tensor(prompts_of([12, 12], seed=4))
-    for start, end in ((0, 5), (5, 10), (10, 11), (11, 12)):
-        wanted = theirs.forward(tokens[:, start:end], start)
-        torch.testing.assert_close(ours(tokens[:, start:end], start), wanted, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="max_batch_size=2 and max_seq_len=32"):
-        ours(tokens, 30)
 
 
 def test_more_prompts_than_max_batch_size_queue(shared_llama):
@@ -527,6 +512,17 @@ def test_building_touches_no_global_state(checkpoint_dir):
     assert (torch.get_default_dtype(), sys.stdout) == (torch.float32, out)
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_a_closed_llama_ends_its_requests_and_takes_no_more(checkpoint_dir):
+    with build(checkpoint_dir[0]) as llama:
+        engine = llama.llm_engine
+        engine.add_request("a", [256, 65], SamplingParams(max_tokens=60, temperature=0))
+        engine.step()
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
+    with pytest.raises(RuntimeError, match="closed: build another"):
+        llama.generate([[256, 65]], 4)
 
 
 def test_defaults_fit_the_memory(checkpoint_dir, capsys):

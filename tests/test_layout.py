@@ -27,6 +27,7 @@ BELOW = {
     "llama/sampling_params.py": {"checks"},
     "llama/ops": {"device", "ops"},
     "llama/parallel.py": set(),
+    "llama/stdout.py": set(),
     "llama/layers.py": {"ops", "parallel"},
     "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
     "llama/checkpoint": {"args", "checkpoint", "checks", "downloads", "model", "parallel"},
@@ -39,7 +40,8 @@ BELOW = {
         "args", "checkpoint", "checks", "device", "engine", "model", "parallel", "tokenizer",
     },
     "llama/generation.py": {
-        "checks", "engine", "loading", "model", "requests", "sampling_params", "tokenizer",
+        "checks", "engine", "loading", "model", "requests", "sampling_params", "stdout",
+        "tokenizer",
     },
     "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
     "llama/serving": {

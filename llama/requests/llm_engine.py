@@ -57,6 +57,7 @@ class LLMEngine:
         self._is_intact = True  # false while the core changes: after that, it was interrupted
         self._caller: int | None = None  # on many ranks, the one thread that calls
         self._is_comparing = False
+        self._is_closed = False
 
     def prepare(
         self,
@@ -214,6 +215,13 @@ class LLMEngine:
                 self.drop(requests)
                 raise
 
+    def close(self) -> None:
+        """Abort all requests; what is submitted afterwards is a RuntimeError."""
+        self._is_closed = True
+        with self._lock:
+            for request in list(self._requests):
+                self._end(request)
+
     def drop(self, requests: Iterable[Request]) -> None:
         """Abort what is not finished, and keep nothing of the rest."""
         with self._lock:
@@ -224,6 +232,8 @@ class LLMEngine:
     def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
         """The requests, if they are the same on every rank; else an error on every rank."""
         with self._alone(), self.parallel.agree("the prompts or parameters") as must_match:
+            if self._is_closed:
+                raise RuntimeError("this engine is closed: build another one")
             compared = list(requests)
             for request in compared:
                 request.is_claimed = is_claimed or request.is_claimed

@@ -108,7 +108,7 @@ async def async_generate_stream(
         raise ValueError("judge_sent_end is for generate_stream: leave it out here")
     request_id = str(params.get("request_id") or f"worker-{next(_serials)}")
     async for output in model.generate(request.prompt, request.sampling, request_id):
-        yield _report(request, [output], engine.tokenizer)
+        yield _report(request, request.echo, [output], engine.tokenizer)
 
 
 def _start(
@@ -141,10 +141,11 @@ def _reports(
     """A report for each output. An answer that breaks off in a sentence goes on as a new request,
     whose prompt is all so far (in the KV cache already) and whose first token is no stop token."""
     parts: list[RequestOutput] = []  # ended, but gone on from
+    head = request.echo
     while True:
         with contextlib.closing(outputs):
             for output in outputs:
-                report = _report(request, [*parts, output], engine.tokenizer)
+                report = _report(request, head, [*parts, output], engine.tokenizer)
                 left = _tokens_to_go_on_with(request, output, report)
                 if not left:
                     yield report
@@ -153,7 +154,10 @@ def _reports(
         parts.append(output)
         prompt = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         sampling = replace(request.sampling, max_tokens=left, min_tokens=1, prompt_logprobs=None)
-        outputs = engine.stream([engine.prepare("", prompt, sampling)])
+        rest = engine.prepare("", prompt, sampling)
+        # Whole characters only: the bytes of a half one wait for the others.
+        head = request.echo + rest.answers[0].detokenizer.push(prompt[len(request.prompt) :])
+        outputs = engine.stream([rest])
 
 
 def _tokens_to_go_on_with(
@@ -168,13 +172,12 @@ def _tokens_to_go_on_with(
 
 
 def _report(
-    request: WorkerRequest, parts: Sequence[RequestOutput], tokenizer: Tokenizer
+    request: WorkerRequest, head: str, parts: Sequence[RequestOutput], tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The dict for the last of `parts`; the answers of the others, if any, come before its own."""
-    *before, last = parts
+    """The dict for the last of `parts`, which follow one another; `head` comes before its text."""
+    last = parts[-1]
     if last.error is not None:
         raise RuntimeError(last.error)
-    head = request.echo + "".join(part.outputs[0].text for part in before)
     reasons = [answer.finish_reason for answer in last.outputs]
     completion_tokens = sum(part.usage.completion_tokens for part in parts)
     return {

@@ -133,7 +133,7 @@ def _sampling(
     temperature = fields.get("temperature")
     if isinstance(temperature, int | float) and 0 <= temperature <= _GREEDY_UP_TO:
         fields["temperature"] = 0
-    if not _flag(params, "do_sample", True):
+    if params.get("do_sample") is not None and not _flag(params, "do_sample", True):
         fields["temperature"] = 0
     if echo and "logprobs" in fields:
         fields["prompt_logprobs"] = fields["logprobs"]
