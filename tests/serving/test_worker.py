@@ -168,7 +168,7 @@ def test_judge_sent_end_passes_over_stop_tokens_inside_a_sentence(shared_llama):
     own = [*range(0, 256, 2), *range(300, 400)]
     stops = {*own, *shared_llama.tokenizer.stop_tokens}
     ends = set()
-    for prompt in ("Once", "g", "wow"):
+    for prompt in ("Once", "g", "x"):  # the last has half a character at a joint
         text, tokens, passed = go_on_to_the_end_of_a_sentence(shared_llama, prompt, stops, 30)
         changes: dict[str, Any] = {
             "max_new_tokens": 30,
