@@ -97,7 +97,10 @@ async def async_generate_stream(
     the engine's model is, whatever is given, as with vLLM.
     """
     if not isinstance(getattr(model, "engine", None), LLMEngine):
-        raise ValueError(f"model must be an AsyncLLMEngine, got {type(model).__name__}")
+        kind = type(model)
+        raise ValueError(
+            f"model must be a llama.AsyncLLMEngine, got {kind.__module__}.{kind.__name__}"
+        )
     engine = model.engine
     if benchmark is None:
         benchmark = os.getenv("DB_GPT_MODEL_BENCHMARK", "").lower() == "true"
@@ -139,7 +142,8 @@ def _reports(
     engine: LLMEngine, request: WorkerRequest, outputs: Generator[RequestOutput, None, None]
 ) -> Generator[dict[str, Any], None, None]:
     """A report for each output. An answer that breaks off in a sentence goes on as a new request,
-    whose prompt is all so far (in the KV cache already) and whose first token is no stop token."""
+    whose prompt is all so far (in the KV cache already) and whose first token is no stop token.
+    A stop string that begins in the one and ends in the other is not found."""
     parts: list[RequestOutput] = []  # ended, but gone on from
     head = request.echo
     while True:
