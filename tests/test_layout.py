@@ -41,7 +41,9 @@ BELOW = {
     "llama/generation.py": {
         "checks", "engine", "loading", "model", "requests", "sampling_params", "tokenizer",
     },
-    "llama/serving": {"generation", "requests", "sampling_params", "serving", "tokenizer"},
+    "llama/serving": {
+        "checks", "generation", "requests", "sampling_params", "serving", "tokenizer",
+    },
     "llama/batch": {
         "batch", "generation", "parallel", "requests", "sampling_params", "serving", "tokenizer",
     },
