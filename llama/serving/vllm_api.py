@@ -6,6 +6,7 @@ In: vLLM's calls, in the forms of 0.4 to today. Out: outputs in vLLM's shape. An
 nothing here is an error that names it. `llama.serving.vllm` has the parts; this file has `LLM`.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,8 +73,9 @@ class LLM(Served):
         TypeError or ValueError names what is wrong, before any work.
         """
         refuse("LLM.generate", others)
-        listed = _as_list(one_prompt(prompts, prompt_token_ids))
-        return self._run(listed, sampling_params, use_tqdm)
+        return self._run(
+            lambda: _as_list(one_prompt(prompts, prompt_token_ids)), sampling_params, use_tqdm
+        )
 
     def chat(
         self,
@@ -88,19 +90,23 @@ class LLM(Served):
     ) -> list[RequestOutput]:
         """The answers to one dialog, or to each of a list; `encode_chat` has the format."""
         refuse("LLM.chat", others, {"chat_template_content_format": ("auto", "string")})
-        is_one = bool(messages) and isinstance(messages[0], dict)
-        prompts = [
-            encode_chat(
-                self.llama.tokenizer,
-                dialog,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-            )
-            for dialog in ([messages] if is_one else messages)
-        ]
-        texts = [{"prompt": self.tokenizer.decode(p), "prompt_token_ids": p} for p in prompts]
-        return self._run(texts, sampling_params, use_tqdm)
+
+        def prompts() -> list[Any]:
+            is_one = bool(messages) and isinstance(messages[0], Mapping)
+            encoded = [
+                encode_chat(
+                    self.llama.tokenizer,
+                    dialog,
+                    tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+                for dialog in ([messages] if is_one else messages)
+            ]
+            decode = self.tokenizer.decode
+            return [{"prompt": decode(ids), "prompt_token_ids": ids} for ids in encoded]
+
+        return self._run(prompts, sampling_params, use_tqdm)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, **others: Any
@@ -117,36 +123,40 @@ class LLM(Served):
             length_penalty=params.length_penalty,
             skip_special_tokens=params.skip_special_tokens,
         )
-        return self._run(_as_list(prompts), asked, False)
+        return self._run(lambda: _as_list(prompts), asked, False)
 
     def _run(
         self,
-        prompts: list[Any],
+        prompts: Callable[[], list[Any]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput]:
         jobs: list[Job] = []
         found: dict[int, RequestOutput] = {}
-        outputs = self.engine_below.stream(self._requests(prompts, params, jobs))
+        outputs = self.llama_engine.stream(self._requests(prompts, params, jobs))
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        shows = bool(use_tqdm and jobs) and self.engine_below.parallel.global_rank == 0
-        with make_bar(total=len(jobs), desc="Processed prompts", disable=not shows) as bar:
+        shows = bool(use_tqdm and jobs) and self.llama_engine.parallel.global_rank == 0
+        bar = make_bar(total=len(jobs), desc="Processed prompts", disable=not shows)
+        with bar, contextlib.closing(outputs):
             for output in outputs:
                 report = jobs[output.index].reporter.report(output)
                 if report is not None:
                     found[output.index] = report
                     bar.update()
             searched = [i for i, job in enumerate(jobs) if job.asked.use_beam_search]
-            beams = self.search([jobs[i] for i in searched], self.engine_below)
+            beams = self.search([jobs[i] for i in searched], self.llama_engine)
             found |= dict(zip(searched, beams, strict=True))
             bar.update(len(searched))
         return [found[i] for i in range(len(jobs))]
 
-    def _requests(self, prompts: list[Any], params: Any, jobs: list[Job]) -> Iterator[Request]:
+    def _requests(
+        self, encode: Callable[[], list[Any]], params: Any, jobs: list[Job]
+    ) -> Iterator[Request]:
         """Make a job for each prompt, and a request for each that is no beam search.
 
         The engine iterates over it where an error on one rank becomes an error on every rank.
         """
+        prompts = encode()
         params = self.get_default_sampling_params() if params is None else params
         each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -158,7 +168,7 @@ class LLM(Served):
             job = self.make_job(str(first + i), prompt, asked)
             job.reporter.kind = RequestOutputKind.FINAL_ONLY
             jobs.append(job)
-            request = job.request(self.engine_below, index=i)
+            request = job.request(self.llama_engine, index=i)
             if not job.asked.use_beam_search:
                 yield request
 

@@ -30,6 +30,8 @@ from llama.serving.vllm_api import (
 )
 
 IDS = prompts_of([9, 12, 5], seed=3)
+NO_EFFECT: dict[str, Any] = {"gpu_memory_utilization": 0.9, "swap_space": 4}
+ASKS_FOR_NOTHING: dict[str, Any] = {"enable_lora": False, "revision": None, "worker_use_ray": False}
 DEMO_ARGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "max_model_len": 512, "enforce_eager": True,
     "trust_remote_code": True, "disable_log_stats": True, "pipeline_parallel_size": 1,
@@ -403,7 +405,7 @@ def test_arguments_reach_build_and_the_command_line(monkeypatch):
 
 def test_memory_utilization_says_that_it_does_nothing():
     with pytest.warns(UserWarning, match="kv_cache_memory_bytes sets its size"):
-        EngineArgs("m", **{"gpu_memory_utilization": 0.9})
+        EngineArgs("m", **NO_EFFECT)
 
 
 def test_from_optional_and_changes_before_use(llm):
@@ -465,7 +467,7 @@ def test_a_bad_engine_argument_is_an_error_that_names_it(fields, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         EngineArgs("m", **fields)
     assert message in str(caught.value)
-    AsyncEngineArgs("m", **{"enable_lora": False, "revision": None, "worker_use_ray": False})
+    AsyncEngineArgs("m", **ASKS_FOR_NOTHING)
 
 
 def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):

@@ -114,7 +114,7 @@ class AsyncLLMEngine(Served):
         name = job.reporter.request_id
         if name in self._rounds:
             raise ValueError(f"request_id={brief(name)} is in use by an unfinished request")
-        rounds = self._rounds[name] = _Rounds(self.engine_below)
+        rounds = self._rounds[name] = _Rounds(self.llama_engine)
         try:
             engine = cast(LLMEngine, rounds)
             (output,) = await asyncio.to_thread(self.search, [job], engine)
@@ -136,12 +136,12 @@ class _Rounds:
     def __init__(self, engine: LLMEngine) -> None:
         self.is_aborted = threading.Event()
         self.prepare = engine.prepare
-        self.engine_below = engine
+        self._engine = engine
 
     def run(self, requests: Iterator[Request]) -> Any:
         if self.is_aborted.is_set():
             raise _Aborted
-        return self.engine_below.run(requests)
+        return self._engine.run(requests)
 
 
 class _AsyncRequests(async_engine.AsyncLLMEngine):

@@ -54,11 +54,11 @@ class LLMEngine(Served):
 
         def prepared() -> Iterator[Request]:
             jobs.append(self.make_job(request_id, prompt, params))
-            request = jobs[0].request(self.engine_below, request_id)
+            request = jobs[0].request(self.llama_engine, request_id)
             if not jobs[0].asked.use_beam_search:
                 yield request
 
-        self.engine_below.submit(prepared())  # which checks it where all ranks see an error
+        self.llama_engine.submit(prepared())  # which checks it where all ranks see an error
         self._reporters[request_id] = jobs[0].reporter
         if jobs[0].asked.use_beam_search:
             self._searches[request_id] = jobs[0]
@@ -70,16 +70,16 @@ class LLMEngine(Served):
         self._searches.clear()
         outputs = []
         try:
-            for output in self.search(searches, self.engine_below):
+            for output in self.search(searches, self.llama_engine):
                 del self._reporters[output.request_id]
                 outputs.append(output)
-            for ours in self.engine_below.step():
+            for ours in self.llama_engine.step():
                 report = self._reporters[ours.request_id].report(ours)
                 outputs += [] if report is None else [report]
                 if ours.finished:
                     del self._reporters[ours.request_id]
         except BaseException:  # which ended all requests of the step
-            for name in [n for n in self._reporters if self.engine_below.find(n) is None]:
+            for name in [n for n in self._reporters if self.llama_engine.find(n) is None]:
                 del self._reporters[name]
             raise
         return outputs
@@ -89,7 +89,7 @@ class LLMEngine(Served):
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             self._searches.pop(name, None)
             if self._reporters.pop(name, None) is not None:
-                self.engine_below.abort_request(name)
+                self.llama_engine.abort_request(name)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._reporters)

@@ -59,12 +59,12 @@ class Served:
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
         """args: where the model came from, if it was built from them."""
         self.llama = llama
-        self.engine_below = llama.llm_engine
+        self.llama_engine = llama.llm_engine
         self.tokenizer = ClientTokenizer(llama.tokenizer)
         self._args = args
         self.model_config = ModelConfig(
             "" if args is None else args.model,
-            self.engine_below.max_seq_len,
+            self.llama_engine.max_seq_len,
             llama.tokenizer.n_words,
             llama.seed,
         )
@@ -114,10 +114,10 @@ class Served:
             return []
         found: dict[int, list[Beam]] = {}
         groups: dict[tuple[BeamParams, frozenset[int]], list[int]] = {}
-        with self.engine_below.parallel.agree("the beam searches") as must_match:
+        with self.llama_engine.parallel.agree("the beam searches") as must_match:
             sequences = []
             for i, job in enumerate(jobs):
-                params, request = job.asked.beam_params(), job.request(self.engine_below)
+                params, request = job.asked.beam_params(), job.request(self.llama_engine)
                 sequences.append(request.answers[0].sequence)
                 groups.setdefault((params, sequences[i].stop_ids), []).append(i)
                 must_match.append((params, request.fingerprint()))
