@@ -7,13 +7,16 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from helpers.launch import DEMO
+from helpers.launch import DEMO, PROGRAMS, environment
 from helpers.prompts import FRANCE, prompts_of, user
 from llama import Llama
+from llama.checkpoint.convert import convert
 from llama.serving.tools import encode_chat, parse_tool_call
 from llama.serving.vllm_api import (
     LLM,
@@ -520,3 +523,25 @@ def test_names_and_defaults_are_those_of_vllm():
     made = vllm.RequestOutput("a", "b", [1], None, [], True)
     mine_made = RequestOutput("a", "b", [1], None, [], True)
     assert vars(mine_made).items() <= vars(made).items()
+
+
+@pytest.mark.hosts
+def test_a_client_of_vllm_gets_the_same_answers(tmp_path):
+    """One program, run on vLLM and on this module: ids, reasons, log-probabilities and ranks."""
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    convert(DEMO, tmp_path / "model")
+    command = [sys.executable, str(PROGRAMS / "vllm_answers.py"), str(tmp_path / "model"),
+               str(tmp_path / "out.json")]  # fmt: skip
+    subprocess.run(command, check=True, env=environment(), timeout=240)
+    both = json.loads((tmp_path / "out.json").read_text())
+    assert len(both["ours"]) == 9
+    for ours, theirs in zip(both["ours"], both["vllm"], strict=True):
+        for name in ("prompt", "ids", "text", "reasons"):
+            assert ours[name] == theirs[name], name
+        assert ours["cumulative"] == pytest.approx(theirs["cumulative"], abs=1e-3)
+        for name in ("logprobs", "prompt_logprobs"):
+            assert flat(ours[name]) == pytest.approx(flat(theirs[name]), abs=1e-3), name
+
+
+def flat(positions: list[list[list[float]] | None] | None) -> list[float]:
+    return [x for entries in positions or [] for entry in entries or [] for x in entry]
