@@ -268,8 +268,10 @@ def test_async_requests_stream_side_by_side(shared_llama):
     for i in range(3):
         search = {"use_beam_search": True, "best_of": 2} if i == 2 else {}
         alone.add_request(str(i), IDS[i], greedy(10, ignore_eos=True, **search))
-    wanted = {name: output.outputs[0].token_ids for name, output in ends_of(alone).items()}
-    assert found[0][-1].outputs[0].token_ids == wanted["0"]
+    ends = ends_of(alone)
+    wanted = {name: output.outputs[0].token_ids for name, output in ends.items()}
+    assert found[0][-1].outputs[0] == ends["0"].outputs[0]
+    assert any(token > 255 for token in wanted["0"]), "no special token: the text tests less"
     assert [token for o in found[1] for token in o.outputs[0].token_ids] == wanted["1"]
     assert [len(o.outputs[0].token_ids) for o in found[2]] == [10]
     assert found[2][0].outputs[0].token_ids == wanted["2"]
@@ -387,17 +389,26 @@ def test_generation_config_gives_the_defaults(tmp_path):
         args.default_params()
 
 
-def test_arguments_reach_build_and_the_command_line(monkeypatch):
+def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     seen: list[Any] = []
-    monkeypatch.setattr(Llama, "build", lambda *args, **named: seen.append((args, named)))
+
+    def build(*args: Any, **named: Any) -> Llama:
+        seen.append((args, named))
+        return shared_llama
+
+    monkeypatch.setattr(Llama, "build", build)
     parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
     args = AsyncEngineArgs.from_cli_args(parser.parse_args([
         "--model", "m", "--max-model-len", "64", "--dtype", "bfloat16", "--seed", "3",
         "--tensor-parallel-size", "2", "--max-num-seqs", "5", "--tokenizer", str(DEMO),
     ]))  # fmt: skip
     assert type(args) is AsyncEngineArgs
-    args.build()
-    EngineArgs("m", quantization="int8", distributed_timeout_seconds=9).build()
+    served = AsyncLLMEngine.from_engine_args(args, usage_context="ENGINE_CONTEXT")
+    assert (served.engine.model_config.model, served.model_config.max_model_len) == ("m", 128)
+    args = EngineArgs("m", quantization="int8", distributed_timeout_seconds=9)
+    assert LLMEngine.from_engine_args(args).get_model_config().get_vocab_size() == 512
+    with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
+        LLMEngine.from_engine_args(args, executor=1)
     tokenizer = str(DEMO / "tokenizer.model")
     common: dict[str, Any] = {"device": None, "kv_cache_memory_bytes": None}
     assert seen == [

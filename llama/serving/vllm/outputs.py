@@ -4,7 +4,7 @@ In: `llama.requests`' outputs of one request, as they come. Out: `RequestOutput`
 types and meanings of vLLM's. It submits and steps nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from llama.requests import request as engine
@@ -64,7 +64,7 @@ class RequestOutput:
 class SkippingDetokenizer(Detokenizer):
     """A detokenizer to which some ids are no text."""
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Collection[int]) -> None:
         super().__init__(tokenizer)
         self._skipped = skipped
 
@@ -72,10 +72,10 @@ class SkippingDetokenizer(Detokenizer):
         return super().push([token for token in ids if token not in self._skipped])
 
 
-def skipped_ids(params: EngineParams, tokenizer: Tokenizer) -> frozenset[int]:
+def skipped_ids(params: EngineParams, tokenizer: Tokenizer) -> Collection[int]:
     """The ids that have no text under these parameters."""
     if not params.detokenize:
-        return frozenset(range(tokenizer.n_words))
+        return range(tokenizer.n_words)
     return frozenset(tokenizer.special_tokens.values() if params.skip_special_tokens else ())
 
 
