@@ -24,6 +24,7 @@ from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.stdout import MutedStdout
 from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer, validate_dialog
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
@@ -98,6 +99,7 @@ class Llama:
         dtype: str | torch.dtype | None = None,
         kv_cache_memory_bytes: int | None = None,
         timeout_s: float = 600.0,
+        mute_ranks: bool = True,
     ) -> "Llama":
         """Load a checkpoint, on one process or on all that torchrun started.
 
@@ -109,7 +111,9 @@ class Llama:
                 8,192, or what fits the memory.
             max_batch_size: how many sequences run at once; more wait. Default: 32, on CUDA 256.
             model_parallel_size: ranks that share the model. Default: all processes.
-            seed: of the random numbers of calls that give none.
+            seed: of the random numbers of calls that give none. Such a call draws from this seed
+                and its number: the second call gets other samples, and the program run again gets
+                the same ones.
             device: "cuda", "mps" or "cpu". Default: the first of these that there is.
             dtype: "bf16", "fp16" or "fp32"; "int8", on the CPU, holds the matrices in half the
                 memory, with one scale per row, and the rest in bf16. Default: bf16 where the device
@@ -117,10 +121,14 @@ class Llama:
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
+            mute_ranks: under torchrun, drop what ranks other than 0 print to `sys.stdout`, until
+                `close`, so that a script's output is there once. stderr is not touched.
 
-        The same seed and prompt give the same answer. ValueError, FileNotFoundError and the like
-        name what is wrong, on every rank, before weights are read. No global state is changed, but
-        for torch's number of threads on the CPU where nobody chose it: see `llama.device`.
+        ValueError, FileNotFoundError and the like
+        name what is wrong, on every rank, before weights are read. What changes in the process, as
+        with Meta's build: torch.distributed and fairscale's groups are there afterwards, also for
+        one process, and stdout (above); then torch's number of threads on the CPU where nobody
+        chose it (see `llama.device`). No default type and no global seed is touched.
         """
         began = time.perf_counter()
         loaded = load_model(
@@ -141,6 +149,8 @@ class Llama:
         llama.load_seconds = time.perf_counter() - began
         if parallel.global_rank == 0:
             print(f"Loaded in {llama.load_seconds:.2f} seconds: {loaded.describe()}")
+        elif mute_ranks:
+            llama._muted = MutedStdout.held()
         return llama
 
     def __init__(
@@ -158,6 +168,7 @@ class Llama:
         self.formatter = ChatFormat(tokenizer)
         self.seed = seed
         self.load_seconds = 0.0
+        self._muted: MutedStdout | None = None
         num_pages = num_pages or args.max_batch_size * pages_for(args.max_seq_len)
         self.llm_engine = LLMEngine(
             EngineCore.for_model(model, num_pages=num_pages),
@@ -166,6 +177,22 @@ class Llama:
             seed=seed,
             parallel=model.parallel,
         )
+
+    def close(self) -> None:
+        """Abort what is not finished, and give this rank its stdout back. Later calls are errors.
+
+        Calling it again does nothing. `with Llama.build(...) as llama:` closes it at the end.
+        """
+        self.llm_engine.close()
+        if self._muted is not None:
+            self._muted.release()
+            self._muted = None
+
+    def __enter__(self) -> "Llama":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def engine(self) -> EngineCore:
@@ -187,9 +214,11 @@ class Llama:
 
         Returns (tokens, logprobs), one list per prompt; with echo, the prompt comes first.
         logprobs are the model's own, natural, before temperature and top_p; the first token of an
-        echoed prompt gets 0.0. temperature 0 is greedy; the draw of each token depends on seed (by
-        default the build's) and its position alone. ValueError or TypeError names the bad prompt or
-        parameter, before any work, and where the ranks of one group were given different ones.
+        echoed prompt gets 0.0. temperature 0 is greedy. Each prompt draws from a seed of its own:
+        `seed` for the first and seeds derived from it for the others; without `seed`, they follow
+        from the build's seed, the number of the call and the place in the list. ValueError or
+        TypeError names the bad prompt or parameter, before any work, and where the ranks of one
+        group were given different ones.
         """
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
         return self._run(lambda: _rows(prompt_tokens), settings)

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from llama.args import ModelArgs
 from llama.device import use_huge_pages, zeros
 from llama.layers import (
     ColumnParallelLinear,
+    FusedBlock,
     Linear,
     RMSNorm,
     RowParallelLinear,
@@ -112,20 +113,29 @@ def _fill_page_table(table: np.ndarray, pages: Seq[Seq[int]], used: list[int]) -
         row[:count] = known[:count]
 
 
-class Attention(nn.Module):
+_NO_CACHE = (
+    "keys and values are not kept in the layers: the engine's are in "
+    "llama.engine.runner.kv_cache, by page, and those of Transformer.forward stay between its calls"
+)
+
+
+class Attention(FusedBlock):
     """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
 
+    elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
+
     def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
-        super().__init__()
-        self.n_heads = args.n_heads // parallel.size
-        self.n_kv_heads = max(1, args.kv_heads // parallel.size)  # replicated beyond kv_heads ranks
-        self.head_dim = args.head_dim
-        rows = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-        self.wqkv = ColumnParallelLinear(args.dim, rows * parallel.size, parallel)
+        n_heads = args.n_heads // parallel.size
+        n_kv_heads = max(1, args.kv_heads // parallel.size)  # replicated beyond kv_heads ranks
+        q, kv = n_heads * args.head_dim, n_kv_heads * args.head_dim
+        super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, args.head_dim
+        self.wqkv = ColumnParallelLinear(args.dim, (q + 2 * kv) * parallel.size, parallel)
         self.wo = RowParallelLinear(args.dim, args.dim, parallel)
 
     def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
+        rows = self.wqkv(x).flatten(0, -2)
+        qkv = rows.unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
         q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots)
         out = paged_attention(
             q,
@@ -136,28 +146,20 @@ class Attention(nn.Module):
             batch.query_lens_cpu,
             batch.seq_lens_cpu,
         )
-        return self.wo(out.flatten(1))
-
-    def named_shards(self) -> dict[str, Tensor]:
-        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        wq, wk, wv = self.wqkv.weight.data.split((q, kv, kv))
-        return {"wq": wq, "wk": wk, "wv": wv, "wo": self.wo.weight.data}
+        return self.wo(out.view(*x.shape[:-1], -1))
 
 
-class FeedForward(nn.Module):
+class FeedForward(FusedBlock):
     """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
 
     def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
-        super().__init__()
+        rows = args.ffn_dim // parallel.size
+        super().__init__("w13", {"w1": rows, "w3": rows})
         self.w13 = ColumnParallelLinear(args.dim, 2 * args.ffn_dim, parallel)
         self.w2 = RowParallelLinear(args.ffn_dim, args.dim, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(silu_mul(self.w13(x)))
-
-    def named_shards(self) -> dict[str, Tensor]:
-        w1, w3 = self.w13.weight.data.chunk(2)
-        return {"w1": w1, "w2": self.w2.weight.data, "w3": w3}
 
 
 class TransformerBlock(nn.Module):
@@ -171,15 +173,6 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x), freqs_cis, batch, kv_cache)
         return h + self.feed_forward(self.ffn_norm(h))
-
-    def named_shards(self) -> dict[str, Tensor]:
-        attention, ffn = self.attention.named_shards(), self.feed_forward.named_shards()
-        return (
-            {f"attention.{name}.weight": share for name, share in attention.items()}
-            | {f"feed_forward.{name}.weight": share for name, share in ffn.items()}
-            | {"attention_norm.weight": self.attention_norm.weight.data}
-            | {"ffn_norm.weight": self.ffn_norm.weight.data}
-        )
 
 
 class Transformer(nn.Module):
@@ -202,20 +195,23 @@ class Transformer(nn.Module):
         params.check("params")
         params.check_ranks(parallel.size)
         self.params = params
+        self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
         self.parallel = parallel
         self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
         self.layers = nn.ModuleList(
             TransformerBlock(params, parallel) for _ in range(params.n_layers)
         )
         self.norm = RMSNorm(params.dim, params.norm_eps)
-        self.output = ColumnParallelLinear(params.dim, params.vocab_size, parallel)
+        self.output = ColumnParallelLinear(
+            params.dim, params.vocab_size, parallel, gather_output=True
+        )
         for module in self.modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter):
                 module.weight = unfilled(*weight.shape, device=device, dtype=dtype)
                 use_huge_pages(module.weight)  # before the first touch, which settles it
-        if params.tied_output:
-            self.output.weight = self.tok_embeddings.weight
+        self._tie()
+        self.register_load_state_dict_post_hook(_tie_again)
         table = precompute_freqs_cis(
             params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
         )
@@ -235,8 +231,7 @@ class Transformer(nn.Module):
         assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
         yield self.tok_embeddings, {"tok_embeddings.weight": self.tok_embeddings.weight.data}
         for i, layer in enumerate(self.blocks()):
-            slots = layer.named_shards()
-            yield layer, {f"layers.{i}.{name}": share for name, share in slots.items()}
+            yield layer, layer.state_dict(prefix=f"layers.{i}.")
         yield self.norm, {"norm.weight": self.norm.weight.data}
         tied = self.params.tied_output
         yield self.output, {} if tied else {"output.weight": self.output.weight.data}
@@ -254,9 +249,14 @@ class Transformer(nn.Module):
         for module in (part or self).modules():
             if isinstance(module, Linear):
                 module.pack(int8=int8)
-            if module is self.output and self.params.tied_output:
-                self.tok_embeddings.weight = self.output.weight
-                self.tok_embeddings.scales = self.output.scales
+            if module is self.output:
+                self._tie()
+
+    def _tie(self) -> None:
+        """One weight for both ends, where the checkpoint has one."""
+        if self.params.tied_output:
+            self.tok_embeddings.weight = self.output.weight
+            self.tok_embeddings.scales = self.output.scales
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""
@@ -268,22 +268,27 @@ class Transformer(nn.Module):
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
+        return self.norm(self._through_layers(tokens, batch, kv_cache)[batch.logit_rows])
+
+    def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""
         h = self.tok_embeddings(tokens)
         freqs_cis = self.freqs_cis[batch.positions]
         for layer, pages in zip(self.layers, kv_cache.unbind(), strict=True):
             h = layer(h, freqs_cis, batch, pages)
-        return self.norm(h[batch.logit_rows])
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (R, E) -> (R, V) float32, whole on every rank."""
-        return self.parallel.all_gather(self.output(hidden, dtype=torch.float32))
+        """hidden (..., E) -> (..., V) float32, whole on every rank."""
+        return self.output(hidden, dtype=torch.float32)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
         """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V).
 
-        Keys and values of max_batch_size x max_seq_len tokens are kept from call to call. Raises
-        ValueError where B or start_pos + S is beyond them.
+        Hooks on the layers, their parts and the norm see (B, S, E). Keys and values of
+        max_batch_size x max_seq_len tokens are kept from call to call. Raises ValueError where B or
+        start_pos + S is beyond them.
         """
         p, (n, count) = self.params, tokens.shape
         if n > p.max_batch_size or start_pos + count > p.max_seq_len or start_pos < 0:
@@ -294,7 +299,10 @@ class Transformer(nn.Module):
         if self._raw_pages is None:  # one page holds one sequence
             self._raw_pages = self.new_kv_cache(p.max_batch_size, p.max_seq_len)
         starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
-        rows = range(n * count)
-        _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, rows, tokens.device)
-        hidden = self.hidden_states(tokens.flatten(), batch, self._raw_pages)
-        return self.logits(hidden).unflatten(0, (n, count))
+        _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, [], tokens.device)
+        h = self._through_layers(tokens, batch, self._raw_pages)
+        return self.logits(self.norm(h))
+
+
+def _tie_again(model: Transformer, _: object) -> None:
+    model._tie()

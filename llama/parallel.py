@@ -11,6 +11,7 @@ stays inside one machine where it can. Only tensors of a fixed layout cross rank
 import atexit
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 import socket
@@ -32,7 +33,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """One rank's place among its peers; the default is a process alone, with no groups at all."""
+    """One rank's place among its peers; the default is a process alone, which needs no groups."""
 
     rank: int = 0
     size: int = 1
@@ -167,7 +168,7 @@ def _compare(
 def connect(
     model_parallel_size: int | None, device: torch.device, timeout_s: float
 ) -> ModelParallel:
-    """Join the process groups that torchrun's variables describe; alone, touch nothing.
+    """Join the process groups that torchrun's variables describe; alone, make groups of one.
 
     The size defaults to the world size. `timeout_s` (seconds) bounds every wait for another rank.
     Raises ValueError where the size does not divide the world, or differs from an earlier one.
@@ -182,6 +183,7 @@ def connect(
             f"started: launch with torchrun --nproc_per_node a multiple of it, or leave it out"
         )
     if world_size == 1:
+        _join_alone()
         return ModelParallel()
     with _loopback_if_alone():
         return _join(size, world_size, device, timedelta(seconds=timeout_s))
@@ -203,6 +205,25 @@ def _loopback_if_alone() -> Iterator[None]:
         del os.environ[name]
 
 
+def _join_alone() -> None:
+    """The groups that scripts for Meta's build find, of this one process, with no port or thread.
+
+    torch's backend "fake" answers each collective at once, as if all ranks sent the same. Of one
+    rank that is the truth. gloo would listen on four ports and start a dozen threads.
+    """
+    if not dist.is_initialized():
+        atexit.register(disconnect)
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    if not fs_init.model_parallel_is_initialized():
+        _make_fairscale_groups(1)
+
+
+def _make_fairscale_groups(size: int) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):  # fairscale prints; stdout is the user's
+        fs_init.initialize_model_parallel(size)
+
+
 def _join(size: int, world_size: int, device: torch.device, limit: timedelta) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
@@ -210,8 +231,7 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=limit)
     if not fs_init.model_parallel_is_initialized():
-        with contextlib.redirect_stdout(io.StringIO()):  # fairscale prints; stdout is the user's
-            fs_init.initialize_model_parallel(size)
+        _make_fairscale_groups(size)
     elif fs_init.get_model_parallel_world_size() != size:
         raise ValueError(
             f"model_parallel_size={size}, but this process already joined groups of "

@@ -92,6 +92,7 @@ class SamplingParams:
     min_tokens: no token or text stops the request before so many.
     stop, stop_token_ids: texts and ids that end the output, beside the model's own stop tokens,
         which `ignore_eos` sets aside; the text is left out unless `include_stop_str_in_output`.
+    skip_special_tokens: leave special tokens out of the text; False here, as in Meta's decode.
     seed: of this request's random numbers; None leaves it to the engine.
     n, best_of: answers returned, and generated to choose them from by log-probability. Greedy
         decoding has one answer, so it refuses more.
@@ -112,6 +113,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = False
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
@@ -130,7 +132,7 @@ class SamplingParams:
         self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
         best_of = whole_number("best_of", self.best_of, self.n, 64, optional=True)
         self._set("best_of", best_of)
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         self._set("logit_bias", _bias(self.logit_bias))

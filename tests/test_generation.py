@@ -7,6 +7,7 @@ import io
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -22,10 +23,11 @@ from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
-from llama.checkpoint.weights import Weights, load
+from llama.checkpoint.weights import Weights
 from llama.device import free_bytes, pick_dtype
 from llama.layers import Linear
 from llama.ops.linear import pack_int8, unpack
+from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -113,21 +115,6 @@ def test_a_hugging_face_folder_loads_as_it_is(tokenizer_file, make_checkpoint, t
         converter.converted().save(str(tmp_path / "hf" / "tokenizer.json"))
         path.unlink()
     assert build(tmp_path / "hf").text_completion(["Once", "né 漢"], 0.0, max_gen_len=12) == wanted
-
-
-def test_the_raw_transformer_keeps_metas_forward(checkpoint_dir, meta):
-    """forward(tokens, start_pos) with a batch, a prompt in two parts and single tokens."""
-    folder, state, params = checkpoint_dir
-    found = find(folder)
-    ours = Transformer(ModelArgs(**params, max_seq_len=32, max_batch_size=2))
-    load(found, ours)
-    theirs = meta.model(state, params, max_seq_len=32)
-    tokens = torch.tensor(prompts_of([12, 12], seed=4))
-    for start, end in ((0, 5), (5, 10), (10, 11), (11, 12)):
-        wanted = theirs.forward(tokens[:, start:end], start)
-        torch.testing.assert_close(ours(tokens[:, start:end], start), wanted, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="max_batch_size=2 and max_seq_len=32"):
-        ours(tokens, 30)
 
 
 def test_more_prompts_than_max_batch_size_queue(shared_llama):
@@ -260,17 +247,68 @@ def test_a_rope_factor_of_32_changes_the_answer_as_the_formula_says(make_checkpo
 
 def test_sampling_depends_on_seed_and_position_alone(checkpoint_dir, shared_llama):
     """The reference draws every row from one global generator: a neighbour changes the answer.
-    Here neighbours, order, batch size and preemption change nothing, and the seed does."""
+    Here neighbours, batch size and the cache change nothing, and the seed does."""
     folder, _, _ = checkpoint_dir
     prompts = prompts_of([6, 14, 3, 25, 9, 31, 2], seed=7)
-    wanted = [shared_llama.generate([p], 30, 1.0, 1.0)[0][0] for p in prompts]
-    assert shared_llama.generate(prompts, 30, 1.0, 1.0)[0] == wanted
-    assert shared_llama.generate(prompts[::-1], 30, 1.0, 1.0)[0] == wanted[::-1]
+    wanted = [
+        shared_llama.generate([p], 30, 1.0, 1.0, seed=derived_seed(1, place))[0][0]
+        for place, p in enumerate(prompts)
+    ]
+    assert shared_llama.generate(prompts, 30, 1.0, 1.0, seed=1)[0] == wanted
+    others = prompts_of([5, 8, 60, 2, 4, 11, 7], seed=8)
+    mixed = [p for pair in zip(prompts, others, strict=True) for p in pair]
+    for place, found in enumerate(shared_llama.generate(mixed, 30, 1.0, 1.0, seed=1)[0][::2]):
+        seed = derived_seed(1, 2 * place)
+        assert found == shared_llama.generate([prompts[place]], 30, 1.0, 1.0, seed=seed)[0][0]
     assert build(folder, 128, 7).generate(prompts, 30, 1.0, 1.0)[0] == wanted
-    assert build(folder, 128, 1).generate(prompts, 30, 1.0, 1.0)[0] == wanted
+    one_at_a_time = build(folder, 128, 1)
+    assert one_at_a_time.generate(prompts, 30, 1.0, 1.0)[0] == wanted
     other = build(folder, seed=2)
     assert other.generate(prompts, 30, 1.0, 1.0)[0] != wanted
     assert other.generate(prompts, 30, 1.0, 1.0, seed=1)[0] == wanted
+
+
+def test_sampling_again_gives_another_sample_and_the_program_again_the_same(checkpoint_dir):
+    """In the reference five equal prompts get five samples, in one call or in five: pass@k counts
+    on it. Beam search, refused calls and those with a seed change nothing in between."""
+    folder, _, _ = checkpoint_dir
+    prompt = prompts_of([9], seed=4)[0]
+
+    def program(max_batch_size: int, between: Callable[[Llama], object]) -> list[list[int]]:
+        llama = build(folder, 128, max_batch_size)
+        found = llama.generate([prompt] * 5, 12, 1.0, 1.0)[0]
+        for _ in range(5):
+            between(llama)
+            found += llama.generate([prompt], 12, 1.0, 1.0)[0]
+        engine = llama.llm_engine
+        for name in ("a", "b"):
+            engine.add_request(name, prompt, SamplingParams(max_tokens=12, n=2))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found += [a.token_ids for a in output.outputs if output.finished]
+        return found
+
+    def disturb(llama: Llama) -> None:
+        llama.beam_search(["Hi"], 2, 3)
+        llama.generate([prompt], 3, 1.0, 1.0, seed=9)
+        with pytest.raises(ValueError, match="0 tokens"):
+            llama.generate([prompt, []], 3)
+
+    found = program(1, lambda _: None)
+    assert len(found) == len({tuple(tokens) for tokens in found}) == 14
+    assert program(5, disturb) == found
+
+
+def test_a_given_seed_is_that_of_the_first_prompt(shared_llama):
+    prompt = prompts_of([9], seed=4)[0]
+    found = shared_llama.generate([prompt] * 3, 12, 1.0, 1.0, seed=6)[0]
+    assert len({tuple(tokens) for tokens in found}) == 3
+    (first,) = shared_llama.generate([prompt], 12, 1.0, 1.0, seed=6)[0]
+    engine = shared_llama.llm_engine
+    params = SamplingParams(max_tokens=12, seed=6, n=3)
+    (output,) = engine.run([engine.prepare("", prompt, params)])
+    assert first == found[0] == output.outputs[0].token_ids
+    assert [answer.token_ids for answer in output.outputs] == found
 
 
 def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
@@ -280,8 +318,9 @@ def test_preemption_changes_no_answer(checkpoint_dir, shared_llama):
     assert scheduler.pool.num_pages == 10
     prompts = prompts_of([20, 18, 25, 30], seed=8)
     for temperature in (0.0, 1.0):
-        wanted = shared_llama.generate(prompts, 60, temperature, 1.0, logprobs=True, echo=True)
-        found = llama.generate(prompts, 60, temperature, 1.0, logprobs=True, echo=True)
+        settings: dict[str, Any] = {"logprobs": True, "echo": True, "seed": 3}
+        wanted = shared_llama.generate(prompts, 60, temperature, 1.0, **settings)
+        found = llama.generate(prompts, 60, temperature, 1.0, **settings)
         assert found[0] == wanted[0]
         assert found[1] is not None and wanted[1] is not None
         for ours, theirs in zip(found[1], wanted[1], strict=True):
@@ -473,6 +512,17 @@ def test_building_touches_no_global_state(checkpoint_dir):
     assert (torch.get_default_dtype(), sys.stdout) == (torch.float32, out)
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_a_closed_llama_ends_its_requests_and_takes_no_more(checkpoint_dir):
+    with build(checkpoint_dir[0]) as llama:
+        engine = llama.llm_engine
+        engine.add_request("a", [256, 65], SamplingParams(max_tokens=60, temperature=0))
+        engine.step()
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
+    with pytest.raises(RuntimeError, match="closed: build another"):
+        llama.generate([[256, 65]], 4)
 
 
 def test_defaults_fit_the_memory(checkpoint_dir, capsys):

@@ -27,6 +27,7 @@ BELOW = {
     "llama/sampling_params.py": {"checks"},
     "llama/ops": {"device", "ops"},
     "llama/parallel.py": set(),
+    "llama/stdout.py": set(),
     "llama/layers.py": {"ops", "parallel"},
     "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
     "llama/checkpoint": {"args", "checkpoint", "checks", "downloads", "model", "parallel"},
@@ -39,8 +40,10 @@ BELOW = {
         "args", "checkpoint", "checks", "device", "engine", "model", "parallel", "tokenizer",
     },
     "llama/generation.py": {
-        "checks", "engine", "loading", "model", "requests", "sampling_params", "tokenizer",
+        "checks", "engine", "loading", "model", "requests", "sampling_params", "stdout",
+        "tokenizer",
     },
+    "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
     "llama/serving": {
         "checks", "generation", "requests", "sampling_params", "serving", "tokenizer",
     },
@@ -86,6 +89,7 @@ def test_imports_point_down(name):
         ("fairscale", r"llama/parallel\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/"),
+        ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
         ("transformers", r"nowhere"),

@@ -45,7 +45,7 @@ def alone(folder: Path, **kwargs) -> list:
 
 
 GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0, "logprobs": True, "echo": True}
-SAMPLED: dict[str, Any] = {"max_gen_len": 8, "temperature": 1.0, "top_p": 0.95}
+SAMPLED: dict[str, Any] = {"max_gen_len": 8, "temperature": 1.0, "top_p": 0.95, "seed": 3}
 
 
 def shard_jobs(sharded: dict[str, Path]) -> list[dict[str, Any]]:
@@ -85,6 +85,11 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
         "vllm": [
             {"do": "vllm_client", "folder": kv4, "prompts": TEXTS, "size": 2},
             {"do": "vllm_bad_request", "folder": kv4, "bad_rank": 1},
+        ],
+        "samples": [
+            {"do": "place", "folder": kv4},
+            {"do": "samples", "folder": kv4, "prompts": PROMPTS[:2] * 2},
+            {"do": "speak", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -155,7 +160,7 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
     """What stands on the engine's step: the answers of one process on each rank; and requests that
     differ between ranks are an error on each, after which the engine serves on."""
     llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
-    texts = [r["generation"] for r in llama.text_completion(TEXTS, 1.0, 1.0, 16)]
+    texts = [r["generation"] for r in llama.text_completion(TEXTS, 1.0, 1.0, 16, seed=3)]
     beams = [[b["generation"] for b in found] for found in llama.beam_search(TEXTS, 3, 8)]
     for _, listening, differ, streamed, searched, threaded in two_ranks["requests"]:
         assert listening["result"] == [], "ranks of one machine talk over loopback alone"
@@ -163,6 +168,56 @@ def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):
         assert "RuntimeError: another thread of this rank has" in threaded["result"]
         assert streamed["result"] == texts
         assert searched["result"] == beams
+
+
+def test_samples_without_a_seed_are_those_of_one_process(sharded, two_ranks):
+    """Each call draws anew; a call that was refused, on one rank alone, takes no number on any."""
+    llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
+    wanted = [llama.generate(PROMPTS[:2] * 2, 8, 1.0, 1.0)[0] for _ in range(2)]
+    assert len({tuple(tokens) for call in wanted for tokens in call}) == 8
+    assert [rank[1]["result"] for rank in two_ranks["samples"]] == [wanted, wanted]
+
+
+def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
+    """build mutes stdout on the other ranks, unless it is told not to; each `close` undoes one."""
+    heard = ["two", "one", "none"]
+    assert [rank[2]["result"] for rank in two_ranks["samples"]] == [heard, ["none"]]
+
+
+GROUPS_OF_ONE = """
+import json, os, sys
+import torch, torch.distributed as dist
+from llama import Llama
+before = len(os.listdir("/proc/self/task"))
+from llama.parallel import connect
+connect(None, torch.device("cpu"), 60.0)
+files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+sockets = [path for path in files if "socket:" in path]
+threads = len(os.listdir("/proc/self/task")) - before
+from fairscale.nn.model_parallel import initialize as fs
+x = torch.tensor([3.0])
+group = fs.get_model_parallel_group()
+dist.all_reduce(x, group=group)
+parts = [torch.zeros(1)]
+dist.all_gather(parts, x)
+named = [None]
+dist.all_gather_object(named, {"a": 1})
+dist.barrier()
+places = [dist.get_rank(), dist.get_world_size(), fs.get_model_parallel_rank(),
+          fs.get_model_parallel_world_size(), fs.get_data_parallel_world_size()]
+print(json.dumps([places, x.item(), parts[0].item(), named, sockets, threads]))
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+def test_one_process_has_groups_without_a_port(variables):
+    """As after Meta's build: scripts that ask for their rank, or reduce over the group, go on."""
+    out = subprocess.run(
+        [sys.executable, "-c", GROUPS_OF_ONE], env=environment() | variables, cwd=REPO,
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(out.stdout) == [[0, 1, 0, 1, 1], 3.0, 3.0, [{"a": 1}], [], 0]
+    assert out.stderr == ""
 
 
 @pytest.mark.parametrize("where", ["stall", "stall_inside"])

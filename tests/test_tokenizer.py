@@ -293,6 +293,49 @@ def test_decode_names_an_id_out_of_range(small, bad):
             decode([65, bad])
 
 
+# --- as transformers' tokenizers are called
+
+
+@pytest.fixture(scope="module")
+def transformers_tokenizer(real_json):
+    """transformers' own class on the same vocabulary, with the prefix of Llama 3's release."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(real_json), bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>"
+    )
+    begin = [("<|begin_of_text|>", 128000)]
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=begin
+    )
+    return theirs
+
+
+def test_a_call_and_its_names_are_those_of_transformers(real, transformers_tokenizer):
+    """Texts with special tokens' names in them, alone and in a list; ids back to text."""
+    theirs = transformers_tokenizer
+    texts = [text for text in random_texts(5, 400) if not text.startswith("<|begin_of_text|>")]
+    assert any("<|eot_id|>" in text for text in texts)
+    assert real(texts).input_ids == theirs(texts).input_ids
+    for text in texts[:100]:
+        ids = real(text).input_ids
+        assert ids == theirs(text).input_ids and real.num_tokens(text) == len(ids)
+        for skip in (False, True):
+            assert real.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+    assert real.decode(128009) == theirs.decode(128009) == "<|eot_id|>"
+    for name in ("bos_token", "bos_token_id", "eos_token", "eos_token_id", "pad_token"):
+        assert getattr(real, name) == getattr(theirs, name), name
+
+
+def test_a_template_that_begins_the_text_begins_it_once(real):
+    """transformers puts a second begin_of_text there, which Llama 3 was not trained on."""
+    text = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi"
+    assert real(text).input_ids == real.encode(text, bos=False, eos=False, allowed_special="all")
+
+
 # --- tokenizer.json
 
 
@@ -513,6 +556,25 @@ def test_no_content_opens_a_header_or_ends_a_turn(real):
         assert max(body) < 128000 and real.decode(body) == content
 
 
+def test_a_dialog_as_text_has_the_ids_of_the_format(real):
+    """So a host whose prompts are text asks the model what chat_completion asks it."""
+    rng = random.Random(8)
+    for _ in range(300):
+        dialog: list[Any] = [
+            {"role": rng.choice(ROLES), "content": random_text(rng)}
+            for _ in range(rng.randint(1, 5))
+        ]
+        if any(name in turn["content"] for turn in dialog for name in real.special_tokens):
+            with pytest.raises(ValueError, match=r"message \d: its content has the text <\|"):
+                real.apply_chat_template(dialog, tokenize=False)
+            continue
+        text = real.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
+        assert real(text).input_ids == ChatFormat(real).encode_dialog_prompt(dialog)
+        assert text.startswith(real.apply_chat_template(dialog, tokenize=False))
+    with pytest.raises(ValueError, match="tokenize must be False"):
+        real.apply_chat_template(dialog, tokenize=True)
+
+
 @pytest.mark.parametrize(
     "dialog, error, text",
     [
@@ -564,6 +626,9 @@ def test_stream_of_random_ids_equals_decode(real):
         stream = Detokenizer(real)
         pieces = [stream.push([i]) for i in ids] + [stream.flush()]
         assert "".join(pieces) == real.decode(ids)
+        plain = Detokenizer(real, skip_special_tokens=True)
+        pieces = [plain.push([i]) for i in ids] + [plain.flush()]
+        assert "".join(pieces) == real.decode([i for i in ids if i < 128000])
 
 
 @settings(max_examples=1000, deadline=None, database=None)

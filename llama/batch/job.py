@@ -22,7 +22,7 @@ from llama.batch.files import Line, Results, check_files, read_lines
 from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
 from llama.generation import Llama
 from llama.parallel import ModelParallel, SharedCounter
-from llama.requests.request import Request, RequestOutput
+from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import OpenAIRequest
 
@@ -227,6 +227,8 @@ class _Job:
             self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))
             self._tick()
             return
+        if request.seed is None:  # as if all lines were one call: resuming changes no answer
+            request.set_seed(derived_seed(self.llama.seed, line.number - 1))
         self.engine.submit([request])
         self.running[name] = _Running(line, custom_id, body, request)
 

@@ -51,7 +51,7 @@ FLAGS = {
     "temperature": Flag(float, "X", "0 takes the likeliest token; higher values vary more"),
     "top_p": Flag(float, "P", "sample from the likeliest tokens that hold this probability"),
     "max_gen_len": Flag(int, "N", "most tokens of one answer", "what max_seq_len leaves"),
-    "seed": Flag(int, "N", "the same seed and prompt give the same answer"),
+    "seed": Flag(int, "N", "of the samples; the same command gives the same answers again"),
     "max_seq_len": Flag(int, "N", "most tokens of one prompt and its answer", _LENGTH),
     "max_batch_size": Flag(int, "N", "sequences that run at once; more wait", "what fits"),
     "kv_cache_memory_bytes": Flag(int, "N", "bytes of the KV cache on each rank", "what fits"),
@@ -60,6 +60,16 @@ FLAGS = {
     "dtype": Flag(str, "NAME", "bf16, fp16, fp32, or int8 on the CPU", "bf16 if the device has it"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "resume": Flag(bool, "", "add the results that OUT does not have yet"),
+    "model_path": Flag(str, "DIR", "ckpt_dir, as FastChat names it", "ckpt_dir"),
+    "model_names": Flag(str, "A,B", "names that clients ask for", "the name of the folder"),
+    "controller_address": Flag(str, "URL", "where FastChat's controller is"),
+    "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
+    "host": Flag(str, "HOST", "address to listen on"),
+    "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
+    "no_register": Flag(bool, "", "serve without a controller"),
+    "limit_worker_concurrency": Flag(int, "N", "requests that run at once; more wait"),
+    "stream_interval": Flag(int, "N", "tokens between two parts of a stream"),
+    "conv_template": Flag(str, "NAME", "chat template: llama-3, or raw for none"),
 }
 
 

@@ -48,7 +48,7 @@ class Sequence:
     tokens: list[int]  # prompt, then what was generated
     params: TokenParams
     max_len: int
-    seed: int
+    seed: int = 0  # of its draws
     stop_ids: frozenset[int] = frozenset()
     num_computed: int = 0  # leading tokens whose keys and values are in pages
     num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted

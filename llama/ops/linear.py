@@ -7,7 +7,7 @@ tiles of AMX are compared with a plain loop at first use, and not used if they d
 does not grant them. Elsewhere weights stay as they are and torch does the product. A row of x gives
 the same bytes alone as in any batch, on any number of threads.
 
-Shapes: M rows, N outputs, K inputs, T token ids.
+Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
 
 import torch
@@ -69,13 +69,13 @@ def unpack(weight: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """ids (T) -> rows (T, K) of a weight in any layout: it may be tied to the output's."""
+    """ids (...) -> rows (..., K) of a weight in any layout: it may be tied to the output's."""
     if weight.dim() == 2:
         return F.embedding(ids, weight)
-    # A pair is moved as one number: (T, K/2, 1), then (T, K).
+    # A pair is moved as one number: (..., K/2, 1), then (..., K).
     whole = weight.view(torch.int16 if weight.dtype is torch.int8 else torch.int32)
-    rows = whole[ids // N_BLOCK, :, ids % N_BLOCK].view(weight.dtype).flatten(1)
-    return rows if scales is None else (rows * scales[ids, None]).bfloat16()
+    rows = whole[ids // N_BLOCK, :, ids % N_BLOCK].view(weight.dtype).flatten(-2)
+    return rows if scales is None else (rows * scales[ids].unsqueeze(-1)).bfloat16()
 
 
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 def linear(
     x: Tensor, weight: Tensor, scales: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x (M, K), weight (N, K) in any layout -> (M, N) in `dtype`, by default x's.
+    """x (..., K), weight (N, K) in any layout -> (..., N) in `dtype`, by default x's.
 
     A packed weight needs bf16 rows and gives bf16 or float32, which are the sums before rounding.
     """
@@ -114,9 +114,10 @@ def linear(
         plain = unpack(weight, scales)
         return F.linear(x.to(plain.dtype), plain).to(dtype)
     x = x.contiguous()
-    m, n, k = x.shape[0], weight.shape[0] * N_BLOCK, weight.shape[1] * 2
-    assert x.shape == (m, k), (x.shape, n, k)
-    out = torch.empty(m, n, dtype=dtype)
+    n, k = weight.shape[0] * N_BLOCK, weight.shape[1] * 2
+    assert x.shape[-1] == k, (x.shape, n, k)
+    out = torch.empty(*x.shape[:-1], n, dtype=dtype)
+    m = out.numel() // n
     workspace = _workspace("linear_workspace", m, k)
     sizes = m, n, k, dtype is torch.float32
     if scales is None:

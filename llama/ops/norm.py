@@ -10,12 +10,13 @@ from llama.ops.cpu import native
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (T, E), weight (E) -> (T, E) in x's type; the mean of squares is taken in float32."""
+    """x (..., E), weight (E) -> (..., E) in x's type; the mean of squares is taken in float32."""
     if native.has_kernel(x, weight):
-        rows, width = x.shape
-        x = x.contiguous()
+        x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        native.call("rms_norm_bf16", x, weight.contiguous(), out, rows, width, float(eps))
+        native.call(
+            "rms_norm_bf16", x, weight.contiguous(), out, x.numel() // width, width, float(eps)
+        )
         return out
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -10,12 +10,12 @@ from llama.ops.cpu import native
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """x (T, 2F), the gate's columns first -> silu(gate) * up (T, F)."""
+    """x (..., 2F), the gate's columns first -> silu(gate) * up (..., F)."""
     if native.has_kernel(x) and x.shape[-1] % 64 == 0:
         x = x.contiguous()
-        rows, width = x.shape[0], x.shape[1] // 2
-        out = x.new_empty(rows, width)
-        native.call("silu_mul_bf16", x, out, rows, width)
+        width = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+        native.call("silu_mul_bf16", x, out, out.numel() // width, width)
         return out
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

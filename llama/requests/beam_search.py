@@ -117,7 +117,10 @@ def beam_search(
     while unfinished := [s for s in searches if not s.done and s.limit > 0]:
         starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
         kept = max(search.kept for search in unfinished)
-        asked = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=kept)
+        # Nothing is drawn. With a seed, these calls take no numbers from those that draw.
+        asked = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=kept, seed=0
+        )
         outputs = iter(engine.run(engine.prepare("", start, asked) for start in starts))
         for search in unfinished:
             search.advance([_likeliest(next(outputs)) for _ in search.running])

@@ -16,13 +16,16 @@ class Detokenizer:
     Raises what `decode_bytes` raises.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids; return all whole characters. Up to three bytes are held back."""
-        return self._decoder.decode(self._tokenizer.decode_bytes(ids))
+        return self._decoder.decode(
+            self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_special_tokens)
+        )
 
     def flush(self) -> str:
         """At the end: return the text held back, U+FFFD for an unfinished character."""

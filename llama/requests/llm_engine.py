@@ -11,6 +11,7 @@ compared across the ranks when they are submitted, and never in a step.
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 
@@ -19,7 +20,7 @@ from llama.engine.core import EngineCore
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
 from llama.requests.prepare import prepare
-from llama.requests.request import Answer, Request, RequestOutput
+from llama.requests.request import Answer, Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
@@ -43,6 +44,7 @@ class LLMEngine:
         self.max_seq_len = max_seq_len
         self.seed = seed
         self.parallel = parallel
+        self._calls = itertools.count()  # numbers of those that gave no seed
         self._lock = threading.Lock()  # for all below; not held while the model runs
         self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
@@ -55,6 +57,7 @@ class LLMEngine:
         self._is_intact = True  # false while the core changes: after that, it was interrupted
         self._caller: int | None = None  # on many ranks, the one thread that calls
         self._is_comparing = False
+        self._is_closed = False
 
     def prepare(
         self,
@@ -68,7 +71,10 @@ class LLMEngine:
 
         prompt: text (begin_of_text is put before it) or token ids, also as an array or a tensor.
         An empty request_id is a request without a name; its outputs have `index`, its place
-        in the caller's list. TypeError or ValueError says what is wrong with it.
+        in the caller's list. A seed of params is that of the list's first prompt; those of the
+        others are derived from it. A request without one gets its seed when it is submitted: from
+        the engine's seed, the number of the call and its place there.
+        TypeError or ValueError says what is wrong with the request.
         """
         return prepare(
             request_id,
@@ -76,7 +82,6 @@ class LLMEngine:
             params,
             tokenizer=self.tokenizer,
             max_seq_len=self.max_seq_len,
-            default_seed=self.seed,
             index=index,
         )
 
@@ -210,6 +215,13 @@ class LLMEngine:
                 self.drop(requests)
                 raise
 
+    def close(self) -> None:
+        """Abort all requests; what is submitted afterwards is a RuntimeError."""
+        self._is_closed = True
+        with self._lock:
+            for request in list(self._requests):
+                self._end(request)
+
     def drop(self, requests: Iterable[Request]) -> None:
         """Abort what is not finished, and keep nothing of the rest."""
         with self._lock:
@@ -220,11 +232,25 @@ class LLMEngine:
     def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
         """The requests, if they are the same on every rank; else an error on every rank."""
         with self._alone(), self.parallel.agree("the prompts or parameters") as must_match:
+            if self._is_closed:
+                raise RuntimeError("this engine is closed: build another one")
             compared = list(requests)
             for request in compared:
                 request.is_claimed = is_claimed or request.is_claimed
                 must_match.append(request.fingerprint())
+        self._number(compared)
         return compared
+
+    def _number(self, requests: list[Request]) -> None:
+        """Give seeds to the requests that have none: from the call's number and their places.
+
+        It follows the comparison, so that a refused call takes no number on any rank.
+        """
+        if any(request.seed is None for request in requests):
+            seed = derived_seed(self.seed, next(self._calls), of="call")
+            for place, request in enumerate(requests):
+                if request.seed is None:
+                    request.set_seed(derived_seed(seed, place))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -4,14 +4,13 @@ In: text or ids, and SamplingParams. Out: a request with one sequence per answer
 ValueError that names what is wrong. It touches no state, so any thread may call it at any time.
 """
 
-import hashlib
 import operator
 from dataclasses import fields, replace
 
 from llama.checks import brief
 from llama.engine.sequence import Sequence, TokenParams
 from llama.requests.detokenizer import Detokenizer, StopStrings
-from llama.requests.request import Answer, Request
+from llama.requests.request import Answer, Request, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
@@ -25,7 +24,6 @@ def prepare(
     *,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    default_seed: int,
     index: int | None = None,
 ) -> Request:
     """See `LLMEngine.prepare`."""
@@ -38,22 +36,24 @@ def prepare(
     name = "the prompt" if index is None else f"prompt {index}"
     ids = token_ids(name, ids, max_seq_len, tokenizer.n_words)
     params.check_vocab(tokenizer.n_words)
-    seed = default_seed if params.seed is None else params.seed
     most = max_seq_len if params.max_tokens is None else params.max_tokens
     token_params = _token_params(params, tokenizer)
     answers = []
-    for place in range(params.best_of or params.n):
+    for _ in range(params.best_of or params.n):
         sequence = Sequence(
             tokens=list(ids),
             params=token_params,
             max_len=min(max_seq_len, len(ids) + most),
-            seed=answer_seed(seed, place),
             stop_ids=_stop_ids(params, tokenizer),
         )
         stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        answers.append(Answer(sequence, params, Detokenizer(tokenizer), stops))
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        answers.append(Answer(sequence, params, detokenizer, stops))
         token_params = replace(token_params, prompt_logprobs=None)  # the first scores it for all
-    return Request(request_id, text, params, answers, index or 0)
+    request = Request(request_id, text, params, answers, index or 0)
+    if params.seed is not None:
+        request.set_seed(derived_seed(params.seed, request.index))
+    return request
 
 
 def token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
@@ -92,13 +92,6 @@ def _whole(token: object) -> int:
         return -1 if isinstance(token, bool) else operator.index(token)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
         return -1
-
-
-def answer_seed(seed: int, index: int) -> int:
-    """The seed of the index-th answer of a request: its own for the first, far apart otherwise."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8]) >> 1
 
 
 def _token_params(params: SamplingParams, tokenizer: Tokenizer) -> TokenParams:

@@ -5,6 +5,7 @@ remembers how far the answers had come, and builds a text or a list only when th
 It knows neither threads nor the model.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -197,6 +198,7 @@ class Request:
     is_claimed: bool = False
     has_output: bool = False
     exception: BaseException | None = None  # of the step that failed for all
+    seed: int | None = None  # given with it, or derived when it is submitted; see `set_seed`
 
     @property
     def finished(self) -> bool:
@@ -216,7 +218,13 @@ class Request:
     def fingerprint(self) -> tuple[object, ...]:
         """What must be the same on every rank."""
         first = self.answers[0].sequence
-        return self.request_id, first.tokens, first.max_len, first.seed, self.params
+        return self.request_id, first.tokens, first.max_len, self.seed, self.params
+
+    def set_seed(self, seed: int) -> None:
+        """Its first answer draws from this seed itself, the others from seeds derived from it."""
+        self.seed = seed
+        for place, answer in enumerate(self.answers):
+            answer.sequence.seed = derived_seed(seed, place)
 
     def note_output(self) -> None:
         """An answer has new tokens or has ended."""
@@ -237,6 +245,17 @@ class Request:
             raise self.exception
         self.has_output = False
         return RequestOutput(self)
+
+
+def derived_seed(seed: int, number: int, *, of: str = "place") -> int:
+    """`seed` itself for number 0, else one far from it: 63 bits of a SHA-256.
+
+    number: the place of a prompt in its call, of an answer in its request; or of="call", that of
+    the call among those without a seed. The first of them draws as if it had been given `seed`.
+    """
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {of} {number}".encode()).digest()[:8]) >> 1
 
 
 def _dicts(

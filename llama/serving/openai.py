@@ -5,6 +5,7 @@ In: the JSON object of a request body, whether a server or a batch file brought 
 or is an error that names it. This file knows no files, no network, and runs nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -131,7 +132,7 @@ def _choice(
         if request.chat:
             logprobs = _chat_scores(scores, request.params.logprobs or 0, tokenizer)
         else:
-            logprobs = _text_scores(scores, tokenizer)
+            logprobs = text_scores(scores, tokenizer)
     return {
         "index": answer.index,
         **content,
@@ -141,6 +142,8 @@ def _choice(
 
 
 _Scores = list[tuple[int, dict[int, float]]]  # per position: the token, and logprobs by token
+# As _Scores; the first token of an echoed prompt has none.
+_PromptScores = Sequence[tuple[int, dict[int, float] | None]]
 
 
 def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -159,17 +162,31 @@ def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[st
     return {"content": content}
 
 
-def _text_scores(scores: _Scores, tokenizer: Tokenizer) -> dict[str, Any]:
-    detokenizer = Detokenizer(tokenizer)
+def text_scores(
+    scores: _PromptScores, tokenizer: Tokenizer, *, skip_special_tokens: bool = False
+) -> dict[str, Any]:
+    """The logprobs of a completion: tokens, token_logprobs, top_logprobs and text_offset.
+
+    skip_special_tokens: as in the text that the offsets are of.
+    """
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     offsets, length = [], 0
     for token, _ in scores:
         offsets.append(length)
         length += len(detokenizer.push([token]))
     return {
         "tokens": [tokenizer.decode([token]) for token, _ in scores],
-        "token_logprobs": [max(logprobs[token], _MIN_LOGPROB) for token, logprobs in scores],
+        "token_logprobs": [
+            None if logprobs is None else max(logprobs[token], _MIN_LOGPROB)
+            for token, logprobs in scores
+        ],
         "top_logprobs": [
-            {tokenizer.decode([t]): max(value, _MIN_LOGPROB) for t, value in _best_first(logprobs)}
+            None
+            if logprobs is None
+            else {
+                tokenizer.decode([t]): max(value, _MIN_LOGPROB)
+                for t, value in _best_first(logprobs)
+            }
             for _, logprobs in scores
         ],
         "text_offset": offsets,

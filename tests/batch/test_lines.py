@@ -11,6 +11,7 @@ import pytest
 from helpers.batch import answers
 from llama.batch.job import run_batch
 from llama.batch.lines import MAX_LINE, parse_line, read_request
+from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import CHAT_URL, TEXT_URL
 
@@ -32,12 +33,16 @@ def openai(body: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_form_gives_the_answers_of_the_api(llama, tmp_path, temperature):
     """OpenAI's batch form, plain lines and a text file: the texts of text_completion, whatever ran
-    beside them; chats, those of chat_completion."""
-    wanted = [r["generation"] for r in llama.text_completion(PROMPTS, temperature, 0.9, 12)]
+    beside them; chats, those of chat_completion. The samples are those of one call with all lines,
+    with the build's seed, also where the other lines were done before."""
+    done = llama.text_completion(PROMPTS, temperature, 0.9, 12, seed=llama.seed)
+    wanted = [r["generation"] for r in done]
     dialogs: list[Any] = [HELLO, [{"role": "system", "content": "Be brief."}, *HELLO]]
-    chats = [
-        r["generation"]["content"] for r in llama.chat_completion(dialogs, temperature, 0.9, 12)
+    replies = [
+        llama.chat_completion([d], temperature, 0.9, 12, seed=derived_seed(llama.seed, line))[0]
+        for line, d in enumerate(dialogs, len(PROMPTS))
     ]
+    chats = [r["generation"]["content"] for r in replies]
     plain = [{"prompt": prompt} for prompt in PROMPTS] + [{"messages": d} for d in dialogs]
     found = answers(llama, tmp_path, plain, temperature, 0.9, 12)
     assert [text_of(record) for record in found] == wanted + chats

@@ -6,6 +6,7 @@ error that it raised.
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from llama import Llama
+from llama.parallel import RankError
 from llama.sampling_params import SamplingParams
 from llama.serving import vllm_api
 
@@ -158,9 +160,34 @@ def second_thread(folder: str) -> str:
 def stream(folder: str, prompts: list[str]) -> list[str]:
     """Streamed answers, joined, on every rank."""
     texts = [""] * len(prompts)
-    for increment in build(folder).stream_text(prompts, 1.0, 1.0, 16):
+    for increment in build(folder).stream_text(prompts, 1.0, 1.0, 16, seed=3):
         texts[increment.index] += increment.text
     return texts
+
+
+def samples(folder: str, prompts: list) -> list:
+    """Three calls without a seed, the second of them refused on one rank: fresh samples, alike."""
+    llama = build(folder)
+    first = llama.generate(prompts, 8, 1.0, 1.0)[0]
+    with contextlib.suppress(ValueError, RankError):
+        llama.generate([[]] if RANK else prompts, 8, 1.0, 1.0)
+    return [first, llama.generate(prompts, 8, 1.0, 1.0)[0]]
+
+
+def speak(folder: str) -> list[str]:
+    """What reaches stdout: with two models open, with one, with none; and where nobody is muted."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        models = [
+            Llama.build(folder, None, 128, 4, dtype="fp32", device="cpu", mute_ranks=muted)
+            for muted in (False, True, True)
+        ]
+        printed.truncate(0)
+        printed.seek(0)
+        for left in ("two", "one", "none"):
+            print(left)
+            models.pop().close()
+    return printed.getvalue().split()
 
 
 def beams(folder: str, prompts: list[str]) -> list:

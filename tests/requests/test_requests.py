@@ -1,4 +1,4 @@
-"""LLMEngine, streaming, beam search, the async engine and the worker protocol, on a random model.
+"""LLMEngine, streaming, beam search and the async engine, on a random model.
 
 The oracles: the same requests alone, transformers' beam search and generate on the same weights,
 and the answers that are not streamed.
@@ -20,10 +20,8 @@ from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import BeamParams, _Search
 from llama.requests.llm_engine import LLMEngine
-from llama.requests.prepare import answer_seed
-from llama.requests.request import RequestOutput
+from llama.requests.request import RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.serving.worker import async_generate_stream, generate_stream
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +172,9 @@ def test_n_are_the_seeds_own_answers_and_best_of_the_likeliest(engine, llama):
     (prompt,) = prompts_of([9], seed=33)
     common: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0}
     found = run(engine, {"n": (prompt, SamplingParams(n=5, seed=4, **common))})["n"].outputs
-    single = {f"s{i}": (prompt, SamplingParams(seed=answer_seed(4, i), **common)) for i in range(5)}
+    single = {
+        f"s{i}": (prompt, SamplingParams(seed=derived_seed(4, i), **common)) for i in range(5)
+    }
     by_id = run(engine, single)
     alone = [by_id[f"s{i}"].outputs[0] for i in range(5)]
     assert [a.token_ids for a in found] == [a.token_ids for a in alone]
@@ -357,8 +357,8 @@ def test_streamed_equals_not_streamed_on_200_prompts(babbler):
     """Emoji and CJK in prompts and answers, characters cut by the length limit, bytes astray."""
     prompts = some_prompts(200, seed=2)
     for temperature in (0.0, 1.1):
-        whole = babbler.text_completion(prompts, temperature, 1.0, 31)
-        increments = list(babbler.stream_text(prompts, temperature, 1.0, 31))
+        whole = babbler.text_completion(prompts, temperature, 1.0, 31, seed=3)
+        increments = list(babbler.stream_text(prompts, temperature, 1.0, 31, seed=3))
         text = joined(increments)
         assert [text[i] for i in range(200)] == [r["generation"] for r in whole]
         ends = [inc.index for inc in increments if inc.finish_reason is not None]
@@ -373,11 +373,12 @@ def test_stop_strings_never_leak_wherever_tokens_end(babbler):
     """Stops cut out of the answers themselves, across the borders of one-byte tokens."""
     rng = random.Random(3)
     prompts = some_prompts(60, seed=4)
-    whole = [r["generation"] for r in babbler.text_completion(prompts, 1.0, 1.0, 60)]
-    for prompt, text in zip(prompts, whole, strict=True):
+    whole = [r["generation"] for r in babbler.text_completion(prompts, 1.0, 1.0, 60, seed=1)]
+    for place, (prompt, text) in enumerate(zip(prompts, whole, strict=True)):
         at = rng.randrange(1, len(text) - 4)
         stops = [text[at : at + rng.randrange(1, 4)], "never there"]
-        increments = list(babbler.stream_text([prompt], 1.0, 1.0, 60, stop=stops))
+        seed = derived_seed(1, place)
+        increments = list(babbler.stream_text([prompt], 1.0, 1.0, 60, stop=stops, seed=seed))
         assert "".join(inc.text for inc in increments) == text[: text.index(stops[0])]
         assert increments[-1].finish_reason == "stop"
 
@@ -570,86 +571,3 @@ def test_an_error_in_a_step_reaches_every_waiter(engine, llama, monkeypatch):
         served.close()
 
     asyncio.run(main())
-
-
-def worker_params(**changes) -> dict:
-    return {
-        "prompt": "Once upon",
-        "max_new_tokens": 12,
-        "temperature": 0.0,
-        "echo": False,
-    } | changes
-
-
-def test_the_worker_protocol_streams_all_text_so_far(engine, llama):
-    """FastChat's: every second token and at the end, growing, with usage; greedy at 1e-5."""
-    (wanted,) = llama.text_completion(["Once upon"], 0.0, max_gen_len=12)
-    for temperature in (0.0, 1e-5):
-        params = worker_params(temperature=temperature, model="demo", logprobs=None)
-        told = list(generate_stream(llama, llama.tokenizer, params, "cpu", 128))
-        texts = [t["text"] for t in told]
-        assert texts[-1] == wanted["generation"]
-        assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
-        usage = told[-1]["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert [t["finish_reason"] for t in told[:-1]] == [None] * (len(told) - 1)
-        assert told[-1]["finish_reason"] in ("length", "stop")
-        counts = [t["usage"]["completion_tokens"] for t in told]
-        assert all(b - a >= 2 for a, b in itertools.pairwise(counts[:-1]))
-    echoed = list(generate_stream(llama, llama.tokenizer, worker_params(echo=True), "cpu", 128))
-    assert echoed[-1]["text"] == "Once upon" + wanted["generation"]
-
-
-def test_the_worker_cuts_long_prompts_on_the_left(engine, llama):
-    """The answer has its room, and begin_of_text stays: as if the prompt were its end alone."""
-    params = worker_params(prompt="z" * 500 + "Once upon")
-    told = list(generate_stream(llama, llama.tokenizer, params, "cpu", 100))
-    assert told[-1]["usage"]["prompt_tokens"] == 88
-    kept = "z" * (87 - len("Once upon")) + "Once upon"
-    (wanted,) = llama.text_completion([kept], 0.0, max_gen_len=12)
-    assert told[-1]["text"] == wanted["generation"]
-
-
-def test_the_worker_reads_the_special_tokens_of_a_template(demo):
-    """Hosts write Llama 3's template as text; the answer is chat_completion's."""
-    prompt = (
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-    (wanted,) = demo.chat_completion([[{"role": "user", "content": "Hello"}]], 0.0, max_gen_len=12)
-    told = list(generate_stream(demo, demo.tokenizer, worker_params(prompt=prompt), "cpu", 384))
-    assert told[-1]["text"] == wanted["generation"]["content"]
-
-
-def test_the_async_worker_and_its_benchmark_mode(engine, llama):
-    async def collect(**kwargs) -> list[dict]:
-        served = AsyncLLMEngine(llama)
-        params = worker_params(stop=["e", "a"], max_new_tokens=30)
-        stream = async_generate_stream(served, llama.tokenizer, params, "cpu", 128, **kwargs)
-        told = [t async for t in stream]
-        await served.idle()
-        served.close()
-        return told
-
-    (wanted,) = llama.text_completion(["Once upon"], 0.0, max_gen_len=30)
-    cut = min((wanted["generation"].find(s) % 1000 for s in "ea"), default=0)
-    told = asyncio.run(collect())
-    assert told[-1]["text"] == wanted["generation"][:cut] and told[-1]["error_code"] == 0
-    told = asyncio.run(collect(benchmark=True))
-    assert told[-1]["usage"]["completion_tokens"] == 30
-    assert told[-1]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"beams": 3}, "params has beams=3"),
-        ({"prompt": None}, "no 'prompt'"),
-        ({"max_new_tokens": 128}, "leaves no room"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 2.0}, "top_p"),
-    ],
-)
-def test_bad_worker_params_are_refused_at_the_call(change, message, engine, llama):
-    with pytest.raises(ValueError, match=message):
-        generate_stream(llama, llama.tokenizer, worker_params(**change), "cpu", 128)

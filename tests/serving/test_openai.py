@@ -21,7 +21,8 @@ def test_every_field_reaches_the_sampler():
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 3,
         "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": 1.0,
         "frequency_penalty": -1.0, "stop": ["a", "b"], "stop_token_ids": [4],
-        "include_stop_str_in_output": True, "ignore_eos": True, "seed": 8, "n": 2, "best_of": 3,
+        "include_stop_str_in_output": True, "skip_special_tokens": True, "ignore_eos": True,
+        "seed": 8, "n": 2, "best_of": 3,
         "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
     }  # fmt: skip
     names = {f.name for f in dataclasses.fields(SamplingParams)}
