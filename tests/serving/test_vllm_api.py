@@ -102,6 +102,25 @@ def test_a_seed_is_that_seed_for_each_request(llm):
     assert len({answer.text for answer in many[0].outputs}) == 3
 
 
+def test_without_a_seed_each_prompt_has_a_sample_of_its_own(llm):
+    outputs = llm.generate(["The cat"] * 4, SamplingParams(temperature=5.0, max_tokens=8))
+    assert len({output.outputs[0].text for output in outputs}) == 4
+
+
+def test_the_tokenizer_has_the_calls_of_transformers(llm):
+    tokenizer, ours = llm.get_tokenizer(), llm.llama.tokenizer
+    ids = ours.encode("One two", bos=True, eos=False)
+    assert tokenizer.encode("One two") == tokenizer("One two").input_ids == ids
+    assert tokenizer.encode("One two", add_special_tokens=False) == ids[1:]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "One two"
+    assert len(tokenizer) == tokenizer.vocab_size == ours.n_words
+    assert ours.eot_id in tokenizer.all_special_ids and tokenizer.bos_token_id == ids[0]
+    dialog = [user("Say <|eot_id|>")]
+    assert tokenizer.apply_chat_template(dialog).count(ours.eot_id) == 1
+    with pytest.raises(ValueError, match="a message holds the name of a special token"):
+        tokenizer.apply_chat_template(dialog, tokenize=False)
+
+
 def test_the_stop_token_is_the_last_id_and_has_a_logprob(llm):
     """vLLM counts it; Meta's calls leave it out."""
     prompt = encode_chat(llm.llama.tokenizer, [user(FRANCE)])

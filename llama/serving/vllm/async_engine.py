@@ -15,8 +15,7 @@ from llama.generation import Llama
 from llama.requests import async_engine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request
-from llama.sampling_params import SamplingParams as LlamaParams
-from llama.serving.vllm.jobs import Job, ModelConfig, Served, one_of, one_prompt, with_text_rules
+from llama.serving.vllm.jobs import Job, ModelConfig, Served, one_of, one_prompt
 from llama.serving.vllm.outputs import RequestOutput
 from llama.serving.vllm.params import LABELS, EngineArgs, SamplingParams, refuse
 
@@ -28,7 +27,7 @@ class AsyncLLMEngine(Served):
 
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
         super().__init__(llama, args)
-        self._requests = _AsyncRequests(llama)
+        self._requests = async_engine.AsyncLLMEngine(llama)
         self._rounds: dict[str, _Rounds] = {}
         self.is_running = True
 
@@ -142,15 +141,3 @@ class _Rounds:
         if self.is_aborted.is_set():
             raise _Aborted
         return self._engine.run(requests)
-
-
-class _AsyncRequests(async_engine.AsyncLLMEngine):
-    async def _prepare(
-        self,
-        prompt: str | list[int],
-        params: LlamaParams,
-        request_id: str,
-        changed: asyncio.Event,
-    ) -> Request:
-        request = await super()._prepare(prompt, params, request_id, changed)
-        return with_text_rules(request, self.engine)

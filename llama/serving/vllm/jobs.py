@@ -13,8 +13,9 @@ from llama.generation import Llama
 from llama.requests.beam_search import Beam, BeamParams, beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request
-from llama.serving.vllm.outputs import Reporter, RequestOutput, SkippingDetokenizer, skipped_ids
-from llama.serving.vllm.params import EngineArgs, EngineParams, SamplingParams, refuse
+from llama.sampling_params import SamplingParams as LlamaParams
+from llama.serving.vllm.outputs import Reporter, RequestOutput
+from llama.serving.vllm.params import EngineArgs, SamplingParams, refuse
 from llama.serving.vllm.tokenizer import ClientTokenizer
 
 
@@ -36,21 +37,16 @@ class Job:
     """One request: its prompt as ids, and how it is computed and reported."""
 
     ids: list[int]
-    params: EngineParams
+    params: LlamaParams
     asked: SamplingParams
     reporter: Reporter
 
     def request(self, engine: LLMEngine, name: str = "", index: int = 0) -> Request:
-        return with_text_rules(engine.prepare(name, self.ids, self.params, index=index), engine)
-
-
-def with_text_rules(request: Request, engine: LLMEngine) -> Request:
-    """Of the special tokens the parameters say whether they have text."""
-    assert isinstance(request.params, EngineParams)
-    if skipped := skipped_ids(request.params, engine.tokenizer):
-        for answer in request.answers:
-            answer.detokenizer = SkippingDetokenizer(engine.tokenizer, skipped)
-    return request
+        """index: its place in the client's list; a seed is that seed in each place."""
+        request = engine.prepare(name, self.ids, self.params, index=index)
+        if self.params.seed is not None:
+            request.set_seed(self.params.seed)
+        return request
 
 
 class Served:
@@ -83,7 +79,9 @@ class Served:
             )
         text, ids = self._encoded(prompt, asked.truncate_prompt_tokens)
         params_now = asked.engine_params()
-        reporter = Reporter(request_id, text, params_now, asked.output_kind, self.llama.tokenizer)
+        reporter = Reporter(
+            request_id, text, params_now, asked.output_kind, asked.detokenize, self.llama.tokenizer
+        )
         return Job(ids, params_now, asked, reporter)
 
     def _encoded(self, prompt: Any, most: int | None) -> tuple[str | None, list[int]]:

@@ -4,13 +4,12 @@ In: `llama.requests`' outputs of one request, as they come. Out: `RequestOutput`
 types and meanings of vLLM's. It submits and steps nothing.
 """
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from llama.requests import request as engine
 from llama.requests.beam_search import Beam
-from llama.requests.detokenizer import Detokenizer
-from llama.serving.vllm.params import EngineParams, RequestOutputKind
+from llama.sampling_params import SamplingParams
+from llama.serving.vllm.params import RequestOutputKind
 from llama.tokenizer import Tokenizer
 
 
@@ -61,32 +60,15 @@ class RequestOutput:
     num_cached_tokens: int | None = None
 
 
-class SkippingDetokenizer(Detokenizer):
-    """A detokenizer to which some ids are no text."""
-
-    def __init__(self, tokenizer: Tokenizer, skipped: Collection[int]) -> None:
-        super().__init__(tokenizer)
-        self._skipped = skipped
-
-    def push(self, ids: Iterable[int]) -> str:
-        return super().push([token for token in ids if token not in self._skipped])
-
-
-def skipped_ids(params: EngineParams, tokenizer: Tokenizer) -> Collection[int]:
-    """The ids that have no text under these parameters."""
-    if not params.detokenize:
-        return range(tokenizer.n_words)
-    return frozenset(tokenizer.special_tokens.values() if params.skip_special_tokens else ())
-
-
 @dataclass
 class Reporter:
     """Makes vLLM's outputs of one request. `prompt`: its text, if it had one."""
 
     request_id: str
     prompt: str | None
-    params: EngineParams
+    params: SamplingParams
     kind: RequestOutputKind
+    detokenize: bool
     tokenizer: Tokenizer
     _sent: dict[int, int] = field(default_factory=dict)  # tokens reported, per answer
     _has_sent: bool = False
@@ -115,11 +97,13 @@ class Reporter:
 
     def report_beams(self, prompt_ids: list[int], beams: list[Beam]) -> RequestOutput:
         """The best beams, as the one output of a beam search; without beams, it was aborted."""
-        skipped = skipped_ids(self.params, self.tokenizer)
+        skips = self.params.skip_special_tokens
         answers = [
             CompletionOutput(
                 i,
-                self.tokenizer.decode([token for token in beam.tokens if token not in skipped]),
+                self.tokenizer.decode(beam.tokens, skip_special_tokens=skips)
+                if self.detokenize
+                else "",
                 beam.tokens,
                 beam.logprob,
                 None,
@@ -149,13 +133,18 @@ class Reporter:
         count = self.params.logprobs
         return CompletionOutput(
             answer.index,
-            answer.new_text if is_delta else answer.text,
+            self._text(answer, is_delta),
             ids[first:],
             cumulative,
             None if logprobs is None else [self._position(x, count) for x in logprobs[first:]],
             answer.finish_reason,
             error if answer.finish_reason == "error" else reason,
         )
+
+    def _text(self, answer: engine.CompletionOutput, is_delta: bool) -> str:
+        if not self.detokenize:
+            return ""
+        return answer.new_text if is_delta else answer.text
 
     def _position(self, logprobs: dict[int, float], count: int | None) -> _Position:
         """count: how many of the likeliest there are; the token's own entry comes first."""

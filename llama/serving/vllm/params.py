@@ -129,6 +129,7 @@ class EngineArgs:
         """The model, loaded by `Llama.build`, whose errors these are."""
         dtype = self.quantization or self.dtype
         seconds = self.distributed_timeout_seconds
+        limits: dict[str, Any] = {} if seconds is None else {"timeout_s": seconds}
         return Llama.build(
             self.model,
             _tokenizer_file(self.tokenizer, self.model),
@@ -139,7 +140,7 @@ class EngineArgs:
             device=None if self.device == "auto" else self.device,
             dtype=_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            **({} if seconds is None else {"timeout_s": seconds}),
+            **limits,
         )
 
     def default_params(self) -> "SamplingParams":
@@ -201,14 +202,6 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineParams(LlamaParams):
-    """The parameters that the engine takes, and how its tokens become text."""
-
-    skip_special_tokens: bool = True
-    detokenize: bool = True
 
 
 @_refusing(_ONLY_SAMPLING)
@@ -279,10 +272,9 @@ class SamplingParams:
     def clone(self) -> "SamplingParams":
         return copy.deepcopy(self)
 
-    def engine_params(self) -> EngineParams:
+    def engine_params(self) -> LlamaParams:
         """What the engine takes, checked. Of a beam search: what holds for the prompt."""
-        for name in ("use_beam_search", "detokenize", "skip_special_tokens",
-                     "spaces_between_special_tokens"):  # fmt: skip
+        for name in ("use_beam_search", "detokenize", "spaces_between_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={brief(getattr(self, name))} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -291,7 +283,7 @@ class SamplingParams:
             raise ValueError("stop needs detokenize=True: it is looked for in the text")
         if not self.use_beam_search and (self.length_penalty, self.early_stopping) != (1.0, False):
             raise ValueError("length_penalty and early_stopping need use_beam_search=True")
-        values = {f.name: getattr(self, f.name) for f in fields(EngineParams)}
+        values = {f.name: getattr(self, f.name) for f in fields(LlamaParams)}
         for name in ("stop", "stop_token_ids", "bad_words"):
             values[name] = () if values[name] is None else values[name]
         for name in ("logprobs", "prompt_logprobs"):
@@ -299,7 +291,7 @@ class SamplingParams:
         values["seed"] = None if self.seed == -1 else self.seed
         if self.use_beam_search:
             values |= {"n": 1, "best_of": None}
-        return EngineParams(**values)
+        return LlamaParams(**values)
 
     def beam_params(self) -> BeamParams:
         """Of a beam search; ValueError names a field that it cannot follow."""
@@ -311,8 +303,8 @@ class SamplingParams:
             )
         if self.temperature != 0:
             raise ValueError(f"use_beam_search needs temperature=0, not {self.temperature}")
-        default, given = EngineParams(), self.engine_params()
-        for f in fields(EngineParams):
+        default, given = LlamaParams(), self.engine_params()
+        for f in fields(LlamaParams):
             value = getattr(given, f.name)
             if f.name == "top_k" and value == -1:  # all of them, as 0
                 continue
@@ -323,7 +315,6 @@ class SamplingParams:
 
 _BEAM_FIELDS = frozenset({
     "temperature", "max_tokens", "stop_token_ids", "ignore_eos", "seed", "skip_special_tokens",
-    "detokenize",
 })  # fmt: skip
 
 

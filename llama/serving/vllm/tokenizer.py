@@ -8,42 +8,29 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from llama.serving.tools import encode_chat
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import BatchEncoding, Tokenizer
 
 
 class ClientTokenizer:
-    """A `Tokenizer` under transformers' names; whatever is not here is the tokenizer's own.
+    """A `Tokenizer` with transformers' `encode` and `apply_chat_template`; the rest is its own.
 
-    It can be awaited, and gives itself: `AsyncLLMEngine.get_tokenizer` was a coroutine before
-    vLLM 0.11.
+    It can be awaited, and gives itself: `AsyncLLMEngine.get_tokenizer` was a coroutine in vLLM, and
+    is a plain method today.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.bos_token_id = tokenizer.bos_id
-        stop = tokenizer.eos_id if tokenizer.eot_id is None else tokenizer.eot_id
-        self.eos_token_id = stop  # as in the tokenizers of Instruct models
-        self.bos_token, self.eos_token = (
-            tokenizer.decode([tokenizer.bos_id]),
-            tokenizer.decode([stop]),
-        )
         self.vocab_size = tokenizer.n_words
         self.all_special_ids = sorted(tokenizer.special_tokens.values())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with one begin_of_text before them, whether the text had it or not."""
-        ids = self._tokenizer.encode(text, bos=False, eos=False, allowed_special="all")
-        if not add_special_tokens or ids[:1] == [self.bos_token_id]:
-            return ids
-        return [self.bos_token_id, *ids]
+        if add_special_tokens:
+            return self._tokenizer(text).input_ids
+        return self._tokenizer.encode(text, bos=False, eos=False, allowed_special="all")
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        ids = self.encode(text, add_special_tokens)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        skipped = frozenset(self.all_special_ids if skip_special_tokens else ())
-        return self._tokenizer.decode([token for token in token_ids if token not in skipped])
+    def __call__(self, text: str, add_special_tokens: bool = True) -> BatchEncoding:
+        return BatchEncoding(self.encode(text, add_special_tokens))
 
     def apply_chat_template(
         self,
@@ -54,7 +41,11 @@ class ClientTokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> str | list[int]:
-        """The ids, or with tokenize=False the text, of a dialog; see `encode_chat`."""
+        """The ids, or with tokenize=False the text, of a dialog; see `encode_chat`.
+
+        ValueError for the text of a dialog in which a special token is named: as a prompt, it would
+        be another dialog.
+        """
         ids = encode_chat(
             self._tokenizer,
             conversation,
@@ -62,7 +53,15 @@ class ClientTokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return ids if tokenize else self._tokenizer.decode(ids)
+        if tokenize:
+            return ids
+        text = self._tokenizer.decode(ids)
+        if self.encode(text) != ids:
+            raise ValueError(
+                "a message holds the name of a special token, which the text cannot tell from the "
+                "token: leave it out, or use tokenize=True"
+            )
+        return text
 
     def __len__(self) -> int:
         return self.vocab_size
