@@ -18,6 +18,8 @@ from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelE
 from llama.ops.linear import pack_int8, unpack
 from llama.ops.norm import rms_norm
 from llama.parallel import ModelParallel
+from llama.serving.vllm_api import LLM
+from llama.serving.vllm_api import SamplingParams as VllmParams
 
 PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
 
@@ -80,6 +82,10 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "beams", "folder": kv4, "prompts": TEXTS},
             {"do": "second_thread", "folder": kv4},
         ],
+        "vllm": [
+            {"do": "vllm_client", "folder": kv4, "prompts": TEXTS, "size": 2},
+            {"do": "vllm_bad_request", "folder": kv4, "bad_rank": 1},
+        ],
         "samples": [
             {"do": "place", "folder": kv4},
             {"do": "samples", "folder": kv4, "prompts": PROMPTS[:2] * 2},
@@ -105,6 +111,20 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
         assert found["result"][0] == tokens
         for ours, wanted in zip(found["result"][1] or [], logprobs or [], strict=True):
             assert ours == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_client_of_vllm_runs_on_two_ranks(sharded, two_ranks):
+    """It gets the ids of one process, on both ranks; a bad request on one is an error on both."""
+    llm = LLM(str(sharded["kv4"]), dtype="float32", device="cpu", max_model_len=128)
+    asked = VllmParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
+    beams = VllmParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=4)
+    first, second, third = (o.outputs[0].token_ids for o in llm.generate(TEXTS, asked))
+    found = llm.generate(TEXTS[1], beams)[0].outputs[0].token_ids
+    wanted = [first, second, third, found, first, third]
+    for rank, (client, bad) in enumerate(two_ranks["vllm"]):
+        assert client["result"] == wanted
+        kind = ("RankError: rank 1 failed: ", "")[rank]
+        assert bad["error"].startswith(f"{kind}TypeError: the prompt {{'prompt': 7}} must be")
 
 
 def test_four_ranks_as_two_replicas(sharded, tmp_path):

@@ -134,7 +134,7 @@ class EngineCore:
 def _keep_scores(sampling: list[Sequence], output: StepOutput) -> None:
     """Log-probabilities come before their tokens: what has no token is dropped by a restart.
 
-    One entry per kept token: the id that stops a sequence is left out, and so is its own.
+    One entry per chosen token: the id that stops a sequence has one too, the last.
     """
     for scores in output.prompts:
         scores.sequence.prompt_logprobs += scores.logprobs
@@ -143,6 +143,6 @@ def _keep_scores(sampling: list[Sequence], output: StepOutput) -> None:
         return
     rows = zip(sampling, output.ids, output.logprobs, output.tops, strict=True)
     for seq, token, logprob, top in rows:
-        if seq.params.logprobs is not None and token >= 0 and token not in seq.stop_ids:
+        if seq.params.logprobs is not None and token >= 0:
             seq.logprobs.append(logprob)
             seq.top_logprobs.append(top[: seq.params.logprobs])

@@ -56,7 +56,7 @@ class Sequence:
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, in order
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_id: int | None = None  # the id that stopped it
-    logprobs: list[float] = field(default_factory=list)  # one per generated token
+    logprobs: list[float] = field(default_factory=list)  # per generated token, then the stop id's
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)  # [0.0, ...]: nothing comes before
     prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)

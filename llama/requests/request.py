@@ -119,6 +119,14 @@ class CompletionOutput:
         seq = self._answer.sequence
         return list(_dicts(self.token_ids, seq.logprobs, seq.top_logprobs))
 
+    @property
+    def stop_logprobs(self) -> dict[int, float] | None:
+        """What `logprobs` would have of the id that stopped the answer, which it leaves out."""
+        seq = self._answer.sequence
+        if self._answer.params.logprobs is None or seq.stop_id is None:
+            return None
+        return next(_dicts([seq.stop_id], seq.logprobs[-1:], seq.top_logprobs[-1:]))
+
     def __repr__(self) -> str:
         return (
             f"CompletionOutput(index={self.index}, text={self.text!r}, "

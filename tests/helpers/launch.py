@@ -60,7 +60,7 @@ def _num_builds(jobs: list[dict]) -> int:
     for job in jobs:
         if job["do"] == "forget":
             loaded.clear()
-        elif job["do"] in ("generate", "place") and job["folder"] not in loaded:
+        elif job["do"] in ("generate", "place", "vllm_client") and job["folder"] not in loaded:
             loaded.add(job["folder"])
             builds += 1
     return builds

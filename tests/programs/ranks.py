@@ -20,6 +20,7 @@ import torch.distributed as dist
 from llama import Llama
 from llama.parallel import RankError
 from llama.sampling_params import SamplingParams
+from llama.serving import vllm_api
 
 RANK = int(os.environ["RANK"])
 loaded: dict[str, Llama] = {}
@@ -191,6 +192,32 @@ def speak(folder: str) -> list[str]:
 
 def beams(folder: str, prompts: list[str]) -> list:
     return [[b["generation"] for b in found] for found in build(folder).beam_search(prompts, 3, 8)]
+
+
+def vllm_client(folder: str, prompts: list[str], size: int) -> list:
+    """A batch, and a loop of steps with a beam search in it, by vLLM's API."""
+    llm = vllm_api.LLM(
+        folder, dtype="float32", device="cpu", max_model_len=128, tensor_parallel_size=size
+    )
+    loaded[folder] = llm.llama
+    asked = vllm_api.SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
+    beams = vllm_api.SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=4)
+    outputs = llm.generate(prompts, asked)
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), prompt, beams if i == 1 else asked)
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += [output for output in llm.llm_engine.step() if output.finished]
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def vllm_bad_request(folder: str, bad_rank: int) -> None:
+    """One rank alone adds a request that is wrong; no rank has it then."""
+    engine = vllm_api.LLMEngine(build(folder))
+    prompt = {"prompt": 7} if bad_rank == RANK else "x"
+    try:
+        engine.add_request("a", prompt, vllm_api.SamplingParams())
+    finally:
+        assert not engine.has_unfinished_requests()
 
 
 def main(jobs_file: str, out_dir: str) -> None:
