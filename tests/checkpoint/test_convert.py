@@ -166,7 +166,7 @@ def test_a_failed_run_leaves_nothing(meta, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk on fire")
 
-    monkeypatch.setattr(convert.torch, "save", fail)
+    monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="disk on fire"):
         convert.reshard(meta, tmp_path / "out", 4)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -174,7 +174,7 @@ def test_a_failed_run_leaves_nothing(meta, tmp_path, monkeypatch):
 
 def test_a_full_disk_is_told_before_writing(meta, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for write in (convert.convert, lambda a, b: convert.reshard(a, b, 4)):
         with pytest.raises(OSError, match=r"0\.0 GB free, and writing takes"):
             write(meta, tmp_path / "out")
