@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
@@ -23,6 +24,7 @@ from llama.checkpoint.tokenizer_files import (
     tokenizer_json,
 )
 from llama.checkpoint.weights import Weights
+from llama.checkpoint.writing import Progress
 from llama.checks import whole_number
 from llama.tokenizer import Tokenizer
 
@@ -84,7 +86,8 @@ def convert(
             _write_shards(weights, folder, 1, progress)
             writing.write_json(folder / "params.json", _meta_params(checkpoint.params))
             _copy_tokenizer(checkpoint, folder)
-    return writing.written(out_dir)
+    missing = [f"no tokenizer is in {checkpoint.folder}: none was written"] * (path is None)
+    return missing + writing.written(out_dir)
 
 
 def _write_shards(weights: Weights, folder: Path, size: int, progress: bool) -> None:
@@ -95,16 +98,22 @@ def _write_shards(weights: Weights, folder: Path, size: int, progress: bool) -> 
     shapes = shard_shapes(weights.params, size)
     one = sum(shape.numel() * weights.dtype(name).itemsize for name, shape in shapes.items())
     writing.check_room(folder, one * (size + 1))  # all, and the scratch of one
-    with writing.Progress(one * size, size, progress) as bar:
+    with Progress(one * size, size, progress) as bar:
         for rank in range(size):
             bar.begin_file(rank)
-            shard: dict[str, Tensor] = {}
-            for name, shape in shapes.items():
-                shard[name] = writing.scratch(folder, shape, weights.dtype(name))
-                weights.copy(name, shard[name], rank, size)
-                bar.half(shard[name].nbytes)
-            shard.setdefault("output.weight", shard["tok_embeddings.weight"])
-            writing.save_pth(folder / f"consolidated.{rank:02d}.pth", shard, bar)
+            wanted = {name: (shape, weights.dtype(name)) for name, shape in shapes.items()}
+            _write_shard(weights, wanted, rank, size, folder, bar)
+
+
+def _write_shard(
+    weights: Weights, wanted: writing.Wanted, rank: int, size: int, folder: Path, bar: Progress
+) -> None:
+    shard = writing.scratch(folder, wanted)
+    for name, tensor in shard.items():
+        weights.copy(name, tensor, rank, size)
+        bar.half(tensor.nbytes)
+    shard.setdefault("output.weight", shard["tok_embeddings.weight"])
+    writing.save_pth(folder / f"consolidated.{rank:02d}.pth", shard, bar)
 
 
 def _write_hf(weights: Weights, tokenizer: Tokenizer | None, folder: Path, progress: bool) -> None:
@@ -140,31 +149,35 @@ def _write_hf_weights(weights: Weights, names: list[str], folder: Path, progress
     total = sum(sizes.values())
     writing.check_room(folder, total + max(sum(sizes[n] for n in file) for file in files))
     index: dict[str, str] = {}
-    with writing.Progress(total, len(files), progress) as bar:
+    with Progress(total, len(files), progress) as bar:
         for i, file in enumerate(files):
             bar.begin_file(i)
             title = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
             path = folder / (title if len(files) > 1 else "model.safetensors")
-            tensors = {}
-            for name in file:
-                tensors[name_in("hf", name)] = _whole_hf(weights, name, folder)
-                bar.half(sizes[name])
-            writing.save_safetensors(path, tensors, bar)
-            index |= dict.fromkeys(tensors, path.name)
+            _write_hf_file(weights, file, path, bar)
+            index |= {name_in("hf", name): path.name for name in file}
     if len(files) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
         writing.write_json(folder / "model.safetensors.index.json", content)
 
 
-def _whole_hf(weights: Weights, name: str, folder: Path) -> Tensor:
-    shape, dtype = weights.shapes[name], weights.dtype(name)
-    whole = writing.scratch(folder, shape, dtype)
-    weights.copy(name, whole, 0, 1)
+def _write_hf_file(weights: Weights, names: list[str], path: Path, bar: Progress) -> None:
+    wanted = {name: (weights.shapes[name], weights.dtype(name)) for name in names}
+    tensors = writing.scratch(path.parent, wanted)
+    for name, tensor in tensors.items():
+        _copy_hf(weights, name, tensor)
+        bar.half(tensor.nbytes)
+    writing.save_safetensors(path, {name_in("hf", n): t for n, t in tensors.items()}, bar)
+
+
+def _copy_hf(weights: Weights, name: str, into: Tensor) -> None:
+    """Fill `into` with a whole tensor, its rows in Hugging Face's order."""
     if not name.endswith(ROTATED):
-        return whole
-    halves = writing.scratch(folder, shape, dtype)
-    hf.copy_halves(halves, whole, weights.params.head_dim)
-    return halves
+        weights.copy(name, into, 0, 1)
+        return
+    pairs = torch.empty_like(into)
+    weights.copy(name, pairs, 0, 1)
+    hf.copy_halves(into, pairs, weights.params.head_dim)
 
 
 def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:

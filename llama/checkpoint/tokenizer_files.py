@@ -27,8 +27,8 @@ CHAT_TEMPLATE = """\
     {%- if role not in ["system", "user", "assistant", "ipython"] %}
         {{- raise_exception("Unknown role: " ~ role) }}
     {%- endif %}
-    {%- if message["content"] is not string %}
-        {{- raise_exception("The content of a message must be a text.") }}
+    {%- if message["content"] is not string or message["tool_calls"] %}
+        {{- raise_exception("A message must be a text, without tool calls.") }}
     {%- endif %}
     {{- "<|start_header_id|>" ~ role ~ "<|end_header_id|>\\n\\n" }}
     {{- (message["content"] | trim) ~ "<|eot_id|>" }}

@@ -8,7 +8,7 @@ take them is an OSError that names it. What the tensors mean is not known here.
 import contextlib
 import io
 import json
-import math
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,6 +25,10 @@ from llama.downloads import check_utf8
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it since 3.12
+
+Wanted = dict[str, tuple[torch.Size, torch.dtype]]  # tensors to make, by name
+
+_ALIGNMENT = 64  # bytes, of a tensor in a scratch file
 
 
 class Progress(tqdm):
@@ -82,15 +86,26 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file that is already unlinked: it uses disk, not memory, while it exists."""
-    path, numel = folder / "scratch", math.prod(shape)
-    with _disk_errors(path), path.open("wb") as file:
-        # Without room on the disk, a write to the mapping would kill the process.
-        os.posix_fallocate(file.fileno(), 0, max(1, numel * dtype.itemsize))
-    flat = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
-    path.unlink()
-    return flat.view(shape)
+def scratch(folder: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Tensors in a file that is already unlinked: they use disk, not memory, while they exist."""
+    starts, end = {}, 0
+    for name, (shape, dtype) in wanted.items():
+        starts[name] = end
+        end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    path = folder / "scratch"
+    with _disk_errors(path), path.open("w+b") as file:
+        path.unlink()
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            # A write to a mapping for which the disk has no room would kill the process.
+            os.posix_fallocate(file.fileno(), 0, end)
+        file.truncate(end)
+        mapped = mmap.mmap(file.fileno(), end)
+    return {
+        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=starts[name]).view(
+            shape
+        )
+        for name, (shape, dtype) in wanted.items()
+    }
 
 
 def save_pth(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
