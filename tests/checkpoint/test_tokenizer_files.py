@@ -32,6 +32,7 @@ TEXTS = [
     "こんにちは、世界", "한국어 텍스트", "שלום مرحبا नमस्ते ไทย",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽", "naïve café e\u0301",
     "\x00\x85\u200b\ufeff\u202e", "a" * 200, "https://x.y/z?a=1&b=2#c", "<|no|>",
+    " việc ngoài даже",  # tokens that no sequence of merges makes
     "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi<|eom_id|>",
     "<|begin_of_text|> <|python_tag|><|reserved_special_token_7|><|finetune_right_pad_id|>",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.launch import DEMO
 from llama.checkpoint import writing
@@ -56,6 +57,14 @@ def test_a_disk_that_fills_up_is_one_line(tmp_path, limit_files, write, limit, f
         write(tmp_path / "out")
     assert "\n" not in str(e.value) and "free some space" in str(e.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_torch_s_own_error_for_a_full_disk_is_not_shown(tmp_path, limit_files):
+    """A large write fails, then torch.save ends the file and says "unexpected pos 640 vs 598"."""
+    limit_files(2_000_000)
+    tensors = {"a": torch.zeros(1_000_000)}
+    with pytest.raises(OSError, match=r"a\.pth could not be written \(File too large\)"):
+        writing.save_pth(tmp_path / "a.pth", tensors, writing.Progress(4_000_000, 1, False))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
