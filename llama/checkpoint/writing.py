@@ -86,7 +86,7 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def scratch(folder: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+def scratch(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
     """Tensors in a file that is already unlinked: they use disk, not memory, while they exist."""
     starts, end = {}, 0
     for name, (shape, dtype) in wanted.items():
@@ -100,12 +100,11 @@ def scratch(folder: Path, wanted: dict[str, tuple[torch.Size, torch.dtype]]) -> 
             os.posix_fallocate(file.fileno(), 0, end)
         file.truncate(end)
         mapped = mmap.mmap(file.fileno(), end)
-    return {
-        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=starts[name]).view(
-            shape
-        )
+    flat = {
+        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=starts[name])
         for name, (shape, dtype) in wanted.items()
     }
+    return {name: tensor.view(wanted[name][0]) for name, tensor in flat.items()}
 
 
 def save_pth(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
@@ -141,7 +140,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as e:
-        # torch.save ends the file after a write that failed, and raises what that says
+        # After a write that failed, torch.save ends the file, and raises what that says.
         cause = e.__context__ if isinstance(e.__context__, OSError) else e
         why = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
         raise OSError(
