@@ -5,7 +5,6 @@ cache, or one clear error on every rank before any weight is read. Nothing here 
 """
 
 import functools
-import os
 import sys
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ import torch
 from llama.args import ModelArgs
 from llama.checkpoint import weights
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import number, whole_number
 from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
@@ -94,22 +94,6 @@ def load_model(
         pack = functools.partial(model.pack, int8=chosen_dtype is torch.int8)
         weights.load(checkpoint, model, filled=pack, progress=shows)
     return Loaded(model, tokenizer, sizes.num_pages)
-
-
-def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer:
-    """The tokenizer of a model: its special tokens are those of the model's release."""
-    # Only the rotary embedding tells 3.0 from later releases: the tokenizer files are equal.
-    first_release = not params.use_scaled_rope
-    if str(path).endswith(".json"):
-        tokenizer = Tokenizer.from_tokenizer_json(str(path), llama_3_0=first_release)
-    else:
-        tokenizer = Tokenizer(str(path), llama_3_0=first_release)
-    if tokenizer.n_words != params.vocab_size:
-        raise ValueError(
-            f"{path} has {tokenizer.n_words} tokens, but the model has vocab_size="
-            f"{params.vocab_size}: they do not belong together"
-        )
-    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ def _parse_ranks(path: Path) -> dict[bytes, int]:
 def _parse_tokenizer_json(path: Path) -> tuple[dict[bytes, int], list[str]]:
     """Return a tokenizer.json's ranks, and the names of its added tokens in the order of ids."""
     data = _read(path)
-    byte_of = _byte_alphabet()
+    byte_of = byte_alphabet()
     try:
         content: Any = json.loads(data)
         vocab = dict(content["model"]["vocab"])
@@ -302,7 +302,7 @@ def _parse_tokenizer_json(path: Path) -> tuple[dict[bytes, int], list[str]]:
     return ranks, [added[i] for i in ids]
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Map byte-level BPE's 256 printable characters to the bytes they stand for (GPT-2's table).
 
     Printable Latin-1 stands for itself, and the other bytes are U+0100, U+0101, ... in order.

@@ -30,7 +30,9 @@ BELOW = {
     "llama/stdout.py": set(),
     "llama/layers.py": {"ops", "parallel"},
     "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
-    "llama/checkpoint": {"args", "checkpoint", "checks", "downloads", "model", "parallel"},
+    "llama/checkpoint": {
+        "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
+    },
     "llama/engine/params.py": {"sampling_params"},  # an old name, for those who import it there
     "llama/engine": {"device", "engine", "model", "ops"},
     "llama/requests": {

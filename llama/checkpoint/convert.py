@@ -5,27 +5,28 @@ values. Each file is first put together in scratch files on the same disk, so th
 tensor at most, and a laptop converts a model larger than its memory.
 """
 
-import contextlib
-import json
-import math
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from llama.args import ModelArgs
 from llama.checkpoint import huggingface as hf
+from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.shapes import ROTATED, name_in, shard_shapes
+from llama.checkpoint.tokenizer_files import (
+    load_tokenizer,
+    special_ids,
+    tokenizer_config,
+    tokenizer_json,
+)
 from llama.checkpoint.weights import Weights
+from llama.checkpoint.writing import Progress
 from llama.checks import whole_number
-from llama.downloads import check_utf8
+from llama.tokenizer import Tokenizer
 
 _FILE_BYTES = 5_000_000_000  # of one .safetensors, at most, unless one tensor is larger
 _MAX_SHARDS = 4096
@@ -51,11 +52,11 @@ def reshard(
         raise ValueError(f"{checkpoint.folder} is in Hugging Face's layout: convert it first")
     checkpoint.params.check_ranks(size)
     weights = Weights(checkpoint)
-    with _new_folder(out_dir) as folder:
+    with writing.new_folder(out_dir) as folder:
         _write_shards(weights, folder, size, progress)
-        shutil.copyfile(checkpoint.params_path, folder / "params.json")
+        writing.copy_file(checkpoint.params_path, folder / "params.json")
         _copy_tokenizer(checkpoint, folder)
-    return _written(out_dir)
+    return writing.written(out_dir)
 
 
 def convert(
@@ -66,20 +67,27 @@ def convert(
 ) -> list[str]:
     """Write Meta's layout as Hugging Face's, or Hugging Face's as Meta's (one shard).
 
+    Hugging Face's folder has what `AutoTokenizer` and `AutoModelForCausalLM` of transformers read,
+    the chat template among it; without a tokenizer in `ckpt_dir`, the weights and their config.
     Returns a line for each file written and one for all; `progress` draws a bar on stderr.
-    ValueError or OSError, before anything is written, for a bad checkpoint or an `out_dir` that
-    holds something.
+    ValueError or OSError, before anything is written, for a bad checkpoint or tokenizer, or an
+    `out_dir` that holds something.
     """
     checkpoint = find(ckpt_dir)
     weights = Weights(checkpoint)
-    with _new_folder(out_dir) as folder:
-        if checkpoint.layout == "meta":
-            _write_hf(weights, folder, progress)
+    to_hf, path = checkpoint.layout == "meta", _tokenizer_path(checkpoint)
+    tokenizer = load_tokenizer(path, checkpoint.params) if to_hf and path else None
+    with writing.new_folder(out_dir) as folder:
+        if to_hf:
+            _write_hf(weights, tokenizer, folder, progress)
+            if tokenizer and path:
+                _write_tokenizer(tokenizer, path, checkpoint.params, folder)
         else:
             _write_shards(weights, folder, 1, progress)
-            _write_json(folder / "params.json", _meta_params(checkpoint.params))
-        _copy_tokenizer(checkpoint, folder)
-    return _written(out_dir)
+            writing.write_json(folder / "params.json", _meta_params(checkpoint.params))
+            _copy_tokenizer(checkpoint, folder)
+    missing = [f"no tokenizer is in {checkpoint.folder}: none was written"] * (path is None)
+    return missing + writing.written(out_dir)
 
 
 def _write_shards(weights: Weights, folder: Path, size: int, progress: bool) -> None:
@@ -89,51 +97,87 @@ def _write_shards(weights: Weights, folder: Path, size: int, progress: bool) -> 
     """
     shapes = shard_shapes(weights.params, size)
     one = sum(shape.numel() * weights.dtype(name).itemsize for name, shape in shapes.items())
-    _check_room(folder, one * (size + 1))  # all, and the scratch of one
-    for rank in tqdm(range(size), desc="Writing", unit="file", disable=not progress):
-        shard: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            shard[name] = _scratch(folder, shape, weights.dtype(name))
-            weights.copy(name, shard[name], rank, size)
-        shard.setdefault("output.weight", shard["tok_embeddings.weight"])
-        torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
+    writing.check_room(folder, one * (size + 1))  # all, and the scratch of one
+    with Progress(one * size, size, progress) as bar:
+        for rank in range(size):
+            bar.begin_file(rank)
+            wanted = {name: (shape, weights.dtype(name)) for name, shape in shapes.items()}
+            _write_shard(weights, wanted, rank, size, folder, bar)
 
 
-def _write_hf(weights: Weights, folder: Path, progress: bool) -> None:
-    """The .safetensors files, their index where there are several, and config.json."""
+def _write_shard(
+    weights: Weights, wanted: writing.Wanted, rank: int, size: int, folder: Path, bar: Progress
+) -> None:
+    shard = writing.scratch(folder, wanted)
+    for name, tensor in shard.items():
+        weights.copy(name, tensor, rank, size)
+        bar.half(tensor.nbytes)
+    shard.setdefault("output.weight", shard["tok_embeddings.weight"])
+    writing.save_pth(folder / f"consolidated.{rank:02d}.pth", shard, bar)
+
+
+def _write_hf(weights: Weights, tokenizer: Tokenizer | None, folder: Path, progress: bool) -> None:
+    """The weights, config.json, and where the special ids are known, generation_config.json."""
     tied = weights.params.tied_output or weights.are_equal("output.weight", "tok_embeddings.weight")
     names = [name for name in weights.shapes if not (tied and name == "output.weight")]
+    _write_hf_weights(weights, names, folder, progress)
+    dtype = weights.dtype("tok_embeddings.weight")
+    ids = special_ids(tokenizer) if tokenizer else hf.metas_special_ids(weights.params)
+    config = hf.config_of(weights.params, tied=tied, dtype=dtype, ids=ids)
+    writing.write_json(folder / "config.json", config)
+    if ids:
+        writing.write_json(folder / "generation_config.json", hf.generation_config_of(ids))
+
+
+def _write_tokenizer(tokenizer: Tokenizer, path: Path, params: ModelArgs, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json and, as in Meta's releases, original/tokenizer.model.
+
+    Beside tokenizer.json, programs would take a tokenizer.model for one of SentencePiece.
+    """
+    if path.suffix == ".json":
+        writing.copy_file(path, folder / "tokenizer.json")
+    else:
+        writing.write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
+        writing.copy_file(path, folder / "original" / "tokenizer.model")
+    writing.write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, params))
+
+
+def _write_hf_weights(weights: Weights, names: list[str], folder: Path, progress: bool) -> None:
+    """The .safetensors files, and their index where there are several."""
     sizes = {n: weights.shapes[n].numel() * weights.dtype(n).itemsize for n in names}
     files = _by_size(sizes, _FILE_BYTES)
     total = sum(sizes.values())
-    _check_room(folder, total + max(sum(sizes[n] for n in file) for file in files))
+    writing.check_room(folder, total + max(sum(sizes[n] for n in file) for file in files))
     index: dict[str, str] = {}
-    for i, file in enumerate(tqdm(files, desc="Writing", unit="file", disable=not progress)):
-        title = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        path = folder / (title if len(files) > 1 else "model.safetensors")
-        _write_hf_file(weights, file, path)
-        index |= {name_in("hf", name): path.name for name in file}
+    with Progress(total, len(files), progress) as bar:
+        for i, file in enumerate(files):
+            bar.begin_file(i)
+            title = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+            path = folder / (title if len(files) > 1 else "model.safetensors")
+            _write_hf_file(weights, file, path, bar)
+            index |= {name_in("hf", name): path.name for name in file}
     if len(files) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        _write_json(folder / "model.safetensors.index.json", content)
-    dtype = weights.dtype("tok_embeddings.weight")
-    _write_json(folder / "config.json", hf.config_of(weights.params, tied=tied, dtype=dtype))
+        writing.write_json(folder / "model.safetensors.index.json", content)
 
 
-def _write_hf_file(weights: Weights, names: list[str], path: Path) -> None:
-    tensors = {name_in("hf", name): _whole_hf(weights, name, path.parent) for name in names}
-    save_file(tensors, path, metadata={"format": "pt"})
+def _write_hf_file(weights: Weights, names: list[str], path: Path, bar: Progress) -> None:
+    wanted = {name: (weights.shapes[name], weights.dtype(name)) for name in names}
+    tensors = writing.scratch(path.parent, wanted)
+    for name, tensor in tensors.items():
+        _copy_hf(weights, name, tensor)
+        bar.half(tensor.nbytes)
+    writing.save_safetensors(path, {name_in("hf", n): t for n, t in tensors.items()}, bar)
 
 
-def _whole_hf(weights: Weights, name: str, folder: Path) -> Tensor:
-    shape, dtype = weights.shapes[name], weights.dtype(name)
-    whole = _scratch(folder, shape, dtype)
-    weights.copy(name, whole, 0, 1)
+def _copy_hf(weights: Weights, name: str, into: Tensor) -> None:
+    """Fill `into` with a whole tensor, its rows in Hugging Face's order."""
     if not name.endswith(ROTATED):
-        return whole
-    halves = _scratch(folder, shape, dtype)
-    hf.copy_halves(halves, whole, weights.params.head_dim)
-    return halves
+        weights.copy(name, into, 0, 1)
+        return
+    pairs = torch.empty_like(into)
+    weights.copy(name, pairs, 0, 1)
+    hf.copy_halves(into, pairs, weights.params.head_dim)
 
 
 def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -167,56 +211,15 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
     return params
 
 
-def _scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file that is already unlinked: it uses disk, not memory, while it exists."""
-    path = folder / "scratch"
-    flat = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype)
-    path.unlink()
-    return flat.view(shape)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    """OSError unless the disk has `needed` bytes: a mapped file that runs out of disk kills us."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, and writing takes {needed / 1e9:.1f} "
-            "GB: free some, or give a folder on another disk"
-        )
-
-
-@contextlib.contextmanager
-def _new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails."""
-    check_utf8(Path(out_dir))
-    out = Path(out_dir).resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} holds something: give a new folder, nothing is overwritten")
-    draft = out.with_name(out.name + ".partial")
-    if draft.exists():
-        raise FileExistsError(f"{draft} was left by a run that was cut off: remove it")
-    draft.mkdir(parents=True)
+def _tokenizer_path(checkpoint: Checkpoint) -> Path | None:
+    """None where there is none: weights alone are a checkpoint too."""
     try:
-        yield draft
-        draft.replace(out)
-    except BaseException:
-        shutil.rmtree(draft)
-        raise
+        return checkpoint.tokenizer_path()
+    except FileNotFoundError:
+        return None
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # weights alone are a checkpoint too
-        path = checkpoint.tokenizer_path()
-        shutil.copyfile(path, folder / path.name)
-
-
-def _written(out_dir: str | os.PathLike[str]) -> list[str]:
-    """What lies in a folder just written: a line for each file and one for all."""
-    folder = Path(out_dir).resolve()
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    lines = [f"{name}: {size:,} bytes" for name, size in sizes.items()]
-    return [*lines, f"{folder}: {len(sizes)} files, {sum(sizes.values()):,} bytes written"]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path = _tokenizer_path(checkpoint)
+    if path is not None:
+        writing.copy_file(path, folder / path.name)

@@ -5,7 +5,7 @@ compute (other activations, biases, other RoPE scalings, quantized weights) is a
 It opens no files.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _LLAMA_3_VOCAB = 128256
+_NO_IDS = {"bos_token_id": None, "eos_token_id": None}  # transformers would take Llama 2's 1 and 2
 
 
 def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -110,10 +111,31 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "use_scaled_rope": True, "rope_scale_factor": factor}
 
 
-def config_of(args: ModelArgs, *, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
+class SpecialIds(NamedTuple):
+    """The ids that programs must know: what begins a text, what ends one, what fills a batch."""
+
+    bos: int
+    eos: list[int]  # each of these ends an answer
+    pad: int
+
+    def keys(self) -> dict[str, Any]:
+        """As config.json and generation_config.json spell them."""
+        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+
+
+def metas_special_ids(args: ModelArgs) -> SpecialIds | None:
+    """Those of Llama 3's own vocabulary; None for another one, which only its tokenizer knows."""
+    if args.vocab_size != _LLAMA_3_VOCAB:
+        return None
+    if args.use_scaled_rope:
+        return SpecialIds(128000, [128001, 128008, 128009], 128004)
+    return SpecialIds(128000, [128001, 128009], 128001)
+
+
+def config_of(
+    args: ModelArgs, *, tied: bool, dtype: torch.dtype, ids: SpecialIds | None
+) -> dict[str, Any]:
     """The config.json of a model; RoPE in the form that every transformers reads."""
-    llama_3 = args.vocab_size == _LLAMA_3_VOCAB
-    stops = [128001, 128008, 128009] if args.use_scaled_rope else [128001, 128009]
     scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -131,10 +153,14 @@ def config_of(args: ModelArgs, *, tied: bool, dtype: torch.dtype) -> dict[str, A
         "max_position_embeddings": args.longest_context,
         "tie_word_embeddings": tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": 128000 if llama_3 else None,
-        "eos_token_id": stops if llama_3 else None,
+        **(ids.keys() if ids else _NO_IDS),
         **_FIXED,
     }
+
+
+def generation_config_of(ids: SpecialIds) -> dict[str, Any]:
+    """The generation_config.json: when an answer ends, and Meta's sampling defaults."""
+    return {**ids.keys(), "do_sample": True, "temperature": 0.6, "top_p": 0.9}
 
 
 def copy_pairs(into: Tensor, halves: Tensor, head_dim: int) -> None:

@@ -4,6 +4,7 @@ They need one process. Under torchrun the other ranks have nothing to do.
 """
 
 import argparse
+import shlex
 import sys
 
 from llama.cli.ranks import global_rank
@@ -25,8 +26,8 @@ def reshard(options: argparse.Namespace) -> int:
         from llama.checkpoint import convert as writing
 
         size, shows = options.model_parallel_size, sys.stderr.isatty()
-        for line in writing.reshard(options.ckpt_dir, options.out_dir, size, progress=shows):
-            print(line)
+        lines = writing.reshard(options.ckpt_dir, options.out_dir, size, progress=shows)
+        _show(lines, options.out_dir)
     return 0
 
 
@@ -36,6 +37,13 @@ def convert(options: argparse.Namespace) -> int:
         from llama.checkpoint import convert as writing
 
         shows = sys.stderr.isatty()
-        for line in writing.convert(options.ckpt_dir, options.out_dir, progress=shows):
-            print(line)
+        lines = writing.convert(options.ckpt_dir, options.out_dir, progress=shows)
+        _show(lines, options.out_dir)
     return 0
+
+
+def _show(lines: list[str], out_dir: str) -> None:
+    """What was written, and the command that checks it."""
+    for line in lines:
+        print(line)
+    print(f"next: llama verify {shlex.quote(out_dir)}")

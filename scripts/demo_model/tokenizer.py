@@ -10,17 +10,9 @@ from pathlib import Path
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as BpeTokenizer
 
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import Tokenizer, byte_alphabet
 
 NUM_RANKS = 1792  # with the 256 special tokens, a vocabulary of 2,048
-
-
-def byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte, to the byte."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in plain}
-    hidden = [byte for byte in range(256) if byte not in plain]
-    return letters | {chr(256 + number): byte for number, byte in enumerate(hidden)}
 
 
 def train_bpe(texts: list[str]) -> BpeTokenizer:
@@ -32,7 +24,7 @@ def train_bpe(texts: list[str]) -> BpeTokenizer:
         ]
     )
     # the whole alphabet goes in first, so that any text has an encoding
-    alphabet = list(byte_letters())
+    alphabet = list(byte_alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_RANKS, initial_alphabet=alphabet, show_progress=False
     )
@@ -44,7 +36,7 @@ def train_bpe(texts: list[str]) -> BpeTokenizer:
 
 def make_tokenizer(path: Path, texts: list[str]) -> Tokenizer:
     """Train a BPE, write it in Meta's format, and hold that the runtime reads it the same way."""
-    bpe, to_byte = train_bpe(texts), byte_letters()
+    bpe, to_byte = train_bpe(texts), byte_alphabet()
     ranked = sorted((rank, token) for token, rank in bpe.get_vocab().items())
     with path.open("w") as file:
         for rank, token in ranked:

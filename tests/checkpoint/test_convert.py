@@ -75,13 +75,17 @@ def test_a_factor_of_32_survives_the_conversion(tmp_path):
     assert find(tmp_path / "back").params.rope_factor == 32.0
 
 
-def test_llama_3_s_own_stop_tokens_are_written(tmp_path):
-    params = PARAMS | {"vocab_size": 128256, "use_scaled_rope": True}
+def test_weights_alone_get_llama_3_s_own_stop_tokens(tmp_path):
+    params = PARAMS | {"dim": 8, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 128256}
+    params |= {"n_layers": 1, "use_scaled_rope": True}
     state = {name: torch.zeros(shape) for name, shape in shapes_of(params).items()}
-    convert.convert(write_meta(tmp_path / "meta", params, state), tmp_path / "hf")
+    lines = convert.convert(write_meta(tmp_path / "meta", params, state), tmp_path / "hf")
+    assert lines[0] == f"no tokenizer is in {tmp_path / 'meta'}: none was written"
+    for read in (transformers.AutoConfig, transformers.GenerationConfig):
+        config = read.from_pretrained(tmp_path / "hf")
+        assert (config.bos_token_id, config.pad_token_id) == (128000, 128004)
+        assert config.eos_token_id == [128001, 128008, 128009]
     config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
-    assert config.bos_token_id == 128000
-    assert config.eos_token_id == [128001, 128008, 128009]
     assert config.tie_word_embeddings, "equal matrices are stored once"
 
 
@@ -102,6 +106,7 @@ def test_hugging_face_to_meta_and_back(tmp_path, metas_world, tied, dtype):
     if dtype == torch.float32:
         expected = oracle.model(metas_state(theirs), params).forward(tokens_of(), 0)
         torch.testing.assert_close(hf_logits(theirs, tokens_of()), expected, atol=1e-4, rtol=1e-4)
+    (tmp_path / "meta" / "tokenizer.json").unlink()  # on this way it would be read
     convert.convert(tmp_path / "meta", tmp_path / "back")
     before = load_file(tmp_path / "hf" / "model.safetensors")
     after = load_file(tmp_path / "back" / "model.safetensors")
@@ -166,7 +171,7 @@ def test_a_failed_run_leaves_nothing(meta, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk on fire")
 
-    monkeypatch.setattr(convert.torch, "save", fail)
+    monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="disk on fire"):
         convert.reshard(meta, tmp_path / "out", 4)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -174,7 +179,7 @@ def test_a_failed_run_leaves_nothing(meta, tmp_path, monkeypatch):
 
 def test_a_full_disk_is_told_before_writing(meta, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for write in (convert.convert, lambda a, b: convert.reshard(a, b, 4)):
         with pytest.raises(OSError, match=r"0\.0 GB free, and writing takes"):
             write(meta, tmp_path / "out")

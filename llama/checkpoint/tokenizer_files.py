@@ -1,0 +1,165 @@
+"""The tokenizer of a checkpoint: read from its folder, and written as Hugging Face's files.
+
+In: the path of a tokenizer and the params of its model. Out: the Tokenizer that belongs to them,
+and from a Tokenizer the contents of tokenizer.json and tokenizer_config.json. Nothing is written
+here, and no tensor is known.
+"""
+
+import os
+from typing import Any
+
+from llama.args import ModelArgs
+from llama.checkpoint.huggingface import SpecialIds
+from llama.tokenizer import Tokenizer, byte_alphabet
+
+_BOS, _EOS, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+_PAD = "<|finetune_right_pad_id|>"  # Llama 3.0 has none: there end_of_text pads
+
+# What `ChatFormat.encode_dialog_prompt` does, in Jinja: content is stripped, "tool" is "ipython",
+# and what ChatFormat refuses is refused. Tools are refused too: ChatFormat has none.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- raise_exception("This template has no tools: describe them in the system message.") }}
+{%- endif %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- set role = "ipython" if message["role"] == "tool" else message["role"] %}
+    {%- if role not in ["system", "user", "assistant", "ipython"] %}
+        {{- raise_exception("Unknown role: " ~ role) }}
+    {%- endif %}
+    {%- if message["content"] is not string or message["tool_calls"] %}
+        {{- raise_exception("A message must be a text, without tool calls.") }}
+    {%- endif %}
+    {{- "<|start_header_id|>" ~ role ~ "<|end_header_id|>\\n\\n" }}
+    {{- (message["content"] | trim) ~ "<|eot_id|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
+{%- endif %}
+"""
+
+
+def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer:
+    """The tokenizer of a model: its special tokens are those of the model's release."""
+    # Only the rotary embedding tells 3.0 from later releases: the tokenizer files are equal.
+    first_release = not params.use_scaled_rope
+    if str(path).endswith(".json"):
+        tokenizer = Tokenizer.from_tokenizer_json(str(path), llama_3_0=first_release)
+    else:
+        tokenizer = Tokenizer(str(path), llama_3_0=first_release)
+    if tokenizer.n_words != params.vocab_size:
+        raise ValueError(
+            f"{path} has {tokenizer.n_words} tokens, but the model has vocab_size="
+            f"{params.vocab_size}: they do not belong together"
+        )
+    return tokenizer
+
+
+def special_ids(tokenizer: Tokenizer) -> SpecialIds:
+    """Begin of text, every stop token, and the padding of Hugging Face's programs."""
+    pad = tokenizer.special_tokens[_pad_token(tokenizer)]
+    return SpecialIds(tokenizer.bos_id, sorted(tokenizer.stop_tokens), pad)
+
+
+def _pad_token(tokenizer: Tokenizer) -> str:
+    return _PAD if _PAD in tokenizer.special_tokens else _EOS
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tokenizer.json with which the library `tokenizers` gives the same ids.
+
+    They differ only where a text holds the name of a special token, which is its id there, and for
+    runs of more than 25,000 characters without a space, which Meta's tokenizer cuts.
+    """
+    ranked = [
+        tokenizer.model.decode_single_token_bytes(rank)
+        for rank in range(tokenizer.n_words - len(tokenizer.special_tokens))
+    ]
+    letter_of = {byte: letter for letter, byte in byte_alphabet().items()}
+    letters = {token: "".join(letter_of[byte] for byte in token) for token in ranked}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_special(name, i) for name, i in tokenizer.special_tokens.items()],
+        "normalizer": None,
+        "pre_tokenizer": _pre_tokenizer(tokenizer.pat_str),
+        "post_processor": _begin_with(_BOS, tokenizer.bos_id),
+        "decoder": _byte_level(),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as tiktoken: a word that is a token is that token
+            "vocab": {letters[token]: rank for rank, token in enumerate(ranked)},
+            "merges": [f"{letters[a]} {letters[b]}" for a, b in merges(ranked)],
+        },
+    }
+
+
+def merges(ranked: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Every two tokens that make up a third, in the order of the third's rank.
+
+    tiktoken joins the two neighbours whose sum has the lowest rank, whichever they are. So each way
+    to cut a token in two is a merge: with ab and bc before abc, it is (ab, c) and (a, bc).
+    """
+    tokens = set(ranked)
+    return [
+        (token[:cut], token[cut:])
+        for token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    ]
+
+
+def _special(name: str, i: int) -> dict[str, Any]:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": i, "content": name, **plain, "special": True}
+
+
+def _byte_level() -> dict[str, Any]:
+    """Bytes as letters, with no pattern of its own and no space put before the text."""
+    plain = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "ByteLevel", **plain}
+
+
+def _pre_tokenizer(pattern: str) -> dict[str, Any]:
+    split = {
+        "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    return {"type": "Sequence", "pretokenizers": [split, _byte_level()]}
+
+
+def _begin_with(name: str, i: int) -> dict[str, Any]:
+    """Put one special token before each text."""
+
+    def with_token(text: str, type_id: int) -> list[dict[str, Any]]:
+        return [
+            {"SpecialToken": {"id": name, "type_id": type_id}},
+            {"Sequence": {"id": text, "type_id": type_id}},
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": with_token("A", 0),
+        "pair": with_token("A", 0) + with_token("B", 1),
+        "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]}},
+    }
+
+
+def tokenizer_config(tokenizer: Tokenizer, params: ModelArgs) -> dict[str, Any]:
+    """The tokenizer_config.json: special tokens by role, the context, and the chat template."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _BOS,
+        "eos_token": _EOT,  # as in Meta's Instruct releases
+        "pad_token": _pad_token(tokenizer),
+        "clean_up_tokenization_spaces": False,  # decoding gives the text back
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": params.longest_context,
+        "chat_template": CHAT_TEMPLATE,
+    }

@@ -1,0 +1,171 @@
+"""A new folder of weights, written so that it is complete or not there at all.
+
+In: the path of the folder, then tensors and JSON. Out: its files, with the permissions that the
+umask gives, and a line for each. Tensors wait in scratch files on the same disk. A disk that cannot
+take them is an OSError that names it. What the tensors mean is not known here.
+"""
+
+import contextlib
+import io
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from llama.downloads import check_utf8
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # collections.abc has it since 3.12
+
+Wanted = dict[str, tuple[torch.Size, torch.dtype]]  # tensors to make, by name
+
+_ALIGNMENT = 64  # bytes, of a tensor in a scratch file
+
+
+class Progress(tqdm):
+    """A bar on stderr: bytes of all files, and which file.
+
+    A tensor counts half when it is gathered in scratch, and half when it is in its file.
+    """
+
+    def __init__(self, num_bytes: int, num_files: int, shown: bool) -> None:
+        super().__init__(
+            total=num_bytes, desc="Writing", unit="B", unit_scale=True, disable=not shown
+        )
+        self._num_files = num_files
+
+    def begin_file(self, number: int) -> None:
+        self.set_postfix_str(f"file {number + 1} of {self._num_files}")
+
+    def half(self, num_bytes: int) -> None:
+        # A .pth has some bytes more than its tensors: beyond the total, tqdm would draw no bar.
+        self.update(min(num_bytes / 2, self.total - self.n))
+
+
+@contextlib.contextmanager
+def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
+    """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails.
+
+    A process that is killed leaves `out_dir`.partial.
+    """
+    check_utf8(Path(out_dir))
+    out = Path(out_dir).resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} holds something: give a new folder, nothing is overwritten")
+    draft = out.with_name(out.name + ".partial")
+    if draft.exists():
+        raise FileExistsError(f"{draft} was left by a run that was cut off: remove it")
+    try:
+        draft.mkdir(parents=True)
+    except OSError as e:
+        raise OSError(f"{out} cannot be made ({e.strerror}): give another folder") from e
+    try:
+        yield draft
+        draft.replace(out)
+    except BaseException:
+        shutil.rmtree(draft)
+        raise
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """OSError unless the disk has `needed` bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, and writing takes {needed / 1e9:.1f} "
+            "GB: free some, or give a folder on another disk"
+        )
+
+
+def scratch(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
+    """Tensors in a file that is already unlinked: they use disk, not memory, while they exist."""
+    starts, end = {}, 0
+    for name, (shape, dtype) in wanted.items():
+        starts[name] = end
+        end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    path = folder / "scratch"
+    with _disk_errors(path), path.open("w+b") as file:
+        path.unlink()
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            # A write to a mapping for which the disk has no room would kill the process.
+            os.posix_fallocate(file.fileno(), 0, end)
+        file.truncate(end)
+        mapped = mmap.mmap(file.fileno(), end)
+    flat = {
+        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=starts[name])
+        for name, (shape, dtype) in wanted.items()
+    }
+    return {name: tensor.view(wanted[name][0]) for name, tensor in flat.items()}
+
+
+def save_pth(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    with _disk_errors(path), _CountedFile(path, progress) as file:
+        torch.save(tensors, file)
+
+
+class _CountedFile(io.BufferedWriter):
+    """A new file that reports each write."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._progress = progress
+
+    def write(self, data: "Buffer") -> int:
+        count = super().write(data)
+        self._progress.half(count)
+        return count
+
+
+def save_safetensors(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    with _disk_errors(path):
+        path.touch()
+        mode = path.stat().st_mode  # what the umask gives: safetensors makes a file for us alone
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)
+    progress.half(sum(tensor.nbytes for tensor in tensors.values()))
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise for a full or broken disk into OSError."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as e:
+        # After a write that failed, torch.save ends the file, and raises what that says.
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e
+        why = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        raise OSError(
+            f"{path} could not be written ({why}): free some space, or give a folder on another "
+            "disk"
+        ) from e
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with _disk_errors(path):
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy the content alone: the permissions are those of a new file."""
+    with _disk_errors(path):
+        path.parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, path)
+
+
+def written(out_dir: str | os.PathLike[str]) -> list[str]:
+    """What lies in a folder just written: a line for each file and one for all."""
+    folder = Path(out_dir).resolve()
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
+    lines = [f"{name}: {size:,} bytes" for name, size in sizes.items()]
+    return [*lines, f"{folder}: {len(sizes)} files, {sum(sizes.values()):,} bytes written"]
