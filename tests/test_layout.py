@@ -26,8 +26,7 @@ BELOW = {
     "llama/args.py": {"checks"},
     "llama/sampling_params.py": {"checks"},
     "llama/ops": {"device", "ops"},
-    "llama/parallel.py": set(),
-    "llama/stdout.py": set(),
+    "llama/parallel": {"ops", "parallel"},
     "llama/layers.py": {"ops", "parallel"},
     "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
     "llama/checkpoint": {
@@ -42,7 +41,7 @@ BELOW = {
         "args", "checkpoint", "checks", "device", "engine", "model", "parallel", "tokenizer",
     },
     "llama/generation.py": {
-        "checks", "engine", "loading", "model", "requests", "sampling_params", "stdout",
+        "checks", "engine", "loading", "model", "parallel", "requests", "sampling_params",
         "tokenizer",
     },
     "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
@@ -87,8 +86,8 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel\.py"),
-        ("fairscale", r"llama/parallel\.py"),
+        ("torch.distributed", r"llama/parallel/groups\.py"),
+        ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/"),
         ("fastchat", r"nowhere"),

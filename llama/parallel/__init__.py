@@ -1,0 +1,5 @@
+"""Ranks: the groups that they form, what they do together, and which of them may print."""
+
+from llama.parallel.groups import ModelParallel, RankError, SharedCounter, connect, disconnect
+
+__all__ = ["ModelParallel", "RankError", "SharedCounter", "connect", "disconnect"]
