@@ -98,7 +98,7 @@ def test_a_bad_variable_is_named(variable, text, told):
         (["-t", "0.5"], "there is no flag -t; --help lists the flags"),
         (["--temperature", "hot"], "--temperature: 'hot' is not a number"),
         (["--temperature"], "--temperature: expected one argument"),
-        (["word"], "'word' is one word too many; --help shows an example"),
+        (["word"], "'word' is one word too many; --help lists the flags"),
     ],
 )
 def test_a_bad_flag_is_one_line(words, told):
@@ -420,7 +420,7 @@ def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
     assert ended("--temprature=1") == 2
     assert "did you mean --temperature?" in capfd.readouterr().err
     assert ended() == 2
-    assert capfd.readouterr().err == "error: --ckpt_dir is missing; --help shows an example\n"
+    assert capfd.readouterr().err == "error: --ckpt_dir is missing; --help lists the flags\n"
     assert ended("--help") == 0
     told = capfd.readouterr().out
     assert told.startswith("usage: script.py [flags]\n\nWhat it does.") and "LLAMA_CKPT_DIR" in told

@@ -8,11 +8,11 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import llama
 from llama.cli import ranks
-from llama.cli.flags import REQUIRED, Command, UsageError, nearest, read
+from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 
 COMMANDS = {
@@ -116,14 +116,14 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
 
-def run_script(function: Callable[..., None]) -> None:
+def run_script(function: Callable[..., None], flags: Mapping[str, Flag] = FLAGS) -> None:
     """Call a script's function with the flags that its signature names, and exit.
 
-    Each parameter is a flag of `llama.cli.flags.FLAGS`, with the default of the signature.
+    Each parameter is one of `flags`, with the default of the signature.
     """
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
-    script = Command(inspect.getdoc(function) or "", defaults)
+    script = Command(inspect.getdoc(function) or "", defaults, flags=flags)
     program = os.path.basename(sys.argv[0])
     sys.exit(ranks.run(lambda: function(**vars(read(program, script, sys.argv[1:], os.environ)))))
 
