@@ -4,11 +4,14 @@ The table below lists the commands. Only flags are read here; what a command nee
 all, is imported once they are right, so that `--help` and a wrong flag answer at once.
 """
 
+import argparse
 import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import llama
 from llama.cli import ranks
@@ -116,16 +119,33 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
 
-def run_script(function: Callable[..., None], flags: Mapping[str, Flag] = FLAGS) -> None:
+def run_script(
+    function: Callable[..., None],
+    flags: Mapping[str, Flag] = FLAGS,
+    *,
+    check: Callable[[argparse.Namespace], None] = lambda options: None,
+    demo_defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Call a script's function with the flags that its signature names, and exit.
 
-    Each parameter is one of `flags`, with the default of the signature.
+    Each parameter is one of `flags`, with the default of the signature, or that of `demo_defaults`
+    where no ckpt_dir is given. `check` raises for values that cannot be used, before the function
+    loads anything.
     """
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
     script = Command(inspect.getdoc(function) or "", defaults, flags=flags)
     program = os.path.basename(sys.argv[0])
-    sys.exit(ranks.run(lambda: function(**vars(read(program, script, sys.argv[1:], os.environ)))))
+
+    def work() -> None:
+        options = read(program, script, sys.argv[1:], os.environ)
+        if demo_defaults and not options.ckpt_dir:
+            for_demo = replace(script, defaults=defaults | dict(demo_defaults))
+            options = read(program, for_demo, sys.argv[1:], os.environ)
+        check(options)
+        function(**vars(options))
+
+    sys.exit(ranks.run(work))
 
 
 def _about() -> str:
