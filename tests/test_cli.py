@@ -314,16 +314,17 @@ def test_doctor_reports_the_machine_and_a_checkpoint(capfd):
     assert "dim 256, 4 layers, 8 heads over 4" in facts["model"]
 
 
-def test_doctor_sees_a_folder_that_hides_the_package(tmp_path, monkeypatch, capfd):
-    """Python puts the folder of a script, or the current one, before what is installed."""
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "generation.py").touch()
-    monkeypatch.chdir(tmp_path)
+def test_doctor_sees_what_cannot_be_used(tmp_path, monkeypatch, capfd):
+    """A device and a folder of weights; and Meta's own package, which has files of the same names
+    (tests/scripts/test_clone.py has a clone of Meta's repository)."""
+    monkeypatch.setattr(
+        "llama.cli.doctor.metadata.packages_distributions", lambda: {"llama": ["llama", "llama3"]}
+    )
     assert main(["doctor", str(tmp_path), "--device", "abacus"]) == 1
     lines = capfd.readouterr().out.splitlines()
     problems = {line.split()[0]: line for line in lines if " PROBLEM: " in line}
     assert problems.keys() == {"import", "device", "checkpoint"}
-    assert f"{tmp_path / 'llama'} hides this package" in problems["import"]
+    assert "pip uninstall llama3" in problems["import"]
 
 
 # --- the end of a command, alone and on ranks ---

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import llama
@@ -107,6 +108,8 @@ exit codes:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. Without `words`, those of the command line."""
+    if not _is_ours():
+        return ranks.run(_tell_of_another_package)
     chosen = sys.argv[1:] if words is None else list(words)
     name = chosen[0] if chosen else "--help"
     if name in ("-h", "--help", "--version"):
@@ -146,6 +149,20 @@ def run_script(
         function(**vars(options))
 
     sys.exit(ranks.run(work))
+
+
+def _is_ours() -> bool:
+    """Whether `llama` is the package of this file. `python -m llama` in a clone of Meta's
+    repository imports the clone's; where this one is installed from a checkout, its finder then
+    adds these commands."""
+    return Path(__file__).resolve().parent.parent == Path(llama.__file__ or "").resolve().parent
+
+
+def _tell_of_another_package() -> None:
+    raise UsageError(
+        f"{Path(llama.__file__ or '').parent} is another package, which hides this one here: "
+        "set PYTHONSAFEPATH=1, use the command llama, or rename that folder"
+    )
 
 
 def _about() -> str:
