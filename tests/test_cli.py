@@ -124,6 +124,18 @@ def test_a_word_is_given_once_and_not_forgotten():
         values(COMMANDS["reshard"], "a", "b")
 
 
+def test_an_empty_name_is_not_the_demo_model():
+    """llama batch IN OUT --ckpt_dir "$DIR" answered with the demo model where DIR was unset."""
+    for words, told in (
+        (["--ckpt_dir", ""], "--ckpt_dir"),
+        (["--ckpt_dir="], "--ckpt_dir"),
+        ([""], "DIR"),
+    ):
+        with pytest.raises(UsageError, match=f"^{told}: '' names nothing"):
+            values(COMMANDS["chat"], *words)
+    assert values(COMMANDS["complete"], "--prompt", "").prompt == ""
+
+
 # --- help ---
 
 

@@ -195,6 +195,8 @@ def _default(flag: Flag, default: Any) -> str:
 def _value(flag: Flag, text: str) -> Any:
     """From the text of a value to the value. ArgumentTypeError says what is wrong."""
     if flag.kind is str:
+        if not text and flag.metavar != "TEXT":  # "$UNSET" must not mean the demo model
+            raise argparse.ArgumentTypeError("'' names nothing: leave it out, or give a value")
         return text  # "42" and "3.1" stay texts
     if flag.kind is bool:
         if text.lower() not in _BOOLS:
@@ -230,17 +232,21 @@ def _place(options: dict[str, Any], command: Command, words: Sequence[str]) -> N
     for name, word in zip(names, words, strict=False):
         if name in options:
             raise UsageError(f"{_shown(name, command)} is given twice: {word!r} and --{name}")
-        options[name] = word
+        options[name] = _named_value(name, word, command, _shown(name, command))
 
 
 def _from_environment(name: str, command: Command, environ: Mapping[str, str]) -> Any:
     text = environ.get(variable(name), "") if command.has_variables else ""
     if not text:
         return command.defaults[name]
+    return _named_value(name, text, command, variable(name))
+
+
+def _named_value(name: str, text: str, command: Command, shown: str) -> Any:
     try:
         return _value(command.flags[name], text)
     except argparse.ArgumentTypeError as e:
-        raise UsageError(f"{variable(name)}: {e}") from None
+        raise UsageError(f"{shown}: {e}") from None
 
 
 def _remedy(command: Command) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -135,3 +136,11 @@ def test_the_demo_model_has_defaults_of_its_own_which_flags_replace(script, capf
     out = capfd.readouterr().out
     assert "max_seq_len=32," in out and "Once upon a time\n> , there\n" in out
     assert "| generated 6 tokens" in out
+
+
+def test_no_script_reads_its_flags_by_fire():
+    """fire drops unknown flags until the work is done, makes numbers of names, and lists
+    FIRE_METADATA among the commands."""
+    files = [*(REPO / "scripts").rglob("*.py"), *(REPO / "llama").rglob("*.py")]
+    assert len(files) > 50
+    assert not [path for path in files if re.search(r"\b(import|from) fire\b", path.read_text())]
