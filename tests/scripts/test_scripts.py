@@ -127,6 +127,22 @@ def test_meta_s_own_scripts_may_name_a_folder_123(tmp_path, monkeypatch):
     assert llama.model.params.dim == 256
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("text_completion", "The capital of France is\n>  Paris."),
+        ("chat_completion", "> Assistant: The capital of France is Paris."),
+    ],
+)
+def test_scripts_end_with_a_line_of_figures(name, said, script, capfd):
+    assert script(name, "--temperature", "0", "--device", "cpu") == 0
+    out, err = capfd.readouterr()
+    assert said in out and not err
+    last = out.splitlines()[-1]
+    assert last.startswith("load ") and last.endswith("| ranks 1 | bfloat16")
+    assert last.count("tokens/s") == 2
+
+
 def test_the_demo_model_has_defaults_of_its_own_which_flags_replace(script, capfd):
     """They were once taken whatever the flags said."""
     assert script("text_completion", *GREEDY) == 0
