@@ -63,8 +63,6 @@ def main(
     )
     dialogs = DIALOGS if ckpt_dir else DEMO_DIALOGS
     results = llama.chat_completion(dialogs, temperature, top_p, max_gen_len)
-    if llama.model.parallel.global_rank:
-        return
     for dialog, result in zip(dialogs, results, strict=True):
         for message in dialog:
             print(f"{message['role'].capitalize()}: {message['content']}\n")

@@ -57,7 +57,6 @@ def main(
         device=device,
         dtype=dtype,
     )
-    is_first = llama.model.parallel.global_rank == 0
     if has_prompt:
         heading = f"{given.decode()}\n> "
         stream_continuation(llama, given, temperature, top_p, max_gen_len, heading=heading)
@@ -65,10 +64,8 @@ def main(
         prompts = PROMPTS if ckpt_dir else DEMO_PROMPTS
         results = llama.text_completion(prompts, temperature, top_p, max_gen_len)
         for text, result in zip(prompts, results, strict=True):
-            if is_first:
-                print(f"{text}\n> {result['generation']}\n\n{'=' * 34}\n")
-    if is_first:
-        print(figures(llama))
+            print(f"{text}\n> {result['generation']}\n\n==================================\n")
+    print(figures(llama))
 
 
 if __name__ == "__main__":
