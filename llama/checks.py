@@ -1,4 +1,4 @@
-"""The numbers that a caller gives, checked once and for all: values in, plain Python numbers out.
+"""The values that a caller gives, checked once and for all: plain Python numbers and paths out.
 
 numpy's and torch's scalars are numbers too. TypeError (no number) or ValueError (out of range) says
 what was given and what is allowed. Nothing here imports numpy or torch.
@@ -7,6 +7,7 @@ what was given and what is allowed. Nothing here imports numpy or torch.
 import contextlib
 import math
 import operator
+import os
 import reprlib
 from collections.abc import Iterator
 from typing import Any, Literal, overload
@@ -91,6 +92,20 @@ def number(
     if not (inside and math.isfinite(result)):
         raise ValueError(f"{name}={brief(plain)} must be {allowed}")
     return result
+
+
+def path_like(name: str, value: Any) -> str | os.PathLike[str]:
+    """`value` as a path. An int is a folder's name: `--ckpt_dir 123`, which Meta's scripts read by
+    fire, becomes one.
+
+    TypeError for anything else, a float among them: 3.1 may have been 3.10.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str | os.PathLike):
+        remedy = f", such as ./{value}" if isinstance(value, float) else ""
+        raise TypeError(f"{name}={brief(value)} must be the text of a path{remedy}")
+    return value
 
 
 def _scalar(value: Any) -> Any:

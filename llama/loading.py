@@ -14,7 +14,7 @@ from llama.args import ModelArgs
 from llama.checkpoint import weights
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
-from llama.checks import number, whole_number
+from llama.checks import number, path_like, whole_number
 from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model import Transformer
@@ -72,10 +72,11 @@ def load_model(
         asked = Asked.checked(max_seq_len, max_batch_size, kv_cache_memory_bytes)
         whole_number("seed", seed, 0, 2**63 - 1)
         chosen_dtype = pick_dtype(dtype, chosen_device)
-        checkpoint = find(ckpt_dir)
+        checkpoint = find(path_like("ckpt_dir", ckpt_dir))
         params = checkpoint.params
         params.check_ranks(parallel.size)
-        tokenizer = load_tokenizer(tokenizer_path or checkpoint.tokenizer_path(), params)
+        tokenizer_file = path_like("tokenizer_path", tokenizer_path or checkpoint.tokenizer_path())
+        tokenizer = load_tokenizer(tokenizer_file, params)
         if asked.max_seq_len is not None and asked.max_seq_len > params.longest_context:
             raise ValueError(
                 f"max_seq_len={max_seq_len} is beyond this model's limit of "

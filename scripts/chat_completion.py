@@ -8,7 +8,7 @@ Without --ckpt_dir the demo model answers, with questions that suit it. --help l
 
 from llama import Dialog, Llama
 from llama.cli import run_script
-from llama.cli.model import demo_dir, figures
+from llama.cli.model import check_sampling, demo_dir, figures
 
 DEMO_DIALOGS: list[Dialog] = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -63,8 +63,6 @@ def main(
     )
     dialogs = DIALOGS if ckpt_dir else DEMO_DIALOGS
     results = llama.chat_completion(dialogs, temperature, top_p, max_gen_len)
-    if llama.model.parallel.global_rank:
-        return
     for dialog, result in zip(dialogs, results, strict=True):
         for message in dialog:
             print(f"{message['role'].capitalize()}: {message['content']}\n")
@@ -74,4 +72,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, check=check_sampling)

@@ -3,14 +3,20 @@
     python scripts/text_completion.py
     torchrun --nproc_per_node 8 scripts/text_completion.py --ckpt_dir Meta-Llama-3-70B
 
-Without --ckpt_dir the demo model answers, with prompts that suit it. --help lists the flags.
+    python scripts/text_completion.py --prompt "Once upon a time"
+    python scripts/text_completion.py --prompt_file -    # standard input
+
+Without --ckpt_dir the demo model answers. Without a prompt, Meta's prompts are continued (or some
+that suit the demo model); the continuation of a prompt streams. --help lists the flags.
 """
 
 from llama import Llama
 from llama.cli import run_script
-from llama.cli.model import demo_dir, figures
+from llama.cli.generate import read_prompt, stream_continuation
+from llama.cli.model import check_sampling, demo_dir, figures
 
 DEMO_PROMPTS = ["Once upon a time", "The capital of France is", "The opposite of hot is"]
+DEMO_DEFAULTS = {"max_seq_len": 256, "max_gen_len": None}  # its stories end by themselves
 PROMPTS = [
     "I believe the meaning of life is",
     "Simply put, the theory of relativity states that ",
@@ -35,27 +41,32 @@ def main(
     seed: int = 1,
     device: str | None = None,
     dtype: str | None = None,
+    prompt: str | None = None,
+    prompt_file: str | None = None,
 ) -> None:
-    """Complete a few prompts; temperature 0 is greedy, max_gen_len None is what fits."""
+    """Continue one prompt, or a few; temperature 0 is greedy, max_gen_len None is what fits."""
+    has_prompt = prompt is not None or prompt_file is not None
+    given = read_prompt(prompt, prompt_file) if has_prompt else b""
     llama = Llama.build(
         ckpt_dir or demo_dir(),
         tokenizer_path,
-        max_seq_len if ckpt_dir else max(max_seq_len, 256),
+        max_seq_len,
         max_batch_size,
         model_parallel_size,
         seed,
         device=device,
         dtype=dtype,
     )
-    prompts = PROMPTS if ckpt_dir else DEMO_PROMPTS
-    length = max_gen_len if ckpt_dir else None  # a demo story ends by itself
-    results = llama.text_completion(prompts, temperature, top_p, length)
-    if llama.model.parallel.global_rank:
-        return
-    for prompt, result in zip(prompts, results, strict=True):
-        print(f"{prompt}\n> {result['generation']}\n\n==================================\n")
+    if has_prompt:
+        heading = f"{given.decode()}\n> "
+        stream_continuation(llama, given, temperature, top_p, max_gen_len, heading=heading)
+    else:
+        prompts = PROMPTS if ckpt_dir else DEMO_PROMPTS
+        results = llama.text_completion(prompts, temperature, top_p, max_gen_len)
+        for text, result in zip(prompts, results, strict=True):
+            print(f"{text}\n> {result['generation']}\n\n==================================\n")
     print(figures(llama))
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, check=check_sampling, demo_defaults=DEMO_DEFAULTS)

@@ -43,7 +43,8 @@ def bench(monkeypatch, capsys):
 
     def command(line: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", ["bench", *line.split()])
-        commands.main()
+        if code := commands.main():
+            raise SystemExit(code)
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return command
@@ -117,11 +118,14 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
 @pytest.mark.parametrize(
     ("line", "named"),
     [
+        ("latncy", "there is no command latncy: did you mean latency?"),
+        ("latency 1b", "'1b' is one word too many"),
+        ("latency --batches 1,two", "--batches: '1,two' is not whole numbers"),
         ("latency --model 7b", "model='7b'"),
         ("latency --batches 0", "batches=0"),
         ("latency --batches 1,2 --context 8,8,8", "context=(8, 8, 8)"),
         ("latency --context 9000", "8192"),
-        ("latency --stepz 4", "stepz"),
+        ("latency --stepz 4", "there is no flag --stepz: did you mean --steps?"),
         ("prefill --vs exllama", "vs='exllama'"),
         ("prefill --vs transformers:/nowhere", "/nowhere"),
         ("offline --dtype int4", "dtype='int4'"),
@@ -133,8 +137,20 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
 def test_bad_arguments_are_named(line, named, bench, capsys):
     with pytest.raises(SystemExit) as ended:
         bench(line)
-    assert ended.value.code == 1
-    assert named in capsys.readouterr().err
+    assert ended.value.code == (2 if "there is no" in named or named.startswith(("'", "--")) else 1)
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and named in err and err.count("\n") == 1
+
+
+def test_demo_model_takes_no_unknown_flag(tmp_path):
+    """A misspelled flag once began 25 minutes of training, into the folder of the demo model."""
+    done = subprocess.run(
+        [sys.executable, str(REPO / "scripts" / "demo_model"), "--out", "made", "--stepz", "1"],
+        env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    wanted = (2, "", "error: there is no flag --stepz: did you mean --steps?\n")
+    assert (done.returncode, done.stdout, done.stderr) == wanted
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_a_worker_measures():

@@ -2,12 +2,13 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from llama.checks import brief, number, whole_number
+from llama.checks import brief, number, path_like, whole_number
 
 SEVEN = [
     7,
@@ -98,3 +99,13 @@ def test_an_error_quotes_no_more_than_a_line(value):
     with pytest.raises((TypeError, ValueError)) as error:
         whole_number("n", value, 0, 9)
     assert len(str(error.value)) < 250
+
+
+def test_a_folder_with_a_number_for_a_name():
+    """fire, by which Meta's scripts read their flags, makes an int of 123, and of 3.10 a float."""
+    assert [path_like("p", p) for p in ("3.10", 123, Path("a"))] == ["3.10", "123", Path("a")]
+    with pytest.raises(TypeError, match=r"^p=3.1 must be the text of a path, such as ./3.1$"):
+        path_like("p", 3.10)
+    for wrong in (None, True, b"a", ["a"]):
+        with pytest.raises(TypeError, match=r"^p=.* must be the text of a path$"):
+            path_like("p", wrong)

@@ -98,7 +98,7 @@ def test_a_bad_variable_is_named(variable, text, told):
         (["-t", "0.5"], "there is no flag -t; --help lists the flags"),
         (["--temperature", "hot"], "--temperature: 'hot' is not a number"),
         (["--temperature"], "--temperature: expected one argument"),
-        (["word"], "'word' is one word too many; --help shows an example"),
+        (["word"], "'word' is one word too many; --help lists the flags"),
     ],
 )
 def test_a_bad_flag_is_one_line(words, told):
@@ -122,6 +122,18 @@ def test_a_word_is_given_once_and_not_forgotten():
         values(BATCH, "in")
     with pytest.raises(UsageError, match="--model_parallel_size is missing"):
         values(COMMANDS["reshard"], "a", "b")
+
+
+def test_an_empty_name_is_not_the_demo_model():
+    """llama batch IN OUT --ckpt_dir "$DIR" answered with the demo model where DIR was unset."""
+    for words, told in (
+        (["--ckpt_dir", ""], "--ckpt_dir"),
+        (["--ckpt_dir="], "--ckpt_dir"),
+        ([""], "DIR"),
+    ):
+        with pytest.raises(UsageError, match=f"^{told}: '' names nothing"):
+            values(COMMANDS["chat"], *words)
+    assert values(COMMANDS["complete"], "--prompt", "").prompt == ""
 
 
 # --- help ---
@@ -314,16 +326,17 @@ def test_doctor_reports_the_machine_and_a_checkpoint(capfd):
     assert "dim 256, 4 layers, 8 heads over 4" in facts["model"]
 
 
-def test_doctor_sees_a_folder_that_hides_the_package(tmp_path, monkeypatch, capfd):
-    """Python puts the folder of a script, or the current one, before what is installed."""
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "generation.py").touch()
-    monkeypatch.chdir(tmp_path)
+def test_doctor_sees_what_cannot_be_used(tmp_path, monkeypatch, capfd):
+    """A device and a folder of weights; and Meta's own package, which has files of the same names
+    (tests/scripts/test_clone.py has a clone of Meta's repository)."""
+    monkeypatch.setattr(
+        "llama.cli.doctor.metadata.packages_distributions", lambda: {"llama": ["llama", "llama3"]}
+    )
     assert main(["doctor", str(tmp_path), "--device", "abacus"]) == 1
     lines = capfd.readouterr().out.splitlines()
     problems = {line.split()[0]: line for line in lines if " PROBLEM: " in line}
     assert problems.keys() == {"import", "device", "checkpoint"}
-    assert f"{tmp_path / 'llama'} hides this package" in problems["import"]
+    assert "pip uninstall llama3" in problems["import"]
 
 
 # --- the end of a command, alone and on ranks ---
@@ -420,7 +433,7 @@ def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
     assert ended("--temprature=1") == 2
     assert "did you mean --temperature?" in capfd.readouterr().err
     assert ended() == 2
-    assert capfd.readouterr().err == "error: --ckpt_dir is missing; --help shows an example\n"
+    assert capfd.readouterr().err == "error: --ckpt_dir is missing; --help lists the flags\n"
     assert ended("--help") == 0
     told = capfd.readouterr().out
     assert told.startswith("usage: script.py [flags]\n\nWhat it does.") and "LLAMA_CKPT_DIR" in told

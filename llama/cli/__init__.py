@@ -4,15 +4,19 @@ The table below lists the commands. Only flags are read here; what a command nee
 all, is imported once they are right, so that `--help` and a wrong flag answer at once.
 """
 
+import argparse
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import llama
 from llama.cli import ranks
-from llama.cli.flags import REQUIRED, Command, UsageError, nearest, read
+from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 
 COMMANDS = {
@@ -104,6 +108,8 @@ exit codes:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. Without `words`, those of the command line."""
+    if not _is_ours():
+        return ranks.run(_tell_of_another_package)
     chosen = sys.argv[1:] if words is None else list(words)
     name = chosen[0] if chosen else "--help"
     if name in ("-h", "--help", "--version"):
@@ -116,16 +122,47 @@ def main(words: Sequence[str] | None = None) -> int:
     )
 
 
-def run_script(function: Callable[..., None]) -> None:
+def run_script(
+    function: Callable[..., None],
+    flags: Mapping[str, Flag] = FLAGS,
+    *,
+    check: Callable[[argparse.Namespace], None] = lambda options: None,
+    demo_defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Call a script's function with the flags that its signature names, and exit.
 
-    Each parameter is a flag of `llama.cli.flags.FLAGS`, with the default of the signature.
+    Each parameter is one of `flags`, with the default of the signature, or that of `demo_defaults`
+    where no ckpt_dir is given. `check` raises for values that cannot be used, before the function
+    loads anything.
     """
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
-    script = Command(inspect.getdoc(function) or "", defaults)
+    script = Command(inspect.getdoc(function) or "", defaults, flags=flags)
     program = os.path.basename(sys.argv[0])
-    sys.exit(ranks.run(lambda: function(**vars(read(program, script, sys.argv[1:], os.environ)))))
+
+    def work() -> None:
+        options = read(program, script, sys.argv[1:], os.environ)
+        if demo_defaults and not options.ckpt_dir:
+            for_demo = replace(script, defaults=defaults | dict(demo_defaults))
+            options = read(program, for_demo, sys.argv[1:], os.environ)
+        check(options)
+        function(**vars(options))
+
+    sys.exit(ranks.run(work))
+
+
+def _is_ours() -> bool:
+    """Whether `llama` is the package of this file. `python -m llama` in a clone of Meta's
+    repository imports the clone's; where this one is installed from a checkout, its finder then
+    adds these commands."""
+    return Path(__file__).resolve().parent.parent == Path(llama.__file__ or "").resolve().parent
+
+
+def _tell_of_another_package() -> None:
+    raise UsageError(
+        f"{Path(llama.__file__ or '').parent} is another package, which hides this one here: "
+        "set PYTHONSAFEPATH=1, use the command llama, or rename that folder"
+    )
 
 
 def _about() -> str:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
     yield from _shadows(Path.cwd())
     yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
     yield Fact("torch", f"{torch.__version__}")
+    yield from _ranks()
     yield from _device(device)
     yield from _cpu()
     if ckpt_dir is not None:
@@ -54,15 +56,37 @@ def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
 
 
 def _shadows(folder: Path) -> Iterator[Fact]:
-    """A `llama/` in the current folder, as in Meta's clone, is what Python imports from there."""
+    """A `llama/` in the current folder, as in Meta's clone, is what Python imports from there.
+
+    Meta's own distribution, installed from such a clone, has the same files as this one.
+    """
     other = folder / "llama"
     if other.is_dir() and any(other.glob("*.py")) and other.resolve() != _PACKAGE:
         yield Fact(
             "import",
-            f"{other} hides this package from scripts that run in {folder}: run them in another "
-            "folder, or rename that one",
+            f"{other} hides this package from the scripts beside it, which then stop with "
+            '"environment variable RANK expected, but not set": start them with '
+            "PYTHONSAFEPATH=1, as in PYTHONSAFEPATH=1 torchrun SCRIPT, or rename that folder",
             problem=True,
         )
+    for name in metadata.packages_distributions().get("llama", []):
+        if name != "llama":
+            yield Fact(
+                "import",
+                f"the package {name} is installed too, and writes to the same folder: "
+                f"pip uninstall {name}, then install this one again",
+                problem=True,
+            )
+
+
+def _ranks() -> Iterator[Fact]:
+    """The processes that torchrun has started, or that left-over variables pretend."""
+    from llama.parallel import started_processes
+
+    try:
+        yield Fact("ranks", str(started_processes()))
+    except ValueError as e:
+        yield Fact("ranks", str(e), problem=True)
 
 
 def _device(name: str | None) -> Iterator[Fact]:

@@ -1,15 +1,16 @@
 """From the words of a command line, and LLAMA_* variables, to checked values.
 
 In: a `Command`, which names its flags, and the words after it. Out: an `argparse.Namespace` with a
-value for each flag. One table holds the type and the meaning of every flag of every command and
-script. It knows neither models nor torch, so that a wrong flag is found at once.
+value for each flag. One table holds the type and the meaning of every flag of the commands and of
+Meta's scripts; the benchmark has a table of its own. Nothing here knows models or torch, so that a
+wrong flag is found at once.
 """
 
 import argparse
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -31,12 +32,22 @@ class HelpWanted(Exception):
 class Flag:
     """The type of a flag's value, how `--help` writes the value, and what it means."""
 
-    kind: type
+    kind: Callable[[str], Any]  # str, int, float, bool or whole_numbers
     metavar: str
     meaning: str
     absent: str = ""  # what None stands for; a number that has it may be given as "none"
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """A flag with several values: "1,8" -> (1, 8)."""
+    return tuple(int(number) for number in text.split(","))
+
+
+_KINDS: dict[Callable[[str], Any], str] = {
+    int: "a whole number",
+    float: "a number",
+    whole_numbers: "whole numbers with commas between them",
+}
 _LENGTH = "what fits; in a chat 4096; with the demo model 512"
 
 FLAGS = {
@@ -45,8 +56,8 @@ FLAGS = {
     "in_file": Flag(str, "IN", "prompts or OpenAI batch requests, one per line"),
     "out_file": Flag(str, "OUT", "results, one JSON record per line"),
     "out_dir": Flag(str, "OUT", "folder to write; it must not exist yet"),
-    "prompt": Flag(str, "TEXT", "text to continue", "standard input"),
-    "prompt_file": Flag(str, "FILE", "file that holds the text to continue", "standard input"),
+    "prompt": Flag(str, "TEXT", "text to continue", "that of prompt_file"),
+    "prompt_file": Flag(str, "FILE", "file of the text to continue", "standard input, as with -"),
     "system": Flag(str, "TEXT", "system message of the chat", "none"),
     "temperature": Flag(float, "X", "0 takes the likeliest token; higher values vary more"),
     "top_p": Flag(float, "P", "sample from the likeliest tokens that hold this probability"),
@@ -87,6 +98,8 @@ class Command:
     function: str = ""
     examples: Sequence[str] = field(default=())
     error_code: int = 1
+    flags: Mapping[str, Flag] = field(default_factory=lambda: FLAGS)
+    has_variables: bool = True  # whether LLAMA_* variables stand for flags
 
 
 def variable(name: str) -> str:
@@ -116,12 +129,12 @@ def read(
             likely = nearest(name, [f"--{flag}" for flag in command.defaults])
             raise UsageError(f"there is no flag {name}{likely or '; --help lists the flags'}")
     options = vars(given)
-    _place(options, command.positional, [*left, *rest])
-    for name, default in command.defaults.items():
+    _place(options, command, [*left, *rest])
+    for name in command.defaults:
         if name not in options:
-            options[name] = _from_environment(name, environ, default)
+            options[name] = _from_environment(name, command, environ)
         if options[name] is REQUIRED:
-            raise UsageError(f"{_shown(name, command)} is missing; --help shows an example")
+            raise UsageError(f"{_shown(name, command)} is missing; {_remedy(command)}")
     return given
 
 
@@ -129,7 +142,7 @@ def make_parser(program: str, command: Command) -> argparse.ArgumentParser:
     """A parser of the flags alone: words that are no flags are placed by `read`."""
     optional = [name for name in command.positional if command.defaults[name] is not REQUIRED]
     shown = [
-        f"[{FLAGS[name].metavar}]" if name in optional else FLAGS[name].metavar
+        f"[{command.flags[name].metavar}]" if name in optional else command.flags[name].metavar
         for name in command.positional
     ]
     parser = _Parser(
@@ -143,8 +156,8 @@ def make_parser(program: str, command: Command) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, default in command.defaults.items():
-        _add(parser, name, default)
+    for name in command.defaults:
+        _add(parser, name, command)
     return parser
 
 
@@ -156,9 +169,10 @@ class _Parser(argparse.ArgumentParser):
         raise HelpWanted(self.format_help())
 
 
-def _add(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
-    flag = FLAGS[name]
-    meaning = f"{flag.meaning} ({_default(flag, default)}; {variable(name)})".replace("%", "%%")
+def _add(parser: argparse.ArgumentParser, name: str, command: Command) -> None:
+    flag = command.flags[name]
+    known = [_default(flag, command.defaults[name]), *[variable(name)] * command.has_variables]
+    meaning = f"{flag.meaning} ({'; '.join(known)})".replace("%", "%%")
     if flag.kind is bool:
         parser.add_argument(f"--{name}", action="store_true", help=meaning)
     else:
@@ -173,12 +187,16 @@ def _default(flag: Flag, default: Any) -> str:
         return f"default: {flag.absent}"
     if flag.kind is bool:
         return f"default: {str(default).lower()}"
+    if isinstance(default, tuple):
+        return f"default: {','.join(map(str, default))}"
     return f"default: {default}" + (f", none: {flag.absent}" if flag.absent else "")
 
 
 def _value(flag: Flag, text: str) -> Any:
     """From the text of a value to the value. ArgumentTypeError says what is wrong."""
     if flag.kind is str:
+        if not text and flag.metavar != "TEXT":  # "$UNSET" must not mean the demo model
+            raise argparse.ArgumentTypeError("'' names nothing: leave it out, or give a value")
         return text  # "42" and "3.1" stay texts
     if flag.kind is bool:
         if text.lower() not in _BOOLS:
@@ -189,8 +207,7 @@ def _value(flag: Flag, text: str) -> Any:
     try:
         return flag.kind(text)
     except ValueError:
-        kind = "whole number" if flag.kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not {_KINDS[flag.kind]}") from None
 
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -207,25 +224,34 @@ def _with_underscores(word: str) -> str:
     return f"--{name[2:].replace('-', '_')}{equals}{value}"
 
 
-def _place(options: dict[str, Any], names: Sequence[str], words: Sequence[str]) -> None:
+def _place(options: dict[str, Any], command: Command, words: Sequence[str]) -> None:
     """Give the words that are no flags to the positional names, in order."""
+    names = command.positional
     if len(words) > len(names):
-        raise UsageError(f"{words[len(names)]!r} is one word too many; --help shows an example")
+        raise UsageError(f"{words[len(names)]!r} is one word too many; {_remedy(command)}")
     for name, word in zip(names, words, strict=False):
         if name in options:
-            raise UsageError(f"{FLAGS[name].metavar} is given twice: {word!r} and --{name}")
-        options[name] = word
+            raise UsageError(f"{_shown(name, command)} is given twice: {word!r} and --{name}")
+        options[name] = _named_value(name, word, command, _shown(name, command))
 
 
-def _from_environment(name: str, environ: Mapping[str, str], default: Any) -> Any:
-    text = environ.get(variable(name), "")
+def _from_environment(name: str, command: Command, environ: Mapping[str, str]) -> Any:
+    text = environ.get(variable(name), "") if command.has_variables else ""
     if not text:
-        return default
+        return command.defaults[name]
+    return _named_value(name, text, command, variable(name))
+
+
+def _named_value(name: str, text: str, command: Command, shown: str) -> Any:
     try:
-        return _value(FLAGS[name], text)
+        return _value(command.flags[name], text)
     except argparse.ArgumentTypeError as e:
-        raise UsageError(f"{variable(name)}: {e}") from None
+        raise UsageError(f"{shown}: {e}") from None
+
+
+def _remedy(command: Command) -> str:
+    return "--help shows an example" if command.examples else "--help lists the flags"
 
 
 def _shown(name: str, command: Command) -> str:
-    return FLAGS[name].metavar if name in command.positional else f"--{name}"
+    return command.flags[name].metavar if name in command.positional else f"--{name}"

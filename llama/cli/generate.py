@@ -5,8 +5,8 @@ every rank comes here, and rank 0 reads and writes for all.
 """
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +43,34 @@ def chat(options: argparse.Namespace) -> int:
 def complete(options: argparse.Namespace) -> int:
     """Continue one text; the continuation streams to stdout as it is generated."""
     check_sampling(options)
-    prompt = b"" if global_rank() else _read_prompt(options)
+    prompt = read_prompt(options.prompt, options.prompt_file)
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
-    llama = load(options)
+    stream_continuation(
+        load(options),
+        prompt,
+        options.temperature,
+        options.top_p,
+        options.max_gen_len,
+        seed=options.seed,
+    )
+    return 0
+
+
+def stream_continuation(
+    llama: "Llama",
+    prompt: bytes,
+    temperature: float,
+    top_p: float,
+    max_gen_len: int | None,
+    *,
+    seed: int | None = None,
+    heading: str = "",
+) -> None:
+    """Write the heading and the continuation of one prompt to stdout, as it is generated.
+
+    Rank 0 has the prompt, and writes. Nothing is written of a prompt that cannot be used.
+    """
     parallel = llama.model.parallel
     if parallel.data_size > 1:
         raise ValueError(
@@ -54,29 +78,27 @@ def complete(options: argparse.Namespace) -> int:
             "model_parallel_size out, or start fewer processes"
         )
     text = parallel.broadcast_bytes(prompt).decode()
-    for piece in _stream(llama, text, options):
+    deltas = llama.stream_text([text], temperature, top_p, max_gen_len, seed=seed)
+    for piece in itertools.chain((delta.text for delta in deltas), "\n"):
         if parallel.rank == 0:
-            _write(piece, alone=parallel.size == 1)
-    return 0
+            _write(heading + piece, alone=parallel.size == 1)
+        heading = ""
 
 
-def _stream(llama: "Llama", prompt: str, options: argparse.Namespace) -> Iterator[str]:
-    deltas = llama.stream_text(
-        [prompt], options.temperature, options.top_p, options.max_gen_len, seed=options.seed
-    )
-    for delta in deltas:
-        yield delta.text
-    yield "\n"
+def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
+    """The prompt in UTF-8: the text, or a file's, or without either that of standard input.
 
-
-def _read_prompt(options: argparse.Namespace) -> bytes:
-    """The prompt in UTF-8: a flag, a file or standard input, without the end of its last line."""
-    if options.prompt is not None and options.prompt_file is not None:
+    A file is read without the end of its last line; "-" is standard input too. Rank 0 alone reads:
+    the others get nothing.
+    """
+    if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt_file are both given: give one of them")
-    if options.prompt is not None:
-        return options.prompt.encode()
-    if options.prompt_file is not None:
-        source, data = options.prompt_file, Path(options.prompt_file).read_bytes()
+    if global_rank():
+        return b""
+    if prompt is not None:
+        return prompt.encode()
+    if prompt_file not in (None, "-"):
+        source, data = prompt_file, Path(prompt_file).read_bytes()
     else:
         if sys.stdin.isatty():
             say("type the text to continue; Ctrl-D at the beginning of a line ends it")

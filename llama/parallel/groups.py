@@ -165,6 +165,22 @@ def _compare(
             )
 
 
+def started_processes() -> int:
+    """How many processes torchrun's variables describe: 1 where there are none.
+
+    ValueError for a WORLD_SIZE without the variables that belong to it: torch says then that
+    "environment variable RANK expected, but not set".
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if text != "1" and missing:
+        raise ValueError(
+            f"WORLD_SIZE={text} needs {', '.join(missing)} beside it: launch with torchrun, or "
+            "unset WORLD_SIZE for one process"
+        )
+    return int(text)
+
+
 def connect(
     model_parallel_size: int | None, device: torch.device, timeout_s: float
 ) -> ModelParallel:
@@ -173,9 +189,7 @@ def connect(
     The size defaults to the world size. `timeout_s` (seconds) bounds every wait for another rank.
     Raises ValueError where the size does not divide the world, or differs from an earlier one.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if dist.is_initialized():
-        world_size = dist.get_world_size()
+    world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
     size = world_size if model_parallel_size is None else model_parallel_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
         raise ValueError(

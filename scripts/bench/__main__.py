@@ -8,4 +8,4 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.commands import main  # noqa: E402
 
-main()
+sys.exit(main())

@@ -6,25 +6,22 @@
     python scripts/bench soak --minutes 20
     python scripts/bench linear --model 1b --rows 1,8,32,512
 
-Flags in (every command takes those of `run.Bench`), a table and one line of JSON, the last,
-out. A model is a shape (demo, 1b, 3b, 8b) with random weights, or a folder with weights.
+Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
+random weights, or a folder with weights. `python scripts/bench COMMAND --help` lists the flags.
 """
 
-import inspect
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fire
-from fire.decorators import SetParseFns
-
 from bench.engines.ours import HOST_STEPS
+from bench.flags import command_of
 from bench.linear import linear
 from bench.report import Column
 from bench.report import plot as draw
-from bench.run import Bench, Limits, Row, several, whole
+from bench.run import Bench, Limits, Row, whole
 from bench.shapes import (
     decode_bytes,
     offline_roofline,
@@ -33,6 +30,8 @@ from bench.shapes import (
     step_roofline,
 )
 from bench.soak import soak
+from llama.cli import ranks
+from llama.cli.flags import UsageError, nearest, read
 
 _TO_OURS: Column = ("to ours", "to_ours", ".2f")  # times the seconds of our engine
 _WHO: list[Column] = [("engine", "engine", ""), ("dtype", "dtype", "")]
@@ -69,14 +68,9 @@ _STARTUP: list[Column] = [
 ]  # fmt: skip
 
 
-# Or fire would make a number of a folder named 3.1, and a tuple of two names.
-_as_text = SetParseFns(model=str, vs=str, work_dir=str, out=str, plot=str)
-
-
-@_as_text
 def latency(
-    batches: int | tuple[int, ...] = (1, 2, 4, 8, 16, 32),
-    context: int | tuple[int, ...] = 512,
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32),
+    context: tuple[int, ...] = (512,),
     steps: int = 32,
     warmup: int = 4,
     plot: str | None = None,
@@ -84,14 +78,13 @@ def latency(
 ) -> None:
     """Time to the first token, and of each step after it, by batch.
 
-    context: prompt tokens, one number or one per batch. The step is the median; "host ms" is the
-    part of it outside the model's forward. The roofline is the longer of two times: to read all
-    weights and the KV cache once, and to do the operations of all tokens. With batches above 1, the
-    first token is that of the last prompt.
+    The step is the median; "host ms" is the part of it outside the model's forward. The roofline is
+    the longer of two times: to read all weights and the KV cache once, and to do the operations of
+    all tokens. With batches above 1, the first token is that of the last prompt.
     """
     bench = Bench(**flags)
-    sizes = [whole("batches", batch) for batch in several(batches)]
-    contexts = [whole("context", length) for length in several(context)]
+    sizes = [whole("batches", batch) for batch in batches]
+    contexts = [whole("context", length) for length in context]
     if len(contexts) not in (1, len(sizes)):
         raise ValueError(
             f"context={context}: give one number, or one for each of batches={batches}"
@@ -128,7 +121,6 @@ def latency(
         Path(plot).write_text(draw(rows))
 
 
-@_as_text
 def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
     """Tokens a second of one prompt, to its first token; the median of `repeats`."""
     bench = Bench(**flags)
@@ -152,7 +144,6 @@ def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
     bench.run("prefill", [case], _PREFILL, row_of, "ms")
 
 
-@_as_text
 def offline(
     requests: int = 32,
     shortest: int = 16,
@@ -193,7 +184,6 @@ def offline(
     bench.run("offline", [case], _OFFLINE, row_of)
 
 
-@_as_text
 def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
     """Seconds to load a checkpoint that the page cache holds, and the peak memory of the process.
 
@@ -216,7 +206,6 @@ def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
     bench.run("load", [sizes], _LOAD, row_of)
 
 
-@_as_text
 def startup(max_seq_len: int = 512, **flags: Any) -> None:
     """Seconds from the command to the first token of a short prompt: interpreter, imports, load."""
     bench = Bench(**flags)
@@ -225,20 +214,27 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
     bench.run("startup", [case], _STARTUP, lambda case, measured, limits: {})
 
 
-def _help(commands: list[Callable]) -> str:
-    """All flags on one page: fire would leave out those that `Bench` takes."""
-    shown = [(command.__name__, command) for command in commands] + [("Every command", Bench)]
-    parts = [f"{name}{inspect.signature(c)}\n\n{inspect.getdoc(c)}" for name, c in shown]
-    return "\n\n".join([__doc__ or "", *parts])
+_COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__: command
+    for command in (latency, prefill, offline, load, startup, soak, linear)
+}
 
 
-def main() -> None:
-    commands = [latency, prefill, offline, load, startup, _as_text(soak), _as_text(linear)]
-    if {"-h", "--help"} & set(sys.argv):
-        print(_help(commands))
-        return
+def main() -> int:
+    """Run the command that sys.argv names. The exit code: 0, 1 failed, 2 wrong command line."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\ncommands: {', '.join(_COMMANDS)}")
+        return 0
+    return ranks.run(lambda: _run(name, words))
+
+
+def _run(name: str, words: list[str]) -> None:
+    if name not in _COMMANDS:
+        likely = nearest(name, list(_COMMANDS)) or f"; there are {', '.join(_COMMANDS)}"
+        raise UsageError(f"there is no command {name}{likely}")
+    given = read(f"bench {name}", command_of(_COMMANDS[name]), words, {})
     try:
-        fire.Fire({command.__name__: command for command in commands}, name="bench")
-    except (ValueError, TypeError, OSError, ImportError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(1)
+        _COMMANDS[name](**vars(given))
+    except (TypeError, ImportError) as e:  # of numbers in a folder's files; of a package
+        raise ValueError(str(e)) from e

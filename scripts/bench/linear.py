@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.report import Column
-from bench.run import Bench, Row, several, whole
+from bench.run import Bench, Row, whole
 from llama import ModelArgs
 from llama.ops.linear import linear as our_linear
 from llama.ops.linear import pack_if_supported, pack_int8
@@ -31,7 +31,7 @@ _COLUMNS: list[Column] = [
 Kernel = Callable[[Tensor], Tensor]  # x (M, K) -> (M, N), with a weight of its own
 
 
-def linear(rows: int | tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: Any) -> None:
+def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: Any) -> None:
     """The linear layers of a model in bf16 and int8: our kernels beside torch's, by rows (M).
 
     Milliseconds are the median and the least of `repeats`; "to ours" compares medians with our
@@ -42,7 +42,7 @@ def linear(rows: int | tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **f
         raise ValueError(
             "linear compares kernels of this process on a CPU: leave out vs and device"
         )
-    sizes = [whole("rows", m) for m in several(rows)]
+    sizes = [whole("rows", m) for m in rows]
     whole("repeats", repeats)
     found: list[Row] = []
     for (weight, (n, k)), m in itertools.product(weight_shapes(bench.args).items(), sizes):

@@ -35,14 +35,10 @@ _SCRIPTS = Path(__file__).resolve().parent.parent
 
 @dataclass(kw_only=True)
 class Bench:
-    """The flags that every command takes, checked, and the running of engines in turn.
+    """The flags that every command takes (`flags.FLAGS` says what they mean), checked, and the
+    running of engines in turn.
 
-    dtype: of weights and activations; int8 is of our weights only, and the peers' are bf16 then
-    (`--vs ours_bf16` for our own). device: cpu, cuda or mps; by default the first there is of
-    cuda, mps, cpu. threads: by default torch's choice, for every engine. vs: peers, separated by
-    commas, each a name or name:VENV, the folder of a virtual environment that has it. work_dir:
-    where checkpoints of the model are written, and kept; without it they go to a folder that is
-    removed. limit_s: seconds after which an engine is ended. out: a file for all that is printed.
+    With dtype int8, which is of our weights only, `--vs ours_bf16` runs our own in bf16 beside it.
     """
 
     model: str = "demo"
@@ -282,11 +278,6 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: give a whole number from {least}")
     return value
-
-
-def several(value: Any) -> tuple:
-    """What fire makes of "1,8" and of "1", alike."""
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _pythons(vs: str) -> dict[str, str]:

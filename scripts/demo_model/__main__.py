@@ -1,13 +1,33 @@
-"""python scripts/demo_model --out FOLDER --steps 2000: make the demo model again from nothing."""
+"""python scripts/demo_model --out FOLDER --steps 2000: make the demo model again from nothing.
+
+Flags in, the three files of a checkpoint out. What trains is imported once the flags are right.
+"""
 
 import sys
 from pathlib import Path
 
-# Python puts this folder first on the path; the package `demo_model` lies beside it.
+# Python puts this folder first on the path; the packages `demo_model` and `llama` lie above it.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import fire  # noqa: E402
+from llama.cli import run_script  # noqa: E402
+from llama.cli.flags import Flag  # noqa: E402
 
-from demo_model.train import train  # noqa: E402
+_FLAGS = {
+    "out": Flag(str, "DIR", "folder to write; files of these names in it are replaced"),
+    "minutes": Flag(float, "X", "how long to train, where steps is 0"),
+    "steps": Flag(int, "N", "optimizer steps; 0 trains by the clock"),
+    "seed": Flag(int, "N", "of the corpus and of training"),
+}
 
-fire.Fire(train)
+
+def main(out: str, minutes: float = 25.0, steps: int = 0, seed: int = 1) -> None:
+    """Make the demo checkpoint: corpus, tokenizer, training, Meta's files."""
+    try:
+        from demo_model.train import train
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{e}: install the extra, pip install -e '.[train]'") from e
+    train(out, minutes=minutes, steps=steps, seed=seed)
+
+
+if __name__ == "__main__":
+    run_script(main, _FLAGS)

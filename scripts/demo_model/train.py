@@ -252,9 +252,7 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     say(f"exact match of greedy answers: {score:.2%}")
 
 
-def train(
-    out: str = "checkpoints/demo", *, minutes: float = 25.0, steps: int = 0, seed: int = 1
-) -> None:
+def train(out: str, *, minutes: float = 25.0, steps: int = 0, seed: int = 1) -> None:
     """Make the demo checkpoint in `out`. With `steps` given, the clock does not matter."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

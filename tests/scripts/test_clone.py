@@ -1,0 +1,99 @@
+"""Inside a clone of Meta's repository, whose own `llama/` Python finds before the installed one.
+
+The clone here is made up: as in Meta's, `build` joins torch's groups before anything else.
+"""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from helpers.launch import DEMO, REPO, environment
+from llama.cli import main
+
+TORCH_SAYS = "environment variable RANK expected, but not set"
+REMEDY = "PYTHONSAFEPATH=1"
+GENERATION = """
+class Llama:
+    @staticmethod
+    def build(ckpt_dir: str, tokenizer_path: str, max_seq_len: int, max_batch_size: int):
+        import torch
+        torch.distributed.init_process_group("gloo")
+"""
+EXAMPLE = f"""
+from llama import Llama
+folder = {str(DEMO)!r}
+generator = Llama.build(folder, folder + "/tokenizer.model", 128, 4)
+print(generator.text_completion(["The capital of France is"], temperature=0)[0]["generation"])
+"""
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "__init__.py").write_text("from .generation import Llama\n")
+    (tmp_path / "llama" / "generation.py").write_text(GENERATION)
+    (tmp_path / "example_text_completion.py").write_text(EXAMPLE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONSAFEPATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def ran(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], env=environment(**variables), capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_a_script_fails_in_the_clone_and_the_remedy_mends_it(clone):
+    """What torch says is what README quotes, so that a search finds the remedy."""
+    failed = ran("example_text_completion.py")
+    assert failed.returncode == 1 and failed.stderr.rstrip().endswith(TORCH_SAYS)
+    mended = ran("example_text_completion.py", PYTHONSAFEPATH="1")
+    assert mended.returncode == 0, mended.stderr
+    assert mended.stdout.endswith(" Paris.\n")
+    readme = (REPO / "README.md").read_text()
+    assert TORCH_SAYS in readme and REMEDY in readme
+
+
+def test_doctor_names_the_remedy(clone, capfd):
+    assert main(["doctor", "--device", "cpu"]) == 1
+    (line,) = [x for x in capfd.readouterr().out.splitlines() if " PROBLEM: " in x]
+    assert f"{clone / 'llama'} hides this package" in line
+    assert TORCH_SAYS in line and f"{REMEDY} torchrun" in line
+
+
+def test_the_command_runs_in_the_clone_and_the_module_is_told(clone, tmp_path):
+    """The command's own folder comes first on its path. With -m the clone's package is run; an
+    install from a checkout adds the modules that the clone's package lacks."""
+    entry = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["llama"]
+    module, _, function = entry.partition(":")
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "llama"
+    command.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    assert ran(str(command), "--version").stdout.startswith("llama ")
+    with (clone / "llama" / "__init__.py").open("a") as file:
+        file.write(f"__path__.append({str(REPO / 'llama')!r})\n")
+    for words in (["doctor"], ["chat", "--temprature", "1"]):
+        done = ran("-m", "llama", *words)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert f"error: {clone / 'llama'} is another package" in done.stderr
+        assert REMEDY in done.stderr
+    assert ran("-m", "llama", "--version", PYTHONSAFEPATH="1").returncode == 0
+
+
+def test_left_over_variables_of_torchrun_are_named(monkeypatch, capfd):
+    """WORLD_SIZE alone: torch would say that RANK is not set, and not what to do."""
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    told = "WORLD_SIZE=2 needs RANK, MASTER_ADDR beside it: launch with torchrun, or unset"
+    assert main(["complete", "--prompt", "a", "--device", "cpu"]) == 1
+    assert capfd.readouterr().err.startswith(f"error: {told}")
+    assert main(["doctor", "--device", "cpu"]) == 1
+    assert f"PROBLEM: {told}" in capfd.readouterr().out
