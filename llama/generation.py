@@ -19,12 +19,12 @@ from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.loading import load_model, pages_for
 from llama.model import Transformer
+from llama.parallel.stdout import MutedStdout
 from llama.requests.beam_search import BeamParams, beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.parallel.stdout import MutedStdout
 from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer, validate_dialog
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
@@ -124,11 +124,11 @@ class Llama:
             mute_ranks: under torchrun, drop what ranks other than 0 print to `sys.stdout`, until
                 `close`, so that a script's output is there once. stderr is not touched.
 
-        ValueError, FileNotFoundError and the like
-        name what is wrong, on every rank, before weights are read. What changes in the process, as
-        with Meta's build: torch.distributed and fairscale's groups are there afterwards, also for
-        one process, and stdout (above); then torch's number of threads on the CPU where nobody
-        chose it (see `llama.device`). No default type and no global seed is touched.
+        ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
+        are read. What changes in the process, as with Meta's build: the groups of torch.distributed
+        and fairscale exist afterwards, also for one process, and stdout (above); then torch's
+        number of threads on the CPU, where nobody chose it (see `llama.device`). No default type
+        and no global seed is touched.
         """
         began = time.perf_counter()
         loaded = load_model(

@@ -1,5 +1,19 @@
 """Ranks: the groups that they form, what they do together, and which of them may print."""
 
-from llama.parallel.groups import ModelParallel, RankError, SharedCounter, connect, disconnect
+from llama.parallel.groups import (
+    ModelParallel,
+    RankError,
+    SharedCounter,
+    connect,
+    disconnect,
+    started_processes,
+)
 
-__all__ = ["ModelParallel", "RankError", "SharedCounter", "connect", "disconnect"]
+__all__ = [
+    "ModelParallel",
+    "RankError",
+    "SharedCounter",
+    "connect",
+    "disconnect",
+    "started_processes",
+]
