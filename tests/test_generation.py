@@ -104,16 +104,17 @@ def test_a_hugging_face_folder_loads_as_it_is(tokenizer_file, make_checkpoint, t
     folder, _, _ = make_checkpoint(seed=6, use_scaled_rope=True)
     wanted = build(folder).text_completion(["Once", "né 漢"], 0.0, max_gen_len=12)
     convert(folder, tmp_path / "hf")
+    original, ours = tmp_path / "hf/original/tokenizer.model", tmp_path / "hf/tokenizer.json"
     if tokenizer_file == "tokenizer.json":
-        path, names = (
-            tmp_path / "hf" / "tokenizer.model",
-            Tokenizer(str(folder / "tokenizer.model")),
-        )
+        names = list(Tokenizer(str(folder / "tokenizer.model")).special_tokens)
         converter = TikTokenConverter(
-            str(path), pattern=Tokenizer.pat_str, extra_special_tokens=list(names.special_tokens)
+            str(original), pattern=Tokenizer.pat_str, extra_special_tokens=names
         )
-        converter.converted().save(str(tmp_path / "hf" / "tokenizer.json"))
-        path.unlink()
+        converter.converted().save(str(ours))
+        original.unlink()
+    else:
+        original.rename(tmp_path / "hf" / "tokenizer.model")
+        ours.unlink()
     assert build(tmp_path / "hf").text_completion(["Once", "né 漢"], 0.0, max_gen_len=12) == wanted
 
 
