@@ -33,7 +33,7 @@ BELOW = {
         "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
     },
     "llama/engine/params.py": {"sampling_params"},  # an old name, for those who import it there
-    "llama/engine": {"device", "engine", "model", "ops"},
+    "llama/engine": {"device", "engine", "model", "ops", "parallel"},
     "llama/requests": {
         "checks", "engine", "parallel", "requests", "sampling_params", "tokenizer",
     },
