@@ -29,11 +29,24 @@ def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
         )
     context = llama.model.params.max_seq_len
     conversation = Conversation(llama.formatter, context, system=system, **settings)
-    llama.lead(lambda: _talk(llama, conversation, Terminal(parallel.size)))
+    gone = llama.lead(lambda: _talk(llama, conversation, Terminal(parallel.size)))
+    if gone is not None:
+        raise gone
 
 
-def _talk(llama: Llama, conversation: Conversation, terminal: Terminal) -> None:
-    """Read and answer until the end. OSError if nobody reads the answers any more."""
+def _talk(llama: Llama, conversation: Conversation, terminal: Terminal) -> OSError | None:
+    """Read and answer until the end; the error if nobody reads the answers any more.
+
+    It is returned: for the other ranks, that is an end as any other.
+    """
+    try:
+        _take_turns(llama, conversation, terminal)
+    except OSError as error:
+        return error
+    return None
+
+
+def _take_turns(llama: Llama, conversation: Conversation, terminal: Terminal) -> None:
     with terminal.open():
         if terminal.screen:
             terminal.note("/help lists the commands, /bye leaves")

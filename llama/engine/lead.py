@@ -28,7 +28,7 @@ from llama.parallel import ModelParallel, RankError
 
 KEEP_ALIVE_S = 20.0
 
-_STEP, _IDLE, _END = 1, 2, 3
+_STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
 _NONE, _INT, _FLOAT, _TUPLE = 0, 1, 2, 3  # tags before the values of parameters
 _PARAMS = [f.name for f in fields(TokenParams)]
 
@@ -126,13 +126,21 @@ class LeadingCore(EngineCore):
             if seq not in known and not seq.finished:
                 self.add(seq)
 
-    def close(self, last_word: int) -> None:
-        """The other ranks stop following, and hear a number. Their cores and this one are empty."""
+    @property
+    def has_failed(self) -> bool:
+        """A step broke off: the ranks cannot meet again, and none of them is told anything."""
+        return self._failure is not None
+
+    def close(self, last_word: int, *, interrupted: bool = False) -> None:
+        """The other ranks stop following, and hear a number. Their cores and this one are empty.
+
+        interrupted: each of them gets a KeyboardInterrupt, as this rank has.
+        """
         self._has_ended.set()
         self._beat.join()
         with self._sending:
             if self._failure is None:
-                self._send(Message(_END, last_word))
+                self._send(Message(_INTERRUPT if interrupted else _END, last_word))
         super().clear("abort")
 
     def _take_in(self) -> None:
@@ -196,8 +204,10 @@ class FollowingCore(EngineCore):
         with _interrupt_ignored():
             while True:
                 self._message = message = Message.unpack(self._parallel.broadcast_bytes(b""))
-                if message.kind == _END:
+                if message.kind in (_END, _INTERRUPT):
                     self.clear("abort")
+                    if message.kind == _INTERRUPT:
+                        raise KeyboardInterrupt
                     return message.step
                 if message.kind == _STEP:
                     self._run(message)

@@ -113,10 +113,7 @@ class ModelParallel:
 
 
 class SharedCounter:
-    """Numbers from 0 on, each given to one model-parallel group: replicas take work by it.
-
-    Every rank of every group makes it with the same name, once.
-    """
+    """Numbers from 0 on, each given once: by it, the first ranks of the replicas share work out."""
 
     def __init__(self, parallel: ModelParallel, name: str) -> None:
         self._parallel = parallel
@@ -124,15 +121,13 @@ class SharedCounter:
         self._next = 0  # of a process alone
 
     def take(self, count: int) -> int:
-        """The first of `count` numbers in a row that nobody else gets; alike on a group's ranks."""
+        """The first of `count` numbers in a row that nobody else gets."""
         first, self._next = self._next, self._next + count
         if self._parallel.world is None:
             return first
-        if self._parallel.rank == 0:
-            # The store that torchrun's ranks met at; torch has no public name for it.
-            store = dist.distributed_c10d._get_default_store()
-            first = store.add(self._name, count) - count
-        return int.from_bytes(self._parallel.broadcast_bytes(first.to_bytes(8)))
+        # The store that torchrun's ranks met at; torch has no public name for it.
+        store = dist.distributed_c10d._get_default_store()
+        return store.add(self._name, count) - count
 
 
 def _compare(

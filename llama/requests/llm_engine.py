@@ -195,8 +195,9 @@ class LLMEngine:
         Every rank makes this call. Within the work, rank 0 may call from any number of threads, and
         an asyncio loop, whenever it likes. The others sleep until it does, return None when the
         work has ended, and keep nothing of it: unfinished requests are aborted. On one rank it is
-        just `work()`. RuntimeError where requests are unfinished. RankError, on the rank that it
-        names, where a rank would compute something else: the group must end then.
+        just `work()`. An exception of the work is a RankError on the others; an interrupt, or an
+        exit, is an interrupt there. RuntimeError where requests are unfinished. RankError, on the
+        rank that it names, where a rank would compute something else: the group must end then.
         """
         if self.parallel.size == 1 or self.is_led:
             return work()
@@ -207,15 +208,29 @@ class LLMEngine:
         try:
             if self.parallel.rank:
                 self._num_calls = FollowingCore(core, self.parallel).follow()
-                return None
-            self.core = leading = LeadingCore(core, self.parallel)
-            try:
-                return work()
-            finally:
-                self.drop(list(self._requests))
-                leading.close(self._num_calls)
+            else:
+                self.core = LeadingCore(core, self.parallel)
+                return self._work_as_leader(work, self.core)
         finally:
             self.core, self.is_led = core, False
+        with self.parallel.agree("the work that rank 0 leads"):
+            return None
+
+    def _work_as_leader(self, work: Callable[[], _T], core: LeadingCore) -> _T:
+        """The result of the work; what ends it is told to the other ranks, unless a step failed."""
+        try:
+            result = work()
+        except BaseException as error:
+            self.drop(list(self._requests))
+            core.close(self._num_calls, interrupted=not isinstance(error, Exception))
+            if core.has_failed:
+                raise
+            with self.parallel.agree("the work that rank 0 leads"):
+                raise
+        self.drop(list(self._requests))
+        core.close(self._num_calls)
+        with self.parallel.agree("the work that rank 0 leads"):
+            return result
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of that name."""
