@@ -331,7 +331,7 @@ def test_the_other_ranks_hear_from_rank_0_while_a_person_thinks(shared_llama, mo
     sent: list[bytes] = []
 
     class Rank0(ModelParallel):
-        def broadcast_bytes(self, data: bytes) -> bytes:
+        def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
             sent.append(data)
             heard.release()
             return data
