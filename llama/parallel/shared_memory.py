@@ -62,6 +62,7 @@ class SharedMemory:
         self.timeout_s = timeout_s
         self._names = names
         self._start = ctypes.c_char.from_buffer(memory)  # it keeps the mapping
+        self.base = ctypes.addressof(self._start)
         self._pidfds = peers
         self._poll = select.poll()
         for fd in peers.values():
@@ -170,8 +171,7 @@ class SharedMemory:
         cores = len(os.sched_getaffinity(0))
         spin = _SPIN_NS if self.size <= cores else _CROWDED_SPIN_NS
         state = torch.zeros(len(_FIELD), dtype=torch.int64)
-        base = ctypes.addressof(self._start) + start
-        state[:5] = torch.tensor([base, self.rank, self.size, size, spin])
+        state[:5] = torch.tensor([self.base + start, self.rank, self.size, size, spin])
         return state
 
     def _gather(self, channel: Tensor, x: Tensor) -> Tensor:
