@@ -144,8 +144,7 @@ def _sizes_that_fit(
             replace(asked, max_batch_size=batch_size),
             free=free,
             weights=weights.bytes_of(checkpoint, parallel.size, dtype),
-            reserve=step_bytes(params, parallel.size, kv_dtype, batch_size)
-            + (_CUDA_RESERVE if device.type == "cuda" else 0),
+            reserve=_reserve(params, parallel.size, device, kv_dtype, batch_size),
             per_token=_bytes_per_token(params, parallel.size, kv_dtype),
             longest=params.longest_context,
         )
@@ -162,7 +161,7 @@ def choose_sizes(
     out, the youngest waits. ValueError if not even one sequence of max_seq_len fits.
     """
     assert asked.max_batch_size is not None
-    room = min(int(free * MEMORY_FRACTION), free - reserve) - weights
+    room = _room(free, weights, reserve)
     if asked.kv_cache_memory_bytes is not None:
         if asked.kv_cache_memory_bytes > room:
             raise ValueError(
@@ -185,6 +184,33 @@ def choose_sizes(
         )
     num_pages = min(fitting, asked.max_batch_size * pages_for(seq_len))
     return Sizes(seq_len, asked.max_batch_size, num_pages)
+
+
+def kv_tokens(
+    checkpoint: Checkpoint, ranks: int, device: torch.device, dtype: torch.dtype, free: int
+) -> int:
+    """Tokens of KV cache that one of `ranks` ranks holds beside its weights, of `free` bytes."""
+    params, kv_dtype = checkpoint.params, _activations(dtype)
+    batch_size = DEFAULT_BATCH_SIZE_CUDA if device.type == "cuda" else DEFAULT_BATCH_SIZE
+    room = _room(
+        free,
+        weights.bytes_of(checkpoint, ranks, dtype),
+        _reserve(params, ranks, device, kv_dtype, batch_size),
+    )
+    page = PAGE_SIZE * _bytes_per_token(params, ranks, kv_dtype)
+    return max(room, 0) // page * PAGE_SIZE
+
+
+def _room(free: int, weights: int, reserve: int) -> int:
+    """Bytes for the KV cache; negative where not even the weights fit."""
+    return min(int(free * MEMORY_FRACTION), free - reserve) - weights
+
+
+def _reserve(
+    params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype, batch_size: int
+) -> int:
+    step = step_bytes(params, ranks, dtype, batch_size)
+    return step + (_CUDA_RESERVE if device.type == "cuda" else 0)
 
 
 def _advice(num_tokens: int) -> str:

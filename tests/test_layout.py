@@ -57,8 +57,8 @@ BELOW = {
         "chat", "generation", "parallel", "requests", "sampling_params", "tokenizer",
     },
     "llama/cli": {
-        "batch", "chat", "checkpoint", "cli", "device", "generation", "ops", "parallel",
-        "sampling_params",
+        "batch", "chat", "checkpoint", "cli", "device", "generation", "loading", "ops",
+        "parallel", "sampling_params",
     },
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {

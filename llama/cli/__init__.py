@@ -82,10 +82,14 @@ COMMANDS = {
     ),
     "doctor": Command(
         "Show what this machine offers and what stands in the way; 1 if something does.",
-        {"ckpt_dir": None, "device": None},
+        {"ckpt_dir": None, "device": None, "model_parallel_size": None},
         ["ckpt_dir"],
         "llama.cli.doctor:doctor",
-        ["llama doctor", "llama doctor Meta-Llama-3-8B"],
+        [
+            "llama doctor",
+            "llama doctor Meta-Llama-3-8B",
+            "torchrun --nproc_per_node 2 -m llama doctor Meta-Llama-3-8B",
+        ],
     ),
 }  # fmt: skip
 

@@ -1,7 +1,9 @@
 """`llama doctor`: what this machine offers, and what stands in the way. Prints; changes nothing.
 
 Each check gives lines of (name, fact) and says by `problem` that something must be mended. The
-kernels may be compiled for this, as they would be by the first model.
+kernels may be compiled for this, as they would be by the first model. Under torchrun each rank
+makes the checks of its own; rank_report.py has what concerns several ranks, traps.py what concerns
+the machine.
 """
 
 import argparse
@@ -13,32 +15,51 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import llama
 from llama.cli.ranks import global_rank
+from llama.cli.traps import Fact, thread_traps, traps
+
+if TYPE_CHECKING:
+    import torch
+
+    from llama.checkpoint.find import Checkpoint
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
 
 
-class Fact(NamedTuple):
-    """One line of the report."""
-
-    name: str
-    text: str
-    problem: bool = False
-
-
 def doctor(options: argparse.Namespace) -> int:
-    """Print the facts; 1 if there is a problem among them."""
-    if global_rank():
-        return 0
+    """Print the facts; 1 if there is a problem among them. Rank 0 prints those of all ranks."""
+    own: list[Fact] = []
     code = 0
     for fact in _facts(options.ckpt_dir, options.device):
+        own.append(fact)
+        code |= _show(fact)
+    if _num_started() > 1:
+        from llama.cli import rank_report
+
+        device = _device_or_cpu(options.device)
+        for fact in rank_report.report(own, device, options.model_parallel_size):
+            code |= _show(fact)
+    return 0 if global_rank() else code
+
+
+def _show(fact: Fact) -> bool:
+    if global_rank() == 0:
         print(f"{fact.name:<12} {'PROBLEM: ' * fact.problem}{fact.text}", flush=True)
-        code |= fact.problem
-    return code
+    return fact.problem
+
+
+def _num_started() -> int:
+    """How many ranks were started; 1 too where the variables are wrong, which is told."""
+    from llama.parallel import started_processes
+
+    try:
+        return started_processes()
+    except ValueError:
+        return 1
 
 
 def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
@@ -51,8 +72,9 @@ def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
     yield from _ranks()
     yield from _device(device)
     yield from _cpu()
+    yield from traps(os.environ, gpus=torch.cuda.device_count())
     if ckpt_dir is not None:
-        yield from _checkpoint(ckpt_dir)
+        yield from _checkpoint(ckpt_dir, _device_or_cpu(device))
 
 
 def _shadows(folder: Path) -> Iterator[Fact]:
@@ -105,18 +127,32 @@ def _device(name: str | None) -> Iterator[Fact]:
     yield Fact("memory", f"{free_bytes(device) / 2**30:.1f} GiB free for a process on {device}")
 
 
+def _device_or_cpu(name: str | None) -> "torch.device":
+    """The device to measure; the CPU where `_device` has a problem to tell."""
+    import torch
+
+    from llama.device import pick_device
+
+    try:
+        return pick_device(name)
+    except ValueError:
+        return torch.device("cpu")
+
+
 def _cpu() -> Iterator[Fact]:
     import torch
 
-    from llama.device import available_cores
+    from llama.device import available_cores, set_num_threads
     from llama.ops.cpu import native
 
+    set_num_threads()  # as build does
     chosen = os.environ.get("OMP_NUM_THREADS")
     yield Fact(
         "cores",
         f"{available_cores()} of {os.cpu_count()} may be used; torch has {torch.get_num_threads()} "
         f"threads; OMP_NUM_THREADS is {chosen or 'not set'}",
     )
+    yield from thread_traps(os.environ, _cores_of_machine())
     present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
     yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")
@@ -130,7 +166,15 @@ def _cpu() -> Iterator[Fact]:
         yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
 
 
-def _checkpoint(ckpt_dir: str) -> Iterator[Fact]:
+def _cores_of_machine() -> int:
+    """What all ranks of this machine may use together: `available_cores` is one rank's share."""
+    from llama import device
+
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, device._cgroup_cores())
+
+
+def _checkpoint(ckpt_dir: str, device: "torch.device") -> Iterator[Fact]:
     """What `find` says of a folder: its files are not read, but for the JSON."""
     from llama.checkpoint.find import find
 
@@ -150,3 +194,47 @@ def _checkpoint(ckpt_dir: str) -> Iterator[Fact]:
         f"key-value heads, vocabulary {args.vocab_size}, context {args.longest_context}",
     )
     yield Fact("tokenizer", str(tokenizer))
+    yield from _fits(found, device)
+
+
+def _fits(found: "Checkpoint", device: "torch.device") -> Iterator[Fact]:
+    """A row for each number of ranks: weights of one rank, and tokens of KV cache beside them."""
+    from llama.device import free_bytes
+
+    on_cpu = device.type == "cpu"
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1
+    machines = max(1, _num_started() // num_local) if on_cpu else 1
+    free = free_bytes(device) * num_local  # of the machine, or of each rank's GPU
+    whose = "this machine for its ranks" if on_cpu else "each rank's GPU, as on this one"
+    yield Fact("fits", f"{free / 2**30:.1f} GiB free on {whose}; of one rank:")
+    rows = [
+        (ranks, _row(found, ranks, device, free // -(-ranks // machines) if on_cpu else free))
+        for ranks in sorted({1, 2, 4, 8, _num_started()})
+    ]
+    for ranks, (text, _) in rows:
+        yield Fact("fits", f"{ranks:>3} rank{'s' if ranks > 1 else ' '}  {text}")
+    if not any(fits for _, (_, fits) in rows):
+        more = "" if on_cpu else " for the 1, 2, 4 or 8 ranks above"
+        yield Fact("fits", f"the weights and a KV cache have no room{more}: a larger machine, or "
+                   "several (torchrun --nnodes), or a smaller model", problem=True)  # fmt: skip
+
+
+def _row(found: "Checkpoint", ranks: int, device: "torch.device", free: int) -> tuple[str, bool]:
+    """The text of one row, and whether any type fits."""
+    from llama.checkpoint.weights import bytes_of
+    from llama.device import DTYPES
+    from llama.loading import kv_tokens
+
+    try:
+        found.params.check_ranks(ranks)
+    except ValueError as e:
+        return str(e).partition(":")[0], False
+    cells, fits = [], False
+    for name in ("bf16", "int8") if device.type == "cpu" else ("bf16",):
+        weights = bytes_of(found, ranks, DTYPES[name])
+        tokens = kv_tokens(found, ranks, device, DTYPES[name], free)
+        cache = f"KV cache {tokens:>11,} tokens" if tokens else "does not fit".rjust(27)
+        size = f"{weights / 2**30:.2f} GiB" if weights >= 2**30 else f"{weights / 2**20:.1f} MiB"
+        cells.append(f"{name} {size:>10}, {cache}")
+        fits |= tokens > 0
+    return "   ".join(cells), fits

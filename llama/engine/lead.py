@@ -203,7 +203,8 @@ class FollowingCore(EngineCore):
         which the whole group must end with."""
         with _interrupt_ignored():
             while True:
-                self._message = message = Message.unpack(self._parallel.broadcast_bytes(b""))
+                data = self._parallel.broadcast_bytes(b"", is_idle=True)
+                self._message = message = Message.unpack(data)
                 if message.kind in (_END, _INTERRUPT):
                     self.clear("abort")
                     if message.kind == _INTERRUPT:

@@ -26,6 +26,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
 from llama.parallel.errors import RankError
+from llama.parallel.machines import check_interfaces, warn_if_groups_span
 from llama.parallel.shared_memory import SharedMemory
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
@@ -232,6 +233,8 @@ def connect(
     if world_size == 1:
         _join_alone()
         return ModelParallel()
+    check_interfaces()
+    warn_if_groups_span(size, world_size)
     with _loopback_if_alone():
         return _join(size, world_size, device, timedelta(seconds=timeout_s))
 

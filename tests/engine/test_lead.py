@@ -26,7 +26,7 @@ class Wire(ModelParallel):
 
     messages: "queue.Queue[bytes]" = field(default_factory=queue.Queue)
 
-    def broadcast_bytes(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
         if self.rank:
             return self.messages.get(timeout=30)
         self.messages.put(data)

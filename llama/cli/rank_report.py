@@ -1,0 +1,122 @@
+"""What `llama doctor` says of several ranks: where each is, whether they are alike, how fast.
+
+In: the facts of this rank. Out: facts for rank 0 to print. Every rank makes the same calls; what
+crosses ranks is JSON in tensors of bytes.
+"""
+
+import json
+import platform
+import socket
+from collections.abc import Iterator
+
+import torch
+
+import llama
+from llama.cli.traps import Fact
+from llama.device import free_bytes
+from llama.ops.cpu import native
+from llama.parallel import ModelParallel, connect
+from llama.parallel.measure import all_reduce_seconds, clock_offsets, gather_texts
+
+_LIMIT_S = 120.0  # the kernels of another machine may have to be compiled first
+_OF_CLOCK_S = 1.0  # an offset that makes times in logs useless
+
+
+def report(
+    own: list[Fact], device: torch.device, model_parallel_size: int | None
+) -> Iterator[Fact]:
+    """Meet the other ranks; on rank 0: each rank, their problems, what is unlike, and the sums."""
+    try:
+        parallel = connect(model_parallel_size, device, _LIMIT_S)
+        records = [json.loads(text) for text in gather_texts(parallel, _own_record(own, device))]
+        yield Fact("backend", _backend(parallel))
+        yield from _places(records, clock_offsets(parallel))
+        yield from _problems_elsewhere(records)
+        yield from _unlike(records)
+        for name, seconds in all_reduce_seconds(parallel, device):
+            timings = ", ".join(_timing(size, s) for size, s in seconds.items())
+            yield Fact("all-reduce", f"{name}: {timings}")
+    except ValueError as e:
+        yield Fact("ranks", str(e), problem=True)
+    except RuntimeError as e:  # of torch's stores and groups, whose kinds have no common name
+        yield Fact(
+            "ranks",
+            f"they cannot talk to each other ({str(e).splitlines()[0]}): open the ports that the "
+            "kernel hands out (net.ipv4.ip_local_port_range) between the machines, or name the "
+            "interface that they share by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+            problem=True,
+        )
+
+
+def _own_record(own: list[Fact], device: torch.device) -> str:
+    library = native.kernels()
+    return json.dumps({
+        "host": socket.gethostname(),
+        "place": f"{device}, {free_bytes(device) / 2**30:.1f} GiB free, "
+        f"{torch.get_num_threads()} threads",
+        "versions": {
+            "llama": llama.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "kernels": "torch's" if library is None else library._name.rpartition("/")[2],
+        },
+        "problems": [[fact.name, fact.text] for fact in own if fact.problem],
+    })  # fmt: skip
+
+
+def _backend(parallel: ModelParallel) -> str:
+    assert parallel.group is not None
+    return (
+        f"{parallel.group.name()} for tensors, gloo for control; {parallel.data_size} "
+        f"group{'s' * (parallel.data_size > 1)} of {parallel.size} ranks"
+    )
+
+
+def _places(records: list[dict], offsets: list[tuple[float, float]]) -> Iterator[Fact]:
+    """Where each rank is. Other ranks than rank 0 have no offsets, and print nothing."""
+    for rank, (record, (ahead, error)) in enumerate(zip(records, offsets, strict=False)):
+        side = "ahead" if ahead > 0 else "behind"
+        clock = f"clock {_time(abs(ahead))} {side} (within {_time(error)})"
+        clock = clock if rank else "the clock that the others are compared with"
+        yield Fact(f"rank {rank}", f"on {record['host']}, {record['place']}, {clock}")
+        if abs(ahead) - error > _OF_CLOCK_S:
+            yield Fact("clock", f"the clocks of rank 0 and rank {rank} are {_time(abs(ahead))} "
+                       "apart: run NTP (chrony) on both machines", problem=True)  # fmt: skip
+
+
+def _problems_elsewhere(records: list[dict]) -> Iterator[Fact]:
+    """Those of other ranks that rank 0 does not have too, each once."""
+    known = {tuple(problem) for problem in records[0]["problems"]}
+    for rank, record in enumerate(records):
+        for name, text in record["problems"]:
+            if (name, text) not in known:
+                known.add((name, text))
+                yield Fact(name, f"rank {rank} on {record['host']}: {text}", problem=True)
+
+
+def _unlike(records: list[dict]) -> Iterator[Fact]:
+    """Versions that differ, with the first rank that has each. Unlike kernels only round unlike."""
+    for name in records[0]["versions"]:
+        found: dict[str, int] = {}
+        for rank, record in enumerate(records):
+            found.setdefault(record["versions"][name], rank)
+        if len(found) < 2:
+            continue
+        each = ", ".join(f"{version} on rank {rank}" for version, rank in found.items())
+        if name == "kernels":
+            text = f"{each}: the CPUs or compilers are unlike, and the slowest sets the pace"
+            yield Fact(name, text)
+        else:
+            yield Fact(name, f"unlike on the ranks: {each}; install one version", problem=True)
+
+
+def _timing(size: int, seconds: float) -> str:
+    name = f"{size >> 10} KB" if size < 1 << 20 else f"{size >> 20} MB"
+    rate = "" if size < 64 << 10 else f" ({size / seconds / 1e9:.2g} GB/s)"
+    return f"{name} in {_time(seconds)}{rate}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"

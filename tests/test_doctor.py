@@ -1,0 +1,208 @@
+"""`llama doctor`: each trap that it sees, what fits where, and what it says of two real ranks.
+
+tests/test_cli.py has what it says of a process alone.
+"""
+
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.launch import DEMO, PROGRAMS, environment
+from llama.checkpoint.find import find
+from llama.checkpoint.weights import bytes_of
+from llama.cli import rank_report
+from llama.cli import traps as traps_module
+from llama.cli.doctor import _fits
+from llama.cli.traps import Fact, thread_traps, traps
+from llama.loading import (
+    DEFAULT_BATCH_SIZE,
+    Asked,
+    _bytes_per_token,
+    choose_sizes,
+    kv_tokens,
+    step_bytes,
+)
+
+TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+CPU = torch.device("cpu")
+
+
+def problems(*facts: Fact) -> dict[str, str]:
+    return {fact.name: fact.text for fact in facts if fact.problem}
+
+
+@pytest.fixture(autouse=True)
+def healthy(monkeypatch, tmp_path) -> Path:
+    """A machine without traps, whatever the one that runs the tests is; gives its meminfo."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 1000 kB\n")
+    monkeypatch.setattr(traps_module, "_MEMINFO", meminfo)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(traps_module.os, "cpu_count", lambda: 8)
+    return meminfo
+
+
+def test_a_machine_without_traps_has_no_problem():
+    for variables in ({}, TWO_MACHINES, {"GLOO_SOCKET_IFNAME": "eth0"}):
+        facts = list(traps(variables))
+        assert not problems(*facts) and {"shm", "open files", "host"} <= {f.name for f in facts}
+    assert not problems(*thread_traps({"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, 8))
+
+
+def test_limits_of_memory_and_files(healthy, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 << 20))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
+    healthy.write_text("MemTotal: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 800 kB\n")
+    found = problems(*traps({}))
+    assert found.keys() == {"shm", "open files", "swap"}
+    assert "has 10 MiB free" in found["shm"] and "--shm-size" in found["shm"]
+    assert (
+        "ulimit -n 1024" in found["open files"] and "the hard limit is 512" in found["open files"]
+    )
+    healthy.write_text("MemTotal: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 950 kB\n")
+    swap = next(fact for fact in traps({}) if fact.name == "swap")
+    assert not swap.problem, "a little is swapped out on many machines"
+
+
+def test_a_name_that_other_machines_cannot_use(monkeypatch):
+    """Debian's installer writes 127.0.1.1 for the host's name: gloo would then listen there."""
+    resolved: list[list] = [[(0, 0, 0, "", ("127.0.1.1", 0))]]
+
+    def resolve(*_: object) -> list:
+        if not resolved[0]:
+            raise socket.gaierror(-2, "Name or service not known")
+        return resolved[0]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert "no other machine can reach" in problems(*traps(TWO_MACHINES))["host"]
+    assert not problems(*traps({**TWO_MACHINES, "GLOO_SOCKET_IFNAME": "eth0"}))
+    resolved[0] = []
+    assert "does not resolve" in problems(*traps(TWO_MACHINES))["host"]
+    assert not problems(*traps({})), "one machine needs no name"
+    found = problems(*traps({"GLOO_SOCKET_IFNAME": "eth0,ib0"}))
+    assert found["interface"].endswith("names no interface of this machine, which has lo, eth0")
+
+
+def test_the_rendezvous_before_a_launch_and_in_it(monkeypatch):
+    monkeypatch.undo()  # real sockets
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert "it cannot be used: Address already in use" in problems(*traps(here))["rendezvous"]
+        server.listen()
+        assert "a process listens there already" in problems(*traps(here))["rendezvous"]
+        assert "rendezvous" not in problems(*traps({**here, **TWO_MACHINES}))
+    assert "rendezvous" not in problems(*traps(here))
+    assert "is machine 0 up" in problems(*traps({**here, **TWO_MACHINES}))["rendezvous"]
+    bad = problems(*traps({**here, "MASTER_PORT": "ssh"}))
+    assert bad["rendezvous"] == "MASTER_PORT='ssh' is not a port"
+
+
+def test_a_rendezvous_behind_a_firewall(monkeypatch):
+    def drop(*_: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", drop)
+    found = problems(*traps({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}))
+    assert found["rendezvous"].startswith("10.0.0.9:29500 cannot be reached (timed out): open")
+
+
+@pytest.mark.parametrize(
+    ("cores", "variables", "name", "told"),
+    [
+        (1, {}, "cores", "one core of 8"),
+        (2, {"LOCAL_WORLD_SIZE": "4"}, "cores", "4 ranks share 2 cores"),
+        (8, {"OMP_NUM_THREADS": "many"}, "threads", "'many' is not a number"),
+        (8, {"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "2"}, "threads", "unset it, or give 4"),
+    ],
+)
+def test_cores_and_threads_that_do_not_fit(cores, variables, name, told):
+    found = problems(*thread_traps(variables, cores))
+    assert found.keys() == {name} and told in found[name]
+
+
+def test_the_tokens_that_fit_are_those_that_build_takes():
+    found = find(DEMO)
+    for ranks in (1, 2):
+        for dtype in (torch.bfloat16, torch.int8):
+            sizes = choose_sizes(
+                Asked(16, 2**20, None),
+                free=1 << 30,
+                weights=bytes_of(found, ranks, dtype),
+                reserve=step_bytes(found.params, ranks, torch.bfloat16, DEFAULT_BATCH_SIZE),
+                per_token=_bytes_per_token(found.params, ranks, torch.bfloat16),
+                longest=512,
+            )
+            assert kv_tokens(found, ranks, CPU, dtype, 1 << 30) == sizes.num_pages * 16 > 0
+
+
+def test_a_table_of_what_fits(make_checkpoint, monkeypatch):
+    """Ranks of one machine share its memory; a number that does not divide the heads says so."""
+    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
+    found = find(make_checkpoint()[0])  # 4 heads
+    head, *rows = [fact.text for fact in _fits(found, CPU)]
+    assert head.startswith("1.0 GiB free on this machine")
+    assert [int(row.split()[0]) for row in rows] == [1, 2, 4, 8]
+    assert all(row.count("MiB, KV cache") == 2 for row in rows[:3])
+    assert rows[3].endswith("model_parallel_size=8 does not divide n_heads=4")
+    monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
+    assert "have no room" in "".join(problems(*_fits(found, CPU)).values())
+
+
+def test_unlike_ranks_are_named():
+    records = [
+        {"host": host, "versions": {"torch": version, "kernels": kernels}, "problems": []}
+        for host, version, kernels in (("a", "2.10", "amx"), ("b", "2.11", "avx2"))
+    ]
+    torch_fact, kernels_fact = rank_report._unlike(records)
+    told = "unlike on the ranks: 2.10 on rank 0, 2.11 on rank 1; install one version"
+    assert torch_fact == Fact("torch", told, True) and not kernels_fact.problem
+    offsets = [(0.0, 0.0), (-3.0, 0.001)]
+    found = problems(*rank_report._places([dict(r, place="cpu") for r in records], offsets))
+    assert found["clock"].startswith("the clocks of rank 0 and rank 1 are 3.0 s apart")
+
+
+@pytest.fixture
+def launched() -> Callable[[], subprocess.CompletedProcess[str]]:
+    def launch() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+             str(PROGRAMS / "doctor_ranks.py"), str(DEMO)],
+            env=environment(), capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    return launch
+
+
+@pytest.mark.slow
+def test_doctor_on_two_ranks(launched):
+    """Rank 0 prints for both: places, times of an all-reduce by size, and what rank 1 alone has."""
+    done = launched()
+    assert done.returncode == 1, done.stderr
+    lines = [re.split(r" {2,}", line, maxsplit=1) for line in done.stdout.splitlines()]
+    texts: dict[str, list[str]] = {}
+    for name, text in lines:
+        texts.setdefault(name, []).append(text)
+    assert "".join(texts["backend"]) == "gloo for tensors, gloo for control; 1 group of 2 ranks"
+    assert "clock" in texts["rank 1"][0] and socket.gethostname() in texts["rank 1"][0]
+    model, gloo = texts["all-reduce"]
+    assert model.startswith("the model's, 2 ranks: ") and gloo.startswith("gloo alone, 2 ranks: ")
+    for timings in (model, gloo):
+        assert all(f"{size} in " in timings for size in ("4 KB", "64 KB", "1 MB", "16 MB"))
+    assert len(texts["llama"]) == 2 and texts["llama"][1].startswith("PROBLEM: unlike on the ranks")
+    assert "0.0.7 on rank 1" in texts["llama"][1]
+    assert texts["threads"][0].startswith(f"PROBLEM: rank 1 on {socket.gethostname()}: OMP_NUM")
+    assert len(texts["fits"]) == 5, "each fact of the machine is told once"

@@ -1,0 +1,145 @@
+"""torchrun_examples: the messages of its pages are in the code, and its recipes are understood.
+
+Kubernetes and Slurm are not here: what they would run is, with commands of their names that tell
+what they were given.
+"""
+
+import ast
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from helpers.launch import REPO
+from llama.cli import COMMANDS
+from llama.cli.flags import read
+
+FOLDER = REPO / "torchrun_examples"
+PAGE = FOLDER / "when_something_goes_wrong.md"
+SET = FOLDER / "kubernetes_leader_worker_set.yaml"
+
+
+@functools.cache
+def all_strings() -> str:
+    """Every string in the package's code, f-strings in their parts, one per line."""
+    trees = [ast.parse(path.read_text()) for path in (REPO / "llama").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return "\n".join(n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is str)
+
+
+ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith(("| `", "| PROBLEM"))]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.split("`")[1][:40] for row in ROWS])
+def test_each_message_is_one_of_this_runtime(row):
+    if row.startswith("| `llama doctor`"):
+        return
+    message = row.split("`")[1]
+    # Where the code puts two strings together, or the name of an exception before its text.
+    split = re.split(r"\.\.\.| (?=differ between)|FileNotFoundError:", message)
+    pieces = [piece.strip(" ():,") for piece in split]
+    assert max(map(len, pieces)) > 8, "too little to search for"
+    for piece in pieces:
+        assert piece in all_strings(), f"nothing says {piece!r}"
+
+
+def test_the_page_has_the_messages_of_torch_apart():
+    torch_rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| *torch:*")]
+    assert len(ROWS) > 15 and len(torch_rows) > 5
+    for row in torch_rows:
+        assert "`" in row and row.count("|") == 4
+
+
+def stub(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def ran(folder: Path, words: list[str], **variables: str) -> list[str]:
+    """The words that torchrun got: a stub of it writes them to a file."""
+    stub(folder, "torchrun", f'printf "%s\\n" "$@" > {folder}/words; exit ${{CODE:-0}}')
+    stub(folder, "sleep", f"echo $1 > {folder}/slept")
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        words, env={**os.environ, "PATH": path, **variables}, check=True, timeout=20, cwd=folder
+    )
+    return (folder / "words").read_text().splitlines()
+
+
+def understood(words: list[str], **environ: str) -> tuple:
+    """torchrun's options and those of the command `llama`, each by its own parser."""
+    launch = get_args_parser().parse_args(words)
+    name, *rest = launch.training_script_args
+    assert launch.module and launch.training_script == "llama"
+    return launch, read(f"llama {name}", COMMANDS[name], rest, environ)
+
+
+def test_slurm_starts_one_agent_per_machine(tmp_path):
+    stub(tmp_path, "scontrol", '[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"')
+    stub(tmp_path, "srun", '[ "$1" = --kill-on-bad-exit=1 ] && shift && exec "$@"')
+    words = ran(
+        tmp_path, ["bash", str(FOLDER / "two_machines_slurm.sh"), "weights", "in", "out"],
+        SLURM_JOB_NODELIST="n[1-2]", SLURM_NNODES="2", SLURM_JOB_ID="77",
+    )  # fmt: skip
+    launch, options = understood(words)
+    assert (launch.nnodes, launch.nproc_per_node, launch.rdzv_id) == ("2", "8", "77")
+    assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", "n1:29500")
+    assert (options.ckpt_dir, options.in_file, options.out_file) == ("weights", "in", "out")
+    assert options.resume, "Slurm may start the job again"
+
+
+def test_the_leader_worker_set_has_the_fields_of_its_api():
+    """Fields and values as in api/leaderworkerset/v1 of kubernetes-sigs/lws."""
+    found = yaml.safe_load(SET.read_text())
+    assert (found["apiVersion"], found["kind"]) == (
+        "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet",
+    )  # fmt: skip
+    assert found.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    assert found["spec"].keys() <= {
+        "replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig",
+    }  # fmt: skip
+    template = found["spec"]["leaderWorkerTemplate"]
+    assert template.keys() <= {
+        "leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy",
+        "volumeClaimTemplates", "persistentVolumeClaimRetentionPolicy",
+    }  # fmt: skip
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart" and template["size"] == 2
+    pod = template["workerTemplate"]["spec"]
+    (container,) = pod["containers"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    script = container["args"][0]
+    injected = {"LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"}
+    own = {variable["name"] for variable in container["env"]}
+    assert set(re.findall(r"\$(\w+)", script)) <= injected | own
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "ended"), [("0", 0, True), ("1", 2, True), ("1", 1, False)]
+)
+def test_a_pod_sleeps_once_each_line_has_its_record(code, lines, ended, tmp_path):
+    """Exit code 1 with a record of each line: some of them are errors, and a restart mends none."""
+    container = yaml.safe_load(SET.read_text())["spec"]["leaderWorkerTemplate"]["workerTemplate"][
+        "spec"
+    ]["containers"][0]
+    (tmp_path / "in").write_text("one\n \ntwo\n")
+    (tmp_path / "out").write_text("{}\n" * lines)
+    variables = {
+        "IN": str(tmp_path / "in"), "OUT": str(tmp_path / "out"), "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "llama-405b-0.llama-405b", "CODE": code,
+    }  # fmt: skip
+    command = [*container["command"], container["args"][0]]
+    if not ended:
+        with pytest.raises(subprocess.CalledProcessError):
+            ran(tmp_path, command, **variables)
+        return
+    launch, options = understood(ran(tmp_path, command, **variables), LLAMA_CKPT_DIR="weights")
+    assert (tmp_path / "slept").read_text() == "infinity\n"
+    assert (launch.nnodes, launch.node_rank, launch.nproc_per_node) == ("2", 1, "8")
+    assert (launch.master_addr, launch.master_port) == ("llama-405b-0.llama-405b", 29500)
+    assert options.resume and options.ckpt_dir == "weights"
