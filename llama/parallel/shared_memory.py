@@ -168,8 +168,9 @@ class SharedMemory:
 
     def _channel(self, start: int, size: int) -> Tensor:
         """This rank's state of a channel; see Channel in the C++ file."""
-        cores = len(os.sched_getaffinity(0))
-        spin = _SPIN_NS if self.size <= cores else _CROWDED_SPIN_NS
+        ranks = max(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        is_crowded = ranks > len(os.sched_getaffinity(0))
+        spin = _CROWDED_SPIN_NS if is_crowded else _SPIN_NS
         state = torch.zeros(len(_FIELD), dtype=torch.int64)
         state[:5] = torch.tensor([self.base + start, self.rank, self.size, size, spin])
         return state
