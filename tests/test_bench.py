@@ -266,6 +266,15 @@ def test_table_is_aligned():
     ]  # fmt: skip
 
 
+def test_ranks_times_a_step_of_one_process_too(bench):
+    """What many ranks are compared with; alone, nothing is spent in collectives."""
+    document = bench("ranks --model demo --batches 1,3 --tokens 5 --steps 2 --threads 1")
+    assert [(row["path"], row["ranks"], row["batch"]) for row in document["rows"]] == [
+        ("alone", 1, 1), ("alone", 1, 3),
+    ]  # fmt: skip
+    assert all(0 < row["collectives_ms"] < row["step_ms"] for row in document["rows"])
+
+
 def test_linear_compares_every_kernel(bench, monkeypatch):
     """Each kernel's product is that of the same M, N and K; times are not judged."""
     monkeypatch.setattr("bench.linear._COLD_BYTES", 1)

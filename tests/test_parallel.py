@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import write_byte_tokenizer, write_meta
+from helpers.kernels import HAS_KERNELS
 from helpers.launch import REPO, by_hand, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from llama import Llama
@@ -91,6 +92,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "samples", "folder": kv4, "prompts": PROMPTS[:2] * 2},
             {"do": "speak", "folder": kv4},
             {"do": "led", "folder": kv4, "prompts": PROMPTS},
+            {"do": "shares_memory", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -201,6 +203,13 @@ def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
     """build mutes stdout on the other ranks, unless it is told not to; each `close` undoes one."""
     heard = ["two", "one", "none"]
     assert [rank[2]["result"] for rank in two_ranks["samples"]] == [heard, ["none"]]
+
+
+def test_ranks_of_one_machine_talk_through_shared_memory(two_ranks):
+    """A step of this model of two layers: the embedding, two sums per layer, logits and ids."""
+    if HAS_KERNELS:
+        turns = [rank[3]["result"] for rank in two_ranks["samples"]]
+        assert turns == [7, 7]
 
 
 GROUPS_OF_ONE = """

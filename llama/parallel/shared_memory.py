@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import native
+from llama.ops.cpu import build, native
 from llama.parallel.errors import RankError
 
 _DONE, _PENDING, _MISMATCH = 0, 1, 2  # what the kernels return; 3: another operation was broken off
@@ -168,8 +168,9 @@ class SharedMemory:
 
     def _channel(self, start: int, size: int) -> Tensor:
         """This rank's state of a channel; see Channel in the C++ file."""
-        cores = len(os.sched_getaffinity(0))
-        spin = _SPIN_NS if self.size <= cores else _CROWDED_SPIN_NS
+        ranks = max(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        is_crowded = ranks > len(os.sched_getaffinity(0))
+        spin = _CROWDED_SPIN_NS if is_crowded else _SPIN_NS
         state = torch.zeros(len(_FIELD), dtype=torch.int64)
         state[:5] = torch.tensor([self.base + start, self.rank, self.size, size, spin])
         return state
@@ -273,7 +274,10 @@ def _machine() -> str:
         namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
     except OSError:
         return ""
-    if native.kernels() is None:
+    # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.
+    shipped = (build.FOLDER / build.library_name(x) for x in build.INSTRUCTION_SETS)
+    can_load = any(path.exists() for path in shipped) or build.find_compiler() is not None
+    if not can_load or native.kernels() is None:
         return ""
     return "/".join([boot, *namespaces, str(os.getuid())])
 

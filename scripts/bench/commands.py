@@ -4,6 +4,7 @@
     python scripts/bench latency --model 1b --vs transformers,llama_models --plot latency.svg
     python scripts/bench prefill|offline|load|startup --model demo
     python scripts/bench soak --minutes 20
+    torchrun --nproc_per_node 2 scripts/bench ranks --model 1b --threads 1
     python scripts/bench linear --model 1b --rows 1,8,32,512
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
@@ -19,6 +20,7 @@ from typing import Any
 from bench.engines.ours import HOST_STEPS
 from bench.flags import command_of
 from bench.linear import linear
+from bench.ranks import ranks as ranks_command
 from bench.report import Column
 from bench.report import plot as draw
 from bench.run import Bench, Limits, Row, whole
@@ -233,7 +235,7 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
 _COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
     for command in (latency, prefill, offline, load, startup, soak, linear)
-}
+} | {"ranks": ranks_command}  # `ranks` is a module here
 
 
 def main() -> int:

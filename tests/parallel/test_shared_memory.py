@@ -146,6 +146,12 @@ def test_an_idle_rank_uses_no_core_and_has_no_limit(start):
         assert ranks.results()[1] < 0.5, "of the two seconds that it waited"
 
 
+def test_a_message_wakes_a_sleeping_rank(start):
+    """It would look by itself only 50 ms after the message: each sleep ends after 100."""
+    with start(2, "woken") as ranks:
+        assert ranks.results()[1] < 0.04
+
+
 def test_an_interrupt_leaves_the_ranks_in_step_and_a_second_ends_the_wait(start):
     with start(2, "interrupted", 1) as ranks:
         summed = "[2.0, 2.0]"

@@ -166,6 +166,15 @@ def stream(folder: str, prompts: list[str]) -> list[str]:
     return texts
 
 
+def shares_memory(folder: str) -> int:
+    """In how many turns this rank exchanges tensors for one token."""
+    shared = build(folder).model.parallel.shared
+    assert shared is not None
+    before = shared.turns()[shared.rank]
+    build(folder).generate([[256, 65, 66]], 1, 0)
+    return shared.turns()[shared.rank] - before
+
+
 def samples(folder: str, prompts: list) -> list:
     """Three calls without a seed, the second of them refused on one rank: fresh samples, alike."""
     llama = build(folder)

@@ -184,6 +184,19 @@ def idle(rank: Rank) -> float:
     return time.process_time() - began
 
 
+def woken(rank: Rank) -> float:
+    """Median seconds from rank 0's message to the sleeping rank 1, by the clock they share."""
+    shared, seconds = rank.join(), []
+    for _ in range(15):
+        if rank.rank == 0:
+            time.sleep(0.05)
+            shared.broadcast_bytes(time.monotonic_ns().to_bytes(8), timeout_s=None)
+        else:
+            sent = int.from_bytes(shared.broadcast_bytes(b"", timeout_s=None))
+            seconds.append((time.monotonic_ns() - sent) / 1e9)
+    return sorted(seconds)[len(seconds) // 2] if seconds else 0.0
+
+
 def interrupted(rank: Rank, times: int) -> list[str]:
     """Ctrl-C while the sum waits for rank 1, then another sum."""
     shared, seen = rank.join(), []
