@@ -1,10 +1,16 @@
-"""Several machines: two torchrun agents on loopback, and what is said of groups and interfaces."""
+"""Several machines: two torchrun agents on loopback, and what is said of groups and interfaces.
+And torchrun's restarts, where the ranks of the first start are gone.
+"""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.launch import PROGRAMS, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
@@ -76,3 +82,26 @@ def test_an_interface_that_is_not_there(monkeypatch):
         machines.check_interfaces()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     machines.check_interfaces()
+
+
+@pytest.mark.slow
+def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
+    """One of two replicas is killed. torchrun --max-restarts starts both again, and --resume does
+    what is missing: it ended with "Gloo connectFullMesh failed", as torchrun's store still had the
+    addresses of the first start."""
+    (tmp_path / "in").write_text(
+        "".join(json.dumps({"prompt": "x" * i, "max_tokens": 4}) + "\n" for i in range(1, 81))
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "--max-restarts=1", str(PROGRAMS / "restarted_batch.py"), str(tmp_path / "in"),
+         str(tmp_path / "out"), "--resume", "--ckpt_dir", str(make_checkpoint()[0]),
+         "--model_parallel_size", "1", "--device", "cpu", "--dtype", "fp32",
+         "--max_seq_len", "128", "--max_batch_size", "4"],
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out").read_text().splitlines()]
+    assert sorted(ids) == sorted(f"line-{i}" for i in range(1, 81))
+    added = int(done.stderr.partition("results added ")[2].partition(",")[0])
+    assert 0 < added <= 70, "the first start has written some, and this one the rest"
