@@ -2,6 +2,7 @@
 And torchrun's restarts, where the ranks of the first start are gone.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from helpers.launch import PROGRAMS, environment
+from bench.network import link, on_both
+from helpers.launch import PROGRAMS, REPO, WORKER, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
@@ -47,6 +49,27 @@ def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
             [0, 2, 0], [1, 2, 0], [0, 2, 1], [1, 2, 1],
         ]  # fmt: skip
         assert "spans machines" not in errors
+
+
+@pytest.mark.slow
+def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeypatch):
+    """Each agent in a network namespace of its own, with a link of 1 ms between them."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    folder, delay_s = make_checkpoint(seed=5)[0], 1e-3
+    work = [*jobs(folder, None), {"do": "half_round_trip", "folder": str(folder)}]
+    (tmp_path / "jobs.json").write_text(json.dumps(work))
+    with contextlib.ExitStack() as stack:
+        try:
+            prefixes = stack.enter_context(link(delay_s, 1e9))
+        except (OSError, subprocess.SubprocessError) as e:
+            pytest.skip(f"network namespaces cannot be made here: {e}")
+        on_both(prefixes, [WORKER, str(tmp_path / "jobs.json"), str(tmp_path)], timeout_s=100)
+    results = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
+    wanted = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu").generate(
+        PROMPTS, **GREEDY
+    )[0]
+    assert [rank[1]["result"][0] for rank in results] == [wanted] * 2
+    assert results[0][2]["result"] >= delay_s, "they did not talk across the link"
 
 
 @pytest.mark.parametrize(
