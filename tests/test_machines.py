@@ -1,10 +1,18 @@
-"""Several machines: two torchrun agents on loopback, and what is said of groups and interfaces."""
+"""Several machines: two torchrun agents on loopback, and what is said of groups and interfaces.
+And torchrun's restarts, where the ranks of the first start are gone.
+"""
 
+import contextlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.network import link, on_both
+from helpers.launch import PROGRAMS, REPO, WORKER, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
@@ -43,6 +51,27 @@ def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
         assert "spans machines" not in errors
 
 
+@pytest.mark.slow
+def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeypatch):
+    """Each agent in a network namespace of its own, with a link of 1 ms between them."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    folder, delay_s = make_checkpoint(seed=5)[0], 1e-3
+    work = [*jobs(folder, None), {"do": "half_round_trip", "folder": str(folder)}]
+    (tmp_path / "jobs.json").write_text(json.dumps(work))
+    with contextlib.ExitStack() as stack:
+        try:
+            prefixes = stack.enter_context(link(delay_s, 1e9))
+        except (OSError, subprocess.SubprocessError) as e:
+            pytest.skip(f"network namespaces cannot be made here: {e}")
+        on_both(prefixes, [WORKER, str(tmp_path / "jobs.json"), str(tmp_path)], timeout_s=100)
+    results = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
+    wanted = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu").generate(
+        PROMPTS, **GREEDY
+    )[0]
+    assert [rank[1]["result"][0] for rank in results] == [wanted] * 2
+    assert results[0][2]["result"] >= delay_s, "they did not talk across the link"
+
+
 @pytest.mark.parametrize(
     ("size", "local", "told"),
     [
@@ -76,3 +105,26 @@ def test_an_interface_that_is_not_there(monkeypatch):
         machines.check_interfaces()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     machines.check_interfaces()
+
+
+@pytest.mark.slow
+def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
+    """One of two replicas is killed. torchrun --max-restarts starts both again, and --resume does
+    what is missing: it ended with "Gloo connectFullMesh failed", as torchrun's store still had the
+    addresses of the first start."""
+    (tmp_path / "in").write_text(
+        "".join(json.dumps({"prompt": "x" * i, "max_tokens": 4}) + "\n" for i in range(1, 81))
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "--max-restarts=1", str(PROGRAMS / "restarted_batch.py"), str(tmp_path / "in"),
+         str(tmp_path / "out"), "--resume", "--ckpt_dir", str(make_checkpoint()[0]),
+         "--model_parallel_size", "1", "--device", "cpu", "--dtype", "fp32",
+         "--max_seq_len", "128", "--max_batch_size", "4"],
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ids = [json.loads(line)["custom_id"] for line in (tmp_path / "out").read_text().splitlines()]
+    assert sorted(ids) == sorted(f"line-{i}" for i in range(1, 81))
+    added = int(done.stderr.partition("results added ")[2].partition(",")[0])
+    assert 0 < added <= 70, "the first start has written some, and this one the rest"

@@ -208,7 +208,7 @@ def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
 def test_ranks_of_one_machine_talk_through_shared_memory(two_ranks):
     """A step of this model of two layers: the embedding, two sums per layer, logits and ids."""
     if HAS_KERNELS:
-        turns = [rank[3]["result"] for rank in two_ranks["samples"]]
+        turns = [rank[4]["result"] for rank in two_ranks["samples"]]
         assert turns == [7, 7]
 
 

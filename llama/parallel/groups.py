@@ -279,7 +279,10 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=limit)
+        store, rank = _meeting_point(limit)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
     if not fs_init.model_parallel_is_initialized():
         _make_fairscale_groups(size)
     elif fs_init.get_model_parallel_world_size() != size:
@@ -319,6 +322,21 @@ def _share_memory(control: dist.ProcessGroup, rank: int, timeout_s: float) -> Sh
 
     names = dist.get_process_group_ranks(control)
     return SharedMemory.join(rank, names, exchange, timeout_s)
+
+
+def _meeting_point(limit: timedelta) -> tuple[dist.Store, int]:
+    """The store that torchrun's variables name, and this process's rank.
+
+    With --max-restarts torchrun keeps its store, in which the addresses and counters of the ranks
+    that have ended still are: new ranks would try to reach those (pytorch issue 135712). So each
+    start has names of its own. Agents of several machines count their restarts each for itself.
+    """
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if count != "0" and on_one_machine:
+        store = dist.PrefixStore(f"restart-{count}", store)
+    return store, rank
 
 
 def disconnect() -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from llama import AsyncLLMEngine, Llama
 from llama.parallel import RankError
+from llama.parallel.measure import clock_offsets
 from llama.sampling_params import SamplingParams
 from llama.serving import vllm_api
 
@@ -48,6 +49,12 @@ def generate(folder: str, prompts: list, size: int | None = None, **kwargs) -> l
 def place(folder: str, size: int | None = None) -> list[int]:
     parallel = build(folder, size).model.parallel
     return [parallel.rank, parallel.size, parallel.data_rank, parallel.data_size]
+
+
+def half_round_trip(folder: str) -> float | None:
+    """Seconds from rank 0 to rank 1 by the quickest of some messages; None on other ranks."""
+    offsets = clock_offsets(build(folder).model.parallel)
+    return offsets[1][1] if offsets else None
 
 
 def different(folder: str, prompts: list) -> None:

@@ -1,0 +1,149 @@
+"""A batch file on a Ray cluster: one actor per replica, wherever Ray finds room for it.
+
+    pip install 'llama[ray]'                      # on each machine, with this package
+    ray start --head                              # machine 0; on the others: --address HOST:6379
+    python scripts/ray_batch.py IN OUT --ckpt_dir DIR --replicas 4 --gpus 1
+    python scripts/ray_batch.py IN OUT --ckpt_dir DIR --replicas 4 --gpus 1 --resume
+
+Ray places the actors, starts one again where its process or machine has died, and gives it the
+lines that it had. This script alone reads IN and writes OUT, in the form of `llama batch`, whose
+--resume goes on with the same file; only the weights must be on every machine. A replica is one
+process: a model that needs several GPUs is for torchrun.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llama.batch.files import Line, Results, check_files, read_lines
+from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
+from llama.cli import ranks
+from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, read
+from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS, check_sampling, demo_dir, load
+from llama.requests.request import Request, derived_seed
+from llama.sampling_params import SamplingParams
+
+CHUNK = 32  # lines of one task: what a killed actor does again at most twice over
+_AT_ONCE = 2  # tasks of one actor, which share its engine's steps: no pause between two tasks
+
+COMMAND = Command(
+    "Answer each line of a file into another file, on the replicas of a Ray cluster.",
+    {
+        "in_file": REQUIRED, "out_file": REQUIRED, "resume": False, "replicas": 1, "cpus": 1.0,
+        "gpus": 0.0, "address": None, **BUILD_FLAGS, **SAMPLING_FLAGS,
+    },
+    ["in_file", "out_file"],
+    flags=FLAGS | {
+        "replicas": Flag(int, "N", "actors, each with the whole model"),
+        "cpus": Flag(float, "N", "cores that Ray keeps for one actor"),
+        "gpus": Flag(float, "N", "GPUs that Ray keeps for one actor: 0 or 1"),
+        "address": Flag(str, "HOST:PORT", "of the cluster", "the one here, or a new one"),
+    },
+)  # fmt: skip
+
+
+class Replica:
+    """The actor: a model, and lines of the input to their records. It knows no file but weights."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._llama = load(options)
+        self._name = Path(options.ckpt_dir or demo_dir()).name
+        self._defaults = SamplingParams(
+            max_tokens=options.max_gen_len, temperature=options.temperature, top_p=options.top_p
+        )
+
+    def answer(self, lines: list[Line], jsonl: bool) -> list[tuple[Line, dict[str, Any]]]:
+        """Each line and its record, in order; a bad line's holds its error."""
+        records: list[dict[str, Any]] = [{}] * len(lines)
+        good = []
+        for i, line in enumerate(lines):
+            custom_id = f"line-{line.number}"
+            try:
+                fields = parse_line(line.data, jsonl=jsonl)
+                custom_id = custom_id_of(fields, custom_id)
+                body = read_request(fields, self._defaults)
+                good.append((i, custom_id, body, self._prepare(line, body)))
+            except (TypeError, ValueError) as e:
+                records[i] = error_record(custom_id, line.number, "invalid_request", str(e))
+        outputs = self._llama.llm_engine.run([request for *_, request in good])
+        for (i, custom_id, body, _), output in zip(good, outputs, strict=True):
+            tokenizer, number = self._llama.tokenizer, lines[i].number
+            records[i] = answer_record(custom_id, number, body, output, tokenizer, self._name)
+        return list(zip(lines, records, strict=True))
+
+    def _prepare(self, line: Line, body: Any) -> Request:
+        llama, prompt = self._llama, body.prompt
+        if body.chat:
+            prompt = llama.formatter.encode_dialog_prompt(prompt)
+        request = llama.llm_engine.prepare("", prompt, body.params)
+        if request.seed is None:  # by the line's number: no actor and no restart changes an answer
+            request.set_seed(derived_seed(llama.seed, line.number - 1))
+        return request
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 where lines have an error instead; OUT holds what was finished, however this ends."""
+    check_sampling(options)
+    check_files(options.in_file, options.out_file, resume=options.resume)
+    import ray
+    from ray.util import ActorPool
+
+    ray.init(address=options.address, log_to_driver=False)
+    actor = ray.remote(num_cpus=options.cpus, num_gpus=options.gpus)(Replica)
+    # An actor that died is made again, elsewhere if need be, and its tasks run again.
+    retries = {"max_restarts": -1, "max_task_retries": -1}
+    actor = actor.options(max_concurrency=_AT_ONCE, scheduling_strategy="SPREAD", **retries)
+    actors = [actor.remote(options) for _ in range(options.replicas)]
+    pool = ActorPool(actors * _AT_ONCE)
+    size = os.path.getsize(options.in_file)
+    results = Results(options.out_file, max_lines=size)
+    failed = written = 0
+
+    def write_next() -> None:
+        nonlocal failed, written
+        for line, record in pool.get_next_unordered():
+            results.append(line, record)
+            failed += record["error"] is not None
+            written += 1
+
+    try:
+        for lines, jsonl in _chunks(options, results):
+            if not pool.has_free():
+                write_next()
+            pool.submit(lambda actor, chunk: actor.answer.remote(*chunk), (lines, jsonl))
+        while pool.has_next():
+            write_next()
+    finally:
+        results.close()
+        ray.shutdown()
+    failed += results.failed
+    ranks.say(f"{options.out_file}: results added {written}, errors in it {failed}")
+    return 1 if failed else 0
+
+
+def _chunks(options: argparse.Namespace, results: Results) -> Iterator[tuple[list[Line], bool]]:
+    """Lines without a record, CHUNK at a time as they are wanted, and whether the file is JSONL."""
+    salt = repr((options.temperature, options.top_p, options.max_gen_len, options.seed))
+    with open(options.in_file, "rb") as file:
+        lines = read_lines(file, salt)
+        first = next(lines, None)
+        if first is None:
+            return
+        jsonl = first.data.lstrip().startswith(b"{")
+        missing = (line for line in itertools.chain([first], lines) if not results.has(line))
+        while chunk := list(itertools.islice(missing, CHUNK)):
+            yield chunk, jsonl
+
+
+def main() -> int:
+    return ranks.run(
+        lambda: run(read("ray_batch.py", COMMAND, sys.argv[1:], os.environ)), error_code=2
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
