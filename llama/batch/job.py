@@ -21,7 +21,7 @@ from tqdm import tqdm
 from llama.batch.files import Line, Results, check_files, read_lines
 from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
 from llama.generation import Llama
-from llama.parallel import ModelParallel, SharedCounter
+from llama.parallel import ModelParallel, SharedCounter, stop_requested
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import OpenAIRequest
@@ -209,8 +209,8 @@ class _Job:
             )
 
     def _next_line(self) -> Line | None:
-        """The next line that no replica has taken. Theirs are skipped without parsing."""
-        ours = self.queue.take(1)
+        """The next line that no replica has taken; none, once a signal asked to stop."""
+        ours = self.queue.take(1, stops=stop_requested())
         return next((line for index, line in self.missing if index == ours), None)
 
     def _start(self, line: Line) -> None:

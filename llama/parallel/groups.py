@@ -24,7 +24,14 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
+from llama.parallel.watch import Watch, start_watch, stop_watch
+
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
+_INTRODUCTION_BYTES = 512
+_LATER_S = 5.0  # a collective gives up later than the watch, which can say whom it waited for
+
+
+_NOT_WATCHED = contextlib.nullcontext()
 
 
 class RankError(RuntimeError):
@@ -43,10 +50,18 @@ class ModelParallel:
     group: dist.ProcessGroup | None = None  # the model-parallel group, on the device's backend
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
+    watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
     def global_rank(self) -> int:
         return self.data_rank * self.size + self.rank
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """A block that the ranks run together. If it raises, or does not end, the job ends.
+
+        The exception is raised, so that `finally` blocks run; the process ends 2 seconds later.
+        """
+        return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
@@ -107,7 +122,8 @@ class ModelParallel:
             error = e
         group = self.world if world else self.control
         if group is not None:
-            _compare(group, what, must_match, error)
+            with self.watch.waiting(what, self.timeout_s) if self.watch else _NOT_WATCHED:
+                _compare(group, what, must_match, error)
         if error is not None:
             raise error
 
@@ -123,16 +139,22 @@ class SharedCounter:
         self._name = name
         self._next = 0  # of a process alone
 
-    def take(self, count: int) -> int:
-        """The first of `count` numbers in a row that nobody else gets; alike on a group's ranks."""
+    def take(self, count: int, *, stops: bool = False) -> int:
+        """The first of `count` numbers in a row that nobody else gets; alike on a group's ranks.
+
+        stops: -1 and no number, where rank 0 of the group says so; what others say is not asked.
+        """
+        if self._parallel.world is None and stops:
+            return -1
         first, self._next = self._next, self._next + count
         if self._parallel.world is None:
             return first
         if self._parallel.rank == 0:
             # The store that torchrun's ranks met at; torch has no public name for it.
             store = dist.distributed_c10d._get_default_store()
-            first = store.add(self._name, count) - count
-        return int.from_bytes(self._parallel.broadcast_bytes(first.to_bytes(8)))
+            first = -1 if stops else store.add(self._name, count) - count
+        data = self._parallel.broadcast_bytes(first.to_bytes(8, signed=True))
+        return int.from_bytes(data, signed=True)
 
 
 def _compare(
@@ -200,7 +222,7 @@ def connect(
         _join_alone()
         return ModelParallel()
     with _loopback_if_alone():
-        return _join(size, world_size, device, timedelta(seconds=timeout_s))
+        return _join(size, world_size, device, timeout_s)
 
 
 @contextlib.contextmanager
@@ -238,8 +260,9 @@ def _make_fairscale_groups(size: int) -> None:
         fs_init.initialize_model_parallel(size)
 
 
-def _join(size: int, world_size: int, device: torch.device, limit: timedelta) -> ModelParallel:
+def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
+    limit = timedelta(seconds=timeout_s + _LATER_S)
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -260,20 +283,38 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
         for i in range(data_size)
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
+    store = dist.distributed_c10d._get_default_store()  # torchrun's; torch has no public name
+    watch = start_watch(
+        dist.get_rank(),
+        range(data_rank * size, (data_rank + 1) * size),
+        lambda own: _all_gather_bytes(world, own),
+        store,
+    )
     return ModelParallel(
         rank=fs_init.get_model_parallel_rank(),
         size=size,
         data_rank=data_rank,
         data_size=data_size,
-        timeout_s=limit.total_seconds(),
+        timeout_s=timeout_s,
         group=group,
         control=controls[data_rank],
         world=world,
+        watch=watch,
     )
+
+
+def _all_gather_bytes(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
+    """What each rank has, up to 512 bytes without zeros at the end, in the order of the ranks."""
+    assert len(own) <= _INTRODUCTION_BYTES, "an introduction is short"
+    mine = torch.frombuffer(bytearray(own.ljust(_INTRODUCTION_BYTES, b"\0")), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [bytes(row.tolist()).rstrip(b"\0") for row in everyone]
 
 
 def disconnect() -> None:
     """Leave the groups, so that torch does not complain of a leak when the process ends."""
+    stop_watch()
     if dist.is_initialized():
         fs_init.destroy_model_parallel()
         dist.destroy_process_group()
