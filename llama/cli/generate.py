@@ -130,6 +130,7 @@ def batch(options: argparse.Namespace) -> int:
     check_sampling(options)
     from llama.batch.files import check_files
     from llama.batch.job import run_batch
+    from llama.parallel import stop_requested
 
     check_files(options.in_file, options.out_file, resume=options.resume)
     finish_on_signal()
@@ -152,4 +153,6 @@ def batch(options: argparse.Namespace) -> int:
     if global_rank() == 0:
         print(figures(llama), flush=True)
     say(f"{options.out_file}: results added {report.written}, errors in it {report.failed}")
+    if stop_requested():
+        say("stopped by a signal: add --resume to do the rest")
     return 1 if report.failed else 0

@@ -40,6 +40,11 @@ CASES = {
     "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not come to what the others "),
     "elsewhere": (2, "sleep", 1, "script", 2, "is not in a step, but runs other code" + STALLED),
 }  # fmt: skip
+DRAINS = {  # name: fault, seconds to finish
+    "drain": ("stop", 20.0),
+    "second": ("stop twice", 20.0),
+    "too-long": ("stop, and go on", 0.5),
+}
 PAUSE = {"world": 2, "fault": "", "rank": 0, "when": "pause", "timeout_s": 1.0}
 
 
@@ -54,11 +59,17 @@ def ended(folder, tmp_path_factory) -> dict[str, dict]:
     keys = ("world", "fault", "rank", "when", "timeout_s")
     cases = {name: dict(zip(keys, case, strict=False)) for name, case in CASES.items()}
     cases["pause"] = PAUSE
+    for name, (fault, drain_s) in DRAINS.items():
+        cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
+        cases[name]["timeout_s"] = 60
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
     subprocess.run(command, env=environment(), timeout=240, check=True)
-    return {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
+    found = {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
+    for name in DRAINS:
+        found[name]["lines"] = (out / f"{name}.out").read_text().splitlines()
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,3 +101,42 @@ def test_nothing_is_left_of_the_jobs(ended):
     assert "llama-" not in Path("/proc/net/unix").read_text()
     shm = Path("/dev/shm")
     assert not [p for p in shm.iterdir() if "llama" in p.name] if shm.is_dir() else True
+
+
+def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
+    """The four requests that ran are answered whole, nothing new starts, the exit code is 0. A
+    second signal ends it at once, and so does the limit, which is an error."""
+    done = ended["drain"]
+    assert done["statuses"] == [0, 0], done["said"]
+    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish, and no new")
+    assert done["said"].count("\n") == 1
+    assert len(done["lines"]) == 4 and all(json.loads(x)["error"] is None for x in done["lines"])
+    assert ended["second"]["statuses"] == [128 + signal.SIGTERM] * 2
+    assert ended["second"]["said"].count("\n") == 1 and not ended["second"]["lines"]
+    late = ended["too-long"]
+    assert late["statuses"] == [1, 1]
+    assert late["said"].count("error: the requests did not finish within 0.5 s") == 1
+
+
+def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
+    """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
+    own summary names it, too, and not a rank that ended because of it."""
+    launches = {}
+    for fault, rank, when in (("agent", 0, "idle"), ("SIGKILL", 1, "decode")):
+        case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60}
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            str(PROGRAMS / "failing.py"), json.dumps(case), folder, str(tmp_path / "mark"),
+        ]  # fmt: skip
+        launches[fault] = subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+    # The pipe ends when the last process that could write to it is gone.
+    said = {fault: launch.communicate(timeout=100)[1] for fault, launch in launches.items()}
+    assert launches["agent"].returncode == -signal.SIGKILL
+    assert f"torchrun (process {launches['agent'].pid}) on {HOST}" in said["agent"]
+    assert said["agent"].count("error: ") == 1 and "Traceback" not in said["agent"]
+    assert launches["SIGKILL"].returncode == 1
+    assert said["SIGKILL"].count(f"error: rank 1 on {HOST} {KILLED}") == 1
+    root = said["SIGKILL"].partition("Root Cause")[2]
+    assert "rank      : 1 (" in root and "exitcode  : -9" in root

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from llama import Llama
+from llama.batch.job import run_batch
+from llama.parallel import drain
 
 AT_ONCE = 3
 LIMIT_S = 30.0  # generous: it tells a hang from an end
@@ -37,6 +39,13 @@ def fail(fault: str, mark: Path) -> None:
         os.kill(os.getpid(), getattr(signal, fault))
     if fault == "agent":
         os.kill(os.getppid(), signal.SIGKILL)
+    if fault.startswith("stop"):  # as torchrun passes a signal on: to all ranks
+        os.killpg(0, signal.SIGTERM)
+    if fault == "stop twice":
+        time.sleep(0.7)
+        os.killpg(0, signal.SIGTERM)
+    if fault == "stop, and go on":
+        time.sleep(3.0)
 
 
 def work(case: dict[str, Any], folder: str, mark: Path) -> None:
@@ -44,6 +53,8 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     torch.set_num_threads(1)
     rank, when = int(os.environ["RANK"]), case["when"]
     is_faulty = rank == case["rank"]
+    if "drain_s" in case:
+        drain(case["drain_s"])
     llama = Llama.build(
         folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"]
     )
@@ -60,6 +71,11 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     prompts = [[256, 65 + i] for i in range(2)]
     if when == "script" and is_faulty:
         fail(case["fault"], mark)
+    if "drain_s" in case:
+        path = mark.with_suffix(".out")
+        mark.with_suffix(".in").write_text("a question\n" * 40)
+        run_batch(llama, str(mark.with_suffix(".in")), str(path), 0, max_gen_len=8)
+        return
     llama.generate(prompts, 16, 0)
     if when == "idle":
         if is_faulty:
@@ -83,6 +99,7 @@ def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
     errors = os.open(out.with_suffix(".err"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(errors, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.setpgid(0, 0)  # a group of these processes alone
     pids = []
     for rank in range(world):
         if not (pid := os.fork()):
@@ -90,6 +107,7 @@ def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
             work(case, folder, mark)
             sys.exit()  # as a script does, with its exit handlers
         pids.append(pid)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     statuses: dict[int, int] = {}
     began = ended = time.time()
     while len(statuses) < world and time.time() - began < LIMIT_S:
