@@ -1,4 +1,4 @@
-"""Real processes: torchrun and gloo on 2 and 4 ranks, and ranks that differ, stall or die."""
+"""Real processes: torchrun and gloo on 2 and 4 ranks, and ranks that differ."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch
 
 from helpers.checkpoints import write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
-from helpers.launch import REPO, by_hand, environment, torchrun, torchrun_groups
+from helpers.launch import REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from llama import Llama
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -246,26 +246,6 @@ def test_one_process_has_groups_without_a_port(variables):
     )  # fmt: skip
     assert json.loads(out.stdout) == [[0, 1, 0, 1, 1], 3.0, 3.0, [{"a": 1}], [], 0]
     assert out.stderr == ""
-
-
-@pytest.mark.parametrize("where", ["stall", "stall_inside"])
-def test_a_stalled_rank_is_not_waited_for_beyond_the_limit(where, sharded, tmp_path):
-    """Rank 1 comes late, to a call or in the middle of it: only after rank 0 has ended. So rank 0
-    must stop with an error while it is still waited for."""
-    until = str(tmp_path / "rank0.json")
-    job = {"do": where, "folder": str(sharded["kv2"]), "rank": 1, "until": until, "timeout_s": 3}
-    by_hand(2, [job], tmp_path)
-    (result,) = json.loads((tmp_path / "rank0.json").read_text())
-    assert "imed out" in result["error"] or "imeout" in result["error"], result
-
-
-def test_a_killed_rank_ends_the_others(sharded, tmp_path):
-    """kill -9 of rank 1 in the middle of an answer: rank 0 gets an error for the lost connection,
-    and not for a wait that timed out."""
-    done = by_hand(2, [{"do": "die", "folder": str(sharded["kv2"]), "rank": 1}], tmp_path)
-    assert done[1].returncode == -9
-    (result,) = json.loads((tmp_path / "rank0.json").read_text())
-    assert "error" in result and "imed out" not in result["error"], result
 
 
 def test_torchrun_example_on_two_cpu_ranks():

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from llama.batch.files import Line, Results, check_files, read_lines
 from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
 from llama.generation import Llama
-from llama.parallel import ModelParallel, SharedCounter
+from llama.parallel import ModelParallel, SharedCounter, stop_requested
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.serving.openai import OpenAIRequest
@@ -213,7 +213,9 @@ class _Job:
             )
 
     def _next_line(self) -> Line | None:
-        """The next line that no replica has taken. Theirs are skipped without parsing."""
+        """The next line that no replica has taken; none, once a signal asked to stop."""
+        if stop_requested():
+            return None
         ours = self.queue.take(1)
         return next((line for index, line in self.missing if index == ours), None)
 

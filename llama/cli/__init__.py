@@ -150,6 +150,7 @@ def run_script(
             for_demo = replace(script, defaults=defaults | dict(demo_defaults))
             options = read(program, for_demo, sys.argv[1:], os.environ)
         check(options)
+        ranks.finish_on_signal()
         function(**vars(options))
 
     sys.exit(ranks.run(work))

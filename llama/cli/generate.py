@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llama.cli.flags import UsageError
 from llama.cli.model import check_sampling, demo_dir, figures, load
-from llama.cli.ranks import global_rank, say
+from llama.cli.ranks import finish_on_signal, global_rank, say
 
 if TYPE_CHECKING:
     from llama.generation import Llama
@@ -46,6 +46,7 @@ def complete(options: argparse.Namespace) -> int:
     prompt = read_prompt(options.prompt, options.prompt_file)
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
+    finish_on_signal()
     stream_continuation(
         load(options),
         prompt,
@@ -129,8 +130,10 @@ def batch(options: argparse.Namespace) -> int:
     check_sampling(options)
     from llama.batch.files import check_files
     from llama.batch.job import run_batch
+    from llama.parallel import stop_requested
 
     check_files(options.in_file, options.out_file, resume=options.resume)
+    finish_on_signal()
     llama = load(options)
     try:
         report = run_batch(
@@ -150,4 +153,6 @@ def batch(options: argparse.Namespace) -> int:
     if global_rank() == 0:
         print(figures(llama), flush=True)
     say(f"{options.out_file}: results added {report.written}, errors in it {report.failed}")
+    if stop_requested():
+        say("stopped by a signal: add --resume to do the rest")
     return 1 if report.failed else 0

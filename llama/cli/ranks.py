@@ -8,13 +8,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from llama.cli.flags import HelpWanted, UsageError
+
+if TYPE_CHECKING:
+    from llama.parallel.watch import Watch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 USAGE = 2
 
 _WAIT_S = 5.0  # torchrun ends the other ranks within a second of rank 0's end
+_WATCHED_WAIT_S = 2.0  # the same where ranks see each other: rank 0 has the same error by now
 
 
 def global_rank() -> int:
@@ -52,8 +57,9 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
         return _fail(e, USAGE)
     except (OSError, ValueError) as e:
         return _fail(e, error_code)
-    except RuntimeError as e:
+    except Exception as e:
         if not _is_rank_error(e):
+            _end_job(e)
             raise
         return _fail(e, error_code)
     finally:
@@ -62,7 +68,13 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
 
 def _fail(error: Exception, code: int) -> int:
     """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
+    watch = _watch()
     _let_rank_0_end()
+    if watch is not None:
+        if global_rank() and not watch.has_left(0):
+            watch.fail(error, has_trace=False)  # rank 0 knows nothing of it
+        if global_rank() or watch.is_ending:
+            return code
     rank = global_rank()
     origin = f"rank {rank}: " if rank else ""
     print(f"{origin}error: {error}", file=sys.stderr, flush=True)
@@ -74,11 +86,41 @@ def _let_rank_0_end() -> None:
 
     A rank that outlives the wait has a failure of its own.
     """
-    if global_rank():
+    if not global_rank():
+        return
+    watch = _watch()
+    if watch is None:
         time.sleep(_WAIT_S)
+        return
+    end = time.monotonic() + _WATCHED_WAIT_S
+    while time.monotonic() < end and not (watch.has_left(0) or watch.is_ending):
+        time.sleep(0.05)
 
 
-def _is_rank_error(error: RuntimeError) -> bool:
+def finish_on_signal(drain_s: float | None = None) -> None:
+    """Before a model is loaded: SIGTERM or Ctrl-C lets the ranks finish what they run, and no more.
+
+    drain_s: seconds that they get. Default: LLAMA_DRAIN_S, else 20.
+    """
+    from llama.parallel import drain
+    from llama.parallel.signals import DRAIN_S
+
+    drain(float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s)
+
+
+def _watch() -> "Watch | None":
+    parallel = sys.modules.get("llama.parallel")
+    return parallel.current_watch() if parallel is not None else None
+
+
+def _end_job(error: Exception) -> None:
+    """A bug of ours, or no memory: the other ranks end too, and one message is printed."""
+    watch = _watch()
+    if watch is not None:
+        watch.fail(error)
+
+
+def _is_rank_error(error: Exception) -> bool:
     parallel = sys.modules.get("llama.parallel")
     return parallel is not None and isinstance(error, parallel.RankError)
 

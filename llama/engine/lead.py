@@ -219,7 +219,8 @@ class FollowingCore(EngineCore):
             self.add(seq)
         for serial in message.gone:
             self.finish(self._sequences.pop(serial), "abort")
-        self.step()
+        with self._parallel.step():
+            self.step()
         for serial, seq in list(self._sequences.items()):
             if seq.finished:
                 del self._sequences[serial]

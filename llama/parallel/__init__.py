@@ -8,12 +8,17 @@ from llama.parallel.groups import (
     disconnect,
     started_processes,
 )
+from llama.parallel.signals import drain, stop_requested
+from llama.parallel.watch import current_watch
 
 __all__ = [
     "ModelParallel",
     "RankError",
     "SharedCounter",
     "connect",
+    "current_watch",
     "disconnect",
+    "drain",
     "started_processes",
+    "stop_requested",
 ]

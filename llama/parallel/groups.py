@@ -28,9 +28,12 @@ from torch import Tensor
 from llama.parallel.errors import RankError
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
 from llama.parallel.shared_memory import SharedMemory
+from llama.parallel.watch import Watch, start_watch, stop_watch
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
-_MEETING_BYTES = 512  # what ranks tell each other to find out whether they can share memory
+_MEETING_BYTES = 512  # what a rank says of itself when ranks meet
+_LATER_S = 5.0  # a collective gives up later than the watch, which can say whom it waited for
+_NOT_WATCHED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,18 @@ class ModelParallel:
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
+    watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
     def global_rank(self) -> int:
         return self.data_rank * self.size + self.rank
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """A block that the ranks run together. If it raises, or does not end, the job ends.
+
+        The exception is raised, so that `finally` blocks run; the process ends 2 seconds later.
+        """
+        return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
@@ -127,7 +138,8 @@ class ModelParallel:
             error = e
         group = self.world if world else self.control
         if group is not None:
-            _compare(group, self._exchange(group), what, must_match, error)
+            with self.watch.waiting(what, self.timeout_s) if self.watch else _NOT_WATCHED:
+                _compare(group, self._exchange(group), what, must_match, error)
         if error is not None:
             raise error
 
@@ -236,7 +248,7 @@ def connect(
     check_interfaces()
     warn_if_groups_span(size, world_size)
     with _loopback_if_alone():
-        return _join(size, world_size, device, timedelta(seconds=timeout_s))
+        return _join(size, world_size, device, timeout_s)
 
 
 @contextlib.contextmanager
@@ -274,8 +286,9 @@ def _make_fairscale_groups(size: int) -> None:
         fs_init.initialize_model_parallel(size)
 
 
-def _join(size: int, world_size: int, device: torch.device, limit: timedelta) -> ModelParallel:
+def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
+    limit = timedelta(seconds=timeout_s + _LATER_S)
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -300,28 +313,37 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
     control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
+    store = dist.distributed_c10d._get_default_store()  # torchrun's; torch has no public name
+    watch = start_watch(
+        dist.get_rank(),
+        range(data_rank * size, (data_rank + 1) * size),
+        lambda own: _meet(world, own),
+        store,
+    )
     return ModelParallel(
         rank=rank,
         size=size,
         data_rank=data_rank,
         data_size=data_size,
-        timeout_s=limit.total_seconds(),
+        timeout_s=timeout_s,
         group=group,
         control=control,
         world=world,
         shared=_share_memory(control, rank, limit.total_seconds()) if size > 1 else None,
+        watch=watch,
     )
 
 
 def _share_memory(control: dist.ProcessGroup, rank: int, timeout_s: float) -> SharedMemory | None:
     """The group's shared memory, or None on all of its ranks: they are on several machines, say."""
-
-    def exchange(data: bytes) -> list[bytes]:
-        rows = _exchange(control, data.ljust(_MEETING_BYTES, b"\0"))
-        return [row.rstrip(b"\0") for row in rows]
-
     names = dist.get_process_group_ranks(control)
-    return SharedMemory.join(rank, names, exchange, timeout_s)
+    return SharedMemory.join(rank, names, lambda own: _meet(control, own), timeout_s)
+
+
+def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
+    """What each rank says of itself, without zeros at the end, in the order of the ranks."""
+    assert len(own) <= _MEETING_BYTES, "an introduction is short"
+    return [row.rstrip(b"\0") for row in _exchange(group, own.ljust(_MEETING_BYTES, b"\0"))]
 
 
 def _meeting_point(limit: timedelta) -> tuple[dist.Store, int]:
@@ -341,6 +363,7 @@ def _meeting_point(limit: timedelta) -> tuple[dist.Store, int]:
 
 def disconnect() -> None:
     """Leave the groups, so that torch does not complain of a leak when the process ends."""
+    stop_watch()
     if dist.is_initialized():
         fs_init.destroy_model_parallel()
         dist.destroy_process_group()

@@ -397,7 +397,8 @@ class LLMEngine:
         try:
             with self._lock:
                 self._admit()
-            moved = self.core.step()
+            with self.parallel.step():
+                moved = self.core.step()
             with self._lock:
                 for seq in moved:
                     self._read(seq)

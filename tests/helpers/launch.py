@@ -1,11 +1,10 @@
-"""Processes for tests: the environment they get, and ranks with and without torchrun.
+"""Processes for tests: the environment they get, and ranks under torchrun.
 
 A job is {"do": name, ...}, a function of programs/ranks.py; each rank writes its results as JSON.
 """
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,26 +63,3 @@ def _num_builds(jobs: list[dict]) -> int:
             loaded.add(job["folder"])
             builds += 1
     return builds
-
-
-def by_hand(world: int, jobs: list[dict], folder: Path) -> list[subprocess.CompletedProcess]:
-    """The same without torchrun, whose agent would end the ranks that are left by itself."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    variables["LOCAL_WORLD_SIZE"] = str(world)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, WORKER, str(folder / "jobs.json"), str(folder)],
-            env=environment(RANK=str(r), LOCAL_RANK=str(r), **variables),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for r in range(world)
-    ]  # fmt: skip
-    out = [rank.communicate(timeout=120)[0] for rank in ranks]
-    return [
-        subprocess.CompletedProcess([], rank.returncode, text)
-        for rank, text in zip(ranks, out, strict=True)
-    ]

@@ -77,33 +77,6 @@ def fewer_files(folder: str) -> None:
     Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
 
 
-def wait_for(path: str) -> None:
-    while not Path(path).exists():
-        time.sleep(0.1)
-
-
-def stall(folder: str, rank: int, until: str, timeout_s: float) -> None:
-    """One rank comes only when a file is there."""
-    llama = build(folder, timeout_s=timeout_s)
-    if rank == RANK:
-        wait_for(until)
-    llama.generate([[256, 65]], 4)
-
-
-def stall_inside(folder: str, rank: int, until: str, timeout_s: float) -> None:
-    """One rank falls behind in the middle of an answer, where the others wait for its sums."""
-    llama = build(folder, timeout_s=timeout_s)
-    run = llama.engine.runner.run
-
-    def run_late(scheduled):
-        if rank == RANK and llama.engine.stats.steps == 2:
-            wait_for(until)
-        return run(scheduled)
-
-    llama.engine.runner.run = run_late  # type: ignore[method-assign]
-    llama.generate([[256, 65]], 16, 0)
-
-
 def listening(folder: str) -> list[str]:
     """Addresses, in the kernel's hex, that this process listens on beyond loopback."""
     build(folder)
@@ -125,20 +98,6 @@ def listening(folder: str) -> list[str]:
     )
     assert found, "gloo listens somewhere"
     return [address for address in found if not address.startswith(loopback)]
-
-
-def die(folder: str, rank: int) -> None:
-    """One rank is killed in the middle of an answer."""
-    llama = build(folder)
-    run = llama.engine.runner.run
-
-    def run_and_die(scheduled):
-        if rank == RANK and llama.engine.stats.steps == 3:
-            os.kill(os.getpid(), 9)
-        return run(scheduled)
-
-    llama.engine.runner.run = run_and_die  # type: ignore[method-assign]
-    llama.generate([[256, 65]], 64, 0)
 
 
 def different_requests(folder: str) -> None:

@@ -1,0 +1,86 @@
+"""Other processes of this machine: are they there, are they stopped, and how did they end?
+
+In: a process id. Out: a pidfd (pidfd_open(2)) that becomes readable when the process ends, and
+words for its end. Linux only: elsewhere `open_process` gives None, and nothing is watched. This
+file knows nothing of ranks.
+"""
+
+import os
+import signal
+import struct
+from pathlib import Path
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, from Linux 6.15 on
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE_AT = 60  # bytes into struct pidfd_info
+
+
+def open_process(pid: int) -> int | None:
+    """A pidfd of the process; None where there is none (any more), or no such call."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def machine_id() -> str:
+    """The same for two processes that see each other's ids and local sockets, else another one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
+    except OSError:
+        return f"no /proc, process {os.getpid()}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger holds it."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def wait_status(pid: int, pidfd: int) -> int | None:
+    """The status of an ended process, as wait(2) gives it to the parent; None where it is unknown.
+
+    Until the parent has asked, the process is a zombie and /proc shows it (proc(5), `exit_code`);
+    afterwards its pidfd knows it.
+    """
+    fields = _stat(pid)
+    if fields[:1] == ["Z"]:
+        return int(fields[-1])
+    info = bytearray(64)
+    struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        import fcntl
+
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except (ImportError, OSError):
+        return None
+    (mask,) = struct.unpack_from("Q", info)
+    (status,) = struct.unpack_from("i", info, _EXIT_CODE_AT)
+    return status if mask & _PIDFD_INFO_EXIT else None
+
+
+def was_terminated(status: int | None) -> bool:
+    """Whether SIGTERM ended it, or a handler of SIGTERM that keeps to the shells' exit codes."""
+    return status is not None and (
+        status & 0x7F == signal.SIGTERM or status >> 8 == 128 + signal.SIGTERM
+    )
+
+
+def describe_end(status: int | None) -> str:
+    """What follows the name of the process: "was killed by SIGKILL ..."."""
+    if status is None:
+        return "ended without a word (killed, or out of memory: `dmesg` knows)"
+    number = status & 0x7F
+    if number == signal.SIGKILL:
+        return "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
+    if number:
+        return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit code {status >> 8} while the others were still working"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,142 @@
+"""One rank fails, stalls or leaves, in real processes: the job ends, and one message says why.
+
+Ranks are forked from a program that has imported torch once; where torchrun has a part in it, it is
+torchrun. No time is asserted but 30 seconds, which tell a hang from an end.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.launch import PROGRAMS, environment
+
+pytestmark = pytest.mark.dist
+
+HOST = socket.gethostname()
+KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
+STALLED = ": the others waited 2 s in "
+LIMIT = " (the limit is timeout_s)"
+
+# name: world, fault, rank, when, seconds that a step may take, what is said after "rank R on HOST"
+CASES = {
+    "kill-prefill": (2, "SIGKILL", 1, "prefill", 60, KILLED),
+    "kill-decode": (2, "SIGKILL", 0, "decode", 60, KILLED),
+    "kill-idle": (2, "SIGKILL", 1, "idle", 60, KILLED),
+    "kill-idle-0": (2, "SIGKILL", 0, "idle", 60, KILLED),
+    "kill-decode-4": (4, "SIGKILL", 2, "decode", 60, KILLED),
+    "exception-prefill": (2, "exception", 0, "prefill", 60, "failed in a step: IndexError: made "),
+    "exception-4": (4, "exception", 3, "decode", 60, "failed in a step: IndexError: made to fail"),
+    "memory": (2, "memory", 1, "decode", 60, "failed in a step: MemoryError: made to fail"),
+    "exit": (2, "exit", 1, "decode", 60, "failed in a step: sys.exit(0)"),
+    "script": (2, "exception", 1, "script", 60, "failed: IndexError: made to fail"),
+    "left": (2, "exit", 1, "script", 60, "ended while the others were still working"),
+    "stop": (2, "SIGSTOP", 1, "decode", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
+    "stop-4": (4, "SIGSTOP", 0, "prefill", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
+    "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not come to what the others "),
+    "elsewhere": (2, "sleep", 1, "script", 2, "is not in a step, but runs other code" + STALLED),
+}  # fmt: skip
+DRAINS = {  # name: fault, seconds to finish
+    "drain": ("stop", 20.0),
+    "second": ("stop twice", 20.0),
+    "too-long": ("stop, and go on", 0.5),
+}
+PAUSE = {"world": 2, "fault": "", "rank": 0, "when": "pause", "timeout_s": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint) -> str:
+    return str(make_checkpoint(n_kv_heads=4)[0])
+
+
+@pytest.fixture(scope="module")
+def ended(folder, tmp_path_factory) -> dict[str, dict]:
+    """What came of every case: one process imports torch for all of them."""
+    keys = ("world", "fault", "rank", "when", "timeout_s")
+    cases = {name: dict(zip(keys, case, strict=False)) for name, case in CASES.items()}
+    cases["pause"] = PAUSE
+    for name, (fault, drain_s) in DRAINS.items():
+        cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
+        cases[name]["timeout_s"] = 60
+    out = tmp_path_factory.mktemp("cases")
+    (out / "cases").write_text(json.dumps(cases))
+    command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
+    subprocess.run(command, env=environment(), timeout=240, check=True)
+    found = {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
+    for name in DRAINS:
+        found[name]["lines"] = (out / f"{name}.out").read_text().splitlines()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
+    """No rank is left, none ends with success, and one message names the rank and the cause; there
+    is one traceback for an exception, else none; no rank ends with SIGABRT."""
+    world, fault, rank, _, _, cause = CASES[name]
+    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    assert None not in statuses, f"still there after 30 s: {statuses}\n{said}"
+    left_early = name == "left"
+    assert all(s for r, s in enumerate(statuses) if not (left_early and r == rank)), statuses
+    assert -signal.SIGABRT not in statuses
+    assert said.count("error: ") == 1, said
+    assert f"rank {rank} on {HOST} {cause}" in said
+    assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
+    if fault in ("SIGSTOP", "sleep"):
+        assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
+        assert LIMIT in said
+
+
+def test_idle_is_not_a_stall(ended):
+    """Ranks that are idle for longer than a step may take go on afterwards."""
+    assert ended["pause"]["statuses"] == [0, 0], ended["pause"]["said"]
+    assert ended["pause"]["said"] == ""
+
+
+def test_nothing_is_left_of_the_jobs(ended):
+    """Neither sockets (all are without files) nor segments of shared memory."""
+    assert "llama-" not in Path("/proc/net/unix").read_text()
+    shm = Path("/dev/shm")
+    assert not [p for p in shm.iterdir() if "llama" in p.name] if shm.is_dir() else True
+
+
+def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
+    """The four requests that ran are answered whole, nothing new starts, the exit code is 0. A
+    second signal ends it at once, and so does the limit, which is an error."""
+    done = ended["drain"]
+    assert done["statuses"] == [0, 0], done["said"]
+    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish, and no new")
+    assert done["said"].count("\n") == 1
+    assert len(done["lines"]) == 4 and all(json.loads(x)["error"] is None for x in done["lines"])
+    assert ended["second"]["statuses"] == [128 + signal.SIGTERM] * 2
+    assert ended["second"]["said"].count("\n") == 1 and not ended["second"]["lines"]
+    late = ended["too-long"]
+    assert late["statuses"] == [1, 1]
+    assert late["said"].count("error: the requests did not finish within 0.5 s") == 1
+
+
+def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
+    """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
+    own summary names it, too, and not a rank that ended because of it."""
+    launches = {}
+    for fault, rank, when in (("agent", 0, "idle"), ("SIGKILL", 1, "decode")):
+        case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60}
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            str(PROGRAMS / "failing.py"), json.dumps(case), folder, str(tmp_path / "mark"),
+        ]  # fmt: skip
+        launches[fault] = subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+    # The pipe ends when the last process that could write to it is gone.
+    said = {fault: launch.communicate(timeout=100)[1] for fault, launch in launches.items()}
+    assert launches["agent"].returncode == -signal.SIGKILL
+    assert f"torchrun (process {launches['agent'].pid}) on {HOST}" in said["agent"]
+    assert said["agent"].count("error: ") == 1 and "Traceback" not in said["agent"]
+    assert launches["SIGKILL"].returncode == 1
+    assert said["SIGKILL"].count(f"error: rank 1 on {HOST} {KILLED}") == 1
+    root = said["SIGKILL"].partition("Root Cause")[2]
+    assert "rank      : 1 (" in root and "exitcode  : -9" in root

@@ -1,0 +1,147 @@
+"""What parallel/test_failures.py runs: ranks that fail, stall or leave, by torchrun or forked here.
+
+A case is {"world", "fault", "rank", "when", "timeout_s"}. Under torchrun one case is given as JSON.
+Without it, the argument is a file of cases: torch is imported once, and each case gets forked
+ranks, three cases at a time. Each leaves NAME.json: exit statuses (null: still there after 30
+seconds, and killed), what the ranks wrote to stderr, and the seconds from the fault to the end.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama import Llama
+from llama.batch.job import run_batch
+from llama.parallel import drain
+
+AT_ONCE = 3
+LIMIT_S = 30.0  # generous: it tells a hang from an end
+
+
+def fail(fault: str, mark: Path) -> None:
+    mark.write_text(str(time.time()))
+    if fault == "exception":
+        raise IndexError("made to fail")
+    if fault == "memory":
+        raise MemoryError("made to fail")
+    if fault == "exit":
+        sys.exit(0)
+    if fault == "sleep":
+        time.sleep(2 * LIMIT_S)
+    if fault in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+        os.kill(os.getpid(), getattr(signal, fault))
+    if fault == "agent":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if fault.startswith("stop"):  # as torchrun passes a signal on: to all ranks
+        os.killpg(0, signal.SIGTERM)
+    if fault == "stop twice":
+        time.sleep(0.7)
+        os.killpg(0, signal.SIGTERM)
+    if fault == "stop, and go on":
+        time.sleep(3.0)
+
+
+def work(case: dict[str, Any], folder: str, mark: Path) -> None:
+    """Build, answer, be idle, answer: and fail where the case says."""
+    torch.set_num_threads(1)
+    rank, when = int(os.environ["RANK"]), case["when"]
+    is_faulty = rank == case["rank"]
+    if "drain_s" in case:
+        drain(case["drain_s"])
+    llama = Llama.build(
+        folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"]
+    )
+    runner, steps = llama.engine.runner, llama.engine.stats
+    run = runner.run
+    at = {"prefill": 0, "decode": 3}.get(when)
+
+    def run_and_fail(scheduled):
+        if is_faulty and steps.steps == at:
+            fail(case["fault"], mark)
+        return run(scheduled)
+
+    runner.run = run_and_fail  # type: ignore[method-assign]
+    prompts = [[256, 65 + i] for i in range(2)]
+    if when == "script" and is_faulty:
+        fail(case["fault"], mark)
+    if "drain_s" in case:
+        path = mark.with_suffix(".out")
+        mark.with_suffix(".in").write_text("a question\n" * 40)
+        run_batch(llama, str(mark.with_suffix(".in")), str(path), 0, max_gen_len=8)
+        return
+    llama.generate(prompts, 16, 0)
+    if when == "idle":
+        if is_faulty:
+            fail(case["fault"], mark)
+        if rank:
+            llama.model.parallel.broadcast_bytes(b"")  # waits in C++ for rank 0
+        time.sleep(2 * LIMIT_S)
+    if when == "pause":  # of all ranks, longer than any step may take
+        mark.write_text(str(time.time()))
+        time.sleep(case["timeout_s"] + 1.5)
+        llama.generate(prompts, 16, 0)
+
+
+def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
+    """Fork the ranks of a case, wait for them, and write what came of it."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    world, mark = case["world"], out.with_suffix(".mark")
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    errors = os.open(out.with_suffix(".err"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(errors, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.setpgid(0, 0)  # a group of these processes alone
+    pids = []
+    for rank in range(world):
+        if not (pid := os.fork()):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            work(case, folder, mark)
+            sys.exit()  # as a script does, with its exit handlers
+        pids.append(pid)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    statuses: dict[int, int] = {}
+    began = ended = time.time()
+    while len(statuses) < world and time.time() - began < LIMIT_S:
+        for rank, pid in enumerate(pids):
+            if rank not in statuses and (waited := os.waitpid(pid, os.WNOHANG))[0]:
+                statuses[rank] = os.waitstatus_to_exitcode(waited[1])
+                ended = time.time()
+        time.sleep(0.02)
+    for rank in set(range(world)) - statuses.keys():
+        os.kill(pids[rank], signal.SIGKILL)
+    done = {
+        "statuses": [statuses.get(rank) for rank in range(world)],
+        "seconds": ended - float(mark.read_text()),
+        "said": out.with_suffix(".err").read_text(),
+    }
+    out.write_text(json.dumps(done))
+    os._exit(0)
+
+
+def main(cases_file: str, folder: str) -> None:
+    running: set[int] = set()
+    cases = json.loads(Path(cases_file).read_text())
+    for name, case in cases.items():
+        if len(running) == AT_ONCE:
+            running.remove(os.wait()[0])
+        if not (pid := os.fork()):
+            run_case(case, folder, Path(cases_file).with_name(f"{name}.json"))
+        running.add(pid)
+    for pid in running:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # under torchrun
+        work(json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    else:
+        main(*sys.argv[1:])
