@@ -3,8 +3,7 @@
 At the end of a parallel region the threads wait for one another and for the next region. libgomp,
 GNU's runtime, which torch brings along on Linux, spins there 300,000 times (14 ms on a Xeon at 3
 GHz); libomp, LLVM's and Intel's, 200 ms. Where the system has put one thread aside, the others
-so take the core that it waits for. Measured: beside two busy processes a step of the 1B shape took
-1,350 ms, and with brief spins 170 to 240.
+so take the core that it waits for. scripts/bench/README.md has what was measured.
 
 In: what the user has set in the environment. Out: nothing; results do not change.
 """
