@@ -49,6 +49,7 @@ def main(
     seed: int = 1,
     device: str | None = None,
     dtype: str | None = None,
+    timeout_s: float = 600.0,
 ) -> None:
     """Answer a few dialogs; temperature 0 is greedy, max_gen_len None is what fits."""
     llama = Llama.build(
@@ -60,6 +61,7 @@ def main(
         seed,
         device=device,
         dtype=dtype,
+        timeout_s=timeout_s,
     )
     dialogs = DIALOGS if ckpt_dir else DEMO_DIALOGS
     results = llama.chat_completion(dialogs, temperature, top_p, max_gen_len)

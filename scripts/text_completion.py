@@ -41,6 +41,7 @@ def main(
     seed: int = 1,
     device: str | None = None,
     dtype: str | None = None,
+    timeout_s: float = 600.0,
     prompt: str | None = None,
     prompt_file: str | None = None,
 ) -> None:
@@ -56,6 +57,7 @@ def main(
         seed,
         device=device,
         dtype=dtype,
+        timeout_s=timeout_s,
     )
     if has_prompt:
         heading = f"{given.decode()}\n> "

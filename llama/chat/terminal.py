@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
+from llama.parallel import current_watch
+
 QUOTES = '"""'
 PROMPT, MORE = "> ", ". "
 _CTRL_C = b"\x03"
@@ -76,6 +78,9 @@ class Terminal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
+        watch = current_watch()
+        if watch is not None:  # where another rank fails, it ends this process from a thread
+            watch.before_end.append(lambda: _restore(before))
         handlers = {signal.SIGTERM: restore_and_die, signal.SIGINT: self._interrupt}
         replaced = {number: signal.signal(number, new) for number, new in handlers.items()}
         try:
@@ -86,6 +91,8 @@ class Terminal:
             yield
         finally:
             _restore(before)
+            if watch is not None:
+                watch.before_end.clear()
             for number, old in replaced.items():
                 signal.signal(number, old)
 

@@ -20,6 +20,7 @@ _T = TypeVar("_T")
 
 _BEAT_S = 0.5
 SILENCE_S = 3.5  # then a machine is given up; the job ends within 5 seconds of its death
+_SLOW_S = 1.5  # without an answer: the store is not asked anything more
 _LEFT = b"left"
 
 
@@ -112,6 +113,8 @@ class Heartbeat:
 
     def claim(self, cause: str) -> bool:
         """Tell the other machines. False if one of them was first, and has said its own cause."""
+        if time.monotonic() - self._answered > _SLOW_S:
+            return True  # nobody can be told
         first = self._in_time(lambda: self._store.add(self._key("claims"), 1) == 1)
         if first is not False:
             self._in_time(lambda: self._store.set(self._key("cause"), json.dumps(cause)))
