@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
@@ -28,6 +28,9 @@ from llama.sampling_params import SamplingParams
 from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer, validate_dialog
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
+
+
+_T = TypeVar("_T")
 
 
 class CompletionPrediction(TypedDict, total=False):
@@ -178,6 +181,14 @@ class Llama:
             parallel=model.parallel,
         )
 
+    def lead(self, work: Callable[[], _T]) -> _T | None:
+        """Rank 0 does the work and the others follow: for threads, asyncio, a keyboard, a socket.
+
+        Every rank calls it, with a function that only rank 0 runs: `llama.lead(serve)`. There, any
+        thread may call any method of this Llama at any time. See `LLMEngine.lead`.
+        """
+        return self.llm_engine.lead(work)
+
     def close(self) -> None:
         """Abort what is not finished, and give this rank its stdout back. Later calls are errors.
 
@@ -309,7 +320,7 @@ class Llama:
         early_stopping: bool | str = False,
     ) -> list[list[BeamPrediction]]:
         """The likeliest continuations of each text, best first; see `BeamParams`."""
-        with self.model.parallel.agree("the prompts or parameters") as must_match:
+        with self.llm_engine.agree("the prompts or parameters") as must_match:
             params = BeamParams(beam_width, length_penalty, early_stopping)
             ids = self._encode_texts(prompts)
             requests = list(self._requests(lambda: ids, _Settings(max_gen_len, 0.0, 1.0)))

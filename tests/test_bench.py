@@ -6,8 +6,10 @@ must say the same tokens as ours; those that are not are skipped by the benchmar
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,60 @@ def test_latency_beside_a_peer(tmp_path):
     assert "not installed" in why and why in done.stdout.split("\n{")[0]
 
 
+def test_latency_beside_busy_processes(bench):
+    """Each case is measured quiet and then beside them, and compared."""
+    line = (
+        "latency --model demo --batches 1,2 --context 8 --steps 2 --warmup 1 --busy 1 --threads 1"
+    )
+    rows = bench(line)["rows"]
+    assert [(row["batch"], row["busy"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for quiet, beside in zip(rows[::2], rows[1::2], strict=True):
+        assert beside["to_quiet"] == beside["step_ms"] / quiet["step_ms"]
+        assert "to_quiet" not in quiet and beside["ids"] == quiet["ids"]
+        assert "busy_s" not in quiet and beside["busy_s"] > 0
+
+
+def test_busy_processes_compute_and_end():
+    """Each takes CPU time, on all the cores that are named, and none is left; nor is one whose
+    parent was killed."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with worker.busy_processes(2, cores) as started:
+            assert [os.sched_getaffinity(process.pid) for process in started] == [cores] * 2
+            while not all(cpu_ticks(process.pid) > 3 for process in started):
+                time.sleep(0.01)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert all(process.returncode is not None for process in started)
+    parent = subprocess.Popen(
+        [sys.executable, "-c",
+         "import os, signal; from bench.worker import busy_processes\n"
+         "with busy_processes(1, set()) as started:\n"
+         "    print(started[0].pid, flush=True)\n"
+         "    os.kill(os.getpid(), signal.SIGKILL)\n"],
+        env=environment(PYTHONPATH=str(REPO / "scripts")), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    left = int(parent.communicate()[0])
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{left}").exists() and not is_zombie(left):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def process_status(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc_pid_stat(5))."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def cpu_ticks(pid: int) -> int:
+    return int(process_status(pid)[11])
+
+
+def is_zombie(pid: int) -> bool:
+    return process_status(pid)[0] == "Z"
+
+
 @pytest.mark.parametrize("name", ["transformers", "llama_cpp", "vllm"])
 def test_peers_say_the_same_tokens(name, tmp_path, monkeypatch):
     """Float32 and the same weights, for each engine that is installed here, in this process."""
@@ -123,6 +179,7 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
         ("latency --batches 1,two", "--batches: '1,two' is not whole numbers"),
         ("latency --model 7b", "model='7b'"),
         ("latency --batches 0", "batches=0"),
+        ("latency --busy -1", "busy=-1"),
         ("latency --batches 1,2 --context 8,8,8", "context=(8, 8, 8)"),
         ("latency --context 9000", "8192"),
         ("latency --stepz 4", "there is no flag --stepz: did you mean --steps?"),
@@ -207,6 +264,15 @@ def test_table_is_aligned():
     assert report.table(columns, rows).splitlines() == [
         "engine      ms", "ours    1234.6", "x            -",
     ]  # fmt: skip
+
+
+def test_ranks_times_a_step_of_one_process_too(bench):
+    """What many ranks are compared with; alone, nothing is spent in collectives."""
+    document = bench("ranks --model demo --batches 1,3 --tokens 5 --steps 2 --threads 1")
+    assert [(row["path"], row["ranks"], row["batch"]) for row in document["rows"]] == [
+        ("alone", 1, 1), ("alone", 1, 3),
+    ]  # fmt: skip
+    assert all(0 < row["collectives_ms"] < row["step_ms"] for row in document["rows"])
 
 
 def test_linear_compares_every_kernel(bench, monkeypatch):

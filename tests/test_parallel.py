@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import write_byte_tokenizer, write_meta
+from helpers.kernels import HAS_KERNELS
 from helpers.launch import REPO, by_hand, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from llama import Llama
@@ -90,6 +91,8 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "place", "folder": kv4},
             {"do": "samples", "folder": kv4, "prompts": PROMPTS[:2] * 2},
             {"do": "speak", "folder": kv4},
+            {"do": "led", "folder": kv4, "prompts": PROMPTS},
+            {"do": "shares_memory", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -178,10 +181,35 @@ def test_samples_without_a_seed_are_those_of_one_process(sharded, two_ranks):
     assert [rank[1]["result"] for rank in two_ranks["samples"]] == [wanted, wanted]
 
 
+def test_rank_0_leads_and_the_others_follow(sharded, two_ranks):
+    """Threads, asyncio, a bad request, a stream that is left and beam search on rank 0 alone: the
+    answers of one process. Afterwards every rank calls again, with the number that rank 0 is at."""
+    llama = Llama.build(str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu")
+    for _ in range(2):  # the calls without a seed of the job "samples"
+        llama.generate(PROMPTS[:1], 8, 1.0, 1.0)
+    llama.text_completion(["never finished"], 0.0, max_gen_len=1)
+    wanted = [llama.generate([p], 8, 1.0, 1.0, seed=4)[0][0] for p in PROMPTS]
+    unseeded = llama.generate(PROMPTS[:1], 8, 1.0, 1.0)[0]
+    beams = [b["generation"] for b in llama.beam_search(["Once"], 3, 8)[0]]
+    after = llama.generate(PROMPTS[:1], 8, 1.0, 1.0)[0]
+    (found, then), following = (rank[3]["result"] for rank in two_ranks["samples"])
+    answers, bad, last, first, searched = found
+    assert (answers, last, first, searched) == (wanted, wanted[0], unseeded, beams)
+    assert "prompt 0 holds 999" in bad
+    assert then == after and following == [None, after]
+
+
 def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
     """build mutes stdout on the other ranks, unless it is told not to; each `close` undoes one."""
     heard = ["two", "one", "none"]
     assert [rank[2]["result"] for rank in two_ranks["samples"]] == [heard, ["none"]]
+
+
+def test_ranks_of_one_machine_talk_through_shared_memory(two_ranks):
+    """A step of this model of two layers: the embedding, two sums per layer, logits and ids."""
+    if HAS_KERNELS:
+        turns = [rank[4]["result"] for rank in two_ranks["samples"]]
+        assert turns == [7, 7]
 
 
 GROUPS_OF_ONE = """

@@ -8,6 +8,7 @@ neither the bytes of the files nor what a line asks for: that is in files.py and
 
 import math
 import os
+import struct
 import time
 import zlib
 from collections import Counter
@@ -68,19 +69,22 @@ def run_batch(
     OSError if another program changes the output.
     """
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
-    shows = progress and llama.llm_engine.parallel.global_rank == 0
+    parallel = llama.llm_engine.parallel
+    shows = progress and parallel.global_rank == 0
     with _open_files(llama, in_path, out_path, resume) as (file, results):
         num_done = results.num_done
-        job = _Job(llama, file, results, defaults, model, shows)
-        try:
-            job.run()
-        finally:
-            job.close()
-        sums = job.tally.sums
-        with llama.llm_engine.parallel.agree("the results", world=True):
-            if llama.llm_engine.parallel.global_rank == 0:
-                results.check_written(num_done + sums["written"])
-    return BatchReport(sums["written"], sums["failed"] + results.failed)
+
+        def work() -> tuple[int, int]:
+            with closing(_Job(llama, file, results, defaults, model, shows)) as job:
+                job.run()
+            return job.tally.sums["written"], job.tally.sums["failed"]
+
+        counts = struct.pack("qq", *(llama.lead(work) or (0, 0)))
+        written, failed = struct.unpack("qq", parallel.broadcast_bytes(counts))
+        with parallel.agree("the results", world=True):
+            if parallel.global_rank == 0:
+                results.check_written(num_done + written)
+    return BatchReport(written, failed + results.failed)
 
 
 @contextmanager
@@ -136,7 +140,7 @@ class _Running:
 
 
 class _Job:
-    """The part of one replica. All ranks of its group do the same; the first of them writes."""
+    """The part of one replica: the first rank of its group reads, leads and writes."""
 
     def __init__(
         self,
@@ -191,7 +195,7 @@ class _Job:
             self.bar.close()
 
     def _missing(self) -> Iterator[Line]:
-        """The lines without a record, in order: the same list on every rank."""
+        """The lines without a record, in order: the same on every replica."""
         number = 0
         flags = self.defaults
         salt = repr((flags.temperature, flags.top_p, flags.max_tokens, self.llama.seed))
@@ -242,8 +246,7 @@ class _Job:
         del self.running[output.request_id]
 
     def _write(self, line: Line, record: dict[str, object]) -> None:
-        if self.parallel.rank == 0:
-            self.results.append(line, record)
+        self.results.append(line, record)
         self.tally.add(written=1, failed=record["error"] is not None)
 
     def _tick(self) -> None:

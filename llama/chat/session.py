@@ -1,33 +1,25 @@
 """A chat with a `Llama` in a terminal, on one rank or many.
 
-Rank 0 owns the keyboard and the screen: it decides each turn, and before each step whether to go
-on. The other ranks follow: they learn the prompt and run the same steps, and sleep in between.
+Rank 0 owns the keyboard and the screen, and leads: it decides each turn, and before each step
+whether to go on. The other ranks run its steps, and sleep in between.
 """
 
 import contextlib
-import json
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from llama.chat.conversation import Conversation, Turn, TurnStats
 from llama.chat.terminal import Terminal, read_turn
 from llama.generation import Llama
-from llama.parallel import ModelParallel
-from llama.requests.request import Request, RequestOutput
+from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-
-KEEP_ALIVE_S = 20.0
-_CONTINUE, _STOP, _EXIT = b"", b"stop", b"exit"  # rank 0's messages, besides prompts
 
 
 def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
     """Talk until the person leaves or input ends; every rank makes this call.
 
-    settings: those of `/set`. However long the person thinks, the other ranks hear from rank 0 in
-    time. ValueError for a bad setting, and for several model-parallel groups, as there is one
-    keyboard.
+    settings: those of `/set`. ValueError for a bad setting, and for several model-parallel groups,
+    as there is one keyboard.
     """
     parallel = llama.model.parallel
     if parallel.data_size > 1:
@@ -37,40 +29,42 @@ def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
         )
     context = llama.model.params.max_seq_len
     conversation = Conversation(llama.formatter, context, system=system, **settings)
-    if parallel.rank:
-        _follow(llama)
-    else:
-        every = min(KEEP_ALIVE_S, parallel.timeout_s / 4)
-        _lead(llama, conversation, Terminal(parallel.size), every)
+    gone = llama.lead(lambda: _talk(llama, conversation, Terminal(parallel.size)))
+    if gone is not None:
+        raise gone
 
 
-def _lead(llama: Llama, conversation: Conversation, terminal: Terminal, every: float) -> None:
-    """Rank 0: read and answer until the end. Then the other ranks get an exit message."""
-    parallel = llama.model.parallel
+def _talk(llama: Llama, conversation: Conversation, terminal: Terminal) -> OSError | None:
+    """Read and answer until the end; the error if nobody reads the answers any more.
+
+    It is returned: for the other ranks, that is an end as any other.
+    """
     try:
-        with terminal.open():
-            if terminal.screen:
-                terminal.note("/help lists the commands, /bye leaves")
-            while (text := _read(terminal, parallel, every)) is not None:
-                turn = conversation.handle(text)
-                if turn.note:
-                    terminal.note(turn.note)
-                if turn.leave:
-                    break
-                if turn.dialog:
-                    _answer(llama, conversation, turn, terminal)
-    except OSError:  # nobody reads the answers any more
-        parallel.broadcast_bytes(_EXIT)
-        raise
-    parallel.broadcast_bytes(_EXIT)
+        _take_turns(llama, conversation, terminal)
+    except OSError as error:
+        return error
+    return None
 
 
-def _read(terminal: Terminal, parallel: ModelParallel, every: float) -> str | None:
+def _take_turns(llama: Llama, conversation: Conversation, terminal: Terminal) -> None:
+    with terminal.open():
+        if terminal.screen:
+            terminal.note("/help lists the commands, /bye leaves")
+        while (text := _read(terminal)) is not None:
+            turn = conversation.handle(text)
+            if turn.note:
+                terminal.note(turn.note)
+            if turn.leave:
+                break
+            if turn.dialog:
+                _answer(llama, conversation, turn, terminal)
+
+
+def _read(terminal: Terminal) -> str | None:
     """The next turn; None at the end of input, or at the second Ctrl-C in a row."""
     for left in (1, 0):
         try:
-            with _heartbeat(parallel, every):
-                return read_turn(terminal.read_line)
+            return read_turn(terminal.read_line)
         except EOFError:
             break
         except KeyboardInterrupt:
@@ -79,27 +73,6 @@ def _read(terminal: Terminal, parallel: ModelParallel, every: float) -> str | No
             if left:
                 terminal.note("Ctrl-C again, Ctrl-D or /bye to leave")
     return None
-
-
-@contextlib.contextmanager
-def _heartbeat(parallel: ModelParallel, every: float) -> Iterator[None]:
-    """While rank 0 waits for a person, send messages: each wait of the other ranks has a limit."""
-    if parallel.size == 1:
-        yield
-        return
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(every):
-            parallel.broadcast_bytes(_CONTINUE)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _answer(llama: Llama, conversation: Conversation, turn: Turn, terminal: Terminal) -> None:
@@ -131,18 +104,16 @@ def _stream(
 ) -> tuple[RequestOutput | None, list[float]]:
     """The last output, all of whose text has been shown, and when each came, in seconds from now.
 
-    ValueError or TypeError for what cannot be asked, before the other ranks hear of it; and for
-    what the model cannot answer, on every rank.
+    ValueError or TypeError for what cannot be asked.
     """
     began = time.perf_counter()
-    settings = conversation.sampling(turn.attempt)
-    output, times = None, []
+    engine, output, times = llama.llm_engine, None, []
     with terminal.watch() as pressed:
-        prompt = conversation.prompt(turn)
-        request = _prepare(llama, prompt, settings)
-        llama.model.parallel.broadcast_bytes(json.dumps([prompt, settings]).encode())
-        with contextlib.closing(_run(llama, request, pressed)) as outputs:
-            for output in outputs:
+        params = SamplingParams(**conversation.sampling(turn.attempt))
+        request = engine.prepare("", conversation.prompt(turn), params)
+        with contextlib.closing(engine.stream([request])) as outputs:
+            while not (request.finished or pressed()):
+                output = next(outputs)
                 times.append(time.perf_counter() - began)
                 terminal.write(output.outputs[0].new_text)
     return output, times
@@ -155,34 +126,3 @@ def _end(output: RequestOutput, context: int) -> str:
         full = output.usage.total_tokens >= context
         return "the context is full: /undo or /clear | " if full else "cut at max_gen_len | "
     return "" if reason else "stopped | "
-
-
-def _prepare(llama: Llama, prompt: list[int], settings: dict[str, Any]) -> Request:
-    return llama.llm_engine.prepare("", prompt, SamplingParams(**settings))
-
-
-def _run(
-    llama: Llama, request: Request, pressed: Callable[[], bool]
-) -> Generator[RequestOutput, None, None]:
-    """The answer as it grows, the same on every rank; rank 0's `pressed` ends it for all."""
-    parallel = llama.model.parallel
-    with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
-        try:
-            while not request.finished and not parallel.broadcast_bytes(
-                _STOP if pressed() else _CONTINUE
-            ):
-                yield next(outputs)
-        except GeneratorExit:  # rank 0 could not show an output; the others wait for a message
-            if not request.finished:
-                parallel.broadcast_bytes(_STOP)
-            raise
-
-
-def _follow(llama: Llama) -> None:
-    """Every other rank: run what rank 0 runs, and print nothing."""
-    while (message := llama.model.parallel.broadcast_bytes(b"")) != _EXIT:
-        if message != _CONTINUE:
-            request = _prepare(llama, *json.loads(message))
-            with contextlib.suppress(ValueError):  # rank 0 has it too, and shows it
-                for _ in _run(llama, request, lambda: False):
-                    pass

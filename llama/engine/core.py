@@ -66,7 +66,12 @@ class EngineCore:
         return cls(ModelRunner(model, num_pages=num_pages, page_size=page_size), scheduler)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. ValueError if it could not fit the pages even alone."""
+        """Queue a sequence; ValueError as `check`."""
+        self.check(seq)
+        self.scheduler.add(seq)
+
+    def check(self, seq: Sequence) -> None:
+        """ValueError if a sequence could not fit the pages even alone."""
         pool = self.scheduler.pool
         if not 0 < len(seq.tokens) <= seq.max_len:
             raise ValueError(f"{len(seq.tokens)} prompt tokens, where 1 to {seq.max_len} can be")
@@ -75,7 +80,6 @@ class EngineCore:
                 f"a sequence of up to {seq.max_len} tokens does not fit the KV cache of "
                 f"{pool.num_pages * pool.page_size} tokens"
             )
-        self.scheduler.add(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence now and free its pages; one that has ended stays as it is."""
@@ -94,6 +98,7 @@ class EngineCore:
         """
         began = time.perf_counter()
         scheduled = self.scheduler.schedule()
+        self.before_run(scheduled)
         if not scheduled:
             assert not self.has_unfinished(), "sequences wait, and none can run"
             return []
@@ -106,6 +111,9 @@ class EngineCore:
         _keep_scores([item.sequence for item in scheduled if item.samples], output)
         self.scheduler.update(scheduled, output.ids)
         return [item.sequence for item in scheduled if item.samples or item.sequence.finished]
+
+    def before_run(self, scheduled: list[Scheduled]) -> None:
+        """Called in each step before the model runs: where rank 0 leads, it tells the others."""
 
     def clear(self, reason: str) -> None:
         """End every sequence; what is in the pages is forgotten, as a step may have broken off."""

@@ -1,8 +1,8 @@
 """Ranks: the groups that they form, what they do together, and which of them may print."""
 
+from llama.parallel.errors import RankError
 from llama.parallel.groups import (
     ModelParallel,
-    RankError,
     SharedCounter,
     connect,
     disconnect,

@@ -10,12 +10,13 @@ stays inside one machine where it can. Only tensors of a fixed layout cross rank
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,13 +25,12 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
+from llama.parallel.errors import RankError
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
+from llama.parallel.shared_memory import SharedMemory
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
-
-
-class RankError(RuntimeError):
-    """Another rank failed: its message is passed on, so that every rank stops alike."""
+_MEETING_BYTES = 512  # what ranks tell each other to find out whether they can share memory
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class ModelParallel:
     group: dist.ProcessGroup | None = None  # the model-parallel group, on the device's backend
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
+    shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
 
     @property
     def global_rank(self) -> int:
@@ -52,7 +53,11 @@ class ModelParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
-        if self.size > 1:
+        if self.size == 1:
+            return x
+        if self.shared is not None and _is_on_cpu(x) and self.shared.can_sum(x):
+            self.shared.all_reduce(x)
+        else:
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -60,13 +65,19 @@ class ModelParallel:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
         if self.size == 1:
             return x
+        if self.shared is not None and _is_on_cpu(x):
+            return self.shared.all_gather(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
-        if self.size > 1:
+        if self.size == 1:
+            return x
+        if self.shared is not None and _is_on_cpu(x):
+            self.shared.broadcast(x)
+        else:
             dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
         return x
 
@@ -78,10 +89,17 @@ class ModelParallel:
         dist.all_reduce(x, dist.ReduceOp.MIN, group=self.world)
         return int(x)
 
-    def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank of the group."""
+    def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
+        """Rank 0's bytes, on every rank of the group. One thread per rank may call it at a time.
+
+        is_idle: rank 0 may leave the others without a message for any time. In shared memory they
+        then sleep for as long as all processes live; over gloo the wait has its limit.
+        """
         if self.control is None or self.size == 1:
             return data
+        if self.shared is not None:
+            limit = None if is_idle else self.timeout_s
+            return self.shared.broadcast_bytes(data, timeout_s=limit)
         source = self.data_rank * self.size
         length = torch.tensor([len(data)])
         dist.broadcast(length, src=source, group=self.control)
@@ -109,16 +127,24 @@ class ModelParallel:
             error = e
         group = self.world if world else self.control
         if group is not None:
-            _compare(group, what, must_match, error)
+            _compare(group, self._exchange(group), what, must_match, error)
         if error is not None:
             raise error
 
+    def _exchange(self, group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
+        """How the ranks of the group or the world compare: bytes, equally many on each."""
+        is_same = group is self.control or self.data_size == 1
+        if self.shared is not None and is_same:
+            return self.shared.exchange
+        return functools.partial(_exchange, group)
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
 
 class SharedCounter:
-    """Numbers from 0 on, each given to one model-parallel group: replicas take work by it.
-
-    Every rank of every group makes it with the same name, once.
-    """
+    """Numbers from 0 on, each given once: by it, the first ranks of the replicas share work out."""
 
     def __init__(self, parallel: ModelParallel, name: str) -> None:
         self._parallel = parallel
@@ -126,32 +152,38 @@ class SharedCounter:
         self._next = 0  # of a process alone
 
     def take(self, count: int) -> int:
-        """The first of `count` numbers in a row that nobody else gets; alike on a group's ranks."""
+        """The first of `count` numbers in a row that nobody else gets."""
         first, self._next = self._next, self._next + count
         if self._parallel.world is None:
             return first
-        if self._parallel.rank == 0:
-            # The store that torchrun's ranks met at; torch has no public name for it.
-            store = dist.distributed_c10d._get_default_store()
-            first = store.add(self._name, count) - count
-        return int.from_bytes(self._parallel.broadcast_bytes(first.to_bytes(8)))
+        # The store that torchrun's ranks met at; torch has no public name for it.
+        store = dist.distributed_c10d._get_default_store()
+        return store.add(self._name, count) - count
+
+
+def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    """The bytes of each rank of the group, equally many on each."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [bytes(row.tolist()) for row in everyone]
 
 
 def _compare(
-    group: dist.ProcessGroup, what: str, must_match: object, error: Exception | None
+    group: dist.ProcessGroup,
+    exchange: Callable[[bytes], list[bytes]],
+    what: str,
+    must_match: object,
+    error: Exception | None,
 ) -> None:
     """Exchange (failed?, sha256 of must_match, message); raise where a peer failed or differs."""
     message = f"{type(error).__name__}: {error}" if error else ""
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
     digest = hashlib.sha256(repr(must_match).encode()).digest()
-    mine = torch.zeros(1 + len(digest) + _MESSAGE_BYTES, dtype=torch.uint8)
     packed = bytes([error is not None]) + digest + text
-    mine[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    rows = exchange(packed.ljust(1 + len(digest) + _MESSAGE_BYTES, b"\0"))
     if error is not None:
         return  # the caller raises its own
-    rows = [bytes(row.tolist()) for row in everyone]
     for rank, row in enumerate(rows):
         if row[0]:
             message = row[1 + len(digest) :].rstrip(b"\0").decode(errors="replace")
@@ -267,16 +299,29 @@ def _join(size: int, world_size: int, device: torch.device, limit: timedelta) ->
         for i in range(data_size)
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
+    control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
     return ModelParallel(
-        rank=fs_init.get_model_parallel_rank(),
+        rank=rank,
         size=size,
         data_rank=data_rank,
         data_size=data_size,
         timeout_s=limit.total_seconds(),
         group=group,
-        control=controls[data_rank],
+        control=control,
         world=world,
+        shared=_share_memory(control, rank, limit.total_seconds()) if size > 1 else None,
     )
+
+
+def _share_memory(control: dist.ProcessGroup, rank: int, timeout_s: float) -> SharedMemory | None:
+    """The group's shared memory, or None on all of its ranks: they are on several machines, say."""
+
+    def exchange(data: bytes) -> list[bytes]:
+        rows = _exchange(control, data.ljust(_MEETING_BYTES, b"\0"))
+        return [row.rstrip(b"\0") for row in rows]
+
+    names = dist.get_process_group_ranks(control)
+    return SharedMemory.join(rank, names, exchange, timeout_s)
 
 
 def _meeting_point(limit: timedelta) -> tuple[dist.Store, int]:

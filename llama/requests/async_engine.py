@@ -28,11 +28,11 @@ class AsyncLLMEngine:
 
     def __init__(self, llama: _HasEngine | LLMEngine) -> None:
         self.engine = llama if isinstance(llama, LLMEngine) else llama.llm_engine
-        if self.engine.parallel.size > 1:
+        if self.engine.parallel.size > 1 and not self.engine.is_led:
             # Ranks must see the same requests in the same order; each event loop has its own.
             raise ValueError(
-                f"AsyncLLMEngine serves one process, not model_parallel_size="
-                f"{self.engine.parallel.size}: use LLMEngine, with the same calls on every rank"
+                f"with model_parallel_size={self.engine.parallel.size}, rank 0 must lead: call "
+                "llama.lead(work) on every rank, and make the AsyncLLMEngine in `work`"
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama-engine")
         self._open: set[Request] = set()

@@ -5,24 +5,28 @@ their outputs as they come; `add_request` and `step` are for those who know vLLM
 of its own: of the threads that wait, one runs the model for all, and the others sleep until they
 have what they wait for. Requests come and go between two steps.
 
-Under torchrun every rank makes the same calls in the same order, from one thread. Requests are
-compared across the ranks when they are submitted, and never in a step.
+Under torchrun there are two ways. Every rank makes the same calls in the same order, from one
+thread: requests are compared across the ranks when they are submitted, and never in a step. Or
+rank 0 leads (`lead`): it alone is called, from any thread.
 """
 
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
 
 from llama.checks import brief
 from llama.engine.core import EngineCore
+from llama.engine.lead import FollowingCore, LeadingCore
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
 from llama.requests.prepare import prepare
 from llama.requests.request import Answer, Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 _LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the model
 
@@ -44,7 +48,7 @@ class LLMEngine:
         self.max_seq_len = max_seq_len
         self.seed = seed
         self.parallel = parallel
-        self._calls = itertools.count()  # numbers of those that gave no seed
+        self._num_calls = 0  # of those that gave no seed
         self._lock = threading.Lock()  # for all below; not held while the model runs
         self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
@@ -58,6 +62,7 @@ class LLMEngine:
         self._caller: int | None = None  # on many ranks, the one thread that calls
         self._is_comparing = False
         self._is_closed = False
+        self.is_led = False  # rank 0 takes all requests; the other ranks follow
 
     def prepare(
         self,
@@ -184,6 +189,49 @@ class LLMEngine:
         with self._lock:
             self._end(request)
 
+    def lead(self, work: Callable[[], _T]) -> _T | None:
+        """Rank 0 does the work, and its result is returned there; the other ranks follow its steps.
+
+        Every rank makes this call. Within the work, rank 0 may call from any number of threads, and
+        an asyncio loop, whenever it likes. The others sleep until it does, return None when the
+        work has ended, and keep nothing of it: unfinished requests are aborted. On one rank it is
+        just `work()`. An exception of the work is a RankError on the others; an interrupt, or an
+        exit, is an interrupt there. RuntimeError where requests are unfinished. RankError, on the
+        rank that it names, where a rank would compute something else: the group must end then.
+        """
+        if self.parallel.size == 1 or self.is_led:
+            return work()
+        with self.parallel.agree("the ranks that call lead"):
+            if self._requests:
+                raise RuntimeError("finish or abort all requests before rank 0 leads")
+        core, self.is_led = self.core, True
+        try:
+            if self.parallel.rank:
+                self._num_calls = FollowingCore(core, self.parallel).follow()
+            else:
+                self.core = LeadingCore(core, self.parallel)
+                return self._work_as_leader(work, self.core)
+        finally:
+            self.core, self.is_led = core, False
+        with self.parallel.agree("the work that rank 0 leads"):
+            return None
+
+    def _work_as_leader(self, work: Callable[[], _T], core: LeadingCore) -> _T:
+        """The result of the work; what ends it is told to the other ranks, unless a step failed."""
+        try:
+            result = work()
+        except BaseException as error:
+            self.drop(list(self._requests))
+            core.close(self._num_calls, interrupted=not isinstance(error, Exception))
+            if core.has_failed:
+                raise
+            with self.parallel.agree("the work that rank 0 leads"):
+                raise
+        self.drop(list(self._requests))
+        core.close(self._num_calls)
+        with self.parallel.agree("the work that rank 0 leads"):
+            return result
+
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of that name."""
         return self._names.get(request_id)
@@ -231,7 +279,7 @@ class LLMEngine:
 
     def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
         """The requests, if they are the same on every rank; else an error on every rank."""
-        with self._alone(), self.parallel.agree("the prompts or parameters") as must_match:
+        with self._alone(), self.agree("the prompts or parameters") as must_match:
             if self._is_closed:
                 raise RuntimeError("this engine is closed: build another one")
             compared = list(requests)
@@ -241,13 +289,19 @@ class LLMEngine:
         self._number(compared)
         return compared
 
+    def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
+        """`ModelParallel.agree` where every rank makes the call; nothing where rank 0 leads."""
+        return contextlib.nullcontext([]) if self.is_led else self.parallel.agree(what)
+
     def _number(self, requests: list[Request]) -> None:
         """Give seeds to the requests that have none: from the call's number and their places.
 
         It follows the comparison, so that a refused call takes no number on any rank.
         """
         if any(request.seed is None for request in requests):
-            seed = derived_seed(self.seed, next(self._calls), of="call")
+            with self._lock:
+                call, self._num_calls = self._num_calls, self._num_calls + 1
+            seed = derived_seed(self.seed, call, of="call")
             for place, request in enumerate(requests):
                 if request.seed is None:
                     request.set_seed(derived_seed(seed, place))
@@ -255,7 +309,7 @@ class LLMEngine:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """RuntimeError where two threads call, on many ranks: the ranks' orders would differ."""
-        if self.parallel.size == 1:
+        if self.parallel.size == 1 or self.is_led:
             yield
             return
         with self._lock:
@@ -264,7 +318,8 @@ class LLMEngine:
             if self._caller != threading.get_ident():
                 raise RuntimeError(
                     "another thread of this rank has unfinished requests: with "
-                    f"model_parallel_size={self.parallel.size}, make all calls from one thread"
+                    f"model_parallel_size={self.parallel.size}, make all calls from one thread, or "
+                    "within `lead`"
                 )
             self._is_comparing = True
         try:

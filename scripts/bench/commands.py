@@ -4,6 +4,7 @@
     python scripts/bench latency --model 1b --vs transformers,llama_models --plot latency.svg
     python scripts/bench prefill|offline|load|startup --model demo
     python scripts/bench soak --minutes 20
+    torchrun --nproc_per_node 2 scripts/bench ranks --model 1b --threads 1
     python scripts/bench linear --model 1b --rows 1,8,32,512
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
@@ -19,6 +20,7 @@ from typing import Any
 from bench.engines.ours import HOST_STEPS
 from bench.flags import command_of
 from bench.linear import linear
+from bench.ranks import ranks as ranks_command
 from bench.report import Column
 from bench.report import plot as draw
 from bench.run import Bench, Limits, Row, whole
@@ -43,6 +45,7 @@ _LATENCY: list[Column] = [
     ("roofline ms", "roofline_ms", ".2f"), ("of roofline", "roofline_fraction", ".0%"),
     _TO_OURS,
 ]  # fmt: skip
+_BESIDE: list[Column] = [("busy", "busy", ""), ("to quiet", "to_quiet", ".2f")]
 _PREFILL: list[Column] = [
     *_WHO, ("tokens", "tokens", ""), ("ms", "ms", ".1f"),
     ("least", "ms_min", ".1f"), ("tokens/s", "tokens_per_s", ".1f"),
@@ -73,6 +76,7 @@ def latency(
     context: tuple[int, ...] = (512,),
     steps: int = 32,
     warmup: int = 4,
+    busy: int = 0,
     plot: str | None = None,
     **flags: Any,
 ) -> None:
@@ -80,7 +84,9 @@ def latency(
 
     The step is the median; "host ms" is the part of it outside the model's forward. The roofline is
     the longer of two times: to read all weights and the KV cache once, and to do the operations of
-    all tokens. With batches above 1, the first token is that of the last prompt.
+    all tokens. With batches above 1, the first token is that of the last prompt. With --busy each
+    case is measured twice, quiet and then beside busy processes, and "to quiet" is the second step
+    over the first.
     """
     bench = Bench(**flags)
     sizes = [whole("batches", batch) for batch in batches]
@@ -95,6 +101,8 @@ def latency(
         {"batch": b, "context": c, "steps": steps, "warmup": warmup, "longest": c + more + b + 1}
         for b, c in zip(sizes, contexts * (len(sizes) if len(contexts) == 1 else 1), strict=True)
     ]
+    if whole("busy", busy, 0):
+        cases = [{**case, "busy": count} for case in cases for count in (0, busy)]
 
     def row_of(case: Row, measured: Row, limits: Limits) -> Row:
         step = statistics.median(measured["steps"])
@@ -116,9 +124,19 @@ def latency(
             "roofline_fraction": roofline / step,
         }
 
-    rows = bench.run("latency", cases, _LATENCY, row_of, "step_ms")
+    columns = [*_LATENCY, *_BESIDE] if busy else _LATENCY
+    rows = bench.run("latency", cases, columns, row_of, "step_ms", finish=_compare_with_quiet)
     if plot is not None:
-        Path(plot).write_text(draw(rows))
+        Path(plot).write_text(draw([row for row in rows if not row.get("busy")]))
+
+
+def _compare_with_quiet(rows: list[Row]) -> None:
+    """Adds "to_quiet" to each row beside busy processes whose case was also measured without."""
+    quiet = {(r["engine"], r["batch"], r["context"]): r for r in rows if r.get("busy") == 0}
+    for row in rows:
+        same = quiet.get((row["engine"], row["batch"], row["context"]))
+        if row.get("busy") and same:
+            row["to_quiet"] = row["step_ms"] / same["step_ms"]
 
 
 def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
@@ -217,7 +235,7 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
 _COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
     for command in (latency, prefill, offline, load, startup, soak, linear)
-}
+} | {"ranks": ranks_command}  # `ranks` is a module here
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ FLAGS = {
     "context": Flag(whole_numbers, "N,N", "prompt tokens: one number, or one per batch"),
     "steps": Flag(int, "N", "steps that are timed"),
     "warmup": Flag(int, "N", "steps before these"),
+    "busy": Flag(int, "N", "also beside N processes that compute all the time"),
     "plot": Flag(str, "FILE", "SVG to draw", "none"),
     "tokens": Flag(int, "N", "tokens of the prompt"),
     "repeats": Flag(int, "N", "runs; the median counts"),

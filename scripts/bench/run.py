@@ -86,12 +86,14 @@ class Bench:
         columns: list[Column],
         row_of: "Callable[[Row, Row, Limits], Row]",
         figure: str = "seconds",
+        finish: Callable[[list[Row]], None] = lambda rows: None,
     ) -> list[Row]:
         """Run every case with every engine in turn, between two looks at the machine's limits.
 
         A case has "batch" and "longest" (tokens of a sequence), and what its measure needs. row_of
         makes figures of a case, of what the worker measured, and of the limits. A row's "to_ours"
-        is its `figure`, a time, over that of our engine in the same case.
+        is its `figure`, a time, over that of our engine in the same case. `finish` may add to the
+        rows before they are reported.
         """
         longest = max(case["longest"] for case in cases)
         if longest > self.args.longest_context:
@@ -106,7 +108,7 @@ class Bench:
             ]
             measured = self._in_turn(jobs)
         limits.look_again()
-        shown = ("batch", "context", "dtype")
+        shown = ("batch", "context", "dtype", "busy")
         rows = [
             {**{k: job[k] for k in shown if k in job}, **row, **row_of(job, row, limits)}
             for job, row in measured
@@ -116,6 +118,7 @@ class Bench:
         for row, (job, _) in zip(rows, measured, strict=True):
             if job["case"] in ours:
                 row["to_ours"] = row[figure] / ours[job["case"]][figure]
+        finish(rows)
         self.report(columns, rows, limits)
         return rows
 

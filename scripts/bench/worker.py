@@ -6,16 +6,18 @@ In: an engine's name, and a job as JSON on stdin. Out: one line of JSON, all the
 seconds as measured, bytes of memory, or {"skipped": why}. Nothing heavy is imported before that.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,52 @@ def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - began, result
 
 
+# A process that computes until its parent is gone, on the cores named. It says when it runs.
+_BUSY = """
+import os, sys
+if sys.argv[2]:
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+print(flush=True)
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(100_000):
+        pass
+"""
+
+
+@contextlib.contextmanager
+def busy_processes(count: int, cores: set[int]) -> Iterator[list[subprocess.Popen]]:
+    """`count` processes that compute all the time, of this one's niceness; they end with the block.
+
+    They may use all `cores` (none: as this thread): some engines bind the thread that starts them.
+    """
+    command = [sys.executable, "-c", _BUSY, str(os.getpid()), ",".join(map(str, cores))]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
 def latency(engine: Engine, job: Job) -> Row:
-    """Seconds to the first token of all, then of each step, after one prompt as a warm-up."""
+    """Seconds to the first token of all, then of each step, after one prompt as a warm-up.
+
+    Beside `busy` processes, if the job has that, from the warm-up on; busy_s is the CPU time that
+    they had.
+    """
+    if not job.get("busy"):
+        return _latency(engine, job)
+    before = os.times().children_user
+    with busy_processes(job["busy"], job.get("cores", set())):
+        row = _latency(engine, job)
+    return row | {"busy_s": os.times().children_user - before}
+
+
+def _latency(engine: Engine, job: Job) -> Row:
     lengths = [job["context"]] * job["batch"]
     engine.start(random_prompts(lengths[:1], job, job["seed"] + 1))
     engine.finish()
@@ -142,6 +188,8 @@ def measure(name: str, job: Job) -> Row:
     missing = [m for m in modules if "." not in m and importlib.util.find_spec(m) is None]
     if missing:
         return {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
+    if job.get("busy") and hasattr(os, "sched_getaffinity"):
+        job["cores"] = os.sched_getaffinity(0)  # before the engine binds its threads
     imports, _ = seconds_of(lambda: [importlib.import_module(m) for m in modules])
     with PeakMemory() as peak:
         load, engine = seconds_of(partial(kind, job))

@@ -5,10 +5,8 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -323,36 +321,6 @@ def test_an_answer_cannot_steer_the_terminal(capsys):
     assert capsys.readouterr().out == (
         "\x1b[2Jin a pipe it is data\na\ufffd]0;title\ufffdb\ufffdc\t\ufffdd\n"
     )
-
-
-def test_the_other_ranks_hear_from_rank_0_while_a_person_thinks(shared_llama, monkeypatch):
-    """Nothing is typed until several messages went out, each of which restarts their timeout."""
-    heard = threading.Semaphore(0)
-    sent: list[bytes] = []
-
-    class Rank0(ModelParallel):
-        def broadcast_bytes(self, data: bytes) -> bytes:
-            sent.append(data)
-            heard.release()
-            return data
-
-    class Person(io.StringIO):
-        def readline(self, *args: Any) -> str:  # type: ignore[override]
-            for _ in range(3):
-                assert heard.acquire(timeout=60), "the other ranks heard nothing"
-            return ""
-
-    class TwoRanks:
-        formatter = shared_llama.formatter
-        model = type(
-            "M",
-            (),
-            {"parallel": Rank0(size=2, timeout_s=0.04), "params": shared_llama.model.params},
-        )
-
-    monkeypatch.setattr(sys, "stdin", Person())
-    chat(TwoRanks())  # type: ignore[arg-type]
-    assert len(sent) > 3 and sent[-1] != sent[0], "the last message ends the chat"
 
 
 def test_a_reader_that_leaves_is_no_traceback():

@@ -6,64 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.scheduling import watch_releases
-from llama.engine.core import EngineCore
+from helpers.scheduling import VOCAB, engine, next_token, sequence, watch_releases
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.runner import StepOutput
-from llama.engine.scheduler import Scheduled, Scheduler
-from llama.engine.sequence import Sequence, TokenParams
-
-VOCAB = 7  # small, so that prefixes often coincide
-
-
-def next_token(tokens: list[int]) -> int:
-    """A made-up model: the token depends on all that came before, and on nothing else."""
-    return sum((i + 1) * (t + 3) for i, t in enumerate(tokens)) * 2654435761 % 1009 % VOCAB
-
-
-class FakeRunner:
-    """Holds what was written in each slot, as the page tensor would, and checks what is read."""
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.slots: dict[int, tuple[int, ...]] = {}
-        self.computed = 0
-        self.budgets: list[int] = []
-
-    def run(self, scheduled: list[Scheduled]) -> StepOutput:
-        ids = []
-        self.budgets.append(sum(item.count for item in scheduled))
-        counts = [item.count for item in scheduled]
-        assert counts == sorted(counts, key=lambda c: c > 1), "single tokens come first"
-        for item in scheduled:
-            seq = item.sequence
-            for p in range(seq.num_computed, seq.num_computed + item.count):
-                self.slots[self.slot(seq, p)] = tuple(seq.tokens[: p + 1])
-                self.computed += 1
-        for item in scheduled:  # after all writes: a page shared by mistake would show
-            seq = item.sequence
-            for p in range(seq.num_computed + item.count):
-                assert self.slots[self.slot(seq, p)] == tuple(seq.tokens[: p + 1]), "foreign page"
-            if item.samples:
-                ids.append(next_token(seq.tokens))
-        return StepOutput(ids)
-
-    def slot(self, seq: Sequence, p: int) -> int:
-        return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
-
-
-class FakeEngine(EngineCore):
-    runner: FakeRunner
-
-
-def engine(num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True) -> FakeEngine:
-    pool = PagePool(num_pages, page_size, reuse=reuse)
-    scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
-    return FakeEngine(FakeRunner(page_size), scheduler)
-
-
-def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
-    return Sequence(list(prompt), TokenParams(), len(prompt) + count, seed=1, stop_ids=stop_ids)
+from llama.engine.scheduler import Scheduled
 
 
 def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:

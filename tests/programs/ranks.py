@@ -4,6 +4,7 @@ A job is {"do": name, ...}; its result is what the function of that name returns
 error that it raised.
 """
 
+import asyncio
 import atexit
 import contextlib
 import io
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama import Llama
+from llama import AsyncLLMEngine, Llama
 from llama.parallel import RankError
 from llama.parallel.measure import clock_offsets
 from llama.sampling_params import SamplingParams
@@ -172,6 +173,15 @@ def stream(folder: str, prompts: list[str]) -> list[str]:
     return texts
 
 
+def shares_memory(folder: str) -> int:
+    """In how many turns this rank exchanges tensors for one token."""
+    shared = build(folder).model.parallel.shared
+    assert shared is not None
+    before = shared.turns()[shared.rank]
+    build(folder).generate([[256, 65, 66]], 1, 0)
+    return shared.turns()[shared.rank] - before
+
+
 def samples(folder: str, prompts: list) -> list:
     """Three calls without a seed, the second of them refused on one rank: fresh samples, alike."""
     llama = build(folder)
@@ -195,6 +205,41 @@ def speak(folder: str) -> list[str]:
             print(left)
             models.pop().close()
     return printed.getvalue().split()
+
+
+def led(folder: str, prompts: list) -> list:
+    """Rank 0 alone calls, from threads and from asyncio; then every rank makes one call again."""
+    llama = build(folder)
+
+    def one_by_async() -> list[int]:
+        async def answer() -> list[int]:
+            served = AsyncLLMEngine(llama)
+            params = SamplingParams(max_tokens=8, seed=4)
+            async for output in served.generate(prompts[0], params, "async"):
+                tokens = output.outputs[0].token_ids
+            served.close()
+            return tokens
+
+        return asyncio.run(answer())
+
+    def work() -> list:
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(llama.generate, [p], 8, 1.0, 1.0, seed=4) for p in prompts]
+            bad = pool.submit(llama.generate, [[999]], 8)
+            last = pool.submit(one_by_async)
+            left = llama.stream_text(["never finished"], 0.0, max_gen_len=60)
+            next(left)
+            left.close()
+            answers = [job.result()[0][0] for job in jobs]
+        unseeded = llama.generate(prompts[:1], 8, 1.0, 1.0)[0]
+        beams = [b["generation"] for b in llama.beam_search(["Once"], 3, 8)[0]]
+        return [answers, str(bad.exception()), last.result(), unseeded, beams]
+
+    found = llama.lead(work)
+    used = time.process_time()
+    llama.lead(lambda: time.sleep(1.5))
+    assert time.process_time() - used < 0.75, "an idle rank does not sleep"
+    return [found, llama.generate(prompts[:1], 8, 1.0, 1.0)[0]]
 
 
 def beams(folder: str, prompts: list[str]) -> list:

@@ -173,6 +173,14 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _U8, int, int, int, bool)),
     "sample_workspace": (int, (int, int, int)),
     "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),
+    "shared_channel_bytes": (int, (int, int)),
+    "shared_ring_bytes": (int, (int, int)),
+    "shared_all_reduce": (int, (_I64, Tensor, int, int, int)),
+    "shared_all_gather": (int, (_I64, Tensor, Tensor, int, int, int)),
+    "shared_broadcast": (int, (_I64, Tensor, int, int)),
+    "shared_send": (int, (_I64, _U8, int, int)),
+    "shared_receive": (int, (_I64, _U8)),
+    "shared_is_behind": (int, (_I64, int)),
 }
 _C_TYPES: dict[object, type] = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
 

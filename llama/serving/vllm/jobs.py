@@ -112,7 +112,7 @@ class Served:
             return []
         found: dict[int, list[Beam]] = {}
         groups: dict[tuple[BeamParams, frozenset[int]], list[int]] = {}
-        with self.llama_engine.parallel.agree("the beam searches") as must_match:
+        with self.llama_engine.agree("the beam searches") as must_match:
             sequences = []
             for i, job in enumerate(jobs):
                 params, request = job.asked.beam_params(), job.request(self.llama_engine)

@@ -1,0 +1,134 @@
+"""What ranks cost: a step on several ranks, and the part of it that they spend in collectives.
+
+In: the flags of the command, under torchrun or alone. Out: a table, printed by rank 0; a line per
+batch and per path on which the ranks talk. The weights are random, made in each rank's memory.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.report import Column
+from bench.run import Bench, Row, whole
+from bench.shapes import DTYPES, fill, write_tokenizer
+from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
+from llama.parallel import ModelParallel, connect
+
+_COLUMNS: list[Column] = [
+    ("path", "path", ""), ("ranks", "ranks", ""), ("threads", "threads", ""),
+    ("batch", "batch", ""), ("first ms", "first_ms", ".1f"), ("step ms", "step_ms", ".2f"),
+    ("least", "step_ms_min", ".2f"), ("tokens/s", "tokens_per_s", ".1f"),
+    ("collectives ms", "collectives_ms", ".2f"), ("of the step", "collectives_fraction", ".0%"),
+    ("4 KB us", "sum_4k_us", ".1f"), ("1 MB us", "sum_1m_us", ".1f"),
+]  # fmt: skip
+_LIMIT_S = 300.0  # of a wait for another rank
+_SUMS = {"sum_4k_us": (4 << 10, 300), "sum_1m_us": (1 << 20, 30)}  # bytes, and how often
+
+
+class _Timed(ModelParallel):
+    """Counts the seconds in collectives; waiting for a slower rank is part of them."""
+
+    seconds = 0.0
+
+    def _count(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        began = time.perf_counter()
+        result = collective(x)
+        _Timed.seconds += time.perf_counter() - began
+        return result
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._count(super().all_reduce, x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._count(super().all_gather, x)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._count(super().broadcast, x)
+
+
+def ranks(
+    batches: tuple[int, ...] = (1, 8), tokens: int = 256, steps: int = 32, **flags: Any
+) -> None:
+    """A step on this many ranks, and the time of it in collectives: start it with torchrun.
+
+    Alone it is the one process to compare with; --threads is per rank. On one machine each batch is
+    run through shared memory, and again through gloo.
+    """
+    bench = Bench(**flags)
+    longest = whole("tokens", tokens) + whole("steps", steps) + 2 * max(batches) + 2
+    joined = connect(None, bench.device_used, _LIMIT_S)
+    paths = {"alone" if joined.size == 1 else "shared memory" if joined.shared else "gloo": joined}
+    if joined.shared is not None:
+        paths["gloo"] = replace(joined, shared=None)
+    rows = []
+    for path, parallel in paths.items():
+        timed = _Timed(**{f.name: getattr(parallel, f.name) for f in fields(parallel)})
+        sizes = {"max_seq_len": longest, "max_batch_size": max(batches)}
+        llama = _random_llama(bench, timed, sizes)
+        about = {"path": path, "ranks": timed.size, "threads": torch.get_num_threads()}
+        about |= {name: _sum_us(timed, *size) for name, size in _SUMS.items()}
+        rows += [about | _steps(llama, whole("batches", b), tokens, steps) for b in batches]
+        llama.close()
+    if joined.global_rank == 0:
+        bench.report(_COLUMNS, rows, None)
+
+
+def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) -> Llama:
+    int8 = bench.dtype == "int8"
+    args = ModelArgs(**(bench.params | sizes))
+    model = Transformer(
+        args, dtype=DTYPES[bench.stored], device=bench.device_used.type, parallel=parallel
+    )
+    fill(model.named_shards())
+    model.pack(int8=int8)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "tokenizer.model")
+        write_tokenizer(path, args.vocab_size)
+        return Llama(model, Tokenizer(path))
+
+
+def _sum_us(parallel: ModelParallel, size: int, count: int) -> float:
+    """Median microseconds of an all-reduce of `size` bytes in bf16."""
+    x = torch.zeros(size // 2, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        parallel.all_reduce(x)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * 1e6
+
+
+def _steps(llama: Llama, batch: int, tokens: int, steps: int) -> Row:
+    """Prompts of `tokens` random ids, then steps, each of which makes a token per sequence."""
+    engine = llama.llm_engine
+    draw = torch.Generator().manual_seed(batch)
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+    for name in range(batch):
+        prompt = torch.randint(0, 256, (tokens,), generator=draw).tolist()
+        engine.add_request(str(name), prompt, params)
+    waiting = set(map(str, range(batch)))
+    began = time.perf_counter()
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}
+    first = time.perf_counter() - began
+    seconds, collectives = [], []
+    for _ in range(steps):
+        _Timed.seconds, began = 0.0, time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+        collectives.append(_Timed.seconds)
+    for name in range(batch):
+        engine.abort_request(str(name))
+    step, together = statistics.median(seconds), statistics.median(collectives)
+    return {
+        "batch": batch, "first_ms": first * 1e3, "step_ms": step * 1e3,
+        "step_ms_min": min(seconds) * 1e3, "tokens_per_s": batch / step,
+        "collectives_ms": together * 1e3, "collectives_fraction": together / step,
+    }  # fmt: skip

@@ -1,0 +1,179 @@
+"""Ranks that share memory, as processes of their own: sums to the bit, and peers that stop, die,
+differ or do not come. What they run is in programs/shared_ranks.py."""
+
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.kernels import HAS_KERNELS
+from programs import shared_ranks
+
+pytestmark = pytest.mark.skipif(
+    not HAS_KERNELS or not hasattr(os, "pidfd_open"), reason="needs the kernels, and Linux 5.3"
+)
+LIMIT_S = 45  # tells a hang from an end
+
+
+class Ranks:
+    """Processes that run one function of shared_ranks; all are gone at the end of the block."""
+
+    def __init__(self, folder: Path, size: int, do: str, *args: Any) -> None:
+        # Its processes are forks of one that has imported torch, and that has no thread.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "llama.parallel.shared_memory"])
+        self.folder = folder
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=shared_ranks.main, args=(theirs, do, str(folder), rank, size, list(args))
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def result(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(LIMIT_S), f"rank {rank} hangs"
+        return self.pipes[rank].recv()
+
+    def results(self) -> list[Any]:
+        return [self.result(rank) for rank in range(len(self.pipes))]
+
+    def send_signal(self, rank: int, number: signal.Signals) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+
+@pytest.fixture
+def start(tmp_path) -> Callable[..., Ranks]:
+    numbers = itertools.count()
+
+    def start(size: int, do: str, *args: Any) -> Ranks:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        return Ranks(folder, size, do, *args)
+
+    return start
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_operations_are_their_definition_to_the_bit(size, start):
+    """Sums in float32 in the order of the ranks, gathers and broadcasts: 0 bytes to over 1 MB."""
+    with start(size, "operations", 7 * size, 60) as ranks:
+        found = ranks.results()
+    assert len(set(found)) == 1 and len(found[0]) == 64, found
+
+
+def test_two_ranks_sum_as_gloo_does(start):
+    with start(2, "like_gloo") as ranks:
+        assert ranks.results() == [None, None]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_and_comparisons_arrive_in_order(size, start):
+    with start(size, "messages", size) as ranks:
+        assert ranks.results() == [None] * size
+
+
+def test_counts_begin_anew_after_four_billion(start):
+    with start(3, "operations", 1, 40, True) as ranks, start(3, "messages", 1, True) as others:
+        assert len(set(ranks.results())) == 1
+        assert others.results() == [None] * 3
+
+
+def test_ranks_that_are_stopped_and_continued_at_random_miss_nothing(start):
+    """Asleep or spinning, before or after its own part: whoever waited for it is woken."""
+    choose = random.Random(5)
+    with start(3, "operations", 11, 80) as ranks:
+        while not all(pipe.poll(0) for pipe in ranks.pipes):
+            rank = choose.randrange(3)
+            ranks.send_signal(rank, signal.SIGSTOP)
+            time.sleep(choose.choice([0.0, 0.001, 0.02, 0.15]))
+            ranks.send_signal(rank, signal.SIGCONT)
+            time.sleep(choose.choice([0.0, 0.001, 0.02]))
+        assert len(set(ranks.results())) == 1
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_limit_ends(start):
+    """Two of four are late: the others name both, by their numbers in the world."""
+    with start(4, "absent", [1, 3], "sum", 0.5) as ranks:
+        for rank in (0, 2):
+            assert ranks.result(rank).startswith(
+                "RankError: ranks 11, 13 did not come to all-reduce within 0.5 s (timed out)"
+            )
+
+
+@pytest.mark.parametrize("what", ["sum", "idle"])
+def test_a_killed_rank_is_seen_at_once(what, start):
+    """Long before the limit, or where there is none; also as a zombie not yet waited for."""
+    with start(3, "absent", [0, 2], what, 600.0) as ranks:
+        shared_ranks.wait_until(lambda: all((ranks.folder / f"ready-{r}").exists() for r in (0, 2)))
+        time.sleep(0.3)  # rank 1 waits
+        ranks.send_signal(2, signal.SIGKILL)
+        assert ranks.result(1).startswith("RankError: rank 12 ended, while rank 11 waited in ")
+
+
+def test_ranks_that_exchange_unlike_tensors_are_told_so(start):
+    with start(2, "unlike") as ranks:
+        for first, second in ranks.results():
+            assert "another rank exchanges other tensors than this one in all-reduce" in first
+            assert "out of step" in second
+
+
+def test_an_idle_rank_uses_no_core_and_has_no_limit(start):
+    with start(2, "idle") as ranks:
+        assert ranks.results()[1] < 0.5, "of the two seconds that it waited"
+
+
+def test_a_message_wakes_a_sleeping_rank(start):
+    """It would look by itself only 50 ms after the message: each sleep ends after 100."""
+    with start(2, "woken") as ranks:
+        assert ranks.results()[1] < 0.04
+
+
+def test_an_interrupt_leaves_the_ranks_in_step_and_a_second_ends_the_wait(start):
+    with start(2, "interrupted", 1) as ranks:
+        summed = "[2.0, 2.0]"
+        assert ranks.results() == [["KeyboardInterrupt ", summed, summed], [summed, summed]]
+    with start(2, "interrupted", 2) as ranks:
+        first, _, second, _ = ranks.result(0)
+        assert first == "KeyboardInterrupt "
+        assert second.startswith("RankError all-reduce: an earlier exchange was interrupted")
+
+
+def test_nothing_is_left_when_the_memory_is_let_go(start):
+    """No file, no descriptor, no mapping; /dev/shm is not used at all."""
+    before = sorted(Path("/dev/shm").iterdir())
+    with start(2, "leave_nothing") as ranks:
+        for used, left in ranks.results():
+            assert "mapping" in used and any("pidfd" in name for name in used)
+            assert left == []
+        assert sorted(Path("/dev/shm").iterdir()) == before
+
+
+@pytest.mark.parametrize("lacking", ["_machine", "kernels", "_create", "_open"])
+def test_where_one_rank_cannot_share_memory_none_does(lacking, start):
+    where = 0 if lacking == "_create" else 1
+    with start(2, "without", lacking, where) as ranks:
+        assert ranks.results() == [True, True]

@@ -1,0 +1,268 @@
+"""What test_shared_memory.py runs on each rank, a process with shared memory and no torchrun.
+
+In: the name of a function here and its arguments. Out: what it returns, or the text of its error,
+through a pipe. The ranks meet by files in a folder.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llama.parallel import shared_memory
+from llama.parallel.errors import RankError
+from llama.parallel.shared_memory import SharedMemory
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [0, 1, 2, 3, 31, 63, 65, 511, 513, 2048, 16411, 131073, 300001]
+NAMES = [10, 11, 12, 13]  # of ranks in a larger world
+
+
+class Rank:
+    def __init__(self, folder: str, rank: int, size: int) -> None:
+        self.folder, self.rank, self.size = Path(folder), rank, size
+        self._meetings = 0
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """All ranks' bytes; also a barrier that needs no shared memory."""
+        self._meetings += 1
+        paths = [self.folder / f"{self._meetings}-{rank}" for rank in range(self.size)]
+        part = self.folder / f"part-{self.rank}"
+        part.write_bytes(data)
+        part.rename(paths[self.rank])
+        while not all(path.exists() for path in paths):
+            time.sleep(0.001)
+        return [path.read_bytes() for path in paths]
+
+    def join(self, timeout_s: float = 60.0) -> SharedMemory:
+        shared = SharedMemory.join(self.rank, NAMES[: self.size], self.exchange, timeout_s)
+        assert shared is not None
+        return shared
+
+
+def main(pipe: Connection, do: str, folder: str, rank: int, size: int, args: list) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(globals()[do](Rank(folder, rank, size), *args))
+    except (RankError, KeyboardInterrupt) as e:
+        pipe.send(f"{type(e).__name__}: {e}")
+
+
+def inputs(size: int, count: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """What each rank brings: numbers of unlike size, so that the order of a sum can be seen."""
+    torch.manual_seed(seed)
+    scales = torch.logspace(-3, 3, 7).repeat(count // 7 + 1)[:count]
+    return [(torch.randn(count) * scales).to(dtype) for _ in range(size)]
+
+
+def in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def operations(rank: Rank, seed: int, count: int, wound: bool = False) -> str:
+    """Random operations, each compared with its definition; a digest of all results."""
+    shared, choose, digest = rank.join(), random.Random(seed), hashlib.sha256()
+    if wound:
+        wind(rank, shared)
+    for number in range(count):
+        size, dtype = choose.choice(SIZES), choose.choice(DTYPES)
+        parts = inputs(rank.size, size, dtype, seed + number)
+        x = parts[rank.rank].clone()
+        kind = choose.choice(["all_reduce", "all_gather", "broadcast", "strided"])
+        if kind == "all_gather":
+            rows = choose.choice([1, 3])
+            found = shared.all_gather(x[: size // rows * rows].view(rows, -1))
+            wanted = torch.cat([p[: size // rows * rows].view(rows, -1) for p in parts], dim=-1)
+        elif kind == "broadcast":
+            shared.broadcast(x)
+            found, wanted = x, parts[0]
+        elif kind == "strided":
+            found = torch.zeros(size, 2, dtype=dtype)[:, 0]
+            found.copy_(x)
+            shared.all_reduce(found)
+            wanted = in_order(parts)
+        else:
+            shared.all_reduce(x)
+            found, wanted = x, in_order(parts)
+        assert torch.equal(found, wanted), (number, kind, size, dtype)
+        digest.update(found.float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def wind(rank: Rank, shared: SharedMemory) -> None:
+    """Set all counts to just below 2**32, where they begin anew."""
+    turn = 2**32 - 24
+    for channel, places in ((shared._tensors, 0), (shared._compare, 0), (shared._ring, 1)):
+        channel[shared_memory._FIELD["turn"]] = turn
+        start = int(channel[0]) - shared.base
+        for place in {0, rank.rank + places} if places else {rank.rank}:
+            at = start + place * 128
+            shared._memory[at : at + 4] = turn.to_bytes(4, "little")
+    rank.exchange(b"")
+
+
+def like_gloo(rank: Rank) -> None:
+    """Two ranks: each sum has one order and is rounded once, so that gloo's bits are ours."""
+    shared = rank.join()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rank.folder}/store", rank=rank.rank, world_size=rank.size
+    )
+    for number, (size, dtype) in enumerate((s, d) for s in SIZES[1:] for d in DTYPES):
+        ours = inputs(rank.size, size, dtype, number)[rank.rank]
+        theirs = ours.clone()
+        dist.all_reduce(theirs)
+        shared.all_reduce(ours)
+        assert torch.equal(ours, theirs), (size, dtype)
+    dist.destroy_process_group()
+
+
+def messages(rank: Rank, seed: int, wound: bool = False) -> None:
+    """Messages of every length in order, to ranks that are slow now and then; comparisons too."""
+    shared, choose = rank.join(), random.Random(seed)
+    if wound:
+        wind(rank, shared)
+    for number in range(200):
+        length = choose.choice([0, 1, 7, 8, 100, 5000, 16384, 16385, 100_000])
+        data = random.Random(seed + number).randbytes(length)
+        if choose.random() < 0.05 and rank.rank == choose.randrange(rank.size):
+            time.sleep(0.01)
+        assert shared.broadcast_bytes(data if rank.rank == 0 else b"", timeout_s=60) == data
+        if number % 10 == 0:
+            rows = shared.exchange(bytes([rank.rank, number]) * 1500)
+            assert rows == [bytes([r, number]) * 1500 for r in range(rank.size)]
+
+
+def unlike(rank: Rank) -> list[str]:
+    """Tensors of unlike size, then the same call on each: an error on each, both times."""
+    shared, errors = rank.join(), []
+    for size in (8 + rank.rank, 8):
+        with contextlib.suppress(RankError):
+            try:
+                shared.all_reduce(torch.ones(size))
+            except RankError as e:
+                errors.append(str(e))
+                raise
+    rank.exchange(b"")  # or the first to end would be what the other complains of
+    return errors
+
+
+def absent(rank: Rank, late: list[int], what: str, timeout_s: float) -> float:
+    """Some ranks make two exchanges less than the others. How long the call took."""
+    shared = rank.join(timeout_s)
+    shared.all_reduce(torch.ones(3))
+    (rank.folder / f"ready-{rank.rank}").touch()
+    if rank.rank in late:
+        time.sleep(600)
+    began = time.monotonic()
+    if what == "idle":
+        shared.broadcast_bytes(b"", timeout_s=None)
+    else:
+        shared.all_reduce(torch.ones(3))
+    return time.monotonic() - began
+
+
+def idle(rank: Rank) -> float:
+    """Seconds of CPU time that a rank takes while it waits longer than its limit for rank 0."""
+    shared = rank.join(timeout_s=0.2)
+    if rank.rank == 0:
+        time.sleep(2)
+    began = time.process_time()
+    assert shared.broadcast_bytes(b"x" * (rank.rank == 0), timeout_s=None) == b"x"
+    return time.process_time() - began
+
+
+def woken(rank: Rank) -> float:
+    """Median seconds from rank 0's message to the sleeping rank 1, by the clock they share."""
+    shared, seconds = rank.join(), []
+    for _ in range(15):
+        if rank.rank == 0:
+            time.sleep(0.05)
+            shared.broadcast_bytes(time.monotonic_ns().to_bytes(8), timeout_s=None)
+        else:
+            sent = int.from_bytes(shared.broadcast_bytes(b"", timeout_s=None))
+            seconds.append((time.monotonic_ns() - sent) / 1e9)
+    return sorted(seconds)[len(seconds) // 2] if seconds else 0.0
+
+
+def interrupted(rank: Rank, times: int) -> list[str]:
+    """Ctrl-C while the sum waits for rank 1, then another sum."""
+    shared, seen = rank.join(), []
+    if rank.rank == 0:
+        own = threading.Thread(target=interrupt, args=(times, rank.folder / "interrupted"))
+        own.start()
+    else:
+        wait_until((rank.folder / "interrupted").exists)
+    for _ in range(2):
+        x = torch.ones(2)
+        try:
+            shared.all_reduce(x)
+        except (KeyboardInterrupt, RankError) as e:
+            seen.append(f"{type(e).__name__} {e}")
+        seen.append(str(x.tolist()))
+    if rank.rank == 0:
+        own.join()
+    return seen
+
+
+def interrupt(times: int, done: Path) -> None:
+    for _ in range(times):
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+    done.touch()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        time.sleep(0.01)
+
+
+def leave_nothing(rank: Rank) -> list[list[str]]:
+    """Open files and mappings of shared memory: while it is used, and once it is let go."""
+    shared = rank.join()
+    shared.all_reduce(torch.ones(1000))
+    rank.exchange(b"")
+    found = [held()]
+    del shared
+    return [*found, held()]
+
+
+def held() -> list[str]:
+    links = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            links.append(os.readlink(fd))
+    files = [link for link in links if "llama-ranks" in link or "pidfd" in link]
+    maps = Path("/proc/self/maps").read_text()
+    return [*files, *["mapping"] * maps.count("llama-ranks")]
+
+
+def without(rank: Rank, lacking: str, where: int) -> bool:
+    """One rank cannot share memory, in one way or another: then none does."""
+
+    def fails(*args: object) -> None:
+        raise OSError(lacking)
+
+    if rank.rank == where:
+        replaced: dict[str, Callable] = {
+            "_machine": lambda: "elsewhere",
+            "_create": lambda ranks: None,
+            "_open": fails,
+            "kernels": lambda: None,
+        }
+        place = shared_memory.native if lacking == "kernels" else shared_memory
+        setattr(place, lacking, replaced[lacking])
+    return SharedMemory.join(rank.rank, NAMES[: rank.size], rank.exchange, 5.0) is None
