@@ -29,7 +29,7 @@ def report(
     try:
         parallel = connect(model_parallel_size, device, _LIMIT_S)
         records = [json.loads(text) for text in gather_texts(parallel, _own_record(own, device))]
-        yield Fact("backend", _backend(parallel))
+        yield Fact("backend", _backend(parallel, device))
         yield from _places(records, clock_offsets(parallel))
         yield from _problems_elsewhere(records)
         yield from _unlike(records)
@@ -64,10 +64,13 @@ def _own_record(own: list[Fact], device: torch.device) -> str:
     })  # fmt: skip
 
 
-def _backend(parallel: ModelParallel) -> str:
+def _backend(parallel: ModelParallel, device: torch.device) -> str:
     assert parallel.group is not None
+    is_shared = parallel.shared is not None
+    tensors = "shared memory" if is_shared and device.type == "cpu" else parallel.group.name()
+    control = "shared memory" if is_shared else "gloo"
     return (
-        f"{parallel.group.name()} for tensors, gloo for control; {parallel.data_size} "
+        f"{tensors} for tensors, {control} for control; {parallel.data_size} "
         f"group{'s' * (parallel.data_size > 1)} of {parallel.size} ranks"
     )
 

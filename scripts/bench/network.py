@@ -16,6 +16,7 @@ import heapq
 import json
 import os
 import select
+import signal
 import statistics
 import struct
 import subprocess
@@ -31,7 +32,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "llama-link"  # in each namespace
 _MTU = 9000  # jumbo frames, as machines that share a model have
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_PR_SET_TIMERSLACK = 29
+_PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
 _STEPS = 40
 
 
@@ -74,7 +75,9 @@ def _tun(name: str) -> int:
 
 def carry(one: int, other: int, delay_s: float, bytes_per_s: float) -> None:
     """Pass packets both ways until killed: each leaves when the line is free, and arrives later."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)  # nanoseconds; the default is 50,000
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_TIMERSLACK, 1)  # nanoseconds; the default is 50,000
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the link ends with who made it
     to, free = {one: other, other: one}, {one: 0.0, other: 0.0}
     under_way: list[tuple[float, int, int, bytes]] = []
     number = 0
@@ -153,6 +156,7 @@ def main() -> None:
     parser.add_argument("--delay_ms", type=float, default=0.1, help="one way")
     parser.add_argument("--mbits", type=float, default=10_000, help="megabits per second")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed then too
     from bench.shapes import params_of, write_checkpoint
 
     with tempfile.TemporaryDirectory() as temporary:
