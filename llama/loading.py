@@ -18,7 +18,6 @@ from llama.checks import number, path_like, whole_number
 from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model import Transformer
-from llama.openmp import wait_briefly
 from llama.parallel import ModelParallel, connect
 from llama.tokenizer import Tokenizer
 
@@ -86,7 +85,6 @@ def load_model(
         must_match += [params, asked, seed, chosen_dtype, chosen_device.type]
     if chosen_device.type == "cpu":
         set_num_threads()
-        wait_briefly()
     sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, asked)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)

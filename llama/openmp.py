@@ -1,53 +1,141 @@
-"""How long OpenMP's threads spin before they sleep: briefly, as other processes need the cores too.
+"""How long OpenMP's threads spin before they sleep: long where they are alone, else briefly.
 
 At the end of a parallel region the threads wait for one another and for the next region. libgomp,
 GNU's runtime, which torch brings along on Linux, spins there 300,000 times (14 ms on a Xeon at 3
-GHz); libomp, LLVM's and Intel's, 200 ms. Where the system has put one thread aside, the others
-so take the core that it waits for. scripts/bench/README.md has what was measured.
+GHz). On a quiet machine that is fastest: a step has hundreds of regions, and a sleeper takes 50
+microseconds to wake. Beside other busy processes the system puts a thread aside now and then, and
+those that spin take the core that it waits for. scripts/bench/README.md has what was measured.
 
-In: what the user has set in the environment. Out: nothing; results do not change.
+In: what the user has set in the environment, and how often tasks wait for a core (Linux's pressure
+stall information, Documentation/accounting/psi.rst). Out: nothing; results do not change.
 """
 
 import ctypes
 import functools
 import os
 import threading
+import time
+from pathlib import Path
 
 import torch
 
 _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's word counts
 _MOST = 64  # threads that may be made to sleep; each has a stack, of which little is touched
 _GRAIN = 32768  # numbers: torch gives a thread at least as many
-_BLOCK_MS = 1
+_EVERY_S = 0.25  # between two looks at the pressure
+_CROWDED, _CALM = 0.3, 0.1  # shares of the time in which a task waited for a core
 
 
-@functools.cache
-def wait_briefly() -> threading.Thread | None:
-    """Let this process's OpenMP threads sleep soon when they wait; once per process.
+class BriefWaits:
+    """While they are on, this process's OpenMP threads sleep soon when they wait.
 
     libgomp has no call for this, but a rule (config/linux/wait.h): where it has made more threads
     than there are CPUs, they spin 1,000 times only (47 microseconds). So a thread runs one region
-    of its own and then sleeps for good, with its team: the thread returned. None where that is not
-    done: for one thread, which waits for nobody; with libomp, which has a call; where a variable of
-    the environment says how to wait; and where the team would be of more than 64 threads, as for 2
-    threads on 128 CPUs.
+    of its own and then sleeps with its team, until they are turned off: its team ends with it.
     """
-    if torch.get_num_threads() == 1 or any(os.environ.get(name) for name in _CHOSEN):
+
+    def __init__(self) -> None:
+        self._runtime = ctypes.CDLL(None)
+        self._end: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def are_on(self) -> bool:
+        return self._thread is not None
+
+    def turn_on(self) -> None:
+        """Nothing, if they are on; or where the team would be of more than 64 threads, as for 2
+        threads on 128 CPUs."""
+        size = idle_team_size(torch.get_num_threads(), _cpus())
+        if self.are_on or size > _MOST:
+            return
+        ready, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(
+            target=self._sleep, args=(size, ready, self._end), name="idle OpenMP team", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+
+    def turn_off(self) -> None:
+        if self._thread is not None and self._end is not None:
+            self._end.set()
+            self._thread.join()
+            self._thread = None
+
+    def _sleep(self, size: int, ready: threading.Event, end: threading.Event) -> None:
+        torch.get_num_threads()  # torch sets this thread's number at its first use; then it stays
+        self._runtime.omp_set_num_threads(size)  # of regions that this thread begins
+        torch.ones(size * _GRAIN).sum()
+        ready.set()
+        end.wait()
+
+
+class Adapter:
+    """Turns brief waits on where tasks wait for cores, and off where they do not."""
+
+    def __init__(self, pressure_file: Path, waits: BriefWaits) -> None:
+        self.waits = waits
+        self._file = pressure_file
+        self._at, self._total_us = time.monotonic(), self._read()
+
+    def look(self) -> None:
+        """At most every 0.25 s: how much has a task waited since the last look?"""
+        now = time.monotonic()
+        if now - self._at < _EVERY_S:
+            return
+        total_us = self._read()
+        share = (total_us - self._total_us) / 1e6 / (now - self._at)
+        self._at, self._total_us = now, total_us
+        if share > _CROWDED:
+            self.waits.turn_on()
+        elif share < _CALM:
+            self.waits.turn_off()
+
+    def _read(self) -> int:
+        """Microseconds in which some task has waited; 0 if the file has gone."""
+        try:
+            return int(self._file.read_text().split("total=")[1].split()[0])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+
+def adapt() -> None:
+    """Called in each step, by the thread that runs the model."""
+    adapter = _adapter()
+    if adapter is not None and torch.get_num_threads() > 1:
+        adapter.look()
+
+
+@functools.cache  # OpenMP's runtime, too, is the process's
+def _adapter() -> Adapter | None:
+    """None where there is nothing to adapt: another runtime than libgomp, a system that does not
+    tell the pressure, or a variable of the environment that says how to wait."""
+    if any(os.environ.get(name) for name in _CHOSEN):
         return None
-    runtime = ctypes.CDLL(None)
-    if hasattr(runtime, "kmp_set_blocktime"):
-        runtime.kmp_set_blocktime(_BLOCK_MS)  # of regions that this thread begins
+    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return None
-    size = idle_team_size(torch.get_num_threads(), _cpus())
-    if size > _MOST or not hasattr(runtime, "GOMP_parallel"):
-        return None
-    ready = threading.Event()
-    team = threading.Thread(
-        target=_sleep, args=(runtime, size, ready), name="idle OpenMP team", daemon=True
-    )
-    team.start()
-    ready.wait()
-    return team
+    file = pressure_file()
+    return None if file is None else Adapter(file, BriefWaits())
+
+
+def pressure_file() -> Path | None:
+    """Where Linux tells how long tasks waited for cores: those of this control group, or all."""
+    for path in (_own_group() / "cpu.pressure", Path("/proc/pressure/cpu")):
+        try:
+            path.read_text()
+        except OSError:
+            continue
+        return path
+    return None
+
+
+def _own_group() -> Path:
+    """The folder of this process's control group (cgroups(7), version 2)."""
+    try:
+        line = next(x for x in Path("/proc/self/cgroup").read_text().split() if x[:3] == "0::")
+    except (OSError, StopIteration):
+        return Path("/nowhere")
+    return Path("/sys/fs/cgroup" + line[3:])
 
 
 def idle_team_size(threads: int, cpus: int) -> int:
@@ -64,11 +152,3 @@ def _cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _sleep(runtime: ctypes.CDLL, size: int, ready: threading.Event) -> None:
-    torch.get_num_threads()  # torch sets this thread's number at its first use; then it stays
-    runtime.omp_set_num_threads(size)  # of regions that this thread begins
-    torch.ones(size * _GRAIN).sum()
-    ready.set()
-    threading.Event().wait()

@@ -34,12 +34,12 @@ BELOW = {
         "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
     },
     "llama/engine/params.py": {"sampling_params"},  # an old name, for those who import it there
-    "llama/engine": {"device", "engine", "model", "ops", "parallel"},
+    "llama/engine": {"device", "engine", "model", "openmp", "ops", "parallel"},
     "llama/requests": {
         "checks", "engine", "parallel", "requests", "sampling_params", "tokenizer",
     },
     "llama/loading.py": {
-        "args", "checkpoint", "checks", "device", "engine", "model", "openmp", "parallel",
+        "args", "checkpoint", "checks", "device", "engine", "model", "parallel",
         "tokenizer",
     },
     "llama/generation.py": {

@@ -1,21 +1,22 @@
-"""OpenMP's threads sleep soon when they wait: seen in the CPU time that they take."""
+"""OpenMP's threads sleep soon while cores are wanted, and spin while nobody else wants them."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import llama.openmp
 from helpers.launch import environment
-from llama.openmp import idle_team_size
+from llama.openmp import Adapter, BriefWaits, idle_team_size, pressure_file
 
-# CPU milliseconds of 20 regions with a pause after each, in which threads that spin take the most.
-# Before and after the call, with the number of this process's threads after it; then what a product
-# gives before and after.
+# CPU milliseconds of 20 regions with a pause after each, in which threads that spin take the most:
+# before, with brief waits, and after them; and what a product gives each time.
 PROGRAM = """
 import json, os, time, torch
-from llama.openmp import wait_briefly
+from llama.openmp import BriefWaits, _adapter
 torch.set_num_threads(2)
 x = torch.arange(1 << 20) * 0.37
 
@@ -26,14 +27,18 @@ def cpu_ms():
         time.sleep(0.03)
     return (time.process_time() - began) * 1e3
 
-before, sum_before = cpu_ms(), x.sum()
-threads = len(os.listdir("/proc/self/task"))
-team = wait_briefly()
-again = wait_briefly()
+waits, sums = BriefWaits(), [float(x.sum())]
+before, threads = cpu_ms(), len(os.listdir("/proc/self/task"))
+waits.turn_on()
+waits.turn_on()
+started = len(os.listdir("/proc/self/task")) - threads
+brief = cpu_ms()
+sums.append(float(x.sum()))
+waits.turn_off()
+after = cpu_ms()
 print(json.dumps({
-    "before": before, "after": cpu_ms(), "is_kept": team is again,
-    "is_alive": team is not None and team.is_alive(), "same": bool(x.sum() == sum_before),
-    "started": len(os.listdir("/proc/self/task")) - threads,
+    "before": before, "brief": brief, "after": after, "started": started, "sums": sums,
+    "left": len(os.listdir("/proc/self/task")) - threads, "adapts": _adapter() is not None,
 }))
 """
 
@@ -48,19 +53,59 @@ def run(**variables: str) -> dict:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP, as torch for Linux brings it")
-def test_threads_that_wait_sleep_soon():
-    """The idle team is there, once, and waiting takes a small part of the CPU time that it took."""
+def test_threads_that_wait_sleep_soon_until_that_is_turned_off():
+    """Waiting takes a small part of the CPU time that it took, with one idle team; then as before,
+    and the team is gone."""
     said = run()
-    cpus = len(os.sched_getaffinity(0))
-    assert said["is_alive"] and said["is_kept"] and said["same"]
-    assert said["started"] == idle_team_size(2, cpus)
-    assert said["after"] < said["before"] / 3, said
+    assert said["started"] == idle_team_size(2, len(os.sched_getaffinity(0)))
+    assert said["brief"] < said["before"] / 2 and said["brief"] < said["after"] / 2, said
+    assert said["left"] == 0 and len(set(said["sums"])) == 1
+    assert said["adapts"] == (pressure_file() is not None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP, as torch for Linux brings it")
 def test_what_the_user_set_is_obeyed():
-    said = run(OMP_WAIT_POLICY="active")
-    assert not said["is_alive"] and said["started"] == 0 and said["same"]
+    assert not run(OMP_WAIT_POLICY="active")["adapts"]
+
+
+def test_waits_are_brief_while_tasks_wait_for_cores(tmp_path, monkeypatch):
+    """On from a share of 0.3 of the time, off below 0.1, as before in between; one look per 0.25 s;
+    a file that cannot be read is calm."""
+    file, now, total = tmp_path / "cpu.pressure", 100.0, 0.0
+    monkeypatch.setattr(llama.openmp.time, "monotonic", lambda: now)
+
+    class Recorded(BriefWaits):
+        on = False
+
+        def turn_on(self) -> None:
+            self.on = True
+
+        def turn_off(self) -> None:
+            self.on = False
+
+    def pass_time(seconds: float, share: float) -> bool:
+        nonlocal now, total
+        now, total = now + seconds, total + seconds * share * 1e6
+        write(file, total)
+        adapter.look()
+        return waits.on
+
+    write(file, total)
+    waits = Recorded()
+    adapter = Adapter(file, waits)
+    shares = [(0.3, 0.0), (0.3, 0.2), (0.3, 0.5), (0.3, 0.2), (0.3, 0.05), (0.2, 1.0), (0.1, 1.0)]
+    assert [pass_time(*share) for share in shares] == [0, 0, 1, 1, 0, 0, 1]
+    file.unlink()
+    now += 1
+    adapter.look()
+    assert not waits.on
+
+
+def write(file: Path, total_us: float) -> None:
+    file.write_text(
+        f"some avg10=0.00 avg60=0.00 avg300=0.00 total={int(total_us)}\n"
+        "full avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+    )
 
 
 @pytest.mark.parametrize(

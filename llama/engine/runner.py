@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from llama import openmp
 from llama.engine.sampler import Sampled, sample, score
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
@@ -52,6 +53,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: list[Scheduled]) -> StepOutput:
+        openmp.adapt()
         sampling = [item.sequence for item in scheduled if item.samples]
         wanted = [
             (item.sequence, offsets)

@@ -16,6 +16,7 @@ import importlib
 import io
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -314,12 +315,10 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
     world = dist.new_group(timeout=limit, backend="gloo")
     control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
     store = dist.distributed_c10d._get_default_store()  # torchrun's; torch has no public name
-    watch = start_watch(
-        dist.get_rank(),
-        range(data_rank * size, (data_rank + 1) * size),
-        lambda own: _meet(world, own),
-        store,
-    )
+    watch = None
+    if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
+        members = range(data_rank * size, (data_rank + 1) * size)
+        watch = start_watch(dist.get_rank(), members, lambda own: _meet(world, own), store)
     return ModelParallel(
         rank=rank,
         size=size,

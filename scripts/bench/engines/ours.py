@@ -83,7 +83,6 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """What `Llama.build` makes, of a folder or of weights that were never in a file."""
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
-    from llama.openmp import wait_briefly
 
     if job["folder"]:
         return Llama.build(job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"])
@@ -91,8 +90,6 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     dtype = DTYPES["bf16" if int8 else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
     model.pack(int8=int8)  # as `Llama.build` does
-    if job["device"] == "cpu":
-        wait_briefly()  # likewise
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])
