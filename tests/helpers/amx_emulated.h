@@ -120,9 +120,18 @@ inline void dpbf16ps(int c, int a, int b) {
   }
 }
 
+// Only the call with two arguments asks for the tiles; that of futexes has six.
+inline long system_call(long number, long request, long feature) {
+  return permission(number, request, feature);
+}
+template <class... Arguments>
+long system_call(long number, Arguments... arguments) {
+  return ::syscall(number, arguments...);
+}
+
 }  // namespace amx_emulated
 
-#define syscall(number, request, feature) amx_emulated::permission(number, request, feature)
+#define syscall(...) amx_emulated::system_call(__VA_ARGS__)
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
