@@ -45,7 +45,7 @@ DRAINS = {  # name: fault, seconds to finish
     "second": ("stop twice", 20.0),
     "too-long": ("stop, and go on", 0.5),
 }
-PAUSE = {"world": 2, "fault": "", "rank": 0, "when": "pause", "timeout_s": 1.0}
+PAUSE = {"world": 2, "fault": "", "rank": 0, "when": "pause", "timeout_s": 4.0}
 
 
 @pytest.fixture(scope="module")
