@@ -130,8 +130,9 @@ class Llama:
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
         are read. What changes in the process, as with Meta's build: the groups of torch.distributed
         and fairscale exist afterwards, also for one process, and stdout (above); then torch's
-        number of threads on the CPU, where nobody chose it (see `llama.device`). No default type
-        and no global seed is touched.
+        number of threads on the CPU, where nobody chose it (see `llama.device`). With several
+        ranks, SIGTERM and `sys.excepthook` are watched, so that the job ends as one. No default
+        type and no global seed is touched.
         """
         began = time.perf_counter()
         loaded = load_model(
