@@ -90,16 +90,35 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
 
 
 def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
-    """Fork the ranks of a case, wait for them, and write what came of it."""
+    """Run the ranks of a case, and write what came of it.
+
+    Once more, where they did not come to the fault: another process may have taken their port.
+    """
+    mark, errors = out.with_suffix(".mark"), out.with_suffix(".err")
+    os.setpgid(0, 0)  # a group of these processes alone
+    for _ in range(3):
+        os.dup2(os.open(errors, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND), 2)
+        statuses, ended = run_ranks(case, folder, mark)
+        if mark.exists():
+            break
+    done = {
+        "statuses": [statuses.get(rank) for rank in range(case["world"])],
+        "seconds": ended - float(mark.read_text()) if mark.exists() else None,
+        "said": errors.read_text(),
+    }
+    out.write_text(json.dumps(done))
+    os._exit(0)
+
+
+def run_ranks(case: dict[str, Any], folder: str, mark: Path) -> tuple[dict[int, int], float]:
+    """Fork the ranks and wait for them: {rank: exit code}, and when the last one ended."""
+    world = case["world"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    world, mark = case["world"], out.with_suffix(".mark")
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    errors = os.open(out.with_suffix(".err"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(errors, 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.setpgid(0, 0)  # a group of these processes alone
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     pids = []
     for rank in range(world):
         if not (pid := os.fork()):
@@ -118,13 +137,8 @@ def run_case(case: dict[str, Any], folder: str, out: Path) -> None:
         time.sleep(0.02)
     for rank in set(range(world)) - statuses.keys():
         os.kill(pids[rank], signal.SIGKILL)
-    done = {
-        "statuses": [statuses.get(rank) for rank in range(world)],
-        "seconds": ended - float(mark.read_text()),
-        "said": out.with_suffix(".err").read_text(),
-    }
-    out.write_text(json.dumps(done))
-    os._exit(0)
+        os.waitpid(pids[rank], 0)
+    return statuses, ended
 
 
 def main(cases_file: str, folder: str) -> None:
