@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from llama.engine.sampler import sample_top_p
 from llama.loading import load_model, pages_for
 from llama.model import Transformer
 from llama.parallel.stdout import MutedStdout
+from llama.predictions import BeamPrediction, ChatPrediction, CompletionPrediction, TextDelta
 from llama.requests.beam_search import BeamParams, beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
@@ -31,32 +32,6 @@ __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
 
 _T = TypeVar("_T")
-
-
-class CompletionPrediction(TypedDict, total=False):
-    generation: str
-    tokens: list[str]  # with logprobs=True only
-    logprobs: list[float]  # likewise
-
-
-class ChatPrediction(TypedDict, total=False):
-    generation: Message
-    tokens: list[str]
-    logprobs: list[float]
-
-
-class BeamPrediction(TypedDict):
-    generation: str
-    score: float  # sum of log-probabilities / length ** length_penalty
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """A piece of the answer to prompt `index`; finish_reason ("stop", "length") ends the last."""
-
-    index: int
-    text: str
-    finish_reason: str | None
 
 
 _Encode = Callable[[], Iterable[Any]]  # gives the prompts as ids, or raises what is wrong with them
@@ -87,7 +62,14 @@ class _Settings:
 
 
 class Llama:
-    """A loaded model with its tokenizer and engine; make one with `Llama.build`."""
+    """A loaded model with its tokenizer and engine; make one with `Llama.build`.
+
+    What building changes in the process: the groups of torch.distributed and fairscale exist
+    afterwards, also for one process, as with Meta's build; and torch's number of threads on the
+    CPU, where nobody chose it (see `llama.device`). With several ranks, the stdout of those but
+    rank 0 is muted until `close`, and SIGTERM and `sys.excepthook` are watched until the groups
+    end, so that the job ends as one. No default type and no global seed is touched.
+    """
 
     @staticmethod
     def build(
@@ -114,9 +96,8 @@ class Llama:
                 8,192, or what fits the memory.
             max_batch_size: how many sequences run at once; more wait. Default: 32, on CUDA 256.
             model_parallel_size: ranks that share the model. Default: all processes.
-            seed: of the random numbers of calls that give none. Such a call draws from this seed
-                and its number: the second call gets other samples, and the program run again gets
-                the same ones.
+            seed: of calls that give none. Each draws from it and the number of the call: anew in
+                the second call, and the same when the program is run again.
             device: "cuda", "mps" or "cpu". Default: the first of these that there is.
             dtype: "bf16", "fp16" or "fp32"; "int8", on the CPU, holds the matrices in half the
                 memory, with one scale per row, and the rest in bf16. Default: bf16 where the device
@@ -124,15 +105,10 @@ class Llama:
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
-            mute_ranks: under torchrun, drop what ranks other than 0 print to `sys.stdout`, until
-                `close`, so that a script's output is there once. stderr is not touched.
+            mute_ranks: drop what ranks but 0 print to `sys.stdout`, until `close`; not stderr.
 
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
-        are read. What changes in the process, as with Meta's build: the groups of torch.distributed
-        and fairscale exist afterwards, also for one process, and stdout (above); then torch's
-        number of threads on the CPU, where nobody chose it (see `llama.device`). With several
-        ranks, SIGTERM and `sys.excepthook` are watched, so that the job ends as one. No default
-        type and no global seed is touched.
+        are read. The docstring of the class says what changes in the process.
         """
         began = time.perf_counter()
         loaded = load_model(

@@ -42,7 +42,9 @@ BELOW = {
         "args", "checkpoint", "checks", "device", "engine", "model", "parallel",
         "tokenizer",
     },
+    "llama/predictions.py": {"tokenizer"},
     "llama/generation.py": {
+        "predictions",
         "checks", "engine", "loading", "model", "parallel", "requests", "sampling_params",
         "tokenizer",
     },

@@ -39,6 +39,10 @@ class Peer:
     def name(self) -> str:
         return f"rank {self.rank} on {self.host}"
 
+    @property
+    def ended_early(self) -> str:
+        return f"the script of {self.name} ended while the others were still working"
+
 
 @dataclass
 class Peers:

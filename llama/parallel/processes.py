@@ -1,13 +1,17 @@
-"""Other processes of this machine: are they there, are they stopped, and how did they end?
+"""Processes of this machine: are they there, are they stopped, how did they end? How to end.
 
 In: a process id. Out: a pidfd (pidfd_open(2)) that becomes readable when the process ends, and
 words for its end. Linux only: elsewhere `open_process` gives None, and nothing is watched. This
 file knows nothing of ranks.
 """
 
+import contextlib
 import os
 import signal
 import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, from Linux 6.15 on
@@ -76,6 +80,23 @@ def describe_end(status: int | None) -> str:
     if number:
         return f"was ended by {signal.Signals(number).name}"
     return f"ended with exit code {status >> 8} while the others were still working"
+
+
+def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:
+    """os._exit: a thread has no other way to end a process whose main thread is in C++."""
+
+    def flush() -> None:
+        for put_right in before:
+            with contextlib.suppress(Exception):
+                put_right()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(0.5)  # the main thread may hold the lock of a stream
+    os._exit(code)
 
 
 def _stat(pid: int) -> list[str]:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from llama.parallel import processes
+from llama.parallel.errors import say
 from llama.parallel.heartbeat import Heartbeat, Store
 from llama.parallel.peers import Peer, Peers
 from llama.parallel.signals import SIGNALS
@@ -135,7 +136,7 @@ class Watch:
             end = time.monotonic() + patient
             while time.monotonic() < end and not self._is_known.wait(0.05):
                 if gone := self._left_early():
-                    self._report(_ended_early(gone))
+                    self._report(gone.ended_early)
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"sys.exit({error.code!r})"
@@ -151,7 +152,7 @@ class Watch:
             self._is_known.set()
             speaks = self.peers.claim()
             if speaks and (self.remote is None or self.remote.claim(cause)):
-                _say(f"error: {cause}" + f"\n{trace}" * bool(trace))
+                say(f"error: {cause}" + f"\n{trace}" * bool(trace))
             linger_s = _LINGER_S + _UNWIND_S * is_own
             self.peers.tell(kind="failed", cause=cause[:_CAUSE_LENGTH], linger_s=linger_s)
             self._is_own = is_own
@@ -260,7 +261,7 @@ class Watch:
         if order == 2 or SIGNALS.drain_s is None or not self.steps:
             self._exit(128 + self._alone_with(number))
         if order == 1 and self.peers.rank == 0:
-            _say(
+            say(
                 f"{signal.Signals(number).name}: running requests have {SIGNALS.drain_s:g} s to "
                 "finish, and no new ones start; a second signal ends them at once"
             )
@@ -268,27 +269,34 @@ class Watch:
     def _alone_with(self, number: int) -> int:
         """The signal, after a word where torchrun has not sent it to the other ranks, too."""
         self.peers.tell(kind="signalled")
-        end = time.monotonic() + _SIGNALS_S
-        while time.monotonic() < end and not self._others_signalled and self.peers.local:
-            select.select([self.peers.socket], [], [], _SIGNALS_S)
-            for peer, message in self.peers.read():
-                self._heard(peer, message)
+        for _ in self._listening(_SIGNALS_S):
             self._others_signalled |= bool(self.peers.newly_gone())
+            if self._others_signalled or not self.peers.local:
+                break
         if not self._others_signalled and not self._is_known.is_set() and self.peers.claim():
             name = signal.Signals(number).name
-            _say(f"error: rank {self.peers.rank} on {self.peers.host} was ended by {name}")
+            say(f"error: rank {self.peers.rank} on {self.peers.host} was ended by {name}")
         return number
+
+    def _listening(self, seconds: float) -> Iterator[None]:
+        """Hear what the others say, for so long; each turn is one look."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            select.select([self.peers.socket], [], [], min(0.1, seconds))
+            for peer, message in self.peers.read():
+                self._heard(peer, message)
+            yield
 
     def _drained_too_long(self, drain_s: float) -> None:
         if self.peers.claim():
-            _say(f"error: the requests did not finish within {drain_s:g} s: they were ended")
+            say(f"error: the requests did not finish within {drain_s:g} s: they were ended")
         self._exit(1)
 
     def _check_steps(self, now: float) -> None:
         for what, since, limit_s in list(self._busy.values()):
             gone = self._left_early()
             if gone is not None and now - since > _LEFT_S:
-                self._report(_ended_early(gone))
+                self._report(gone.ended_early)
             elif now - since > limit_s and since != self._asked:
                 self._asked = since
                 self._find_the_stalled(what, limit_s)
@@ -306,11 +314,9 @@ class Watch:
         own = self._print_stacks()
         self._replies = {}
         self.peers.tell(kind="where")
-        end = time.monotonic() + _REPLY_S
-        while time.monotonic() < end and len(self._replies) < len(self.peers.local):
-            select.select([self.peers.socket], [], [], 0.1)
-            for peer, message in self.peers.read():
-                self._heard(peer, message)
+        for _ in self._listening(_REPLY_S):
+            if len(self._replies) == len(self.peers.local):
+                break
         replies, self._replies = self._replies, None
         name = name_the_stalled(self.peers, self.group, own, replies)
         if name is None:
@@ -324,7 +330,7 @@ class Watch:
         thread, (what, *_) = next(iter(list(self._busy.items())), (None, ("",)))
         main = threading.main_thread().ident
         heading = f"--- rank {self.peers.rank} on {self.peers.host}, {self.steps} steps begun, "
-        _say(heading + f"now in {what or 'no step'}:\n" + stack_of(thread or main))
+        say(heading + f"now in {what or 'no step'}:\n" + stack_of(thread or main))
         return where(thread, what, self.steps)
 
     def _excepthook(
@@ -352,19 +358,7 @@ class Watch:
         self._exit(1)
 
     def _exit(self, code: int) -> None:
-        """os._exit: a thread has no other way to end a process whose main thread is in C++."""
-        flush = threading.Thread(target=self._flush, daemon=True)
-        flush.start()
-        flush.join(0.5)  # the main thread may hold the lock of a stream
-        os._exit(code)
-
-    def _flush(self) -> None:
-        for put_right in self.before_end:
-            with contextlib.suppress(Exception):
-                put_right()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        processes.exit_now(code, self.before_end)
 
 
 _watch: Watch | None = None  # of this process: its groups, too, are its own and no object's
@@ -398,13 +392,3 @@ def stop_watch() -> None:
 
 def current_watch() -> Watch | None:
     return _watch
-
-
-def _ended_early(peer: Peer) -> str:
-    return f"the script of {peer.name} ended while the others were still working"
-
-
-def _say(text: str) -> None:
-    """To stderr in one write, so that what other ranks say does not come between."""
-    with contextlib.suppress(OSError):
-        os.write(2, (text + "\n").encode(errors="backslashreplace"))

@@ -8,6 +8,9 @@ have what they wait for. Requests come and go between two steps.
 Under torchrun there are two ways. Every rank makes the same calls in the same order, from one
 thread: requests are compared across the ranks when they are submitted, and never in a step. Or
 rank 0 leads (`lead`): it alone is called, from any thread.
+
+It is longer than a file should be, as one lock guards all of its state: what threads add, what a
+step moves and what an interrupt leaves half done are read together or not at all.
 """
 
 import contextlib
@@ -18,10 +21,10 @@ from typing import TypeVar
 
 from llama.checks import brief
 from llama.engine.core import EngineCore
-from llama.engine.lead import FollowingCore, LeadingCore
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
 from llama.requests.prepare import prepare
+from llama.requests.ranks import OneCaller, lead
 from llama.requests.request import Answer, Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
@@ -48,7 +51,7 @@ class LLMEngine:
         self.max_seq_len = max_seq_len
         self.seed = seed
         self.parallel = parallel
-        self._num_calls = 0  # of those that gave no seed
+        self.num_calls = 0  # of those that gave no seed
         self._lock = threading.Lock()  # for all below; not held while the model runs
         self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
@@ -59,8 +62,7 @@ class LLMEngine:
         self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
         self._stepper: int | None = None  # the thread that runs the model now
         self._is_intact = True  # false while the core changes: after that, it was interrupted
-        self._caller: int | None = None  # on many ranks, the one thread that calls
-        self._is_comparing = False
+        self._one_caller = OneCaller(parallel.size)
         self._is_closed = False
         self.is_led = False  # rank 0 takes all requests; the other ranks follow
 
@@ -201,36 +203,7 @@ class LLMEngine:
         """
         if self.parallel.size == 1 or self.is_led:
             return work()
-        with self.parallel.agree("the ranks that call lead"):
-            if self._requests:
-                raise RuntimeError("finish or abort all requests before rank 0 leads")
-        core, self.is_led = self.core, True
-        try:
-            if self.parallel.rank:
-                self._num_calls = FollowingCore(core, self.parallel).follow()
-            else:
-                self.core = LeadingCore(core, self.parallel)
-                return self._work_as_leader(work, self.core)
-        finally:
-            self.core, self.is_led = core, False
-        with self.parallel.agree("the work that rank 0 leads"):
-            return None
-
-    def _work_as_leader(self, work: Callable[[], _T], core: LeadingCore) -> _T:
-        """The result of the work; what ends it is told to the other ranks, unless a step failed."""
-        try:
-            result = work()
-        except BaseException as error:
-            self.drop(list(self._requests))
-            core.close(self._num_calls, interrupted=not isinstance(error, Exception))
-            if core.has_failed:
-                raise
-            with self.parallel.agree("the work that rank 0 leads"):
-                raise
-        self.drop(list(self._requests))
-        core.close(self._num_calls)
-        with self.parallel.agree("the work that rank 0 leads"):
-            return result
+        return lead(self, work)
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of that name."""
@@ -270,6 +243,9 @@ class LLMEngine:
             for request in list(self._requests):
                 self._end(request)
 
+    def drop_all(self) -> None:
+        self.drop(list(self._requests))
+
     def drop(self, requests: Iterable[Request]) -> None:
         """Abort what is not finished, and keep nothing of the rest."""
         with self._lock:
@@ -279,7 +255,7 @@ class LLMEngine:
 
     def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
         """The requests, if they are the same on every rank; else an error on every rank."""
-        with self._alone(), self.agree("the prompts or parameters") as must_match:
+        with self._calling(), self.agree("the prompts or parameters") as must_match:
             if self._is_closed:
                 raise RuntimeError("this engine is closed: build another one")
             compared = list(requests)
@@ -288,6 +264,12 @@ class LLMEngine:
                 must_match.append(request.fingerprint())
         self._number(compared)
         return compared
+
+    def _calling(self) -> contextlib.AbstractContextManager[None]:
+        """RuntimeError where two threads call, on many ranks: the ranks' orders would differ."""
+        if self.parallel.size == 1 or self.is_led:
+            return contextlib.nullcontext()
+        return self._one_caller.calling(self.has_unfinished_requests)
 
     def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
         """`ModelParallel.agree` where every rank makes the call; nothing where rank 0 leads."""
@@ -300,32 +282,11 @@ class LLMEngine:
         """
         if any(request.seed is None for request in requests):
             with self._lock:
-                call, self._num_calls = self._num_calls, self._num_calls + 1
+                call, self.num_calls = self.num_calls, self.num_calls + 1
             seed = derived_seed(self.seed, call, of="call")
             for place, request in enumerate(requests):
                 if request.seed is None:
                     request.set_seed(derived_seed(seed, place))
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """RuntimeError where two threads call, on many ranks: the ranks' orders would differ."""
-        if self.parallel.size == 1 or self.is_led:
-            yield
-            return
-        with self._lock:
-            if not self._requests and not self._is_comparing:
-                self._caller = threading.get_ident()
-            if self._caller != threading.get_ident():
-                raise RuntimeError(
-                    "another thread of this rank has unfinished requests: with "
-                    f"model_parallel_size={self.parallel.size}, make all calls from one thread, or "
-                    "within `lead`"
-                )
-            self._is_comparing = True
-        try:
-            yield
-        finally:
-            self._is_comparing = False
 
     def _queue(self, requests: list[Request]) -> None:
         with self._lock:
