@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,13 @@ EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
     _AVX512_BF16.needs,
 )  # fmt: skip
 BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_is_heard() -> None:
+    """A shell starts a job in its background with SIGINT ignored, and children inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
