@@ -94,8 +94,8 @@ class SamplingParams:
         which `ignore_eos` sets aside; the text is left out unless `include_stop_str_in_output`.
     skip_special_tokens: leave special tokens out of the text; False here, as in Meta's decode.
     seed: of this request's random numbers; None leaves it to the engine.
-    n, best_of: answers returned, and generated to choose them from by log-probability. Greedy
-        decoding has one answer, so it refuses more.
+    n, best_of: answers returned, and generated to choose them from by log-probability. At
+        temperature 0 they are all the same.
     logprobs, prompt_logprobs: log-probability of each generated, or prompt, token and of so many
         of the likeliest in its place; 0 for the token's own, None for none.
     """
@@ -141,12 +141,6 @@ class SamplingParams:
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, 256)
         self._set("stop_token_ids", ids)
         self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, 256))
-        answers = max(self.n, self.best_of or 1)
-        if self.temperature < 1e-5 and answers > 1:
-            raise ValueError(
-                f"n={self.n} and best_of={self.best_of} must be 1 with temperature="
-                f"{self.temperature}: greedy decoding has one answer; ask for a temperature above 0"
-            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on

@@ -60,7 +60,7 @@ BELOW = {
     },
     "llama/cli": {
         "batch", "chat", "checkpoint", "cli", "device", "generation", "loading", "ops",
-        "parallel", "sampling_params",
+        "parallel", "sampling_params", "serving",
     },
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {
@@ -94,7 +94,9 @@ def test_imports_point_down(name):
         ("torch.distributed", r"llama/parallel/groups\.py"),
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
-        ("fastapi", r"llama/serving/"),
+        ("fastapi", r"llama/serving/server/"),
+        ("uvicorn", r"llama/serving/(server/process|fastchat_worker)\.py"),
+        ("prometheus_client", r"llama/serving/server/metrics\.py"),
         ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
@@ -107,7 +109,7 @@ def test_each_library_has_one_place(library, where):
     users = [n for n, p in zip(NAMES, FILES, strict=True)
              if any(i == library or i.startswith(library + ".") for i in imports(p))]  # fmt: skip
     assert all(re.match(where, name) for name in users), users
-    assert users or where == "nowhere" or library in ("triton", "fastapi")
+    assert users or where == "nowhere" or library == "triton"
 
 
 @pytest.mark.parametrize("name", ["sequence", "pages", "scheduler"])

@@ -13,7 +13,7 @@ from llama.batch.job import run_batch
 from llama.batch.lines import MAX_LINE, parse_line, read_request
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
-from llama.serving.openai import CHAT_URL, TEXT_URL
+from llama.serving.openai.requests import CHAT_URL, TEXT_URL
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PROMPTS = ["Hello", "Bonjour", "an apple  a day ", "1, 2, 3", "é漢😀"]
@@ -69,7 +69,13 @@ def test_records_are_openais(llama, tmp_path):
             "created": 0,
             "model": "mine",
             "choices": [
-                {"index": 0, "text": text_of(text), "logprobs": None, "finish_reason": "length"}
+                {
+                    "index": 0,
+                    "text": text_of(text),
+                    "logprobs": None,
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                }
             ],
             "usage": {
                 "prompt_tokens": 3,
@@ -144,7 +150,9 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": HELLO, "prompt": "x"}, "must have a prompt, messages, or a url and a body"),
     ({"custom_id": "me"}, "must have a prompt, messages, or a url and a body"),
     ({"prompt": "x", "custom_id": 7}, "custom_id must be a string, got a number"),
-    ({"prompt": ["a", "b"]}, "holds 'a'"),
+    ({"prompt": ["a", "b"]}, "prompt has 2 entries: give each a line of its own"),
+    ({"prompt": [1, "b"]}, "holds 'b'"),
+    ({"prompt": "a", "stream": True}, "stream must be false: a line gets one record"),
     ({"prompt": [512]}, "holds 512"),
     ({"prompt": "x" * 300}, "has 301 tokens"),
     ('{"prompt": "x", "temperature": NaN}', "temperature=nan must be a number from 0 to 100"),
