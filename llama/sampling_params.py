@@ -5,10 +5,11 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llama.checks import brief, number, whole_number
+from llama.structured_output import StructuredOutput
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
 # name: (lowest, highest, may be None)
@@ -69,6 +70,17 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(checked.items()))
 
 
+def _form(value: Any) -> StructuredOutput | None:
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"structured_output={brief(value)} must be a StructuredOutput, or be None")
+    unknown = sorted(value.keys() - {f.name for f in fields(StructuredOutput)})
+    if unknown:
+        raise ValueError(f"structured_output has no field {unknown[0]!r}")
+    return StructuredOutput(**value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen, when they end, and what is reported.
@@ -98,6 +110,8 @@ class SamplingParams:
         temperature 0 they are all the same.
     logprobs, prompt_logprobs: log-probability of each generated, or prompt, token and of so many
         of the likeliest in its place; 0 for the token's own, None for none.
+    structured_output: the form that the answer must have, a `StructuredOutput` or its fields as a
+        mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
     max_tokens: int | None = 16
@@ -121,6 +135,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] = ()
+    structured_output: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high, optional) in _WHOLE_NUMBERS.items():
@@ -141,6 +156,12 @@ class SamplingParams:
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, 256)
         self._set("stop_token_ids", ids)
         self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, 256))
+        self._set("structured_output", _form(self.structured_output))
+        if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(
+                "ignore_eos and min_tokens cannot be used with structured_output, which ends an "
+                "answer where its form does: leave them out"
+            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama import openmp
+from llama.engine.constraints import AllowedTokens
 from llama.engine.sampler import Sampled, sample, score
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
@@ -50,6 +51,7 @@ class ModelRunner:
         self.model = model
         self.page_size = page_size
         self.kv_cache = model.new_kv_cache(num_pages, page_size)
+        self._allowed_tokens = AllowedTokens(model.vocab_size)
 
     @torch.inference_mode()
     def run(self, scheduled: list[Scheduled]) -> StepOutput:
@@ -60,11 +62,13 @@ class ModelRunner:
             for item in scheduled
             if (offsets := item.sequence.rows_to_score(item.count))
         ]
+        allowed = self._allowed_tokens.begin(sampling)
         hidden = self._hidden(scheduled)
         prompts = self._score(wanted, hidden[len(sampling) :])
         if not sampling:
             return StepOutput([], prompts=prompts)
-        return self._to_host(sample(self.model.logits(hidden[: len(sampling)]), sampling), prompts)
+        logits = self.model.logits(hidden[: len(sampling)])
+        return self._to_host(sample(logits, sampling, allowed), prompts)
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
         """(R, E): the last row of each that samples, then the rows that score prompt tokens."""

@@ -95,13 +95,15 @@ async def _prepare(service: Service, request: OpenAIRequest) -> list[EngineReque
                 f"{service.limits.max_prompts}",
                 param="prompt",
             )
-        prepare = partial(service.prepare, params=request.params)
+        prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
         return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
     try:
         ids = encode_chat(tokenizer, request.messages)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param="messages") from None
-    return [await service.prepare(ids, request.params, param="messages")]
+    return [
+        await service.prepare(ids, request.params, param="messages", form_field=request.form_field)
+    ]
 
 
 async def last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
