@@ -13,7 +13,7 @@ from llama.structured_output import StructuredOutput
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
 # name: (lowest, highest, may be None)
-_WHOLE_NUMBERS = {
+WHOLE_NUMBERS = {
     "max_tokens": (0, _MOST, True),
     "top_k": (-1, _MOST, False),
     "seed": (0, 2**63 - 1, True),
@@ -21,7 +21,7 @@ _WHOLE_NUMBERS = {
     "logprobs": (0, 100, True),
     "prompt_logprobs": (0, 100, True),
 }
-_NUMBERS = {
+NUMBERS = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -138,10 +138,10 @@ class SamplingParams:
     structured_output: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, optional) in _WHOLE_NUMBERS.items():
+        for name, (low, high, optional) in WHOLE_NUMBERS.items():
             value = whole_number(name, getattr(self, name), low, high, optional=optional)
             self._set(name, value)
-        for name, (least, greatest) in _NUMBERS.items():
+        for name, (least, greatest) in NUMBERS.items():
             self._set(name, number(name, getattr(self, name), least, greatest))
         most = _MOST if self.max_tokens is None else self.max_tokens
         self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))

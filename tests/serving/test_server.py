@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,17 +11,11 @@ import openai
 import pytest
 
 from helpers.launch import environment
-from helpers.server import RunningServer, raw_events, run_server
+from helpers.server import raw_events, run_server
 from llama import Llama, SamplingParams
 
 MODEL = "demo"
 STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with run_server("--max_seq_len", "512", "--dtype", "fp32") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ _LABELS = {"model", "user", "metadata"}  # for bookkeeping: they do not change t
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs", "structured_output"}
 _FORMS = {"response_format", "structured_outputs"}
 _SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS | _FORMS
-_TEXT_FIELDS = {"prompt", "echo"} | _SHARED
-_CHAT_FIELDS = {"messages", "top_logprobs"} | _SHARED
+TEXT_FIELDS = {"prompt", "echo"} | _SHARED
+CHAT_FIELDS = {"messages", "top_logprobs"} | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -54,7 +54,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         raise TypeError(f"body must be an object, got {json_type(body)}")
     # Clients write null for a field that is not given.
     given = {name: value for name, value in body.items() if value is not None}
-    known = _CHAT_FIELDS if chat else _TEXT_FIELDS
+    known = CHAT_FIELDS if chat else TEXT_FIELDS
     refuse_fields(given.keys() - known, "a chat request" if chat else "a completion request")
     echo = _boolean(given, "echo")
     params = _params(given, chat, defaults)
@@ -80,7 +80,7 @@ def field_of(error: Exception, body: Any) -> str | None:
     if found is None or not isinstance(body, dict):
         return None
     name = found[1]
-    known = _CHAT_FIELDS | _TEXT_FIELDS | body.keys()
+    known = CHAT_FIELDS | TEXT_FIELDS | body.keys()
     return name if name in known else None
 
 

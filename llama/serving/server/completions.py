@@ -23,6 +23,7 @@ from llama.serving.openai.requests import (
     parse_body,
 )
 from llama.serving.openai.responses import Chunks, Heading, response_body
+from llama.serving.openai.schema import body_schema
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import (
     DONE,
@@ -42,17 +43,27 @@ _CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post(TEXT_URL)
+    @router.post(TEXT_URL, openapi_extra=described(body_schema(chat=False)))
     async def completions(http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
         return await _answer(service, http, chat=False)
 
-    @router.post(CHAT_URL)
+    @router.post(CHAT_URL, openapi_extra=described(body_schema(chat=True)))
     async def chat_completions(http: Request) -> Response:
         """Answer a dialog (https://platform.openai.com/docs/api-reference/chat)."""
         return await _answer(service, http, chat=True)
 
     return router
+
+
+def described(schema: dict[str, Any]) -> dict[str, Any]:
+    """What /openapi.json says of a route: the schema of its body, and the errors that it gives."""
+    errors = {
+        str(status): {"description": what}
+        for status, what in {400: "a field is wrong", 413: "too large", 503: "not now"}.items()
+    }
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}, "responses": errors}
 
 
 async def read_json(http: Request) -> Any:
