@@ -25,6 +25,7 @@ from llama.generation import Llama
 from llama.parallel import ModelParallel, SharedCounter, stop_requested
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
+from llama.serving.openai.chat_prompt import chat_prompt
 from llama.serving.openai.requests import OpenAIRequest
 
 _TICKS_PER_POST = 16  # engine steps or bad lines between two exchanges with the other replicas
@@ -225,11 +226,7 @@ class _Job:
             fields = parse_line(line.data, jsonl=self.jsonl)
             custom_id = custom_id_of(fields, name)
             body = read_request(fields, self.defaults)
-            prompt = (
-                self.llama.formatter.encode_dialog_prompt(body.messages)
-                if body.chat
-                else body.prompts[0]
-            )
+            prompt = chat_prompt(body, self.llama.tokenizer) if body.chat else body.prompts[0]
             request = self.engine.prepare(name, prompt, body.params)
         except (TypeError, ValueError) as e:
             self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.serving.openai.chat_prompt import chat_prompt
 from llama.serving.openai.requests import (
     CHAT_URL,
     TEXT_URL,
@@ -33,7 +34,6 @@ from llama.serving.server.responses import (
     unless_client_leaves,
 )
 from llama.serving.server.service import Service
-from llama.serving.tools import encode_chat
 
 # OpenAI's own defaults; a chat's answer may be as long as the context.
 _TEXT_DEFAULTS = SamplingParams(max_tokens=16, skip_special_tokens=True)
@@ -109,7 +109,7 @@ async def _prepare(service: Service, request: OpenAIRequest) -> list[EngineReque
         prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
         return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
     try:
-        ids = encode_chat(tokenizer, request.messages)
+        ids = chat_prompt(request, tokenizer)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param="messages") from None
     return [

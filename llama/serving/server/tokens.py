@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from llama.serving.openai.chat_prompt import encode_messages
 from llama.serving.openai.requests import json_type, refuse_fields
 from llama.serving.server.completions import described, read_json
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import JsonResponse
 from llama.serving.server.service import Service
-from llama.serving.tools import encode_chat
 from llama.tokenizer import Tokenizer
 
 _TOKENIZE = {
@@ -111,21 +111,24 @@ def _refuse(unknown: set[str], place: str) -> None:
 def _encode(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
     """ApiError 400 names the field that is wrong."""
     common = {"model", "return_token_strs"}
+    flags = {"add_generation_prompt": True, "continue_final_message": False}
     text_fields, chat_fields = (
         {"prompt", "add_special_tokens"},
-        {"messages", "add_generation_prompt"},
+        {"messages", *flags},
     )
     is_chat = "messages" in body
     _refuse(body.keys() - common - (chat_fields if is_chat else text_fields), "/tokenize")
-    for name in ("add_special_tokens", "add_generation_prompt", "return_token_strs"):
+    for name in ("add_special_tokens", "return_token_strs", *flags):
         if not isinstance(body.get(name, True), bool):
             raise ApiError(400, f"{name} must be true or false", param=name)
     if is_chat:
+        given = {name: body.get(name, default) for name, default in flags.items()}
         try:
-            wants_header = body.get("add_generation_prompt", True)
-            return encode_chat(tokenizer, body["messages"], add_generation_prompt=wants_header)
+            return encode_messages(tokenizer, body["messages"], **given)
         except (TypeError, ValueError) as e:
-            raise ApiError(400, str(e), param="messages") from None
+            message = str(e)
+            param = next((name for name in flags if message.startswith(name)), "messages")
+            raise ApiError(400, message, param=param) from None
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise ApiError(400, f"prompt must be a string, got {json_type(prompt)}", param="prompt")
