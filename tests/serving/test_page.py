@@ -1,0 +1,405 @@
+"""The page at `/`, in headless Chromium against a real server: what a person does and sees.
+
+Skipped where playwright or a Chromium is missing. Answers of tools come from a scripted stream, in
+OpenAI's shapes.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.browser import (
+    CHROMIUM,
+    CONTRAST,
+    DONE,
+    answer_of,
+    bodies_of,
+    script,
+    send,
+    settings,
+)
+from helpers.server import run_server
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+PAGE = Path(__file__).resolve().parents[2] / "llama/serving/server/page.html"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # A container may have no user namespaces, which Chromium's sandbox needs.
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def context(browser) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
+    context.set_default_timeout(10_000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def opened(context) -> Iterator[Callable[..., Any]]:
+    """Opens a page in a browser tab of its own; at the end, its script must not have failed."""
+    pages, errors = [], []
+
+    def open_page(url: str) -> Any:
+        page = context.new_page()
+        pages.append(page)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert errors == []
+
+
+@pytest.fixture
+def page(opened, server) -> Any:
+    page = opened(server.url)
+    page.wait_for_selector("#state.ready")
+    return page
+
+
+def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
+    text = PAGE.read_text()
+    assert len(text.encode()) < 60_000
+    assert set(re.findall(r"https?://[^\s'\"]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+    found = httpx.get(server.url)
+    assert (found.text, found.headers["content-type"]) == (text, "text/html; charset=utf-8")
+    policy = found.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    assert policy.count("'sha256-") == 2 and "unsafe" not in policy
+
+
+@needs_chromium
+def test_an_answer_streams_as_plain_text_and_says_what_it_took(page, server):
+    settings(page, temperature="0", max_tokens="24")
+    page.evaluate("""() => {
+        window.lengths = new Set();
+        const note = () => lengths.add(document.querySelectorAll(".token").length);
+        new MutationObserver(note).observe(document.querySelector("#log"),
+            { childList: true, subtree: true });
+    }""")
+    question = "<b>Tell</b> <img src=x onerror=alert(1)> me a story about a cat"
+    send(page, question)
+    found = answer_of(page)
+    assert len(page.evaluate("[...lengths]")) > 3, "the answer came in one piece"
+    messages = [{"role": "user", "content": question}]
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0, "top_p": 0.9}
+    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert found == wanted["choices"][0]["message"]["content"]
+    assert page.text_content("article.user .text") == question
+    assert page.query_selector("#log b, #log img") is None
+    figures = page.inner_text(f"{DONE} .figures")
+    assert re.search(r"First token \d+\.\d\d s\s+[\d.]+ tokens/s\s", figures)
+    assert f"{wanted['usage']['completion_tokens']} tokens" in figures
+    assert f"of {wanted['usage']['prompt_tokens']} prompt tokens cached" in figures
+    # Nothing else can run here, nor be asked.
+    page.evaluate("""() => {
+        const other = document.createElement("script");
+        other.textContent = "window.isOpen = true";
+        document.body.append(other);
+    }""")
+    assert page.evaluate("window.isOpen") is None
+
+
+@needs_chromium
+def test_stop_retry_and_edit(page, server):
+    send(page, "Tell me a long story")
+    page.wait_for_function("() => document.querySelectorAll('.token').length > 4")
+    page.click("#stop")
+    stopped = answer_of(page)
+    assert stopped and "Stopped" in page.inner_text(f"{DONE} .figures")
+    page.wait_for_function(
+        "() => fetch('load').then((r) => r.json()).then((x) => x.server_load === 0)"
+    )
+    settings(page, max_tokens="6", seed="7", system=" Be brief. ")
+    with bodies_of(page) as bodies:
+        page.click("text=Retry")
+        first = answer_of(page)
+        send(page, "And then?")
+        page.wait_for_function("() => document.querySelectorAll('article.done').length === 2")
+        page.click("article.user >> nth=0 >> text=Edit")
+        assert page.evaluate("document.activeElement.value") == "Tell me a long story"
+        page.keyboard.press("Escape")
+        assert page.locator("article").count() == 4, "the edit was cancelled"
+        page.click("article.user >> nth=0 >> text=Edit")
+        page.fill("#edited", "Tell me about a dog")
+        page.click("text=Save and send")
+        page.wait_for_function("() => document.querySelectorAll('article').length === 2")
+        answer_of(page)
+    retried, second, edited = [body["messages"] for body in bodies]
+    system = {"role": "system", "content": "Be brief."}
+    assert retried == [system, {"role": "user", "content": "Tell me a long story"}]
+    assert second == [
+        *retried,
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert edited == [system, {"role": "user", "content": "Tell me about a dog"}]
+    page.click("#clear")
+    assert page.locator("article").count() == 0 and page.is_visible("#hint")
+
+
+@needs_chromium
+def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
+    settings(page, temperature="0", max_tokens="16")
+    send(page, "Tell me a story")
+    before = answer_of(page)
+    tokens = page.eval_on_selector_all(f"{DONE} .token", "nodes => nodes.map(n => n.textContent)")
+    assert "".join(tokens) == before
+    page.click(f"{DONE} .token >> nth=5")
+    rows = page.locator(".choices li")
+    assert rows.count() == 5, "greedy: the token is among the five likeliest"
+    shown = rows.all_inner_texts()
+    assert shown[0].startswith(tokens[5].replace(" ", "␣")) and all("%" in row for row in shown)
+    assert re.search(r"p \d.*\s%, −log p \d+\.\d\d nats", page.inner_text(".choices .note"))
+    name = page.inner_text(".choices li button .code >> nth=0").replace("␣", " ")
+    with bodies_of(page) as bodies:
+        page.click(".choices li button >> nth=0")
+        after = answer_of(page)
+    start = "".join(tokens[:5]) + name
+    (body,) = bodies
+    assert body["messages"][-1] == {"role": "assistant", "content": start}
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    plain = {key: body[key] for key in body.keys() - {"stream", "stream_options"}}
+    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=plain, timeout=60).json()
+    assert after == start + wanted["choices"][0]["message"]["content"] != before
+    scored = page.locator(f"{DONE} .token.scored").count()
+    assert scored == 6 + wanted["usage"]["completion_tokens"], "those before keep their values"
+
+
+@needs_chromium
+def test_tool_calls_stream_and_their_results_go_back(page):
+    weather = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    call = {"index": 0, "id": "call_1", "type": "function"}
+    script(
+        page,
+        [
+            {"role": "assistant", "content": ""},
+            {"content": "I look."},
+            {"tool_calls": [{**call, "function": {"name": "weather", "arguments": ""}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": '"<b>Ulm</b>"}'}}]},
+        ],
+        [{"role": "assistant", "content": ""}, {"content": "It is "}, {"content": "warm."}],
+    )
+    page.click("#settings-button")
+    page.fill("#tools", "{no")
+    send(page, "How warm is it?")
+    page.wait_for_selector("text=The tools are not JSON")
+    assert page.evaluate("document.activeElement.id") == "tools"
+    page.fill("#tools", json.dumps(weather))
+    with bodies_of(page) as bodies:
+        page.click("text=Retry")
+        page.wait_for_selector("text=Calls weather")
+        assert page.text_content(".call pre") == '{"city": "<b>Ulm</b>"}'
+        page.get_by_label("Result of weather").fill("21 degrees")
+        page.click("text=Send the result")
+        page.wait_for_selector("text=It is warm.")
+    assert bodies[0]["tools"] == [weather]
+    function = {"name": "weather", "arguments": '{"city": "<b>Ulm</b>"}'}
+    called = {"id": "call_1", "type": "function", "function": function}
+    assert bodies[1]["messages"] == [
+        {"role": "user", "content": "How warm is it?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees"},
+    ]
+
+
+@needs_chromium
+def test_a_completion_is_a_heat_map_of_surprise(page, server):
+    prompt = "Once upon a zebra 🎈 time"
+    page.click("#tab-completion")
+    page.fill("#prompt", prompt)
+    page.click("#score")
+    page.wait_for_selector("#completion-figures span")
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 5}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    values = reply["choices"][0]["logprobs"]["token_logprobs"][1:]
+    heats = page.eval_on_selector_all(
+        "#result .token",
+        """nodes => nodes.map(
+            (node) => [node.textContent, Number(node.style.getPropertyValue("--heat"))])""",
+    )
+    assert "".join(text for text, _ in heats) == prompt
+    assert heats[0][1] == pytest.approx(min(1, -values[0] / 8), abs=2e-3)
+    assert heats[-1][1] == pytest.approx(min(1, -values[-1] / 8), abs=2e-3)
+    mean = -sum(values) / len(values)
+    assert f"Mean surprise {mean:.2f} nats" in page.inner_text("#completion-figures")
+    page.hover("#result .token >> nth=0")
+    assert page.inner_text("#tip").endswith(f"−log p {-values[0]:.2f}")
+    page.mouse.move(0, 0)
+    page.focus("#complete")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("End")
+    assert page.inner_text("#tip").endswith(f"−log p {-values[-1]:.2f}")
+    page.fill("#count", "5")
+    page.click("#result .token >> nth=1")
+    other = page.inner_text(".choices li button:enabled .code >> nth=0").replace("␣", " ")
+    page.click(".choices li button:enabled >> nth=0")
+    page.wait_for_selector("#completion-figures >> text=5 tokens")
+    assert page.input_value("#prompt") == heats[0][0] + other
+    assert page.text_content("#result .text").startswith(heats[0][0] + other)
+    assert page.locator("#result .first").count() == 1
+
+
+@needs_chromium
+def test_the_engine_tab_is_live_and_asks_only_while_it_is_shown(page, server):
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    body = {"prompt": "Once", "max_tokens": 480, "n": 4, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60):
+        page.click("#tab-engine")
+        page.wait_for_function("""() => {
+            const [running, , cache, , out] = [...document.querySelectorAll("#figures dd")]
+                .map((node) => node.textContent);
+            return running === "4" && parseFloat(cache) > 0 && parseFloat(out) > 0;
+        }""")
+    page.click("#tab-chat")
+    count = len([url for url in asked if url.endswith("/metrics")])
+    assert count >= 2
+    page.wait_for_timeout(1300)
+    assert len([url for url in asked if url.endswith("/metrics")]) == count
+
+
+@needs_chromium
+def test_everything_works_from_the_keyboard(page):
+    press = page.keyboard.press
+    focused = lambda: page.evaluate("document.activeElement.id")  # noqa: E731
+    press("Tab")
+    assert focused() == "settings-button"
+    press("Enter")
+    press("Tab")
+    assert focused() == "tab-chat", "the tabs come before the settings"
+    for _ in range(4):
+        press("Tab")
+    assert focused() == "max_tokens"
+    page.keyboard.type("12")
+    page.focus("#settings-button")
+    press("Enter")
+    press("Tab")
+    press("ArrowRight")
+    assert focused() == "tab-completion" and page.is_visible("#completion")
+    press("Home")
+    assert focused() == "tab-chat" and page.is_visible("#chat")
+    press("Tab")
+    assert focused() == "message"
+    page.keyboard.type("Hi")
+    press("Shift+Enter")
+    page.keyboard.type("you")
+    press("Enter")
+    first = answer_of(page)
+    assert page.text_content("article.user .text") == "Hi\nyou"
+    for _ in range(3):
+        press("Shift+Tab")
+    assert "arrow keys" in page.evaluate("document.activeElement.ariaLabel")
+    press("ArrowRight")
+    assert page.inner_text("#say").startswith(page.inner_text("#tip")[:3])
+    press("Enter")
+    assert page.is_visible(".choices")
+    press("Escape")
+    assert not page.is_visible(".choices")
+    assert "arrow keys" in page.evaluate("document.activeElement.ariaLabel")
+    press("Enter")
+    press("Enter")
+    assert answer_of(page) != first
+
+
+@needs_chromium
+def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
+    with run_server("--max_seq_len", "512", "--api_key", "secret") as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        page = opened(server.url)
+        page.wait_for_selector("text=Needs an API key")
+        assert page.evaluate("document.activeElement.id") == "key"
+        send(page, "Hello")
+        page.wait_for_selector("text=The server asks for an API key.")
+        page.fill("#key", "wrong")
+        page.click("text=Retry")
+        page.wait_for_selector("text=The server does not know this API key.")
+        page.fill("#key", "secret")
+        page.fill("#max_tokens", "4")
+        page.click("text=Retry")
+        assert answer_of(page)
+        stored = "[localStorage.length, document.cookie, sessionStorage.getItem('key')]"
+        assert page.evaluate(stored) == [0, "", "secret"]
+        server.process.kill()
+        server.process.wait()
+        page.click("text=Retry")
+        page.wait_for_selector("text=The server does not answer.")
+        page.wait_for_selector("text=No answer")
+        page.click("#tab-engine")
+        page.wait_for_selector("#engine >> text=The server does not answer.")
+
+
+@needs_chromium
+def test_what_can_fail_says_so(page):
+    error = json.dumps({"error": {"message": "the model failed in this step"}})
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "Half"}}]})
+    script(page, f"data: {error}\n\ndata: [DONE]\n\n", f"data: {chunk}\n\n")
+    send(page, "Hello")
+    page.wait_for_selector("text=The model failed in this step.")
+    page.click("text=Retry")
+    page.wait_for_selector("text=The connection broke before the end of the answer.")
+    assert answer_of(page) == "Half"
+    page.unroute("**/v1/chat/completions")
+    busy = {"error": {"message": "the model is being loaded: try again"}}
+    page.route("**/v1/completions", lambda route: route.fulfill(
+        status=503, json=busy, headers={"Retry-After": "5"}))  # fmt: skip
+    page.route("**/ready", lambda route: route.fulfill(status=503, json={"status": "loading"}))
+    page.click("#tab-completion")
+    page.click("#complete")
+    page.wait_for_selector("text=the model is being loaded: try again in 5 s.")
+    page.wait_for_selector("text=Loading the model")
+    page.unroute("**/v1/completions")
+    page.fill("#count", "9999")
+    page.click("#complete")
+    page.wait_for_selector("text=are more than the context")
+    page.fill("#count", "-1")
+    page.click("#complete")
+    page.wait_for_selector("text=Tokens to add must be a whole number from 0.")
+
+
+@needs_chromium
+def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
+    """Wide and as a phone, light and dark. Contrast as WCAG has it: 4.5, 7 for most text."""
+    settings(page, max_tokens="12", seed="1")
+    send(page, "x" * 80 + " Tell me a story")
+    answer_of(page)
+    page.click("#settings-button")
+
+    def check(width: int) -> None:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        boxes = page.evaluate("""[...document.querySelectorAll("button, input, textarea, .choices")]
+            .filter((node) => node.checkVisibility()).map((node) => node.getBoundingClientRect())
+            .map((box) => [box.left, box.right, box.height])""")
+        assert all(left >= 0 and right <= width for left, right, _ in boxes)
+        assert all(height >= 24 for _, _, height in boxes), "large enough for a finger"
+
+    for width, scheme in [(1100, "light"), (1100, "dark"), (360, "dark"), (360, "light")]:
+        page.set_viewport_size({"width": width, "height": 740})
+        page.emulate_media(color_scheme=scheme)
+        back, text, *others = page.evaluate(CONTRAST, ["--text", "--soft", "--accent", "--bad"])
+        assert (back < 0.1) == (scheme == "dark")
+        assert text > 7 and min(others) > 4.5
+        page.click(f"{DONE} .token.scored >> nth=3")
+        check(width)
+        page.keyboard.press("Escape")
+        for tab in ("completion", "engine", "chat"):
+            page.click(f"#tab-{tab}")
+            check(width)
