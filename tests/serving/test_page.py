@@ -6,7 +6,6 @@ OpenAI's shapes.
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import httpx
 import pytest
 
 from helpers.browser import (
-    CHROMIUM,
     CONTRAST,
     DONE,
     answer_of,
@@ -25,51 +23,7 @@ from helpers.browser import (
 )
 from helpers.server import run_server
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 PAGE = Path(__file__).resolve().parents[2] / "llama/serving/server/page.html"
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        # A container may have no user namespaces, which Chromium's sandbox needs.
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture(scope="module")
-def context(browser) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
-    context.set_default_timeout(10_000)
-    yield context
-    context.close()
-
-
-@pytest.fixture
-def opened(context) -> Iterator[Callable[..., Any]]:
-    """Opens a page in a browser tab of its own; at the end, its script must not have failed."""
-    pages, errors = [], []
-
-    def open_page(url: str) -> Any:
-        page = context.new_page()
-        pages.append(page)
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(url)
-        return page
-
-    yield open_page
-    for page in pages:
-        page.close()
-    assert errors == []
-
-
-@pytest.fixture
-def page(opened, server) -> Any:
-    page = opened(server.url)
-    page.wait_for_selector("#state.ready")
-    return page
 
 
 def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
@@ -84,7 +38,6 @@ def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
     assert policy.count("'sha256-") == 2 and "unsafe" not in policy
 
 
-@needs_chromium
 def test_an_answer_streams_as_plain_text_and_says_what_it_took(page, server):
     settings(page, temperature="0", max_tokens="24")
     page.evaluate("""() => {
@@ -116,8 +69,14 @@ def test_an_answer_streams_as_plain_text_and_says_what_it_took(page, server):
     assert page.evaluate("window.isOpen") is None
 
 
-@needs_chromium
 def test_stop_retry_and_edit(page, server):
+    url = "**/v1/chat/completions"
+    page.route(
+        url,
+        lambda route: route.continue_(
+            post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True})
+        ),
+    )
     send(page, "Tell me a long story")
     page.wait_for_function("() => document.querySelectorAll('.token').length > 4")
     page.click("#stop")
@@ -126,6 +85,7 @@ def test_stop_retry_and_edit(page, server):
     page.wait_for_function(
         "() => fetch('load').then((r) => r.json()).then((x) => x.server_load === 0)"
     )
+    page.unroute(url)
     settings(page, max_tokens="6", seed="7", system=" Be brief. ")
     with bodies_of(page) as bodies:
         page.click("text=Retry")
@@ -154,7 +114,6 @@ def test_stop_retry_and_edit(page, server):
     assert page.locator("article").count() == 0 and page.is_visible("#hint")
 
 
-@needs_chromium
 def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
     settings(page, temperature="0", max_tokens="16")
     send(page, "Tell me a story")
@@ -182,7 +141,31 @@ def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
     assert scored == 6 + wanted["usage"]["completion_tokens"], "those before keep their values"
 
 
-@needs_chromium
+def test_what_is_no_text_cannot_be_continued_from(page):
+    """Neither half a character nor the end of the answer; a token's text may come later than it."""
+
+    def entry(token: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": token.decode(errors="replace"), "bytes": [*token], "logprob": logprob}
+
+    others = [entry(b"<|eot_id|>", -2.0), entry(b"\xf0\x9f", -3.0), entry(b"\n", -4.0)]
+    tokens = [b"<|python_tag|>", b"\xf0\x9f", b"\x8e\x88", b"!"]
+    content = [entry(token, -1.0) | {"top_logprobs": others} for token in tokens]
+    events = [
+        {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": scores}}]}
+        for text, scores in [("", content[:2]), ("🎈", content[2:]), ("!", [])]
+    ]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    script(page, f": nothing yet\n\n{stream}data: [DONE]\n\n")
+    send(page, "Hello")
+    assert answer_of(page) == "🎈!"
+    assert page.locator(".token.scored").all_text_contents() == ["🎈", "!"]
+    page.click(".token >> nth=1")
+    rows = page.locator(".choices li button")
+    assert [rows.nth(i).is_disabled() for i in range(3)] == [True, True, False]
+    titles = [rows.nth(i).get_attribute("aria-label") for i in range(3)]
+    assert "ends the text" in titles[0] and "bytes f0 9f, 5.0" in titles[1] and "↵" in titles[2]
+
+
 def test_tool_calls_stream_and_their_results_go_back(page):
     weather = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     call = {"index": 0, "id": "call_1", "type": "function"}
@@ -220,7 +203,6 @@ def test_tool_calls_stream_and_their_results_go_back(page):
     ]
 
 
-@needs_chromium
 def test_a_completion_is_a_heat_map_of_surprise(page, server):
     prompt = "Once upon a zebra 🎈 time"
     page.click("#tab-completion")
@@ -248,6 +230,9 @@ def test_a_completion_is_a_heat_map_of_surprise(page, server):
     page.keyboard.press("Tab")
     page.keyboard.press("End")
     assert page.inner_text("#tip").endswith(f"−log p {-values[-1]:.2f}")
+    page.click("#result .token >> text=🎈")
+    assert re.search(r"This character has \d tokens", page.inner_text(".choices"))
+    page.click(".choices >> text=Close")
     page.fill("#count", "5")
     page.click("#result .token >> nth=1")
     other = page.inner_text(".choices li button:enabled .code >> nth=0").replace("␣", " ")
@@ -258,7 +243,6 @@ def test_a_completion_is_a_heat_map_of_surprise(page, server):
     assert page.locator("#result .first").count() == 1
 
 
-@needs_chromium
 def test_the_engine_tab_is_live_and_asks_only_while_it_is_shown(page, server):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -277,7 +261,6 @@ def test_the_engine_tab_is_live_and_asks_only_while_it_is_shown(page, server):
     assert len([url for url in asked if url.endswith("/metrics")]) == count
 
 
-@needs_chromium
 def test_everything_works_from_the_keyboard(page):
     press = page.keyboard.press
     focused = lambda: page.evaluate("document.activeElement.id")  # noqa: E731
@@ -320,7 +303,6 @@ def test_everything_works_from_the_keyboard(page):
     assert answer_of(page) != first
 
 
-@needs_chromium
 def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
     with run_server("--max_seq_len", "512", "--api_key", "secret") as server:
         assert httpx.get(f"{server.url}/v1/models").status_code == 401
@@ -347,7 +329,6 @@ def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
         page.wait_for_selector("#engine >> text=The server does not answer.")
 
 
-@needs_chromium
 def test_what_can_fail_says_so(page):
     error = json.dumps({"error": {"message": "the model failed in this step"}})
     chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "Half"}}]})
@@ -375,7 +356,6 @@ def test_what_can_fail_says_so(page):
     page.wait_for_selector("text=Tokens to add must be a whole number from 0.")
 
 
-@needs_chromium
 def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
     """Wide and as a phone, light and dark. Contrast as WCAG has it: 4.5, 7 for most text."""
     settings(page, max_tokens="12", seed="1")
