@@ -193,6 +193,7 @@ def test_tool_calls_stream_and_their_results_go_back(page):
         page.get_by_label("Result of weather").fill("21 degrees")
         page.click("text=Send the result")
         page.wait_for_selector("text=It is warm.")
+        assert page.locator("form.results").count() == 0
     assert bodies[0]["tools"] == [weather]
     function = {"name": "weather", "arguments": '{"city": "<b>Ulm</b>"}'}
     called = {"id": "call_1", "type": "function", "function": function}
