@@ -25,7 +25,7 @@ def browser_context() -> Iterator[Any]:
         # A container may have no user namespaces, which Chromium's sandbox needs.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(20_000)
         yield context
         browser.close()
 
