@@ -63,6 +63,10 @@ class ModelParallel:
         """
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
+    def shares_memory_of(self, x: Tensor) -> bool:
+        """Whether `x` is where all ranks of the group read it: on the CPU of one machine."""
+        return self.shared is not None and _is_on_cpu(x)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
         if self.size == 1:
