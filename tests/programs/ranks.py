@@ -147,6 +147,14 @@ def shares_memory(folder: str, prompts: list) -> list:
     return [turns, llama.generate(prompts, 8, 0.0)[0]]
 
 
+def spans_machines(folder: str) -> list:
+    """The group's ranks by machine, and whether this one exchanges tensors in shared memory."""
+    hierarchy = build(folder).model.parallel.hierarchy
+    assert hierarchy is not None
+    memory = hierarchy._memory
+    return [hierarchy.machines, memory is not None and memory.turns()[memory.rank] > 0]
+
+
 def gathered(folder: str) -> list[list[int]]:
     """The shapes that are gathered for one greedy token of each of two prompts."""
     gather, shapes = ModelParallel.all_gather, []
