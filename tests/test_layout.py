@@ -48,7 +48,9 @@ BELOW = {
         "checks", "engine", "loading", "model", "parallel", "requests", "sampling_params",
         "tokenizer",
     },
-    "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
+    "llama/serving/fastchat_worker.py": {  # a program, as __main__
+        "cli", "generation", "requests", "serving",
+    },
     "llama/serving": {
         "checks", "generation", "requests", "sampling_params", "serving", "tokenizer",
     },
