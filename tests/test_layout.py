@@ -50,7 +50,9 @@ BELOW = {
         "checks", "engine", "loading", "model", "parallel", "requests", "sampling_params",
         "tokenizer",
     },
-    "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
+    "llama/serving/fastchat_worker.py": {  # a program, as __main__
+        "cli", "generation", "requests", "serving",
+    },
     "llama/serving": {
         "checks", "generation", "requests", "sampling_params", "serving", "structured_output",
         "tokenizer",
@@ -94,7 +96,7 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel/groups\.py"),
+        ("torch.distributed", r"llama/parallel/(groups|hierarchy)\.py"),
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/server/"),
