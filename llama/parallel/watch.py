@@ -132,17 +132,27 @@ class Watch:
         do. A RuntimeError may be what gloo raises when another rank is gone: wait for the news.
         """
         if isinstance(error, RuntimeError):
-            patient = _NEWS_S if self.remote is None else 4 * _NEWS_S
-            end = time.monotonic() + patient
-            while time.monotonic() < end and not self._is_known.wait(0.05):
-                if gone := self._left_early():
-                    self._report(gone.ended_early)
+            self._hear_news()
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"sys.exit({error.code!r})"
         trace = "".join(traceback.format_exception(error)).rstrip() if has_trace else ""
         own = f"rank {self.peers.rank} on {self.peers.host} failed{place}: {what}"
         self._report(own, trace, is_own=True)
+
+    def wait_for_news(self, error: RuntimeError) -> None:
+        """Return where `error` is the cause. Where another rank is, this process ends here."""
+        self._hear_news()
+        if self._is_known.is_set():
+            self._thread.join()
+            raise error  # not reached: the thread has ended the process
+
+    def _hear_news(self) -> None:
+        patient = _NEWS_S if self.remote is None else 4 * _NEWS_S
+        end = time.monotonic() + patient
+        while time.monotonic() < end and not self._is_known.wait(0.05):
+            if gone := self._left_early():
+                self._report(gone.ended_early)
 
     def _report(self, cause: str, trace: str = "", *, is_own: bool = False) -> None:
         """The job fails: say why, if nobody has, and end soon."""
@@ -369,7 +379,8 @@ def start_watch(
 ) -> Watch:
     """The watch of this process, made on all ranks at the same time. A second call finds the first.
 
-    exchange: from this rank's bytes to those of all ranks. store: torch's, for other machines.
+    exchange: from this rank's bytes to those of all ranks. store: torch's, for other machines, and
+    used by nothing else, as torch may wait in its own.
     """
     global _watch
     if _watch is None:

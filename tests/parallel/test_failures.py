@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.launch import PROGRAMS, environment
+from llama.parallel import NotMetError, connect
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +41,14 @@ CASES = {
     "stop-4": (4, "SIGSTOP", 0, "prefill", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
     "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not come to what the others "),
     "elsewhere": (2, "sleep", 1, "script", 2, "is not in a step, but runs other code" + STALLED),
+    "kill-groups": (2, "SIGKILL", 1, "groups", 60, KILLED),
+    "stop-groups": (2, "SIGSTOP", 1, "groups", 2, "is stopped (by SIGSTOP or a debugger)"),
 }  # fmt: skip
+MEETINGS = {  # name: as above; what one of the ranks that wait for another says
+    "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not come to 127.0.0.1:"),
+    "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
+    "came": (4, "SIGKILL", 1, "came", 6, KILLED + ", before all ranks had met"),
+}
 DRAINS = {  # name: fault, seconds to finish
     "drain": ("stop", 20.0),
     "second": ("stop twice", 20.0),
@@ -57,7 +66,7 @@ def folder(make_checkpoint) -> str:
 def ended(folder, tmp_path_factory) -> dict[str, dict]:
     """What came of every case: one process imports torch for all of them."""
     keys = ("world", "fault", "rank", "when", "timeout_s")
-    cases = {name: dict(zip(keys, case, strict=False)) for name, case in CASES.items()}
+    cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
     cases["pause"] = PAUSE
     for name, (fault, drain_s) in DRAINS.items():
         cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
@@ -88,6 +97,50 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     if fault in ("SIGSTOP", "sleep"):
         assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
         assert LIMIT in said
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended):
+    """One rank says which came and which did not, or where they were to meet. With "came", rank 3
+    comes when all others have ended, and has to say that the store is gone."""
+    _, _, rank, _, limit_s, cause = MEETINGS[name]
+    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    assert None not in statuses and all(statuses), f"{statuses}\n{said}"
+    assert ended[name]["seconds"] < limit_s + 15, "the limit is a bound, not torch's own"
+    first, *others = [line for line in said.splitlines() if "NotMetError: " in line]
+    if cause:
+        assert f"rank {rank} on {HOST} {cause}" in first
+    if name == "never":
+        assert f"; rank 0, 2 on {HOST} did" in first
+    others = others if cause else [first]
+    assert len(others) == (name != "never"), said
+    assert all("the ranks cannot meet at 127.0.0.1:" in line for line in others)
+
+
+def connect_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
+    """Connect as one of two ranks that a launch with these variables would have."""
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **variables}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    connect(None, torch.device("cpu"), limit_s)
+
+
+def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
+    """torch's own errors have several lines, and its own wait cannot be broken off."""
+    with socket.socket() as taken, socket.socket() as free:
+        for s in (taken, free):
+            s.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, closed = str(taken.getsockname()[1]), str(free.getsockname()[1])
+        with pytest.raises(NotMetError, match=rf"another process listens at .*:{port}, .*ss"):
+            connect_alone(monkeypatch, MASTER_PORT=port, RANK="0")
+        with pytest.raises(NotMetError, match=rf"at 127.0.0.1:{closed} \(Connection refused\): "):
+            connect_alone(monkeypatch, MASTER_PORT=closed)
+        with pytest.raises(NotMetError, match=r"at no.such.host.invalid:1 \(.+\): check that addr"):
+            connect_alone(monkeypatch, MASTER_PORT="1", MASTER_ADDR="no.such.host.invalid")
+        with pytest.raises(NotMetError, match=r"refused: torchrun there has ended"):
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            connect_alone(monkeypatch, 5.0, MASTER_PORT=closed)
 
 
 def test_idle_is_not_a_stall(ended):

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from llama import Llama
 from llama.batch.job import run_batch
 from llama.parallel import drain
+from llama.parallel.meeting import Meeting
 
 AT_ONCE = 3
+MEETING = ("never", "came", "groups")  # the moments before the groups are whole
 LIMIT_S = 30.0  # generous: it tells a hang from an end
 
 
@@ -48,6 +51,30 @@ def fail(fault: str, mark: Path) -> None:
         time.sleep(3.0)
 
 
+def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
+    """Let the faulty rank fail before the groups are whole, and the last one come late."""
+    if rank == case["rank"]:
+        if case["when"] == "never":
+            fail(case["fault"], mark)
+        look, new_group = Meeting._look, dist.new_group
+
+        def look_and_fail(self: Meeting) -> None:
+            look(self)
+            if case["when"] == "came" and len(self._came) == case["world"] - 1:
+                time.sleep(1.0)  # the others have seen it
+                fail(case["fault"], mark)
+
+        def new_group_and_fail(*args: Any, **kwargs: Any) -> Any:
+            if case["when"] == "groups":
+                fail(case["fault"], mark)
+            return new_group(*args, **kwargs)
+
+        Meeting._look = look_and_fail  # type: ignore[method-assign]
+        dist.new_group = new_group_and_fail
+    elif case["when"] == "came" and rank == case["world"] - 1:
+        time.sleep(6.0)
+
+
 def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     """Build, answer, be idle, answer: and fail where the case says."""
     torch.set_num_threads(1)
@@ -55,6 +82,8 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     is_faulty = rank == case["rank"]
     if "drain_s" in case:
         drain(case["drain_s"])
+    if when in MEETING:
+        meet_and_fail(case, rank, mark)
     llama = Llama.build(
         folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"]
     )
