@@ -255,16 +255,20 @@ def test_reshard_writes_what_verify_accepts(make_checkpoint, tmp_path, capfd):
     assert "holds something" in capfd.readouterr().err
 
 
-def test_batch_writes_figures_to_stdout_and_ends_with_the_failed_lines(tmp_path, capfd):
+def test_batch_writes_figures_to_stdout_and_counts_the_failed_lines(tmp_path, monkeypatch, capfd):
     (tmp_path / "in").write_text('{"prompt": "Once", "max_tokens": 4}\n{"prompt": 5}\n')
     files = [str(tmp_path / "in"), str(tmp_path / "out")]
-    assert main(["batch", *files, *GREEDY]) == 1
+    assert main(["batch", *files, *GREEDY]) == 0, "the line failed, and not the job"
     out, err = capfd.readouterr()
     assert out.startswith("load ") and out.endswith("| ranks 1 | float32\n")
-    assert err.endswith(f"{files[1]}: results added 2, errors in it 1\n")
+    assert f"\n{files[1]}: results added 2, errors in it 1\n" in "\n" + err
+    assert err.endswith("error.line and error.message say what failed\n")
     assert main(["batch", *files, *GREEDY]) == 2, "files that cannot be used: 2, before any load"
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and "add --resume" in err and not out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(["batch", *files, *GREEDY]) == 0, "torchrun started it again: it resumes"
+    assert f"{files[1]}: results added 0, errors in it 1\n" in capfd.readouterr().err
 
 
 def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
