@@ -27,6 +27,7 @@ def chat(options: argparse.Namespace) -> int:
     options.max_seq_len = options.max_seq_len or (
         _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
     )
+    finish_on_signal()
     llama = load(options)
     from llama.chat import session
 

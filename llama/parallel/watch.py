@@ -268,7 +268,7 @@ class Watch:
             self._deadline = time.monotonic()
             return
         order = SIGNALS.note()
-        if order == 2 or SIGNALS.drain_s is None or not self.steps:
+        if order == 2 or SIGNALS.drain_s is None or not (self.steps or SIGNALS.has_begun):
             self._exit(128 + self._alone_with(number))
         if order == 1 and self.peers.rank == 0:
             say(

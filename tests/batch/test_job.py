@@ -371,14 +371,17 @@ def test_a_killed_replica_loses_nothing(llama, checkpoint_dir, tmp_path):
     assert records(tmp_path / "out") == records(tmp_path / "whole")
 
 
+@pytest.mark.slow
+@pytest.mark.dist
 def test_replicas_killed_at_random_moments_lose_and_double_nothing():
     """A rank or torchrun is killed, before the ranks have met, too; the program checks that all is
     gone after each kill, and the records in the end. By hand it makes 200 kills."""
-    program = [sys.executable, PROGRAMS / "killed_batch.py", "--kills", "5", "--lines", "80"]
+    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "80"]
     path = os.pathsep.join([str(REPO), str(REPO / "tests")])
     done = subprocess.run(
-        program, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=240
-    )
+        program, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
     assert counts["kills"] == 5 and counts["jobs"] > 0

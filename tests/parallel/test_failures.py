@@ -9,13 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.launch import PROGRAMS, environment
-from llama.parallel import NotMetError, connect
+from llama.parallel import NotMetError
+from llama.parallel.meeting import Meeting
+from llama.parallel.rendezvous import _open_store
 
 pytestmark = pytest.mark.dist
 
@@ -71,6 +73,7 @@ def ended(folder, tmp_path_factory) -> dict[str, dict]:
     for name, (fault, drain_s) in DRAINS.items():
         cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
         cases[name]["timeout_s"] = 60
+    cases["drain-chat"] = cases["drain"] | {"is_chat": True}
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
@@ -117,12 +120,13 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended)
     assert all("the ranks cannot meet at 127.0.0.1:" in line for line in others)
 
 
-def connect_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
-    """Connect as one of two ranks that a launch with these variables would have."""
-    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **variables}
+def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
+    """Open the store as one of two ranks that a launch with these variables would have."""
+    told = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", **variables}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    connect(None, torch.device("cpu"), limit_s)
+    rank, place = int(told["RANK"]), f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
+    _open_store(Meeting(rank, 2, place, limit_s), rank, timedelta(seconds=limit_s))
 
 
 def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
@@ -133,14 +137,14 @@ def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
         taken.listen()
         port, closed = str(taken.getsockname()[1]), str(free.getsockname()[1])
         with pytest.raises(NotMetError, match=rf"another process listens at .*:{port}, .*ss"):
-            connect_alone(monkeypatch, MASTER_PORT=port, RANK="0")
+            open_alone(monkeypatch, MASTER_PORT=port, RANK="0")
         with pytest.raises(NotMetError, match=rf"at 127.0.0.1:{closed} \(Connection refused\): "):
-            connect_alone(monkeypatch, MASTER_PORT=closed)
+            open_alone(monkeypatch, MASTER_PORT=closed)
         with pytest.raises(NotMetError, match=r"at no.such.host.invalid:1 \(.+\): check that addr"):
-            connect_alone(monkeypatch, MASTER_PORT="1", MASTER_ADDR="no.such.host.invalid")
+            open_alone(monkeypatch, MASTER_PORT="1", MASTER_ADDR="no.such.host.invalid")
         with pytest.raises(NotMetError, match=r"refused: torchrun there has ended"):
             monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-            connect_alone(monkeypatch, 5.0, MASTER_PORT=closed)
+            open_alone(monkeypatch, 5.0, MASTER_PORT=closed)
 
 
 def test_idle_is_not_a_stall(ended):
@@ -169,6 +173,14 @@ def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
     late = ended["too-long"]
     assert late["statuses"] == [1, 1]
     assert late["said"].count("error: the requests did not finish within 0.5 s") == 1
+
+
+def test_a_signal_lets_a_chat_finish_its_answer(ended):
+    """The answer is whole, the next question is not waited for, and the exit code is 0."""
+    done = ended["drain-chat"]
+    assert done["statuses"] == [0, 0], done["said"]
+    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish")
+    assert "cut at max_gen_len | " in done["said"] and "Traceback" not in done["said"]
 
 
 def test_torchrun_and_its_ranks_end_together(folder, tmp_path):

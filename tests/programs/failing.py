@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from llama import Llama
 from llama.batch.job import run_batch
+from llama.chat.session import chat
 from llama.parallel import drain
 from llama.parallel.meeting import Meeting
 
@@ -75,6 +76,16 @@ def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
         time.sleep(6.0)
 
 
+def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:
+    """One question, and then a pipe that stays open; rank 0's answers go to a file."""
+    reads, writes = os.pipe()
+    if not rank:
+        os.write(writes, b"a question\n")
+        os.dup2(reads, 0)
+        os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY), 1)
+    chat(llama, temperature=0.0, top_p=0.9, max_gen_len=20, seed=None)
+
+
 def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     """Build, answer, be idle, answer: and fail where the case says."""
     torch.set_num_threads(1)
@@ -100,6 +111,9 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     prompts = [[256, 65 + i] for i in range(2)]
     if when == "script" and is_faulty:
         fail(case["fault"], mark)
+    if case.get("is_chat"):
+        chat_in_a_pipe(llama, rank, mark.with_suffix(".out"))
+        return
     if "drain_s" in case:
         path = mark.with_suffix(".out")
         mark.with_suffix(".in").write_text("a question\n" * 40)
