@@ -11,6 +11,8 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from helpers.launch import PROGRAMS, environment
 from llama.parallel import NotMetError
 from llama.parallel.meeting import Meeting
 from llama.parallel.rendezvous import _open_store
+from llama.parallel.stalls import name_the_stalled
 
 pytestmark = pytest.mark.dist
 
@@ -151,6 +154,22 @@ def test_idle_is_not_a_stall(ended):
     """Ranks that are idle for longer than a step may take go on afterwards."""
     assert ended["pause"]["statuses"] == [0, 0], ended["pause"]["said"]
     assert ended["pause"]["said"] == ""
+
+
+def test_a_stall_on_another_machine_is_named():
+    """By what the first rank of that machine last said in torch's store."""
+    peers: Any = SimpleNamespace(
+        rank=0, host="a", local=[], all={1: SimpleNamespace(name="rank 1 on b")}
+    )
+    own = {"what": "a step", "waits": True, "steps": 4}
+    for change, told in (
+        ({"waits": False}, "rank 1 on b is in the step, but does not come to"),
+        ({"steps": 3}, "rank 1 on b is behind the others, in step 3 of 4"),
+        ({"what": ""}, "rank 1 on b is not in a step"),
+    ):
+        name = name_the_stalled(peers, range(2), own, {}, {1: {**own, **change}})
+        assert name is not None and name.startswith(told)
+        assert name_the_stalled(peers, range(1), own, {}, {1: {**own, **change}}) is None
 
 
 def test_nothing_is_left_of_the_jobs(ended):

@@ -13,6 +13,8 @@ import argparse
 import contextlib
 import ctypes
 import json
+import mmap
+import multiprocessing
 import os
 import random
 import signal
@@ -40,14 +42,34 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def rank(words: list[str]) -> None:
     """One rank, in a process of its own: the command, as torchrun would start it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the handler of torchrun's agent
     torch.set_num_threads(1)
     sys.exit(command(["batch", *words]))
+
+
+class SharedFlag:
+    """In place of multiprocessing's Event: its `set` waits for ever for a waiter that was killed.
+
+    torchrun's agent sets it for forked ranks alone; those that it starts by itself know no such.
+    """
+
+    def __init__(self, *_: Any) -> None:
+        self._byte = mmap.mmap(-1, 1)
+
+    def set(self) -> None:
+        self._byte[0] = 1
+
+    def wait(self) -> None:
+        while not self._byte[0]:
+            time.sleep(0.01)
 
 
 def agent(words: list[str], folder: Path) -> None:
     """torchrun's agent; does not return."""
     for number, name in ((1, "out.log"), (2, "err.log")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    fork: Any = type(multiprocessing.get_context("fork"))
+    fork.Event = SharedFlag
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, run_id="kills",
@@ -132,6 +154,8 @@ def run(kills: int, lines: int, folder: Path, rng: random.Random) -> dict[str, A
         after_s = rng.uniform(0.0, length_s) if done["kills"] < kills else LIMIT_S
         start = start_and_kill([*paths, str(out), *flags, "--resume"], folder, after_s, whom)
         done["starts"] += 1
+        if done["starts"] % 20 == 0:
+            print(json.dumps(done), file=sys.stderr, flush=True)
         done["kills"] += start["killed"]
         done["agents"] += start["killed"] and whom == "agent"
         done["slowest_s"] = round(max(done["slowest_s"], start["seconds"]), 2)
