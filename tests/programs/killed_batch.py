@@ -43,6 +43,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 def rank(words: list[str]) -> None:
     """One rank, in a process of its own: the command, as torchrun would start it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the handler of torchrun's agent
+    Path(words[0]).with_name(f"began-{os.environ['RANK']}").touch()
     torch.set_num_threads(1)
     sys.exit(command(["batch", *words]))
 
@@ -90,13 +91,17 @@ def children_of(pid: int) -> list[int]:
 
 def start_and_kill(words: list[str], folder: Path, after_s: float, whom: str) -> dict[str, Any]:
     """One start: kill `whom` after so long, unless it ended before; wait until all is gone."""
+    marks = [folder / f"began-{i}" for i in range(2)]  # before, a rank is torchrun's own code
+    for mark in marks:
+        mark.unlink(missing_ok=True)
     began = time.monotonic()
     pid = os.fork()
     if not pid:
         agent(words, folder)
     status, killed = None, 0.0
     while time.monotonic() - began < LIMIT_S:
-        if not killed and time.monotonic() - began >= after_s:
+        is_time = time.monotonic() - began >= after_s
+        if not killed and is_time and all(mark.exists() for mark in marks):
             ranks = children_of(pid)
             victim = pid if whom == "agent" else (ranks[int(whom)] if len(ranks) == 2 else 0)
             if victim and status is None:
