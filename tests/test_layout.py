@@ -93,7 +93,7 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel/(groups|hierarchy)\.py"),
+        ("torch.distributed", r"llama/parallel/(groups|hierarchy|rendezvous)\.py"),
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/"),
