@@ -168,7 +168,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "pack_workspace": (int, (int, int)),
     "pack_bf16": (None, (_BF16, _U8, int, int)),
     "pack_int8": (None, (_BF16, torch.int8, _F32, _U8, int, int)),
-    "linear_workspace": (int, (int, int)),
+    "linear_workspace": (int, (int, int, int)),
     "linear_bf16": (None, (_BF16, _BF16, Tensor, _U8, int, int, int, bool)),
     "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _U8, int, int, int, bool)),
     "sample_workspace": (int, (int, int, int)),
