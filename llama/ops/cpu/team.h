@@ -23,8 +23,6 @@
 #include <atomic>
 #include <cstdint>
 
-namespace {
-
 constexpr long MAX_THREADS = 256;
 constexpr int PAUSES = 400;        // before a piece is done twice: 20 us of a Xeon at 3 GHz
 constexpr int ROUNDS = 3;          // of so many pauses, before a thread sleeps
@@ -193,5 +191,3 @@ template <class Work> void run_team(long threads, Work work) {
     work(member);
   }
 }
-
-}  // namespace
