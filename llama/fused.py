@@ -30,14 +30,15 @@ class FusedLayers:
         self._hooks: list[Mapping] = []  # all empty
         self._places: list[tuple[Mapping, str, object]] = []  # what lies where
         self._weights: list[tuple[Tensor, int]] = []  # and where its numbers are
+        self._kinds: list[tuple[nn.Module, type]] = []
 
     def find(self) -> LayerStack | None:
         """Asked at each step: what has not changed is not looked at twice."""
+        if native.kernels() is None:
+            return None
         if self._stack is None or not self._is_current():
             self._stack = self._make()
-        if self._stack is not None and self._is_as_defined():
-            return self._stack
-        return None
+        return self._stack if self._is_as_defined() else None
 
     def _is_as_defined(self) -> bool:
         """Nobody watches the modules or has put another forward in their place."""
@@ -46,14 +47,15 @@ class FusedLayers:
         return all(kind.forward is forward for kind, forward in self._definitions.items())
 
     def _is_current(self) -> bool:
-        is_there = all(place.get(name) is x for place, name, x in self._places)
-        return is_there and all(weight.data_ptr() == at for weight, at in self._weights)
+        return (
+            all(place.get(name) is x for place, name, x in self._places)
+            and all(weight.data_ptr() == at for weight, at in self._weights)
+            and all(type(module) is kind for module, kind in self._kinds)
+        )
 
     def _make(self) -> LayerStack | None:
         modules = list(self._layers.modules())
-        if native.kernels() is None or any(
-            type(x) not in self._definitions or "forward" in vars(x) for x in modules[1:]
-        ):
+        if any(type(x) not in self._definitions or "forward" in vars(x) for x in modules[1:]):
             return None
         self._watch(modules)
         try:
@@ -63,9 +65,10 @@ class FusedLayers:
 
     def _watch(self, modules: list[nn.Module]) -> None:
         self._hooks = [h for x in modules for h in (x._forward_hooks, x._forward_pre_hooks)]
-        self._places, self._weights = [], []
+        self._places, self._weights, self._kinds = [], [], []
         for module in modules:
             own = vars(module)
+            self._kinds.append((module, type(module)))
             for part in (module._modules, module._parameters):
                 self._places += [(part, name, x) for name, x in part.items()]
             names = ("forward", "scales", "eps")
@@ -82,6 +85,8 @@ def _stack_of(layers: list[Any]) -> LayerStack:
             Packed(x.weight.data, x.scales) for x in (attention.wqkv, attention.wo, ffn.w13, ffn.w2)
         )
         norms = layer.attention_norm.weight.data, layer.ffn_norm.weight.data
+        if {layer.attention_norm.eps, layer.ffn_norm.eps} != {layers[0].attention_norm.eps}:
+            raise ValueError("the norms of a stack have one eps")
         weights.append(LayerWeights(norms[0], wqkv, wo, norms[1], w13, w2))
     attention = layers[0].attention
     return LayerStack(

@@ -104,7 +104,7 @@ class LayerStack:
         """Whether it can run on this cache, which must be (L, 2, P, S, K, D), and the shape is."""
         _, n_kv_heads, d = self.heads
         shape = (len(self.weights), 2, *kv_cache.shape[2:4], n_kv_heads, d)
-        return native.kernels() is not None and _is_plain(kv_cache, torch.bfloat16, shape)
+        return kv_cache.dim() == 6 and _is_plain(kv_cache, torch.bfloat16, shape)
 
     def run(
         self,
