@@ -108,7 +108,7 @@ struct PackedPairs {
 // packed() gives the packed rows; it is called by each thread, when it comes to its first piece.
 template <class Kind, class Packed>
 void multiply_all(Member& member, const PackedPairs& x, Packed packed, const Weight& weight,
-                         const Outputs& out) {
+                  const Outputs& out) {
   const long blocks = weight.n / N_BLOCK;
   alignas(64) float totals[M_BLOCK * N_BLOCK];
   const auto compute = [&](long item) {

@@ -8,9 +8,10 @@
 // middle, and comes back phases later, finds its piece taken and drops what it has.
 //
 // Each thread begins with a range of neighbouring pieces, which suits the hardware's prefetchers. A
-// thread without work takes half of another's rest (work stealing; Blumofe and Leiserson, 1999).
-// The last piece of a range it computes a second time, if its owner does not come soon (as the
-// backup tasks of MapReduce; Dean and Ghemawat, 2004). Then it sleeps.
+// thread without work takes all pieces of one that has not come to the phase, else half of
+// another's rest (work stealing; Blumofe and Leiserson, 1999). The last piece of a range it computes
+// a second time, if its owner does not come soon (as the backup tasks of MapReduce; Dean and
+// Ghemawat, 2004). Then it sleeps.
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -105,40 +106,52 @@ class Member {
     return (int32_t)(team.completed.load(std::memory_order_acquire) - phase) >= 0;
   }
 
-  // What is left of a member's range; it gets its part of the phase where it has not come yet.
-  Range range_of(long member, long pieces) {
-    Word& word = team.ranges[member];
-    Range range = word.load();
-    const uint64_t behind = (uint16_t)(phase - range.phase);
-    if (behind == 0 || behind > 1 << 15) return range;
-    const Range begun = {phase, (uint64_t)(member * pieces / team.threads),
-                         (uint64_t)((member + 1) * pieces / team.threads)};
-    return word.exchange(range, begun) ? begun : range;
+  bool is_behind(Range range) const {  // of a member that has not come to this phase
+    const uint16_t by = phase - range.phase;
+    return by > 0 && by < 1 << 15;
   }
 
-  // A piece to do, of `owner`: the next of this member's range, or of half of another's; one that
-  // another may be at only where this is `late`.
+  Range part_of(long member, long pieces) const {
+    return {(uint16_t)phase, (uint64_t)(member * pieces / team.threads),
+            (uint64_t)((member + 1) * pieces / team.threads)};
+  }
+
+  // A piece to do, of `owner`: the next of this member's range, or of what it takes from another's;
+  // one that another may be at only where this is `late`.
   bool find(long pieces, bool is_late, Range* next) {
     owner = index;
-    *next = range_of(index, pieces);
-    if (is_open(*next)) return true;
-    for (long i = 1; i < team.threads; i++) {
-      owner = (index + i) % team.threads;
-      Range range = range_of(owner, pieces);
-      if (!is_open(range)) continue;
-      if (range.size() == 1) {
-        if (!is_late) continue;
-        *next = range;
-        return true;
-      }
-      const uint64_t middle = (range.first + range.end + 1) / 2;
-      if (!team.ranges[owner].exchange(range, {range.phase, range.first, middle})) continue;
-      *next = {range.phase, middle, range.end};
-      team.ranges[index].store(*next);
-      owner = index;
-      return true;
+    *next = team.ranges[index].load();
+    if (is_behind(*next)) {
+      const Range part = part_of(index, pieces);
+      if (team.ranges[index].exchange(*next, part)) *next = part;
     }
+    if (is_open(*next)) return true;
+    for (long i = 1; i < team.threads; i++)
+      if (find_at((index + i) % team.threads, pieces, is_late, next)) return true;
     return false;
+  }
+
+  bool find_at(long other, long pieces, bool is_late, Range* next) {
+    Word& word = team.ranges[other];
+    Range range = word.load();
+    if (is_behind(range)) {
+      *next = part_of(other, pieces);
+      if (word.exchange(range, {next->phase, next->end, next->end})) return keep(*next);
+    }
+    if (!is_open(range)) return false;
+    if (range.size() > 1) {
+      const uint64_t middle = (range.first + range.end + 1) / 2;
+      *next = {range.phase, middle, range.end};
+      return word.exchange(range, {range.phase, range.first, middle}) && keep(*next);
+    }
+    *next = range;
+    owner = other;
+    return is_late;
+  }
+
+  bool keep(Range range) {
+    team.ranges[index].store(range);
+    return is_open(range);
   }
 
   bool is_open(Range range) const {
