@@ -71,7 +71,7 @@ class FusedLayers:
             self._kinds.append((module, type(module)))
             for part in (module._modules, module._parameters):
                 self._places += [(part, name, x) for name, x in part.items()]
-            names = ("forward", "scales", "eps")
+            names = ["forward", *(name for name in ("scales", "eps") if name in own)]
             self._places += [(own, name, own.get(name)) for name in names]
             self._weights += [(x, x.data_ptr()) for x in module.parameters(recurse=False)]
 

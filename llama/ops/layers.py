@@ -124,11 +124,15 @@ class LayerStack:
         seq_lens. all_reduce: sums over the ranks in place, where each has a share of the weights;
         then there are two native calls a layer, with a sum after each.
         """
-        x, (t, e), (b, width) = x.clone(), x.shape, page_table.shape
+        (t, e), (b, width) = x.shape, page_table.shape
+        x = x.clone(memory_format=torch.contiguous_format)
         num_pages, page_size = kv_cache.shape[2:4]
         assert self.takes(kv_cache) and max_seq_len <= width * page_size, (kv_cache.shape, width)
         assert e == self.dim and freqs_cis.shape == (t, self.heads[2] // 2), (x.shape, e)
         assert len(slots) == t and len(query_starts) == b + 1 and len(seq_lens) == b, (t, b)
+        freqs_cis, slots, page_table, query_starts, seq_lens = (
+            part.contiguous() for part in (freqs_cis, slots, page_table, query_starts, seq_lens)
+        )
         sizes = (t, b, e, *self.heads, self.ffn)
         threads = torch.get_num_threads()
         num_bytes = native.call("layers_workspace", query_starts, seq_lens, *sizes, threads)
