@@ -29,7 +29,8 @@ BELOW = {
     "llama/ops": {"device", "ops"},
     "llama/parallel": {"ops", "parallel"},
     "llama/layers.py": {"ops", "parallel"},
-    "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
+    "llama/fused.py": {"ops"},
+    "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
     "llama/checkpoint": {
         "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
     },
