@@ -30,7 +30,8 @@ BELOW = {
     "llama/ops": {"device", "ops"},
     "llama/parallel": {"ops", "parallel"},
     "llama/layers.py": {"ops", "parallel"},
-    "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
+    "llama/fused.py": {"ops"},
+    "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
     "llama/checkpoint": {
         "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
     },
@@ -96,7 +97,7 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel/(groups|hierarchy)\.py"),
+        ("torch.distributed", r"llama/parallel/(groups|hierarchy|rendezvous)\.py"),
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/server/"),

@@ -142,7 +142,7 @@ def test_an_interface_that_is_not_there(monkeypatch):
 
 @pytest.mark.slow
 def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
-    """One of two replicas is killed. torchrun --max-restarts starts both again, and --resume does
+    """One of two replicas is killed. torchrun --max-restarts starts both again, and they do
     what is missing: it ended with "Gloo connectFullMesh failed", as torchrun's store still had the
     addresses of the first start."""
     (tmp_path / "in").write_text(
@@ -151,7 +151,7 @@ def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "--max-restarts=1", str(PROGRAMS / "restarted_batch.py"), str(tmp_path / "in"),
-         str(tmp_path / "out"), "--resume", "--ckpt_dir", str(make_checkpoint()[0]),
+         str(tmp_path / "out"), "--ckpt_dir", str(make_checkpoint()[0]),
          "--model_parallel_size", "1", "--device", "cpu", "--dtype", "fp32",
          "--max_seq_len", "128", "--max_batch_size", "4"],
         env=environment(), capture_output=True, text=True, timeout=120, check=False,

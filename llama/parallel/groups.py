@@ -1,8 +1,8 @@
 """Process groups, and what ranks do together: reduce, gather, broadcast, agree.
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
-which a rank reduces, gathers and agrees with its peers. This is the only file that imports
-fairscale, and makes groups of torch.distributed.
+which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py and
+rendezvous.py import torch.distributed, and this one alone fairscale.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
@@ -16,7 +16,6 @@ import importlib
 import io
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,12 +28,12 @@ from torch import Tensor
 from llama.parallel.errors import RankError
 from llama.parallel.hierarchy import Hierarchy, broadcast_bytes, share_memory
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
+from llama.parallel.rendezvous import LATER_S, errors_of_groups, meet_all
 from llama.parallel.shared_memory import SharedMemory
-from llama.parallel.watch import Watch, start_watch, stop_watch
+from llama.parallel.watch import Watch, current_watch, stop_watch
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
 _MEETING_BYTES = 512  # what a rank says of itself when ranks meet
-_LATER_S = 5.0  # a collective gives up later than the watch, which can say whom it waited for
 _NOT_WATCHED = contextlib.nullcontext()
 
 
@@ -294,12 +293,21 @@ def _make_fairscale_groups(size: int) -> None:
 
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
+    """Wait for the other ranks, and make the groups."""
+    store = meet_all(size, world_size, timeout_s)
+    with errors_of_groups(timeout_s):
+        return _make_groups(store, size, world_size, device, timeout_s)
+
+
+def _make_groups(
+    store: dist.Store, size: int, world_size: int, device: torch.device, timeout_s: float
+) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
-    limit = timedelta(seconds=timeout_s + _LATER_S)
+    limit = timedelta(seconds=timeout_s + LATER_S)
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        store, rank = _meeting_point(limit)
+        rank = int(os.environ["RANK"])
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
@@ -320,11 +328,6 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
     control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
-    store = dist.distributed_c10d._get_default_store()  # torchrun's; torch has no public name
-    watch = None
-    if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
-        members = range(data_rank * size, (data_rank + 1) * size)
-        watch = start_watch(dist.get_rank(), members, lambda own: _meet(world, own), store)
     shared, hierarchy = None, None
     if size > 1:
         shared, hierarchy = share_memory(control, lambda own: _meet(control, own), limit)
@@ -339,7 +342,7 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
         world=world,
         shared=shared,
         hierarchy=hierarchy,
-        watch=watch,
+        watch=current_watch(),
     )
 
 
@@ -347,21 +350,6 @@ def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
     """What each rank says of itself, without zeros at the end, in the order of the ranks."""
     assert len(own) <= _MEETING_BYTES, "an introduction is short"
     return [row.rstrip(b"\0") for row in _exchange(group, own.ljust(_MEETING_BYTES, b"\0"))]
-
-
-def _meeting_point(limit: timedelta) -> tuple[dist.Store, int]:
-    """The store that torchrun's variables name, and this process's rank.
-
-    With --max-restarts torchrun keeps its store, in which the addresses and counters of the ranks
-    that have ended still are: new ranks would try to reach those (pytorch issue 135712). So each
-    start has names of its own. Agents of several machines count their restarts each for itself.
-    """
-    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if count != "0" and on_one_machine:
-        store = dist.PrefixStore(f"restart-{count}", store)
-    return store, rank
 
 
 def disconnect() -> None:
