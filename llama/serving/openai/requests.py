@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from llama.sampling_params import SamplingParams
+from llama.serving.openai.json_types import json_type as json_type
+from llama.serving.openai.json_types import refuse_fields as refuse_fields
+from llama.serving.openai.tool_fields import TOOL_FIELDS, ToolRequest, read_tools
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _LABELS = {"model", "user", "metadata"}  # for bookkeeping: they do not change the answer
@@ -17,7 +20,7 @@ _LABELS = {"model", "user", "metadata"}  # for bookkeeping: they do not change t
 _SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs"}
 _SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS
 _TEXT_FIELDS = {"prompt", "echo"} | _SHARED
-_CHAT_FIELDS = {"messages", "top_logprobs"} | _SHARED
+_CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -26,7 +29,7 @@ class OpenAIRequest:
     """What a body asks for. Whoever encodes the prompts or the messages checks their content.
 
     prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
-    with the counts of tokens. user: a label for the log.
+    with the counts of tokens. user: a label for the log. tools: of a chat that may call some.
     """
 
     chat: bool
@@ -38,6 +41,7 @@ class OpenAIRequest:
     echo: bool = False
     stream: bool = False
     has_usage: bool = False
+    tools: ToolRequest | None = None
 
 
 def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequest:
@@ -65,6 +69,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         echo=echo,
         stream=_boolean(given, "stream"),
         has_usage=_has_usage(given),
+        tools=read_tools(given) if chat else None,
     )
 
 
@@ -169,16 +174,3 @@ def _logit_bias(value: object) -> dict[int, Any]:
     if wrong:
         raise ValueError(f"logit_bias has the key {wrong[0]!r}: keys must be token ids")
     return {int(key): bias for key, bias in value.items()}
-
-
-def refuse_fields(unknown: set[str], place: str) -> None:
-    """ValueError that names the fields, if there are any."""
-    if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{names} cannot be used in {place}: leave it out")
-
-
-def json_type(value: object) -> str:
-    """The type of a value from JSON, in JSON's words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")

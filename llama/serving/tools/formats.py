@@ -72,6 +72,11 @@ class Tools:
     def __bool__(self) -> bool:
         return bool(self.functions or self.built_in)
 
+    def only(self, name: str) -> "Tools":
+        """The one of this name."""
+        functions = [tool for tool in self.functions if function_of(tool).get("name") == name]
+        return Tools(tuple(functions), tuple(each for each in self.built_in if each == name))
+
     @property
     def searches(self) -> list[str]:
         return [name for name in self.built_in if name != CODE]
