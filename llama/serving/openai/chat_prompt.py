@@ -10,7 +10,7 @@ def chat_prompt(request: OpenAIRequest, tokenizer: Tokenizer, tool_format: ToolF
     names the message."""
     tools = request.tools
     if tools is not None and tools.needs_grammar:
-        # To be replaced: `call_grammar` makes the grammar that holds the answer to a call.
+        # Until answers can be held to `tools.grammar(tool_format)`, nothing holds this one.
         field = "tool_choice" if tools.must_call else "tools"
         raise ValueError(f"{field}: a call cannot be forced, nor held to strict, by this version")
     return encode_chat(

@@ -42,13 +42,10 @@ class ToolDeltas:
         return "tool_calls" if reason == "stop" and has_calls else reason
 
     def _begin(self, answer: CompletionOutput) -> ToolCallParser:
-        tools = self._tools.tools
-        if self._tools.name is not None:
-            tools = tools.only(self._tools.name)
         begins_with_tag = answer.token_ids[:1] == [self._python_tag_id]
         return ToolCallParser(
-            tools,
-            parallel=self._tools.parallel and self._tools.name is None,
+            self._tools.callable_tools(),
+            parallel=self._tools.several,
             is_tagged=begins_with_tag and not self._shows_tag,
             only_at_start=self._tools.needs_grammar,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.serving.openai.json_types import json_type, refuse_fields
-from llama.serving.tools import Tools
+from llama.serving.tools import ToolFormat, Tools, call_grammar
 
 TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
 MOST_TOOLS = 128  # of one request, as OpenAI has it
@@ -34,6 +34,20 @@ class ToolRequest:
     def needs_grammar(self) -> bool:
         """Whether the answer must be held to a grammar: see `call_grammar`."""
         return self.must_call or bool(self.strict)
+
+    def callable_tools(self) -> Tools:
+        """Those that the answer may call."""
+        return self.tools if self.name is None else self.tools.only(self.name)
+
+    @property
+    def several(self) -> bool:
+        return self.parallel and self.name is None
+
+    def grammar(self, tool_format: ToolFormat) -> str:
+        """What holds the answer to its calls, as a Lark grammar of llguidance's dialect."""
+        return call_grammar(
+            self.callable_tools(), tool_format, must_call=self.must_call, parallel=self.several
+        )
 
 
 def read_tools(body: Mapping[str, Any]) -> ToolRequest | None:

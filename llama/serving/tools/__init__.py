@@ -5,6 +5,7 @@ call. Nothing here runs a tool, or knows a server.
 """
 
 from llama.serving.tools.formats import ToolFormat, Tools, tool_format_of
+from llama.serving.tools.grammar import call_grammar
 from llama.serving.tools.parser import (
     CallArguments,
     CallStart,
@@ -25,6 +26,7 @@ __all__ = [
     "ToolCallParser",
     "ToolFormat",
     "Tools",
+    "call_grammar",
     "encode_chat",
     "parse_tool_call",
     "tool_format_of",
