@@ -33,13 +33,14 @@ def parse(
         start += size
     events += [*parser.push(text[start:]), *parser.flush()]
     joined: list[Any] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        same = type(event) is type(last) and not isinstance(event, CallStart)
-        if same and getattr(event, "index", 0) == getattr(last, "index", 0):
-            joined[-1] = replace(last, text=last.text + event.text)  # type: ignore[type-var]
+    new: Any
+    for new in events:
+        last: Any = joined[-1] if joined else None
+        same = type(new) is type(last) and not isinstance(new, CallStart)
+        if same and getattr(new, "index", 0) == getattr(last, "index", 0):
+            joined[-1] = replace(last, text=last.text + new.text)
         else:
-            joined.append(event)
+            joined.append(new)
     return joined
 
 
