@@ -282,6 +282,10 @@ class Transformer(nn.Module):
         """hidden (..., E) -> (..., V) float32, whole on every rank."""
         return self.output(hidden, dtype=torch.float32)
 
+    def logits_share(self, hidden: Tensor) -> Tensor:
+        """hidden (..., E) -> (..., V / size) float32: for the ids from rank * V / size on."""
+        return self.output.share(hidden, dtype=torch.float32)
+
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
         """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V).

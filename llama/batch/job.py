@@ -25,7 +25,7 @@ from llama.generation import Llama
 from llama.parallel import ModelParallel, SharedCounter, stop_requested
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.serving.openai.chat_prompt import chat_prompt
+from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.requests import OpenAIRequest
 from llama.serving.tools import tool_format_of
 
@@ -228,12 +228,13 @@ class _Job:
             fields = parse_line(line.data, jsonl=self.jsonl)
             custom_id = custom_id_of(fields, name)
             body = read_request(fields, self.defaults)
-            prompt = (
-                chat_prompt(body, self.llama.tokenizer, self.tool_format)
-                if body.chat
-                else body.prompts[0]
-            )
-            request = self.engine.prepare(name, prompt, body.params)
+            prompt: str | list[int]
+            if body.chat:
+                prompt = chat_prompt(body, self.llama.tokenizer, self.tool_format)
+                params = chat_params(body, self.tool_format)
+            else:
+                prompt, params = body.prompts[0], body.params
+            request = self.engine.prepare(name, prompt, params)
         except (TypeError, ValueError) as e:
             self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))
             self._tick()

@@ -4,6 +4,9 @@ Logits and sequences in, ids and log-probabilities out; no text, no model, no ge
 An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
 device adds up: `llama.ops.sample` sees to that.
 
+Where the vocabulary is divided among ranks, greedy rows need no more of each share than its largest
+logit: `top_of_share` and `top_of_all` choose what `sample` would.
+
 Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
 """
 
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.engine.constraints import Allowed
 from llama.engine.sequence import Sequence
 from llama.ops.sample import SamplingRow, on_device_of, sample_ids
 
@@ -40,18 +44,20 @@ class Sampled:
     top_logprobs: Tensor | None = None  # (B, K) float32
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
+def sample(logits: Tensor, sequences: Seq[Sequence], allowed: Allowed | None = None) -> Sampled:
     """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
 
-    In this order, each only if some row asks for it: logit_bias, bad_words, min_tokens; repetition,
-    then presence and frequency penalty; temperature; min_p, top_k, top_p; one draw by inverse
-    transform, in the order of ids. That is vLLM's order. transformers has the same but for min_p,
-    which comes last there, so that top_p counts the mass that min_p is about to remove. As there, a
-    bad word may begin in the prompt (vLLM looks at the output only), and top_k keeps what equals
-    the k-th. Of tokens as likely as the last one of a nucleus, those with the lowest ids are kept.
+    In this order, each only if some row asks for it: what its constraint excludes; logit_bias,
+    bad_words, min_tokens; repetition, then presence and frequency penalty; temperature; min_p,
+    top_k, top_p; one draw by inverse transform, in the order of ids. That is vLLM's order.
+    transformers has the same but for min_p, which comes last there, so that top_p counts the mass
+    that min_p is about to remove. As there, a bad word may begin in the prompt (vLLM looks at the
+    output only), and top_k keeps what equals the k-th. Of tokens as likely as the last one of a
+    nucleus, those with the lowest ids are kept.
     """
     assert logits.shape[0] == len(sequences)
-    adjusted = _added(logits, [_bias(seq) for seq in sequences])
+    adjusted = logits if allowed is None else allowed.only(logits)
+    adjusted = _added(adjusted, [_bias(seq) for seq in sequences])
     adjusted = _repetition_penalty(adjusted, sequences)
     adjusted = _added(adjusted, [_penalties(seq) for seq in sequences])
     ids = _choose(adjusted, sequences)
@@ -59,6 +65,42 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
     if not wanted:
         return Sampled(ids)
     return Sampled(ids, *score(logits, ids.clamp(min=0), max(wanted)))
+
+
+def needs_top_only(sequences: Seq[Sequence]) -> bool:
+    """Whether `sample` would take the top token of each row as the logits are, and say no more.
+
+    What filters a draw (top_p, top_k, min_p) never removes the top token.
+    """
+    return all(
+        p.greedy
+        and not seq.is_constrained
+        and p.logprobs is None
+        and p.repetition_penalty == 1
+        and not (p.presence_penalty or p.frequency_penalty)
+        and not _bias(seq)
+        for seq in sequences
+        for p in (seq.params,)
+    )
+
+
+def top_of_share(logits: Tensor, first: int) -> Tensor:
+    """A rank's share of the logits (B, V / ranks) float32, from id `first` on -> (B, 2) int32.
+
+    Of each row: the bits of its largest logit, NaN where there is one, and that logit's lowest id.
+    """
+    row_max, ids = _row_max(logits)
+    return torch.stack((row_max.view(torch.int32), (ids + first).int()), dim=-1)
+
+
+def top_of_all(pairs: Tensor) -> Tensor:
+    """What `top_of_share` gave on each rank, (B, 2 * ranks) in order -> (B) ids, as `sample`'s.
+
+    It compares and does not compute: the same pairs are the same ids on any machine.
+    """
+    values, ids = pairs.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    row_max, rank = values.contiguous().view(torch.float32).max(dim=-1)  # of equal ones the first
+    return ids.gather(-1, rank[:, None]).squeeze(-1).long().where(row_max.isfinite(), -1)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

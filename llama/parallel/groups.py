@@ -2,7 +2,7 @@
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
 which a rank reduces, gathers and agrees with its peers. This is the only file that imports
-torch.distributed or fairscale.
+fairscale, and makes groups of torch.distributed.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
@@ -27,6 +27,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
 from llama.parallel.errors import RankError
+from llama.parallel.hierarchy import Hierarchy, broadcast_bytes, share_memory
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
 from llama.parallel.shared_memory import SharedMemory
 from llama.parallel.watch import Watch, start_watch, stop_watch
@@ -50,6 +51,7 @@ class ModelParallel:
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
+    hierarchy: Hierarchy | None = None  # where they are on several
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
@@ -63,12 +65,22 @@ class ModelParallel:
         """
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
+    def shares_memory_of(self, x: Tensor) -> bool:
+        """Whether `x` is where all ranks of the group read it: on the CPU of one machine."""
+        return self.shared is not None and _is_on_cpu(x)
+
+    @property
+    def _path(self) -> SharedMemory | Hierarchy | None:
+        """What is quicker than gloo alone, for tensors on the CPU and for messages."""
+        return self.shared if self.shared is not None else self.hierarchy
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x) and self.shared.can_sum(x):
-            self.shared.all_reduce(x)
+        path = self._path
+        if path is not None and _is_on_cpu(x) and path.can_sum(x):
+            path.all_reduce(x)
         else:
             dist.all_reduce(x, group=self.group)
         return x
@@ -77,8 +89,9 @@ class ModelParallel:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x):
-            return self.shared.all_gather(x)
+        path = self._path
+        if path is not None and _is_on_cpu(x):
+            return path.all_gather(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
@@ -87,8 +100,9 @@ class ModelParallel:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x):
-            self.shared.broadcast(x)
+        path = self._path
+        if path is not None and _is_on_cpu(x):
+            path.broadcast(x)
         else:
             dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
         return x
@@ -109,18 +123,10 @@ class ModelParallel:
         """
         if self.control is None or self.size == 1:
             return data
-        if self.shared is not None:
-            limit = None if is_idle else self.timeout_s
-            return self.shared.broadcast_bytes(data, timeout_s=limit)
-        source = self.data_rank * self.size
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, src=source, group=self.control)
-        packed = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0 and data:
-            packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if len(packed):
-            dist.broadcast(packed, src=source, group=self.control)
-        return bytes(packed.tolist())
+        path = self._path
+        if path is None:
+            return broadcast_bytes(self.control, data)
+        return path.broadcast_bytes(data, timeout_s=None if is_idle else self.timeout_s)
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
@@ -319,6 +325,9 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
     if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
         members = range(data_rank * size, (data_rank + 1) * size)
         watch = start_watch(dist.get_rank(), members, lambda own: _meet(world, own), store)
+    shared, hierarchy = None, None
+    if size > 1:
+        shared, hierarchy = share_memory(control, lambda own: _meet(control, own), limit)
     return ModelParallel(
         rank=rank,
         size=size,
@@ -328,15 +337,10 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
         group=group,
         control=control,
         world=world,
-        shared=_share_memory(control, rank, limit.total_seconds()) if size > 1 else None,
+        shared=shared,
+        hierarchy=hierarchy,
         watch=watch,
     )
-
-
-def _share_memory(control: dist.ProcessGroup, rank: int, timeout_s: float) -> SharedMemory | None:
-    """The group's shared memory, or None on all of its ranks: they are on several machines, say."""
-    names = dist.get_process_group_ranks(control)
-    return SharedMemory.join(rank, names, lambda own: _meet(control, own), timeout_s)
 
 
 def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:

@@ -26,7 +26,7 @@ def test_every_field_reaches_the_sampler():
         "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
     }  # fmt: skip
     names = {f.name for f in dataclasses.fields(SamplingParams)}
-    assert changed.keys() == names - {"prompt_logprobs"}
+    assert changed.keys() == names - {"prompt_logprobs", "structured_output"}
     labels = {"model": "m", "user": "u", "metadata": {"k": "v"}, "stream": False, "tools": None}
     request = parse_body({"prompt": "x", **changed, **labels}, SamplingParams(), chat=False)
     assert request.params == SamplingParams(**{**changed, "logit_bias": {7: 1.5}})
@@ -77,6 +77,36 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": HELLO, "logprobs": 2}, "logprobs=2 must be true or false in a chat"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": True}, "logprobs=True must be a whole"),
+    ({"prompt": "x", "response_format": "json"}, "response_format='json' must have the type"),
+    (
+        {"prompt": "x", "response_format": {"type": "xml"}},
+        "must have the type text, json_object or",
+    ),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema"}},
+        "object with a schema",
+    ),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+        "response_format: structured_output.json=3 must be a JSON schema",
+    ),
+    ({"prompt": "x", "structured_outputs": 1}, "structured_outputs must be an object"),
+    (
+        {"prompt": "x", "structured_outputs": {"regexp": "a"}},
+        "structured_outputs: got an",
+    ),
+    (
+        {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs: structured_output must have one of",
+    ),
+    (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+        "response_format and structured_outputs are both given",
+    ),
+    (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "ignore_eos": True},
+        "ignore_eos and min_tokens cannot",
+    ),
     ({"messages": "Hello"}, "messages must be a list, got a string"),
 ]
 
@@ -109,4 +139,4 @@ def test_the_error_names_the_field(body, message):
     with pytest.raises((TypeError, ValueError)) as error:
         parse_body(body, SamplingParams(), chat="messages" in body)
     name = field_of(error.value, body)
-    assert name in body or name in ("prompt", "max_tokens"), name
+    assert name in body or name in ("prompt", "max_tokens"), (name, error.value)

@@ -3,27 +3,21 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
 from helpers.launch import environment
-from helpers.server import RunningServer, raw_events, run_server
+from helpers.server import raw_events, run_server
 from llama import Llama, SamplingParams
 
 MODEL = "demo"
 STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
 
 NOW: Any = {"type": "function", "function": {"name": "now"}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with run_server("--max_seq_len", "512", "--dtype", "fp32") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +95,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "One day", "max_tokens": 60, "temperature": 0, "stop": [" a ", "the cat"]},
     {"messages": STORY, "max_tokens": 30, "seed": 2, "logprobs": True, "top_logprobs": 2},
     {"messages": STORY, "max_tokens": 30, "temperature": 1.5, "seed": 3, "n": 3},
+    {"prompt": "One", "max_tokens": 40, "seed": 6, "structured_outputs": {"regex": "[a-z]{9}🎈!"}},
 ]
 
 
@@ -133,6 +128,27 @@ def test_a_stream_is_the_answer_that_does_not_stream(server, body):
                 assert_same(found, values)
 
 
+def test_an_answer_of_a_given_form(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for seed in range(5):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=STORY, response_format=form, seed=seed, max_tokens=200
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), schema)
+    chosen = client.completions.create(
+        model=MODEL, prompt="x", extra_body={"structured_outputs": {"choice": ["yes", "no"]}}, n=4
+    )
+    assert {choice.text for choice in chosen.choices} <= {"yes", "no"}
+
+
 def assert_same(found: Any, wanted: Any) -> None:
     """Numbers may differ as sums in another order do: a stream finds more of its prompt cached."""
     if isinstance(wanted, float):
@@ -159,6 +175,18 @@ BAD: list[tuple[str, Any, int, str | None]] = [
     ("/v1/completions", {"prompt": "x", "stop": "y" * 5000}, 400, "stop"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"2048": 1}}, 400, "logit_bias"),
     ("/v1/completions", {"prompt": "x", "n": 65}, 400, "n"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+        400,
+        "response_format",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": STORY, "structured_outputs": {"json": {"$ref": "http://127.0.0.1/x"}}},
+        400,
+        "structured_outputs",
+    ),
     ("/v1/chat/completions", {"messages": []}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages"),
     (
@@ -291,6 +319,11 @@ def test_several_ranks_answer_as_one_and_end_in_order(server):
     with run_server(*flags, launcher=launcher, env=environment()) as ranks:
         found = httpx.post(ranks.url + path, json=body, timeout=60).json()
         assert (found["choices"], found["usage"]) == (wanted["choices"], wanted["usage"])
+        form = body | {"structured_outputs": {"regex": "[0-9]{5,40}x"}}
+        found, wanted = (
+            httpx.post(url + path, json=form, timeout=60).json() for url in (ranks.url, server.url)
+        )
+        assert [c["text"] for c in found["choices"]] == [c["text"] for c in wanted["choices"]]
         long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", ranks.url + path, json=long, timeout=60) as response:
             parts = response.iter_text()

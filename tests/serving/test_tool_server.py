@@ -4,11 +4,13 @@ The checkpoint, the engine and the app are real; only the ids that are sampled c
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -43,12 +45,22 @@ class ScriptedServer:
 
     def __init__(self, llama: Llama) -> None:
         self.llama, self.script = llama, Script()
+        self.runner = llama.engine.runner
         llama.engine.runner = self.script
 
     def says(self, text: str) -> None:
         """The next answers: special tokens by their names, and the end of the turn."""
         encode = self.llama.tokenizer.encode
         self.script.ids = encode(text + "<|eot_id|>", bos=False, eos=False, allowed_special="all")
+
+    @contextlib.contextmanager
+    def random_model(self) -> Iterator[None]:
+        """Inside, the model's own random weights answer."""
+        self.llama.engine.runner = self.runner
+        try:
+            yield
+        finally:
+            self.llama.engine.runner = self.script
 
     def call(self, work: Any, tool_format: ToolFormat | None = None) -> Any:
         """What `work(client)` returns; client: an openai.AsyncOpenAI."""
@@ -187,7 +199,50 @@ def test_the_dialog_goes_back_in(server):
     assert none == len(encode_chat(server.llama.tokenizer, QUESTION))
 
 
+FORECAST: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Zürich", "Bern"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "wind": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2])
+def test_a_forced_call_fits_its_schema_whatever_the_weights(server, tool_format):
+    """Random weights: a call where there must be one; where strict holds it, a call that fits, or
+    words."""
+    function = {"name": "forecast", "parameters": FORECAST}
+    tools = [{"type": "function", "function": function}, WEATHER]
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    named = {"type": "function", "function": {"name": "forecast"}}
+    with server.random_model():
+        for seed in range(3):
+            few = {"seed": seed, "max_tokens": 150}
+            (one,) = server.chat(tool_format, tools=tools, tool_choice=named, **few).choices
+            (any_,) = server.chat(tool_format, tools=tools, tool_choice="required", **few).choices
+            (free,) = server.chat(tool_format, tools=strict, **few).choices
+            assert [name for name, _ in calls_of(one)] == ["forecast"]
+            assert (one.message.content, one.finish_reason) == (None, "tool_calls")
+            assert any_.message.tool_calls
+            assert any_.message.content is None or any_.finish_reason == "length"
+            whole = [c for c in (one, any_, free) if c.finish_reason == "tool_calls"]
+            for name, arguments in [pair for choice in whole for pair in calls_of(choice)]:
+                jsonschema.validate(arguments, FORECAST if name == "forecast" else SCHEMA)
+
+
 NAMED = {"type": "function", "function": {"name": "weather"}}
+REMOTE = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "strict": True,
+        "parameters": {"properties": {"a": {"$ref": "http://example.com/a.json"}}},
+    },
+}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": 1}, "tools"),
     ({"tools": [1]}, "tools"),
@@ -197,10 +252,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
     ({"tools": [WEATHER, WEATHER]}, "tools"),
     ({"tools": [WEATHER] * 129}, "tools"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"tools": [REMOTE]}, "tools"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": NAMED}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": ["auto"]}, "tool_choice"),

@@ -4,23 +4,27 @@ A server or a batch file brings the body. Every field of it is used, or is an er
 This file knows no files and no network, and runs nothing.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from llama.checks import brief
 from llama.sampling_params import SamplingParams
 from llama.serving.openai.json_types import json_type as json_type
 from llama.serving.openai.json_types import refuse_fields as refuse_fields
 from llama.serving.openai.tool_fields import TOOL_FIELDS, ToolRequest, read_tools
+from llama.structured_output import StructuredOutput
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 _LABELS = {"model", "user", "metadata"}  # for bookkeeping: they do not change the answer
-# These have the same name in SamplingParams. OpenAI has no field for the one that is left out.
-_SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs"}
-_SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS
-_TEXT_FIELDS = {"prompt", "echo"} | _SHARED
-_CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _SHARED
+# These have the same name in SamplingParams. The two that are left out have others.
+_SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs", "structured_output"}
+_FORMS = {"response_format", "structured_outputs"}
+_SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS | _FORMS
+TEXT_FIELDS = {"prompt", "echo"} | _SHARED
+CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -42,6 +46,7 @@ class OpenAIRequest:
     stream: bool = False
     has_usage: bool = False
     tools: ToolRequest | None = None
+    form_field: str | None = None  # that gave the form of the answer
 
 
 def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequest:
@@ -53,7 +58,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         raise TypeError(f"body must be an object, got {json_type(body)}")
     # Clients write null for a field that is not given.
     given = {name: value for name, value in body.items() if value is not None}
-    known = _CHAT_FIELDS if chat else _TEXT_FIELDS
+    known = CHAT_FIELDS if chat else TEXT_FIELDS
     refuse_fields(given.keys() - known, "a chat request" if chat else "a completion request")
     echo = _boolean(given, "echo")
     params = _params(given, chat, defaults)
@@ -70,6 +75,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         stream=_boolean(given, "stream"),
         has_usage=_has_usage(given),
         tools=read_tools(given) if chat else None,
+        form_field=next(iter(_FORMS & given.keys()), None),
     )
 
 
@@ -79,7 +85,7 @@ def field_of(error: Exception, body: Any) -> str | None:
     if found is None or not isinstance(body, dict):
         return None
     name = found[1]
-    known = _CHAT_FIELDS | _TEXT_FIELDS | body.keys()
+    known = CHAT_FIELDS | TEXT_FIELDS | body.keys()
     return name if name in known else None
 
 
@@ -149,6 +155,8 @@ def _params(body: dict[str, Any], chat: bool, defaults: SamplingParams) -> Sampl
         changes["max_tokens"] = body["max_completion_tokens"]
     if "logit_bias" in body:
         changes["logit_bias"] = _logit_bias(body["logit_bias"])
+    if _FORMS & body.keys():
+        changes["structured_output"] = _form(body)
     if chat:
         changes["logprobs"] = _chat_logprobs(body)
     return replace(defaults, **changes)
@@ -174,3 +182,40 @@ def _logit_bias(value: object) -> dict[int, Any]:
     if wrong:
         raise ValueError(f"logit_bias has the key {wrong[0]!r}: keys must be token ids")
     return {int(key): bias for key, bias in value.items()}
+
+
+def _form(body: dict[str, Any]) -> StructuredOutput | None:
+    """OpenAI's response_format, or vLLM's structured_outputs, which has more forms."""
+    if "response_format" not in body:
+        fields = body["structured_outputs"]
+        if not isinstance(fields, dict):
+            raise TypeError(f"structured_outputs must be an object, got {json_type(fields)}")
+        with _named("structured_outputs"):
+            return StructuredOutput(**{k: v for k, v in fields.items() if v is not None})
+    if "structured_outputs" in body:
+        raise ValueError("response_format and structured_outputs are both given: give one")
+    wanted = body["response_format"]
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutput(json_object=True)
+    if kind != "json_schema":
+        raise ValueError(
+            f"response_format={brief(wanted)} must have the type text, json_object or json_schema"
+        )
+    named = wanted.get("json_schema")
+    if not isinstance(named, dict) or "schema" not in named:
+        raise ValueError("response_format.json_schema must be an object with a schema")
+    with _named("response_format"):
+        return StructuredOutput(json=named["schema"])
+
+
+@contextlib.contextmanager
+def _named(field: str) -> Iterator[None]:
+    """An error of the block begins with the field of the body."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        message = str(e).removeprefix("StructuredOutput.__init__() ")
+        raise type(e)(f"{field}: {message}") from None

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.serving.openai.chat_prompt import chat_prompt
+from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.requests import (
     CHAT_URL,
     TEXT_URL,
@@ -25,6 +25,7 @@ from llama.serving.openai.requests import (
     parse_body,
 )
 from llama.serving.openai.responses import Chunks, Heading, response_body
+from llama.serving.openai.schema import body_schema
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import (
     DONE,
@@ -43,17 +44,27 @@ _CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post(TEXT_URL)
+    @router.post(TEXT_URL, openapi_extra=described(body_schema(chat=False)))
     async def completions(http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
         return await _answer(service, http, chat=False)
 
-    @router.post(CHAT_URL)
+    @router.post(CHAT_URL, openapi_extra=described(body_schema(chat=True)))
     async def chat_completions(http: Request) -> Response:
         """Answer a dialog (https://platform.openai.com/docs/api-reference/chat)."""
         return await _answer(service, http, chat=True)
 
     return router
+
+
+def described(schema: dict[str, Any]) -> dict[str, Any]:
+    """What /openapi.json says of a route: the schema of its body, and the errors that it gives."""
+    errors = {
+        str(status): {"description": what}
+        for status, what in {400: "a field is wrong", 413: "too large", 503: "not now"}.items()
+    }
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}, "responses": errors}
 
 
 async def read_json(http: Request) -> Any:
@@ -96,13 +107,18 @@ async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[
                 f"{service.limits.max_prompts}",
                 param="prompt",
             )
-        prepare = partial(service.prepare, params=request.params)
+        prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
         return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
     try:
         ids = await asyncio.to_thread(chat_prompt, request, tokenizer, service.tool_format)
+        params = chat_params(request, service.tool_format)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
-    return [await service.prepare(ids, request.params, param="messages")]
+    return [
+        await service.prepare(
+            ids, params, param="messages", form_field=request.form_field or "tools"
+        )
+    ]
 
 
 async def last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:

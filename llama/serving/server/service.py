@@ -25,6 +25,8 @@ from llama.serving.tools import ToolFormat, tool_format_of
 if TYPE_CHECKING:
     from llama.generation import Llama
 
+_PARAMS = ("logit_bias", "stop_token_ids", "structured_output")  # what `prepare` may complain of
+_PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
 
 
@@ -114,16 +116,28 @@ class Service:
         *,
         index: int = 0,
         param: str = "prompt",
+        form_field: str | None = None,
     ) -> Request:
-        """A checked request; ApiError 400 names the field of the body where the prompt was."""
+        """A checked request. ApiError 400 names the field of the body where the prompt was, or the
+        form of the answer."""
         self.loaded()
         assert self.engine is not None
         try:
-            request = await self.engine.prepare(prompt, params, "", index=index)
+            async with asyncio.timeout(_PREPARE_S):
+                request = await self.engine.prepare(prompt, params, "", index=index)
         except (TypeError, ValueError) as e:
             message = str(e)
-            named = next((n for n in ("logit_bias", "stop_token_ids") if message.startswith(n)), "")
+            named = next((n for n in _PARAMS if message.startswith(n)), "")
+            if named == "structured_output":
+                named = form_field or named
             raise ApiError(400, message, param=named or param) from None
+        except TimeoutError:
+            raise ApiError(
+                400,
+                f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or "
+                "ask for a simpler form",
+                param=form_field or param,
+            ) from None
         except RuntimeError:
             raise shutting_down() from None
         num_prompt = request.answers[0].sequence.num_prompt

@@ -12,18 +12,35 @@ from starlette.responses import Response
 from llama.serving.openai.json_types import json_type, refuse_fields
 from llama.serving.openai.requests import field_of
 from llama.serving.openai.tool_fields import TOOL_FIELDS, read_tools
-from llama.serving.server.completions import read_json
+from llama.serving.server.completions import described, read_json
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import JsonResponse
 from llama.serving.server.service import Service
 from llama.serving.tools import ToolFormat, encode_chat
 from llama.tokenizer import Tokenizer
 
+_TOKENIZE = {
+    "type": "object",
+    "properties": {
+        "prompt": {"type": "string"},
+        "add_special_tokens": {"type": "boolean"},
+        "return_token_strs": {"type": "boolean"},
+    },
+    "required": ["prompt"],
+    "additionalProperties": False,
+}
+_DETOKENIZE = {
+    "type": "object",
+    "properties": {"tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+    "required": ["tokens"],
+    "additionalProperties": False,
+}
+
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=described(_TOKENIZE))
     async def tokenize(http: Request) -> Response:
         """The ids of a text, or of a dialog as a chat request would encode it."""
         body = await read_json(http)
@@ -41,7 +58,7 @@ def routes(service: Service) -> APIRouter:
             }
         )
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=described(_DETOKENIZE))
     async def detokenize(http: Request) -> Response:
         """The text of ids, special tokens by their names."""
         body = _given(await read_json(http))
