@@ -8,8 +8,9 @@ placed as ids, so that no text of a user, a tool or an argument can become one. 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from llama.checks import brief
 from llama.serving.tools.calls import is_of_name
 from llama.serving.tools.formats import CODE, ToolFormat, Tools, check_depth, function_of
 from llama.tokenizer import ChatFormat, Message, Role, Tokenizer
@@ -136,6 +137,9 @@ class _Reader:
         role = given.get("role")
         if isinstance(role, str):
             role = _ROLES.get(role, role)
+        if role not in get_args(Role):
+            allowed = ", ".join([*get_args(Role), *(each for each in _ROLES if each != "tool")])
+            raise ValueError(f"{where}: unknown role {brief(role)}: allowed are {allowed}")
         if given.get("tool_calls"):
             if role != "assistant":
                 raise ValueError(f"{where}: tool_calls need the role assistant")
