@@ -70,7 +70,8 @@ BELOW = {
     },
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {
-        "args", "generation", "model", "requests", "sampling_params", "tokenizer",
+        "args", "generation", "model", "requests", "sampling_params", "structured_output",
+        "tokenizer",
     },
 }  # fmt: skip
 

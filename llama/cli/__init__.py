@@ -64,6 +64,7 @@ COMMANDS = {
         {
             "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
             "served_model_name": None, "max_queue": 1024, "max_wait_s": 600.0, "drain_s": 20.0,
+            "tool_format": None,
             **BUILD_FLAGS,
         },
         ["ckpt_dir"],

@@ -12,6 +12,9 @@ from typing import Any
 
 from llama.checks import brief
 from llama.sampling_params import SamplingParams
+from llama.serving.openai.json_types import json_type as json_type
+from llama.serving.openai.json_types import refuse_fields as refuse_fields
+from llama.serving.openai.tool_fields import TOOL_FIELDS, ToolRequest, read_tools
 from llama.structured_output import StructuredOutput
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
@@ -21,7 +24,7 @@ _SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs", "stru
 _FORMS = {"response_format", "structured_outputs"}
 _SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS | _FORMS
 TEXT_FIELDS = {"prompt", "echo"} | _SHARED
-CHAT_FIELDS = {"messages", "top_logprobs"} | _SHARED
+CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -30,7 +33,7 @@ class OpenAIRequest:
     """What a body asks for. Whoever encodes the prompts or the messages checks their content.
 
     prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
-    with the counts of tokens. user: a label for the log.
+    with the counts of tokens. user: a label for the log. tools: of a chat that may call some.
     """
 
     chat: bool
@@ -42,6 +45,7 @@ class OpenAIRequest:
     echo: bool = False
     stream: bool = False
     has_usage: bool = False
+    tools: ToolRequest | None = None
     form_field: str | None = None  # that gave the form of the answer
 
 
@@ -70,6 +74,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         echo=echo,
         stream=_boolean(given, "stream"),
         has_usage=_has_usage(given),
+        tools=read_tools(given) if chat else None,
         form_field=next(iter(_FORMS & given.keys()), None),
     )
 
@@ -214,16 +219,3 @@ def _named(field: str) -> Iterator[None]:
     except (TypeError, ValueError) as e:
         message = str(e).removeprefix("StructuredOutput.__init__() ")
         raise type(e)(f"{field}: {message}") from None
-
-
-def refuse_fields(unknown: set[str], place: str) -> None:
-    """ValueError that names the fields, if there are any."""
-    if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{names} cannot be used in {place}: leave it out")
-
-
-def json_type(value: object) -> str:
-    """The type of a value from JSON, in JSON's words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
