@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llama.requests.llm_engine import LLMEngine
     from llama.requests.request import CompletionOutput, RequestOutput
     from llama.sampling_params import SamplingParams
+    from llama.structured_output import StructuredOutput
     from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ModelArgs",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "Tokenizer",
     "Transformer",
 ]
@@ -39,6 +41,7 @@ _MODULES = {  # the names above, by the module that defines them
     "requests.llm_engine": ["LLMEngine"],
     "requests.request": ["CompletionOutput", "RequestOutput"],
     "sampling_params": ["SamplingParams"],
+    "structured_output": ["StructuredOutput"],
     "tokenizer": ["ChatFormat", "Dialog", "Message", "Tokenizer"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

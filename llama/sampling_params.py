@@ -5,14 +5,15 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llama.checks import brief, number, whole_number
+from llama.structured_output import StructuredOutput
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
 # name: (lowest, highest, may be None)
-_WHOLE_NUMBERS = {
+WHOLE_NUMBERS = {
     "max_tokens": (0, _MOST, True),
     "top_k": (-1, _MOST, False),
     "seed": (0, 2**63 - 1, True),
@@ -20,7 +21,7 @@ _WHOLE_NUMBERS = {
     "logprobs": (0, 100, True),
     "prompt_logprobs": (0, 100, True),
 }
-_NUMBERS = {
+NUMBERS = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -69,6 +70,17 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(checked.items()))
 
 
+def _form(value: Any) -> StructuredOutput | None:
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"structured_output={brief(value)} must be a StructuredOutput, or be None")
+    unknown = sorted(value.keys() - {f.name for f in fields(StructuredOutput)})
+    if unknown:
+        raise ValueError(f"structured_output has no field {unknown[0]!r}")
+    return StructuredOutput(**value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen, when they end, and what is reported.
@@ -94,10 +106,12 @@ class SamplingParams:
         which `ignore_eos` sets aside; the text is left out unless `include_stop_str_in_output`.
     skip_special_tokens: leave special tokens out of the text; False here, as in Meta's decode.
     seed: of this request's random numbers; None leaves it to the engine.
-    n, best_of: answers returned, and generated to choose them from by log-probability. Greedy
-        decoding has one answer, so it refuses more.
+    n, best_of: answers returned, and generated to choose them from by log-probability. At
+        temperature 0 they are all the same.
     logprobs, prompt_logprobs: log-probability of each generated, or prompt, token and of so many
         of the likeliest in its place; 0 for the token's own, None for none.
+    structured_output: the form that the answer must have, a `StructuredOutput` or its fields as a
+        mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
     max_tokens: int | None = 16
@@ -121,12 +135,13 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] = ()
+    structured_output: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, optional) in _WHOLE_NUMBERS.items():
+        for name, (low, high, optional) in WHOLE_NUMBERS.items():
             value = whole_number(name, getattr(self, name), low, high, optional=optional)
             self._set(name, value)
-        for name, (least, greatest) in _NUMBERS.items():
+        for name, (least, greatest) in NUMBERS.items():
             self._set(name, number(name, getattr(self, name), least, greatest))
         most = _MOST if self.max_tokens is None else self.max_tokens
         self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
@@ -141,11 +156,11 @@ class SamplingParams:
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, 256)
         self._set("stop_token_ids", ids)
         self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, 256))
-        answers = max(self.n, self.best_of or 1)
-        if self.temperature < 1e-5 and answers > 1:
+        self._set("structured_output", _form(self.structured_output))
+        if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
             raise ValueError(
-                f"n={self.n} and best_of={self.best_of} must be 1 with temperature="
-                f"{self.temperature}: greedy decoding has one answer; ask for a temperature above 0"
+                "ignore_eos and min_tokens cannot be used with structured_output, which ends an "
+                "answer where its form does: leave them out"
             )
 
     def _set(self, name: str, value: Any) -> None:

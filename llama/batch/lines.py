@@ -11,15 +11,15 @@ from typing import Any
 
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.serving.openai import (
+from llama.serving.openai.requests import (
     CHAT_URL,
     TEXT_URL,
     OpenAIRequest,
     json_type,
     parse_body,
     refuse_fields,
-    response_body,
 )
+from llama.serving.openai.responses import Heading, response_body
 from llama.tokenizer import Tokenizer
 
 MAX_LINE = 10_000_000  # bytes
@@ -88,7 +88,15 @@ def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequ
     chat = "messages" in body
     if chat == ("prompt" in body):
         raise ValueError("the line must have a prompt, messages, or a url and a body")
-    return parse_body(body, defaults, chat=chat)
+    return _one_prompt(parse_body(body, defaults, chat=chat))
+
+
+def _one_prompt(request: OpenAIRequest) -> OpenAIRequest:
+    if request.stream:
+        raise ValueError("stream must be false: a line gets one record")
+    if len(request.prompts) > 1:
+        raise ValueError(f"prompt has {len(request.prompts)} entries: give each a line of its own")
+    return request
 
 
 def _read_envelope(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequest:
@@ -98,7 +106,7 @@ def _read_envelope(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRe
         raise ValueError(f"method={fields['method']!r} must be POST")
     if url not in (CHAT_URL, TEXT_URL):
         raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
-    return parse_body(body, defaults, chat=url == CHAT_URL)
+    return _one_prompt(parse_body(body, defaults, chat=url == CHAT_URL))
 
 
 def error_record(custom_id: str, number: int, code: str, message: str) -> dict[str, Any]:
@@ -122,6 +130,7 @@ def answer_record(
     error = output.error
     if error is not None:
         return error_record(custom_id, number, "server_error", error)
-    body = response_body(request, output, tokenizer, model, created=0)
+    heading = Heading(output.request_id, model, created=0)
+    body = response_body(request, [output], tokenizer, heading)
     response = {"status_code": 200, "request_id": output.request_id, "body": body}
     return {"custom_id": custom_id, "response": response, "error": None}

@@ -59,6 +59,22 @@ COMMANDS = {
         ],
         error_code=2,
     ),
+    "serve": Command(
+        "Serve OpenAI's API over HTTP, until SIGTERM or Ctrl-C.",
+        {
+            "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
+            "served_model_name": None, "max_queue": 1024, "max_wait_s": 600.0, "drain_s": 20.0,
+            "tool_format": None,
+            **BUILD_FLAGS,
+        },
+        ["ckpt_dir"],
+        "llama.cli.serve:serve",
+        [
+            "llama serve",
+            "llama serve Meta-Llama-3-8B-Instruct --port 8080",
+            "torchrun --nproc_per_node 8 -m llama serve Meta-Llama-3-70B-Instruct",
+        ],
+    ),
     "verify": Command(
         "Check the files of a checkpoint: checksums, names, shapes, that no shard is missing.",
         {"ckpt_dir": REQUIRED},

@@ -77,6 +77,15 @@ FLAGS = {
     "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
     "host": Flag(str, "HOST", "address to listen on"),
     "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
+    "api_key": Flag(str, "KEY", "what clients must send; needed beside another host", "none"),
+    "api_key_file": Flag(str, "FILE", "file with such keys, one in each line", "none"),
+    "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
+    "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),
+    "max_wait_s": Flag(float, "S", "seconds that a request waits for its first token"),
+    "tool_format": Flag(
+        str, "NAME", "of tool calls: llama3.1, llama3.2 or none", "that of the generation"
+    ),
+    "drain_s": Flag(float, "S", "seconds that running requests get after a signal"),
     "no_register": Flag(bool, "", "serve without a controller"),
     "limit_worker_concurrency": Flag(int, "N", "requests that run at once; more wait"),
     "stream_interval": Flag(int, "N", "tokens between two parts of a stream"),

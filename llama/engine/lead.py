@@ -37,8 +37,9 @@ _PARAMS = [f.name for f in fields(TokenParams)]
 class Message:
     """What rank 0 tells before a step: [kind, step, checksum, came, gone], then their entries.
 
-    An entry of `came` is [serial, max_len, seed, tokens, stop ids, parameters], each list with its
-    length before it and each parameter with a tag; one of `gone` is a serial.
+    An entry of `came` is [serial, max_len, seed, is_constrained, tokens, stop ids, parameters],
+    each list with its length before it and each parameter with a tag; one of `gone` is a serial. A
+    constraint stays on rank 0, whose ids the others take.
     """
 
     kind: int
@@ -51,7 +52,8 @@ class Message:
         head = (self.kind, self.step, self.checksum, len(self.came), len(self.gone))
         row = array("q", head)
         for serial, seq in self.came:
-            row.extend((serial, seq.max_len, seq.seed, len(seq.tokens), len(seq.stop_ids)))
+            row.extend((serial, seq.max_len, seq.seed, seq.is_constrained))
+            row.extend((len(seq.tokens), len(seq.stop_ids)))
             row.extend(seq.tokens)
             row.extend(sorted(seq.stop_ids))
             for name in _PARAMS:
@@ -273,10 +275,12 @@ def _read(rest: Iterator[int]) -> Any:
 
 
 def _read_sequence(rest: Iterator[int]) -> tuple[int, Sequence]:
-    serial, max_len, seed, num_tokens, num_stops = _next(rest, 5)
+    serial, max_len, seed, is_constrained, num_tokens, num_stops = _next(rest, 6)
     tokens, stop_ids = _next(rest, num_tokens), frozenset(_next(rest, num_stops))
     params = TokenParams(**{name: _read(rest) for name in _PARAMS})
-    return serial, Sequence(tokens, params, max_len, seed, stop_ids)
+    return serial, Sequence(
+        tokens, params, max_len, seed, stop_ids, is_constrained=bool(is_constrained)
+    )
 
 
 def _next(rest: Iterator[int], count: int) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama import openmp
+from llama.engine.constraints import AllowedTokens
 from llama.engine.sampler import (
     Sampled,
     needs_top_only,
@@ -57,6 +58,7 @@ class ModelRunner:
         self.model = model
         self.page_size = page_size
         self.kv_cache = model.new_kv_cache(num_pages, page_size)
+        self._allowed_tokens = AllowedTokens(model.vocab_size)
 
     @torch.inference_mode()
     def run(self, scheduled: list[Scheduled]) -> StepOutput:
@@ -67,6 +69,7 @@ class ModelRunner:
             for item in scheduled
             if (offsets := item.sequence.rows_to_score(item.count))
         ]
+        allowed = self._allowed_tokens.begin(sampling)
         hidden = self._hidden(scheduled)
         prompts = self._score(wanted, hidden[len(sampling) :])
         if not sampling:
@@ -74,7 +77,9 @@ class ModelRunner:
         rows = hidden[: len(sampling)]
         if self.model.parallel.size > 1 and needs_top_only(sampling):
             return StepOutput(self._top_ids(rows), prompts=prompts)
-        return self._to_host(sample(self.model.logits(rows), sampling), prompts)
+        sampled = sample(self.model.logits(rows), sampling, allowed)
+        is_constrained = any(seq.is_constrained for seq in sampling)
+        return self._to_host(sampled, prompts, is_alike=not is_constrained)
 
     def _top_ids(self, hidden: Tensor) -> list[int]:
         """hidden (B, E) -> the ids that `sample` would choose, in one exchange of 8 bytes a row.
@@ -131,9 +136,12 @@ class ModelRunner:
             start += len(offsets)
         return scores
 
-    def _to_host(self, sampled: Sampled, prompts: Seq[PromptScores] = ()) -> StepOutput:
+    def _to_host(
+        self, sampled: Sampled, prompts: Seq[PromptScores] = (), *, is_alike: bool = True
+    ) -> StepOutput:
         """Rank 0's values on every rank: unlike machines could round differently.
 
+        is_alike: every rank chose by the same rules; constraints can be rank 0's alone.
         All of them go through one broadcast and one copy, for which the host waits: as int32,
         where floats keep their bits. Ids alone need no broadcast between CPU ranks that share
         memory: the logits that were gathered are the same bits on each, the machine is one, and
@@ -142,7 +150,7 @@ class ModelRunner:
         """
         ids, logprobs = sampled.ids.int()[:, None], sampled.logprobs
         if logprobs is None:
-            if not self.model.parallel.shares_memory_of(ids):
+            if not (is_alike and self.model.parallel.shares_memory_of(ids)):
                 ids = self._from_rank_0(ids)
             return StepOutput(ids[:, 0].tolist(), prompts=list(prompts))
         columns = [ids, logprobs[:, None].view(torch.int32)]

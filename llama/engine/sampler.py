@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.engine.constraints import Allowed
 from llama.engine.sequence import Sequence
 from llama.ops.sample import SamplingRow, on_device_of, sample_ids
 
@@ -43,18 +44,20 @@ class Sampled:
     top_logprobs: Tensor | None = None  # (B, K) float32
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> Sampled:
+def sample(logits: Tensor, sequences: Seq[Sequence], allowed: Allowed | None = None) -> Sampled:
     """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
 
-    In this order, each only if some row asks for it: logit_bias, bad_words, min_tokens; repetition,
-    then presence and frequency penalty; temperature; min_p, top_k, top_p; one draw by inverse
-    transform, in the order of ids. That is vLLM's order. transformers has the same but for min_p,
-    which comes last there, so that top_p counts the mass that min_p is about to remove. As there, a
-    bad word may begin in the prompt (vLLM looks at the output only), and top_k keeps what equals
-    the k-th. Of tokens as likely as the last one of a nucleus, those with the lowest ids are kept.
+    In this order, each only if some row asks for it: what its constraint excludes; logit_bias,
+    bad_words, min_tokens; repetition, then presence and frequency penalty; temperature; min_p,
+    top_k, top_p; one draw by inverse transform, in the order of ids. That is vLLM's order.
+    transformers has the same but for min_p, which comes last there, so that top_p counts the mass
+    that min_p is about to remove. As there, a bad word may begin in the prompt (vLLM looks at the
+    output only), and top_k keeps what equals the k-th. Of tokens as likely as the last one of a
+    nucleus, those with the lowest ids are kept.
     """
     assert logits.shape[0] == len(sequences)
-    adjusted = _added(logits, [_bias(seq) for seq in sequences])
+    adjusted = logits if allowed is None else allowed.only(logits)
+    adjusted = _added(adjusted, [_bias(seq) for seq in sequences])
     adjusted = _repetition_penalty(adjusted, sequences)
     adjusted = _added(adjusted, [_penalties(seq) for seq in sequences])
     ids = _choose(adjusted, sequences)
@@ -71,6 +74,7 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     """
     return all(
         p.greedy
+        and not seq.is_constrained
         and p.logprobs is None
         and p.repetition_penalty == 1
         and not (p.presence_penalty or p.frequency_penalty)

@@ -7,6 +7,10 @@ when it has, one token is sampled.
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _GREEDY_BELOW = 1e-5  # temperatures under it take the top token, as in vLLM
 
@@ -37,6 +41,16 @@ class TokenParams:
         return self.temperature < _GREEDY_BELOW
 
 
+class Constraint(Protocol):
+    """Says which tokens may follow."""
+
+    def fill_allowed(self, output: list[int], bits: "np.ndarray") -> None:
+        """Set bit t % 32 of bits[t // 32] (int32) if token t may follow the output, else clear it.
+
+        output: the generated tokens; those of the call before are its beginning.
+        """
+
+
 def no_pages() -> "array[int]":
     return array("q")
 
@@ -50,6 +64,8 @@ class Sequence:
     max_len: int
     seed: int = 0  # of its draws
     stop_ids: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    is_constrained: bool = False  # also where rank 0 alone has the constraint
     num_computed: int = 0  # leading tokens whose keys and values are in pages
     num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     pages: "array[int]" = field(default_factory=no_pages)  # int64: the runner copies it as it is
@@ -63,6 +79,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        self.is_constrained = self.is_constrained or self.constraint is not None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs.append(0.0)
             self.prompt_top_logprobs.append([])

@@ -7,7 +7,8 @@ its own, and event loops never wait for it.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -47,22 +48,56 @@ class AsyncLLMEngine:
         ValueError or TypeError for a bad request or an id in use; others go on. RuntimeError after
         `close`. An exception of the model reaches every request that it was computing.
         """
+        request = await self.prepare(prompt, params, request_id)
+        async with contextlib.aclosing(self.stream([request])) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        index: int | None = None,
+    ) -> Request:
+        """A checked request for `stream`; see `LLMEngine.prepare`. A long text is encoded, and a
+        grammar compiled, in a thread, while the event loop goes on."""
+        if self._is_closed:
+            raise RuntimeError("this AsyncLLMEngine is closed: make another one")
+        prepare = functools.partial(self.engine.prepare, request_id, prompt, params, index=index)
+        is_long = isinstance(prompt, str) and len(prompt) > _LONG_PROMPT
+        if is_long or params.structured_output is not None:
+            return await asyncio.to_thread(prepare)
+        return prepare()
+
+    async def stream(self, requests: list[Request]) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of prepared requests as they come; see `generate`."""
         changed = asyncio.Event()
-        request = await self._prepare(prompt, params, request_id, changed)
+        loop = asyncio.get_running_loop()
+
+        def tell_reader() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
+                loop.call_soon_threadsafe(changed.set)
+
+        for request in requests:
+            request.listener, request.is_claimed = tell_reader, True
+        unfinished = list(requests)
         try:
-            self._open.add(request)
-            self.engine.submit([request])
-            self._thread.submit(self.engine.wait_until, lambda: request.finished)
-            finished = False
-            while not finished:
+            self._open.update(requests)
+            self.engine.submit(requests)
+            self._thread.submit(self.engine.wait_until, lambda: all(r.finished for r in requests))
+            while unfinished:
                 await changed.wait()
                 changed.clear()
-                output = self.engine.take_output(request)
-                finished = output.finished
-                yield output
+                for request in [request for request in unfinished if request.has_output]:
+                    output = self.engine.take_output(request)
+                    if output.finished:
+                        unfinished.remove(request)
+                    yield output
         finally:
-            self._open.discard(request)
-            self.engine.drop([request])
+            self._open.difference_update(requests)
+            self.engine.drop(requests)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator gets a last output with finish_reason "abort"."""
@@ -81,25 +116,3 @@ class AsyncLLMEngine:
         for request in list(self._open):
             self.engine.abort(request)
         self._thread.shutdown()
-
-    async def _prepare(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        changed: asyncio.Event,
-    ) -> Request:
-        if self._is_closed:
-            raise RuntimeError("this AsyncLLMEngine is closed: make another one")
-        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT:
-            request = await asyncio.to_thread(self.engine.prepare, request_id, prompt, params)
-        else:
-            request = self.engine.prepare(request_id, prompt, params)
-        loop = asyncio.get_running_loop()
-
-        def tell_reader() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
-                loop.call_soon_threadsafe(changed.set)
-
-        request.listener, request.is_claimed = tell_reader, True
-        return request

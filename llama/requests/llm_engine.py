@@ -23,6 +23,7 @@ from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.sequence import Sequence
 from llama.parallel import ModelParallel
+from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import prepare
 from llama.requests.ranks import OneCaller, lead
 from llama.requests.request import Answer, Request, RequestOutput, derived_seed
@@ -51,6 +52,7 @@ class LLMEngine:
         self.max_seq_len = max_seq_len
         self.seed = seed
         self.parallel = parallel
+        self.grammars = GrammarCompiler(tokenizer)
         self.num_calls = 0  # of those that gave no seed
         self._lock = threading.Lock()  # for all below; not held while the model runs
         self._requests: dict[Request, None] = {}  # until their last output is taken
@@ -90,6 +92,7 @@ class LLMEngine:
             tokenizer=self.tokenizer,
             max_seq_len=self.max_seq_len,
             index=index,
+            grammars=self.grammars,
         )
 
     def add_request(

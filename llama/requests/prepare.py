@@ -5,11 +5,13 @@ ValueError that names what is wrong. It touches no state, so any thread may call
 """
 
 import operator
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from llama.checks import brief
 from llama.engine.sequence import Sequence, TokenParams
 from llama.requests.detokenizer import Detokenizer, StopStrings
+from llama.requests.grammar import GrammarCompiler
 from llama.requests.request import Answer, Request, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
@@ -25,6 +27,7 @@ def prepare(
     tokenizer: Tokenizer,
     max_seq_len: int,
     index: int | None = None,
+    grammars: GrammarCompiler,
 ) -> Request:
     """See `LLMEngine.prepare`."""
     if not isinstance(request_id, str):
@@ -38,13 +41,15 @@ def prepare(
     params.check_vocab(tokenizer.n_words)
     most = max_seq_len if params.max_tokens is None else params.max_tokens
     token_params = _token_params(params, tokenizer)
-    answers = []
+    form, answers = params.structured_output, []
+    assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
     for _ in range(params.best_of or params.n):
         sequence = Sequence(
             tokens=list(ids),
             params=token_params,
             max_len=min(max_seq_len, len(ids) + most),
             stop_ids=_stop_ids(params, tokenizer),
+            constraint=None if form is None else grammars.matcher(form),
         )
         stops = StopStrings(params.stop, params.include_stop_str_in_output)
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)

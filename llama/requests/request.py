@@ -14,8 +14,8 @@ from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.sampling_params import SamplingParams
 
 NO_TOKEN = (
-    "there was no token to choose: logit_bias, bad_words and min_tokens ban the whole vocabulary, "
-    "or the model's logits hold NaN or infinity"
+    "there was no token to choose: logit_bias, bad_words, min_tokens and structured_output ban the "
+    "whole vocabulary, or the model's logits hold NaN or infinity"
 )
 
 

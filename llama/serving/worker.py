@@ -19,7 +19,7 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import RequestOutput
 from llama.serving.dialects import DB_GPT, FASTCHAT, GORILLA, GUANACO, Dialect
-from llama.serving.openai import text_scores
+from llama.serving.openai.responses import TextScores
 from llama.serving.worker_params import WorkerRequest, read_params
 from llama.tokenizer import Tokenizer
 
@@ -207,7 +207,7 @@ def _logprobs(
     scores = list(zip(request.prompt, parts[0].prompt_logprobs or (), strict=False))
     for answer in (part.outputs[0] for part in parts):
         scores += zip(answer.token_ids, answer.logprobs or (), strict=False)
-    return text_scores(scores, tokenizer, skip_special_tokens=True)
+    return TextScores(tokenizer, skip_special_tokens=True).push(scores)
 
 
 def _paced(

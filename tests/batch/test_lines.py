@@ -13,7 +13,7 @@ from llama.batch.job import run_batch
 from llama.batch.lines import MAX_LINE, parse_line, read_request
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
-from llama.serving.openai import CHAT_URL, TEXT_URL
+from llama.serving.openai.requests import CHAT_URL, TEXT_URL
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PROMPTS = ["Hello", "Bonjour", "an apple  a day ", "1, 2, 3", "é漢😀"]
@@ -69,7 +69,13 @@ def test_records_are_openais(llama, tmp_path):
             "created": 0,
             "model": "mine",
             "choices": [
-                {"index": 0, "text": text_of(text), "logprobs": None, "finish_reason": "length"}
+                {
+                    "index": 0,
+                    "text": text_of(text),
+                    "logprobs": None,
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                }
             ],
             "usage": {
                 "prompt_tokens": 3,
@@ -133,6 +139,7 @@ def test_a_text_file_is_prompts_as_they_stand(llama, tmp_path):
     assert len((tmp_path / "out").read_text().splitlines()) == 1
 
 
+NOW = {"type": "function", "function": {"name": "now"}}
 BAD: list[tuple[Any, str]] = [
     ('{"prompt": ', "the line is not JSON: Expecting value at character 12"),
     ("plain words", "the line is not JSON: Expecting value at character 1"),
@@ -144,15 +151,18 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": HELLO, "prompt": "x"}, "must have a prompt, messages, or a url and a body"),
     ({"custom_id": "me"}, "must have a prompt, messages, or a url and a body"),
     ({"prompt": "x", "custom_id": 7}, "custom_id must be a string, got a number"),
-    ({"prompt": ["a", "b"]}, "holds 'a'"),
+    ({"prompt": ["a", "b"]}, "prompt has 2 entries: give each a line of its own"),
+    ({"prompt": [1, "b"]}, "holds 'b'"),
+    ({"prompt": "a", "stream": True}, "stream must be false: a line gets one record"),
     ({"prompt": [512]}, "holds 512"),
     ({"prompt": "x" * 300}, "has 301 tokens"),
     ('{"prompt": "x", "temperature": NaN}', "temperature=nan must be a number from 0 to 100"),
     ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias has the token id 999"),
     ({"prompt": "x", "tools": []}, "'tools' cannot be used in a completion request"),
-    ({"messages": []}, "dialog is empty"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, "dialog, message 0: unknown role 'boss'"),
-    ({"messages": [{"role": "user", "content": [{}]}]}, "content must be a str, got list"),
+    ({"messages": HELLO, "tools": [NOW]}, "tools cannot be used with this model"),
+    ({"messages": []}, "messages must be a list of at least one message"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "message 0: unknown role 'boss'"),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "message 0: content must be a str, or a"),
     (openai({"prompt": "x"}, method="GET"), "method='GET' must be POST"),
     (openai({"prompt": "x"}, url="/v1/embeddings"), "url='/v1/embeddings' must be /v1/chat/"),
     ({**openai({"prompt": "x"}), "body": None}, "body must be an object, got null"),

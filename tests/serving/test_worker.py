@@ -5,6 +5,7 @@ asked token by token, and FastChat's own rules written down here.
 """
 
 import asyncio
+import contextlib
 import itertools
 import re
 import warnings
@@ -21,6 +22,14 @@ from llama.serving.worker import (
     gorilla_generate_stream,
     guanaco_generate_stream,
 )
+
+
+def key_of(llama: Llama, token: int) -> str:
+    """A token in OpenAI's logprobs: its text, or its bytes where they are no whole characters."""
+    raw = llama.tokenizer.decode_bytes([token])
+    with contextlib.suppress(UnicodeDecodeError):
+        return raw.decode()
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def params(**changes: Any) -> dict[str, Any]:
@@ -121,11 +130,10 @@ def test_logprobs_are_fastchats(shared_llama):
         scores = shared_llama.model(torch.tensor([tokens]), 0)[0].log_softmax(-1)
         values = [float(scores[i - 1, t]) for i, t in enumerate(tokens) if i]
         own = values[-len(output.outputs[0].token_ids) :]
-        decode = shared_llama.tokenizer.decode
         if echo:
             assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
             assert found["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
-            assert found["tokens"] == [decode(t) for t in tokens]
+            assert found["tokens"] == [key_of(shared_llama, t) for t in tokens]
             assert found["text_offset"][:3] == [0, 0, 1]  # begin_of_text is not in the text
         else:
             assert found["token_logprobs"] == pytest.approx(own, abs=1e-4)
@@ -179,7 +187,7 @@ def test_judge_sent_end_passes_over_stop_tokens_inside_a_sentence(shared_llama):
         assert by_key == by_argument
         last = by_key[-1]
         assert (last["text"], last["usage"]["completion_tokens"]) == (text, len(tokens))
-        assert last["logprobs"]["tokens"] == [shared_llama.tokenizer.decode(t) for t in tokens]
+        assert last["logprobs"]["tokens"] == [key_of(shared_llama, t) for t in tokens]
         assert last["usage"]["prompt_tokens"] == len(shared_llama.tokenizer(prompt).input_ids)
         assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(by_key))
         assert [t["finish_reason"] for t in by_key[:-1]] == [None] * (len(by_key) - 1)

@@ -1,0 +1,96 @@
+"""`llama serve`: the flags in, a server until a signal, an exit code out.
+
+Under torchrun, rank 0 listens and leads; the other ranks follow.
+"""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama.cli.flags import UsageError
+from llama.cli.model import demo_dir, load
+from llama.cli.ranks import finish_on_signal, global_rank, say
+
+if TYPE_CHECKING:
+    from llama.serving.server.process import Server
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; 1 after a step that failed."""
+    name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
+    server = _listen(options, name) if global_rank() == 0 else None
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not is_alone:
+        finish_on_signal(options.drain_s)
+    try:
+        if server is not None:
+            server.start()
+            say(f"listening on http://{options.host}:{server.port}; loading {name}")
+        llama = load(options)
+        if llama.model.parallel.data_size > 1:
+            raise ValueError(
+                f"one server leads one group, and there are {llama.model.parallel.data_size}: "
+                "leave model_parallel_size out, and start a server for each replica"
+            )
+
+        def work() -> None:
+            assert server is not None
+            say(f"ready: {name} at http://{options.host}:{server.port}/v1")
+            with _signals(is_alone) as is_asked_to_stop:
+                server.serve(llama, options.drain_s, is_asked_to_stop)
+
+        llama.lead(work)
+    finally:
+        if server is not None:
+            server.stop()
+    return 0
+
+
+def _listen(options: argparse.Namespace, name: str) -> "Server":
+    try:
+        from llama.serving.server.process import Server, log_to_stderr
+    except ModuleNotFoundError as e:
+        raise UsageError(
+            f"the server needs {e.name}, which is not installed: pip install 'llama[serve]', or "
+            "in a checkout pip install -e '.[serve]'"
+        ) from None
+    from llama.serving.server.service import Limits
+    from llama.serving.tools import ToolFormat
+
+    names = [each.value for each in ToolFormat]
+    if options.tool_format not in (None, *names):
+        raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
+    tool_format = None if options.tool_format is None else ToolFormat(options.tool_format)
+    limits = Limits(max_queue=options.max_queue, max_wait_s=options.max_wait_s)
+    log_to_stderr()
+    keys = _keys(options)
+    return Server(
+        name,
+        host=options.host,
+        port=options.port,
+        api_keys=keys,
+        limits=limits,
+        tool_format=tool_format,
+    )
+
+
+def _keys(options: argparse.Namespace) -> list[str]:
+    """The key of the flag, and those of the file, one in each line."""
+    keys = [options.api_key] if options.api_key else []
+    if options.api_key_file:
+        lines = Path(options.api_key_file).read_text().splitlines()
+        keys += [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise UsageError(f"{options.api_key_file} has no key: write one in each line")
+    return keys
+
+
+def _signals(is_alone: bool) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+    from llama.parallel import stop_requested
+    from llama.serving.server.process import stop_signals
+
+    # Of several ranks, the watch of the ranks takes the signals.
+    return stop_signals() if is_alone else contextlib.nullcontext(stop_requested)

@@ -1,0 +1,63 @@
+"""The tokens that constrained sequences may get next, found in a thread while the model runs.
+
+In: sequences with a `Constraint`. Out: logits in which every other token is -inf. It knows no
+grammar: a constraint sets a bit for each token that it allows.
+
+Shapes: B rows, one a sequence; C of them constrained; V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llama.engine.sequence import Sequence
+
+
+class Allowed:
+    """What one step's constrained rows may choose from."""
+
+    def __init__(self, rows: list[int], bits: "Future[np.ndarray]") -> None:
+        self._rows = rows
+        self._bits = bits
+
+    def only(self, logits: Tensor) -> Tensor:
+        """logits (B, V) -> a copy, -inf for the tokens that their row's constraint excludes."""
+        bits = np.unpackbits(self._bits.result().view(np.uint8), axis=1, bitorder="little")
+        allowed = torch.from_numpy(bits[:, : logits.shape[1]]).bool().to(logits.device)
+        rows = torch.tensor(self._rows, device=logits.device)
+        return logits.index_put((rows,), logits[rows].masked_fill(~allowed, -math.inf))
+
+
+class AllowedTokens:
+    """Asks constraints, one step after the other. `n_vocab` is V."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._words = -(-n_vocab // 32)
+        self._pool: ThreadPoolExecutor | None = None  # made for the first that needs it
+
+    def begin(self, sequences: Seq[Sequence]) -> Allowed | None:
+        """Begin to find what the sequences may get next; None where nothing constrains them here.
+
+        A rank that follows has no constraint: it takes rank 0's ids.
+        """
+        rows = [row for row, seq in enumerate(sequences) if seq.constraint is not None]
+        if not rows:
+            return None
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="llama-constraints")
+        asked = [(seq.constraint, seq.output) for seq in (sequences[row] for row in rows)]
+        return Allowed(rows, self._pool.submit(self._fill, asked))
+
+    def _fill(self, asked: list) -> np.ndarray:
+        """(C, words) int32. A constraint that fails allows nothing: only its own sequence ends."""
+        bits = np.zeros((len(asked), self._words), np.int32)
+        for row, (constraint, output) in zip(bits, asked, strict=True):
+            try:
+                constraint.fill_allowed(output, row)
+            except Exception:  # a bug in it must not end the step of the others
+                row.fill(0)
+        return bits

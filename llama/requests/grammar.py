@@ -1,0 +1,142 @@
+"""From the form that an answer must have to the tokens that may come next (llguidance).
+
+In: a `StructuredOutput` and a tokenizer. Out: a `Grammar`, of which each sequence gets a `Matcher`:
+after the tokens so far, a bit for each token that may follow. What has been compiled is kept.
+"""
+
+import functools
+import json
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llama.structured_output import StructuredOutput
+from llama.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+_KEPT = 256  # grammars
+# Far beyond what schemas need. With the package's own limits, five times as large, the expression
+# (a{1000}){1000} took a second of a step, and more beside other work.
+_COMPILE_FUEL, _STEP_FUEL, _STATES = 200_000, 50_000, 50_000
+# Between the tokens of JSON: bounded, or a small model never ends its blanks.
+_WHITESPACE = r"\n?[ \t]{0,32}"
+_MISSING = (
+    "structured_output needs the package llguidance: pip install 'llama[serve]', or in a checkout "
+    "pip install -e '.[serve]'"
+)
+
+
+class Matcher:
+    """Where one sequence is in its grammar; the engine asks it before each token.
+
+    It never raises: where the grammar cannot go on, it allows no token, and the engine ends this
+    sequence with an error.
+    """
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
+        self._num_consumed = 0
+
+    def fill_allowed(self, output: list[int], bits: np.ndarray) -> None:
+        """bits (ceil(V / 32)) int32: bit t % 32 of word t // 32 is set if token t may follow.
+
+        output: the sequence's tokens so far, of which those of the last call are a beginning.
+        """
+        bits.fill(0)
+        new = output[self._num_consumed :]
+        if new and not self._matcher.consume_tokens(new):
+            return
+        self._num_consumed = len(output)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            bits.fill(0)
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer; any thread may use it. The tokenizer's index (about a second for
+    128,256 tokens) is made at the first use."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+
+    def matcher(self, form: StructuredOutput) -> Matcher:
+        """A matcher at the beginning of the form; ValueError says what is wrong with it.
+
+        The package releases Python's lock while it compiles, within limits of its own.
+        """
+        with self._lock:
+            known = self._compiled.get(form)
+            if known is not None:
+                self._compiled.move_to_end(form)
+                return Matcher(known.deep_copy())
+        compiled = self._compile(form)
+        with self._lock:
+            self._compiled[form] = compiled
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return Matcher(compiled.deep_copy())
+
+    def _compile(self, form: StructuredOutput) -> "LLMatcher":
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ModuleNotFoundError:
+            raise ValueError(_MISSING) from None
+        place = f"structured_output.{form.kind}"
+        limits = LLParserLimits(
+            initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES
+        )
+        try:
+            matcher = LLMatcher(self._index, _grammar(form), log_level=0, limits=limits)
+        except (ValueError, RuntimeError) as e:
+            raise ValueError(f"{place} cannot be used: {_first_line(str(e))}") from None
+        if not matcher.is_error():
+            _try_first_token(matcher)
+        if matcher.is_error():
+            raise ValueError(f"{place} cannot be used: {_first_line(matcher.get_error())}")
+        matcher.reset()
+        return matcher
+
+    @functools.cached_property
+    def _index(self) -> "LLTokenizer":
+        from llguidance.tiktoken import lltokenizer_from_encoding
+
+        own = self._tokenizer
+        return lltokenizer_from_encoding(
+            own.model, n_vocab=own.n_words, eos_token=sorted(own.stop_tokens)
+        )
+
+
+def _try_first_token(matcher: "LLMatcher") -> None:
+    """What is too large to go on with shows here, and not in a step of the engine."""
+    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
+    if len(first):
+        matcher.consume_token(int(first[0]))
+
+
+def _grammar(form: StructuredOutput) -> str:
+    """The form in llguidance's own JSON."""
+    from llguidance import LLMatcher
+
+    if form.kind == "regex":
+        return LLMatcher.grammar_from_regex(form.text)
+    if form.kind == "grammar":
+        return LLMatcher.grammar_from_lark(form.text)
+    if form.kind == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    schema = '{"type": "object"}' if form.kind == "json_object" else form.text
+    options: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _first_line(error: str) -> str:
+    lines = [line for line in error.splitlines() if line.strip()]
+    return (lines[0] if lines else "it is not valid")[:300]

@@ -1,0 +1,58 @@
+"""What a client is told when its request cannot be answered: a status and OpenAI's error object.
+
+In: an exception. Out: an `ApiError`, and its JSON. No path, no trace and no long quotation of the
+request reaches a client.
+"""
+
+from typing import Any
+
+_MAX_MESSAGE = 1000  # characters: a message may quote what the client sent
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message[:_MAX_MESSAGE]
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else _TYPES[400])
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+def broken() -> ApiError:
+    """For every request of a step that failed: the reason is in the server's log."""
+    return ApiError(500, "the model failed in this step, and the server ends: see its log")
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down: send the request again", retry_after=5)

@@ -1,0 +1,111 @@
+"""What every HTTP request passes before its route: its id, its host, its key, its size.
+
+In: an ASGI app. Out: the same app, behind these checks. A request that fails one gets OpenAI's
+error object, and no work is done for it.
+"""
+
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llama.serving.server.errors import ApiError
+from llama.serving.server.responses import JsonResponse
+
+_OPEN = {"/health", "/ready"}  # a load balancer has no key
+_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_BODY_S = 60.0  # for a client to send its request
+
+
+class Gate:
+    """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", if any.
+    loopback: the server listens on this machine alone; then only its names are accepted as Host, so
+    that no web page can reach it by a name of its own (DNS rebinding)."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Iterable[str], loopback: bool, max_body_bytes: int
+    ) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+        self._loopback = loopback
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            body = await self._body(headers, receive)
+        except ApiError as e:
+            response = JsonResponse(e.body(), e.status, headers=e.headers())
+            return await response(scope, receive, send_with_id)
+        except ConnectionError:  # nobody reads an answer
+            return None
+        await self._app(scope, _replay(body, receive), send_with_id)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        if self._loopback:
+            host = re.sub(r":\d+$", "", headers.get("host", ""))
+            if host.lower() not in _LOOPBACK:
+                raise ApiError(400, "the Host header must name this machine: use localhost")
+        if self._api_keys and path not in _OPEN:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            key = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
+            matches = [hmac.compare_digest(key.encode(), known) for known in self._api_keys]
+            if not any(matches):
+                raise ApiError(
+                    401,
+                    "give the server's key as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                )
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        """All of the body; ApiError 413 or 408 as soon as it is too long or too slow."""
+        too_large = ApiError(
+            413, f"the request has more than {self._max_body_bytes} bytes: send less at once"
+        )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            raise too_large
+        parts, size, end = [], 0, time.monotonic() + _BODY_S
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionResetError("the client has left")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body_bytes:
+                raise too_large
+            if not message.get("more_body", False):
+                return b"".join(parts)
+            if time.monotonic() > end:
+                raise ApiError(408, f"the request did not come within {_BODY_S:.0f} s")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body once, then whatever comes, which is the client's leaving."""
+    is_given = False
+
+    async def receive_again() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -1,0 +1,73 @@
+"""A server in a process of its own: `llama serve` on a free port of this machine."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+import httpx
+
+START_S = 60.0
+
+
+@dataclass
+class RunningServer:
+    """`log`: its stderr so far. `url`: without a path."""
+
+    process: subprocess.Popen
+    log: list[str]
+    url: str
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def run_server(*flags: str, launcher: tuple[str, ...] = (), **popen) -> Iterator[RunningServer]:
+    """Start a server and wait until it is ready; at the end it is killed, if it still runs."""
+    command = [sys.executable, *launcher, "-m", "llama", "serve", "--port", "0", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **popen)
+    log: list[str] = []
+    assert process.stderr is not None
+    reader = threading.Thread(target=_read, args=(process.stderr, log), daemon=True)
+    reader.start()
+    try:
+        server = RunningServer(process, log, _wait_for(log, process, r"listening on (\S+);"))
+        _wait_for(log, process, "(ready): ")
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(5)
+
+
+def _read(pipe: IO[str], log: list[str]) -> None:
+    log.extend(pipe)
+
+
+def _wait_for(log: list[str], process: subprocess.Popen, pattern: str) -> str:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        found = re.search(pattern, "".join(log))
+        if found:
+            return found[1]
+        assert process.poll() is None, "".join(log)
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start: {''.join(log)}")
+
+
+def raw_events(url: str, body: dict) -> list[str]:
+    """The data of each server-sent event of a POST, in order."""
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        data = b"".join(response.iter_bytes()).decode()
+    events = [event for event in data.split("\n\n") if event]
+    return [event.removeprefix("data: ") for event in events if not event.startswith(":")]

@@ -1,0 +1,188 @@
+"""Answers of a given form: regular expressions, choices, grammars, JSON schemas; drawn at random.
+
+The oracles: Python's re, the package jsonschema, and the rules of each grammar, written down here.
+"""
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from llama import SamplingParams
+from llama.requests.grammar import GrammarCompiler
+from llama.structured_output import StructuredOutput
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": r"[0-9]{3}-[a-z]{1,9}"}, r"[0-9]{3}-[a-z]{1,9}"),
+    ({"regex": "🎈+(ja|nein)é?"}, "🎈+(ja|nein)é?"),
+    ({"choice": ["yes", "no", 'a "quoted" \\ text', "line\nbreak", "🎈"]}, ""),
+    ({"grammar": 'start: "a" start "b" | "c"'}, "a*cb*"),
+]
+
+
+def answers(llama, forms: list[dict], **params: Any) -> list:
+    engine = llama.llm_engine
+    asked = [
+        engine.prepare(
+            "", "Once upon a time", SamplingParams(structured_output=form, seed=i, **params),
+            index=i,
+        )
+        for i, form in enumerate(forms)
+    ]  # fmt: skip
+    return engine.run(asked)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_an_answer_has_the_form(demo, temperature):
+    """Beside a row without a form, which is as it would be alone."""
+    params: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "n": 3}
+    free = SamplingParams(**params, seed=9)
+    (alone,) = demo.llm_engine.run([demo.llm_engine.prepare("", "The dog", free)])
+    asked = [
+        demo.llm_engine.prepare(
+            "", "Once", SamplingParams(structured_output=form, seed=i, **params)
+        )
+        for i, (form, _) in enumerate(FORMS)
+    ]
+    *found, beside = demo.llm_engine.run([*asked, demo.llm_engine.prepare("", "The dog", free)])
+    assert [a.text for a in beside.outputs] == [a.text for a in alone.outputs]
+    for output, (form, pattern) in zip(found, FORMS, strict=True):
+        for answer in output.outputs:
+            if answer.finish_reason == "length":
+                continue
+            if "choice" in form:
+                assert answer.text in form["choice"]
+            else:
+                assert re.fullmatch(pattern, answer.text), answer.text
+            if "grammar" in form:
+                assert answer.text.count("a") == answer.text.count("b")
+    assert sum(a.finish_reason == "stop" for o in found for a in o.outputs) >= 8
+
+
+def random_schema(choose: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A JSON schema of the keywords that people use."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
+    kind = choose.choice(kinds + ["object", "array", "anyOf"] * (depth < 3))
+    if kind == "string":
+        return choose.choice(
+            [
+                {"type": "string", "maxLength": choose.randrange(1, 9)},
+                {"type": "string", "pattern": "^[a-f]{2,4}$"},
+                {"type": "string", "format": choose.choice(["date", "uuid", "ipv4"])},
+            ]
+        )
+    if kind == "integer":
+        low = choose.randrange(-50, 50)
+        return {"type": "integer", "minimum": low, "maximum": low + choose.randrange(1, 200)}
+    if kind == "number":
+        return {"type": "number", "minimum": 0, "exclusiveMaximum": choose.randrange(1, 99)}
+    if kind == "enum":
+        return {"enum": choose.sample(["red", 3, None, True, "é🎈", 'a"b'], choose.randrange(1, 6))}
+    if kind == "const":
+        return {"const": choose.choice(["x", 7, {"a": [1, None]}])}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(choose, depth + 1) for _ in range(2)]}
+    if kind == "array":
+        items = random_schema(choose, depth + 1)
+        return {"type": "array", "items": items, "minItems": 1, "maxItems": choose.randrange(1, 4)}
+    if kind == "object":
+        names = choose.sample(["a", "b c", "é", "name", "x-1"], choose.randrange(1, 4))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(choose, depth + 1) for name in names},
+            "required": choose.sample(names, choose.randrange(len(names) + 1)),
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+def test_json_is_valid_under_its_schema(demo):
+    """300 schemas: each answer validates, or ended by its length."""
+    choose = random.Random(11)
+    schemas = [random_schema(choose) for _ in range(300)]
+    found = answers(demo, [{"json": s} for s in schemas], max_tokens=60, temperature=1.0)
+    finished = 0
+    for schema, output in zip(schemas, found, strict=True):
+        (answer,) = output.outputs
+        if answer.finish_reason != "length":
+            jsonschema.validate(json.loads(answer.text), schema)
+            finished += 1
+    assert finished > 150
+    (output,) = answers(demo, [{"json_object": True}], max_tokens=400, temperature=0.5)
+    assert output.outputs[0].text.startswith("{")
+
+
+_OBJECT = {f"k{i}": {"type": "string"} for i in range(20)}
+HUGE = {
+    "anyOf": [
+        {"type": "object", "properties": {f"{name}{i}": kind for name, kind in _OBJECT.items()}}
+        for i in range(60)
+    ]
+}
+BAD: list[tuple[Any, str]] = [
+    ({}, "must have one of json, json_object, regex, choice, grammar, got none"),
+    ({"regex": "a", "json": {}}, "got json and regex"),
+    ({"regex": 3}, "structured_output.regex=3 must be a string"),
+    ({"regex": ""}, "structured_output.regex must have 1 to 100000 characters, not 0"),
+    ({"json": 3}, "structured_output.json=3 must be a JSON schema"),
+    ({"json": "{"}, "structured_output.json is not JSON"),
+    ({"json": {"a": float("nan")}}, "structured_output.json is not JSON"),
+    ({"choice": "yes"}, "structured_output.choice='yes' must be a list of texts"),
+    ({"choice": []}, "must have 1 to 1024 entries, not 0"),
+    ({"choice": ["a", 1]}, r"structured_output.choice[1]=1 must be a string"),
+    ({"json_object": 1}, "structured_output.json_object=1 must be True or None"),
+    ({"regexp": "a"}, "structured_output has no field 'regexp'"),
+    ("json", "structured_output='json' must be a StructuredOutput"),
+    ({"regex": "["}, "structured_output.regex cannot be used"),
+    ({"regex": "(?=a)b"}, "structured_output.regex cannot be used"),
+    ({"regex": "(a{1000}){1000}"}, "structured_output.regex cannot be used: lexer error: too many"),
+    ({"grammar": "start: other"}, "structured_output.grammar cannot be used: at 1(8): unknown"),
+    ({"json": {"type": "banana"}}, "structured_output.json cannot be used: Invalid type: banana"),
+    ({"json": {"not": {}}}, "structured_output.json cannot be used: Unimplemented keys"),
+    ({"json": {"$ref": "http://127.0.0.1/x"}}, "structured_output.json cannot be used: Resource"),
+    ({"json": HUGE}, "structured_output.json cannot be used: Parser Error"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "message"), BAD)
+def test_a_bad_form_is_an_error_before_any_work(demo, form, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        demo.llm_engine.prepare("", "x", SamplingParams(structured_output=form))
+
+
+def test_a_form_ends_the_answer_itself():
+    cases: list[dict[str, Any]] = [{"ignore_eos": True}, {"min_tokens": 1}]
+    for fields in cases:
+        with pytest.raises(ValueError, match="cannot be used with structured_output"):
+            SamplingParams(structured_output={"regex": "a"}, **fields)
+
+
+def test_a_form_is_compiled_once_and_a_broken_matcher_allows_nothing(demo, monkeypatch):
+    compiler = GrammarCompiler(demo.tokenizer)
+    form = StructuredOutput(json={"type": "integer"})
+    compiler.matcher(form)
+    monkeypatch.setattr(compiler, "_compile", lambda form: 1 / 0)
+    matcher = compiler.matcher(StructuredOutput(json='{"type":   "integer"}'))
+    bits = np.full(-(-demo.tokenizer.n_words // 32), -1, np.int32)
+    matcher.fill_allowed([], bits)
+    assert 0 < np.unpackbits(bits.view(np.uint8)).sum() < 2000
+    matcher.fill_allowed(demo.tokenizer.encode("x", bos=False, eos=False), bits)
+    assert not bits.any()
+
+
+def test_a_constraint_that_fails_ends_its_own_request_only(demo):
+    class Broken:
+        def fill_allowed(self, output, bits):
+            raise RuntimeError("a bug")
+
+    engine = demo.llm_engine
+    params = SamplingParams(max_tokens=4, temperature=0)
+    requests = [engine.prepare("", "The dog", params, index=i) for i in range(2)]
+    requests[0].answers[0].sequence.constraint = Broken()
+    broken, good = engine.run(requests)
+    assert broken.error is not None and "no token to choose" in broken.error
+    assert good.error is None and len(good.outputs[0].token_ids) == 4

@@ -1,0 +1,335 @@
+"""The HTTP server, with OpenAI's own client: a real process, the demo model, real sockets."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from helpers.launch import environment
+from helpers.server import raw_events, run_server
+from llama import Llama, SamplingParams
+
+MODEL = "demo"
+STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
+
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def greedy(llama: Llama, prompts: list, count: int, **params: Any) -> list[Any]:
+    """What the engine answers in this process."""
+    asked = SamplingParams(max_tokens=count, temperature=0, skip_special_tokens=True, **params)
+    engine = llama.llm_engine
+    return engine.run(
+        [engine.prepare("", prompt, asked, index=i) for i, prompt in enumerate(prompts)]
+    )
+
+
+def test_every_form_of_a_prompt_gets_the_engines_answer(client, demo):
+    texts = ["Once upon a time", "The dog", "Hello <|eot_id|> 🎈"]
+    ids = [demo.tokenizer.encode(text, bos=True, eos=False) for text in texts]
+    wanted = greedy(demo, texts, 12)
+    for prompt in (texts, ids):
+        found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0)
+        assert [choice.text for choice in found.choices] == [o.outputs[0].text for o in wanted]
+        assert [choice.index for choice in found.choices] == [0, 1, 2]
+        assert found.usage.prompt_tokens == sum(map(len, ids))
+        count = sum(output.usage.completion_tokens for output in wanted)
+        assert found.usage.completion_tokens == count
+    for one in (texts[0], ids[0]):
+        found = client.completions.create(model=MODEL, prompt=one, max_tokens=12, temperature=0)
+        assert [choice.text for choice in found.choices] == [wanted[0].outputs[0].text]
+    dialog = demo.formatter.encode_dialog_prompt(STORY)
+    (answer,) = greedy(demo, [dialog], 20)
+    parts = [{"role": "user", "content": [{"type": "text", "text": STORY[0]["content"]}]}]
+    for messages in (STORY, parts):
+        chat = client.chat.completions.create(
+            model=MODEL, messages=messages, max_completion_tokens=20, temperature=0
+        )
+        assert chat.choices[0].message.content == answer.outputs[0].text
+        assert chat.usage.prompt_tokens == len(dialog)
+
+
+def test_echo_scores_the_prompt(client, demo):
+    """max_tokens 0: the prompt alone. The first entry is null; a token's own value is among the
+    likeliest, the same float; the values are the model's own, whatever the temperature."""
+    prompt = "Once upon a time 🎈"
+    (wanted,) = greedy(demo, [prompt], 0, prompt_logprobs=2, logprobs=2)
+    ids = wanted.prompt_token_ids
+    values = [dict_[t] for t, dict_ in zip(ids[1:], wanted.prompt_logprobs[1:], strict=True)]
+    for count in (0, 3):
+        (choice,) = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=count, echo=True, logprobs=2, temperature=0.7
+        ).choices
+        scores = choice.logprobs
+        assert choice.text.startswith(prompt) and (count or choice.text == prompt)
+        assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+        assert scores.token_logprobs[1 : len(ids)] == values
+        assert len(scores.tokens) == len(ids) + count
+        for i in range(1, len(scores.tokens)):
+            top = scores.top_logprobs[i]
+            assert top[scores.tokens[i]] == scores.token_logprobs[i]
+            assert 2 <= len(top) <= 3, "two tokens with one text would be one entry"
+    assert any(token.startswith("bytes:\\x") for token in scores.tokens)
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time", "max_tokens": 24, "seed": 4, "n": 2},
+    {
+        "prompt": ["Once", "The dog"],
+        "max_tokens": 10,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+    },
+    {"prompt": [1792, 300, 301], "max_tokens": 40, "temperature": 2.0, "seed": 1},
+    {"prompt": "One day", "max_tokens": 60, "temperature": 0, "stop": [" a ", "the cat"]},
+    {"messages": STORY, "max_tokens": 30, "seed": 2, "logprobs": True, "top_logprobs": 2},
+    {"messages": STORY, "max_tokens": 30, "temperature": 1.5, "seed": 3, "n": 3},
+    {"prompt": "One", "max_tokens": 40, "seed": 6, "structured_outputs": {"regex": "[a-z]{9}🎈!"}},
+]
+
+
+@pytest.mark.parametrize("body", REQUESTS)
+def test_a_stream_is_the_answer_that_does_not_stream(server, body):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    whole = httpx.post(server.url + path, json=body, timeout=60).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = raw_events(server.url + path, body | options)
+    assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+    *chunks, usage = [json.loads(event) for event in events[:-1]]
+    assert usage["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
+    assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in whole["choices"]:
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + [choice["finish_reason"]]
+        if "messages" in body:
+            roles = [part["delta"].get("role") for part in parts]
+            assert roles == ["assistant"] + [None] * (len(parts) - 1)
+            text = "".join(part["delta"].get("content", "") for part in parts)
+            assert text == choice["message"]["content"]
+            found = [e for p in parts if p["logprobs"] for e in p["logprobs"]["content"]]
+            assert_same(found, (choice["logprobs"] or {"content": []})["content"])
+        else:
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            for name, values in (choice["logprobs"] or {}).items():
+                found = [v for p in parts if p["logprobs"] for v in p["logprobs"][name]]
+                assert_same(found, values)
+
+
+def test_an_answer_of_a_given_form(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for seed in range(5):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=STORY, response_format=form, seed=seed, max_tokens=200
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), schema)
+    chosen = client.completions.create(
+        model=MODEL, prompt="x", extra_body={"structured_outputs": {"choice": ["yes", "no"]}}, n=4
+    )
+    assert {choice.text for choice in chosen.choices} <= {"yes", "no"}
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Numbers may differ as sums in another order do: a stream finds more of its prompt cached."""
+    if isinstance(wanted, float):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    elif isinstance(wanted, dict | list):
+        assert len(found) == len(wanted)
+        keys = wanted if isinstance(wanted, dict) else range(len(wanted))
+        for key in keys:
+            assert_same(found[key], wanted[key])
+    else:
+        assert found == wanted
+
+
+BAD: list[tuple[str, Any, int, str | None]] = [
+    ("/v1/completions", {}, 400, "prompt"),
+    ("/v1/completions", [], 400, None),
+    ("/v1/completions", {"prompt": "x", "temperature": 1e9}, 400, "temperature"),
+    ("/v1/completions", {"prompt": "x", "unknown": 1}, 400, "unknown"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+    ("/v1/completions", {"prompt": "x" * 3000}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 512}, 400, "max_tokens"),
+    ("/v1/completions", {"prompt": [2**40]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": [[1], [-1]]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": "x", "stop": "y" * 5000}, 400, "stop"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"2048": 1}}, 400, "logit_bias"),
+    ("/v1/completions", {"prompt": "x", "n": 65}, 400, "n"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+        400,
+        "response_format",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": STORY, "structured_outputs": {"json": {"$ref": "http://127.0.0.1/x"}}},
+        400,
+        "structured_outputs",
+    ),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "messages",
+    ),
+    ("/v1/chat/completions", {"messages": STORY, "top_logprobs": 2}, 400, "top_logprobs"),
+    ("/v1/chat/completions", {"messages": STORY, "tools": [NOW]}, 400, "tools"),
+    ("/tokenize", {"prompt": 7}, 400, "prompt"),
+    ("/tokenize", {"prompt": "x", "other": 7}, 400, "other"),
+    ("/detokenize", {"tokens": [2**40]}, 400, "tokens"),
+    ("/nowhere", {}, 404, None),
+    ("/health", {}, 405, None),
+]
+
+
+def test_a_bad_request_is_an_error_that_names_its_field(server):
+    for path, body, status, param in BAD:
+        found = httpx.post(server.url + path, json=body)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (status, param), (path, body, error)
+        assert len(found.content) < 4096 and "Traceback" not in found.text
+        assert found.headers["x-request-id"]
+    for content in (b"{", b'{"prompt": NaN}', b"\xff", b"[" * 100_000):
+        found = httpx.post(f"{server.url}/v1/completions", content=content)
+        assert found.status_code == 400 and "not JSON" in found.json()["error"]["message"]
+    good = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert good.status_code == 200
+
+
+def test_what_it_says_of_itself(server, demo):
+    get = lambda path, **kw: httpx.get(server.url + path, **kw)  # noqa: E731
+    (card,) = get("/v1/models").json()["data"]
+    assert (card["id"], card["max_model_len"]) == (MODEL, 512)
+    assert get("/health").status_code == 200
+    assert get("/ready").json() == {"status": "ready"}
+    assert get("/version").json()["version"]
+    assert get("/load").json() == {"server_load": 0}
+    figures = get("/metrics").text
+    assert "llama:num_requests_running 0.0" in figures
+    assert get("/health", headers={"Host": "evil.example"}).status_code == 400
+    assert get("/health", headers={"X-Request-Id": "abc"}).headers["x-request-id"] == "abc"
+    text = "Hello <|eot_id|> 🎈"
+    post = lambda path, body: httpx.post(server.url + path, json=body).json()  # noqa: E731
+    tokens = post("/tokenize", {"prompt": text})
+    assert tokens["tokens"] == demo.tokenizer.encode(text, bos=True, eos=False)
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 512)
+    plain = post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+    assert post("/detokenize", {"tokens": plain}) == {"prompt": text}
+    dialog = post("/tokenize", {"messages": STORY})["tokens"]
+    assert dialog == demo.formatter.encode_dialog_prompt(STORY)
+    assert get("/tokenizer_info").json()["bos_token"] == "<|begin_of_text|>"
+
+
+def wait_for_load(url: str, load: int) -> None:
+    end = time.monotonic() + 10
+    while httpx.get(f"{url}/load").json() != {"server_load": load}:
+        assert time.monotonic() < end, httpx.get(f"{url}/load").json()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages(server, stream):
+    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 4, "stream": stream}
+    url = f"{server.url}/v1/completions"
+    if stream:
+        with httpx.stream("POST", url, json=body) as response:
+            next(response.iter_bytes())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, timeout=0.2)
+    wait_for_load(server.url, 0)
+    end = time.monotonic() + 10
+    while "kv_cache_usage_perc 0.0\n" not in httpx.get(f"{server.url}/metrics").text:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_signals_drain_and_a_full_queue_is_refused():
+    """With one place and one in the queue: the third request is refused at once. After SIGTERM the
+    two are answered, another is not, and the exit code is 0. Before that, a flag gives tools to a
+    model of Llama 3.0."""
+    flags = ("--max_seq_len", "512", "--max_batch_size", "1", "--max_queue", "1")
+    body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
+    with run_server(*flags, "--api_key", "k", "--tool_format", "llama3.2") as server:
+        url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer k"}
+        assert httpx.post(url, json=body).status_code == 401
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        chat = {"messages": STORY, "tools": [NOW]}
+        tokens = httpx.post(f"{server.url}/tokenize", json=chat, headers=headers).json()["tokens"]
+        prompt = {"tokens": tokens}
+        prompt = httpx.post(f"{server.url}/detokenize", json=prompt, headers=headers).json()
+        assert "MUST put it in the format of [func_name1(" in prompt["prompt"]
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(url, json=body, headers=headers, timeout=60))
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 10
+        while httpx.get(f"{server.url}/load", headers=headers).json() != {"server_load": 2}:
+            assert time.monotonic() < end
+        refused = httpx.post(url, json=body, headers=headers)
+        assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (503, True)
+        server.process.terminate()
+        while httpx.get(f"{server.url}/ready").status_code == 200:
+            assert time.monotonic() < end
+        late = httpx.post(url, json=body, headers=headers)
+        assert (late.status_code, "shutting down" in late.text) == (503, True)
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert all(answer.json()["usage"]["completion_tokens"] == 300 for answer in answers)
+        assert server.process.wait(30) == 0, server.log
+
+
+@pytest.mark.dist
+def test_several_ranks_answer_as_one_and_end_in_order(server):
+    """Rank 0 leads: the same bytes as of one process. After SIGTERM to torchrun, which then ends
+    with 1 whatever its ranks do, what runs is answered, and nothing is left."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu")
+    body = {"prompt": ["Once upon a time", "The dog"], "max_tokens": 40, "temperature": 0}
+    path = "/v1/completions"
+    wanted = httpx.post(server.url + path, json=body, timeout=60).json()
+    with run_server(*flags, launcher=launcher, env=environment()) as ranks:
+        found = httpx.post(ranks.url + path, json=body, timeout=60).json()
+        assert (found["choices"], found["usage"]) == (wanted["choices"], wanted["usage"])
+        form = body | {"structured_outputs": {"regex": "[0-9]{5,40}x"}}
+        found, wanted = (
+            httpx.post(url + path, json=form, timeout=60).json() for url in (ranks.url, server.url)
+        )
+        assert [c["text"] for c in found["choices"]] == [c["text"] for c in wanted["choices"]]
+        long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", ranks.url + path, json=long, timeout=60) as response:
+            parts = response.iter_text()
+            first = next(parts)
+            ranks.process.terminate()
+            events = first + "".join(parts)
+        assert events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
+        ranks.process.wait(60)
+        assert "error:" not in "".join(ranks.log), "".join(ranks.log)

@@ -1,0 +1,53 @@
+"""What /openapi.json says of the server, held by schemathesis: random requests, good and bad.
+
+A bad one is a 400 with OpenAI's error object; a good one may still be one, where the schema cannot
+say what the engine needs. No answer is a 5xx, and the server answers after all of them.
+"""
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from helpers.server import RunningServer
+
+FEW_TOKENS = {"max_tokens": 2, "n": 1, "best_of": None, "max_completion_tokens": None}
+
+
+@pytest.fixture(scope="module")
+def document(server) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def test_no_request_is_an_error_of_the_server(server: RunningServer, document, mode):
+    checked = 0
+    for result in document.get_all_operations():
+        operation = result.ok()
+        if operation.method != "post":
+            continue
+
+        @settings(
+            max_examples=25, deadline=None, database=None, derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        def check(case):
+            nonlocal checked
+            checked += 1
+            if mode is GenerationMode.POSITIVE and "max_tokens" in str(case.body):
+                case.body |= FEW_TOKENS
+            response = case.call(timeout=60)
+            case.validate_response(response, checks=[not_a_server_error])
+            assert len(response.content) < 4096 or response.status_code == 200
+            if response.status_code != 200:
+                assert response.json()["error"]["type"]
+            if mode is GenerationMode.NEGATIVE:
+                assert response.status_code in (400, 404, 405, 422), case.body
+
+        strategy = operation.as_strategy(generation_mode=mode)
+        given(case=strategy)(check)()
+    assert checked > 80
+    good = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+    assert good.status_code == 200
