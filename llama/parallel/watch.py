@@ -7,7 +7,8 @@ runs. This file imports no torch: it gets what it needs of the groups as argumen
 
 Who speaks: the rank whose own exception it was, else the first to notice; the others end in
 silence. Under torchrun they wait for its SIGTERM a moment, so that its summary, too, names as root
-cause the rank that failed first.
+cause the rank that failed first. The file is longer than a file should be, as all that can end a
+job is looked at by one thread, in one loop.
 """
 
 import contextlib
