@@ -19,7 +19,7 @@ from llama.parallel.peers import Peers
 _T = TypeVar("_T")
 
 _BEAT_S = 0.5
-SILENCE_S = 3.5  # then a machine is given up; the job ends within 5 seconds of its death
+SILENCE_S = 3.0  # then a machine is given up; the job ends within 5 seconds of its death
 _SLOW_S = 1.5  # without an answer: the store is not asked anything more
 _LEFT = b"left"
 

@@ -39,6 +39,7 @@ _LEFT_S = 2.0  # in a step that a rank has left, before that is an error
 _CAUSE_LENGTH = 1000  # of what is passed on: it fits a datagram in any encoding
 _LIMIT_WORDS = "(the limit is timeout_s)"  # of a stall
 _REPLY_S = 1.0  # for the others to say where they are, when a step does not end
+_STOPPED_S = 4.0  # beyond a step's limit: a rank that is stopped, alone on its machine, is killed
 
 
 class Watch:
@@ -52,6 +53,7 @@ class Watch:
         self.steps = 0
         self.before_end: list[Callable[[], None]] = []  # what must be put right, as a terminal
         self._busy: dict[int, tuple[str, float, float]] = {}  # thread: what, since when, limit
+        self._limit_s = 0.0  # the longest of them so far
         self._lock = threading.RLock()
         self._is_known = threading.Event()  # the cause: this job ends
         self._deadline = float("inf")  # for the end of this process
@@ -69,6 +71,7 @@ class Watch:
         self._hook = sys.excepthook
         # Of several machines, the first rank of each knows more than the others of its machine.
         is_alone = len(peers.local) == len(peers.all)
+        self._kill_timer = None if is_alone else processes.KillTimer()
         self._asks_later_s = 0.0 if is_alone or remote is not None else 2 * _REPLY_S
         self._thread = threading.Thread(target=self._run, name="llama-watch", daemon=True)
 
@@ -92,6 +95,8 @@ class Watch:
         self._stops = True
         self._wake()
         self._thread.join()
+        if self._kill_timer is not None:
+            self._kill_timer.set(0)
         SIGNALS.restore()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
@@ -126,6 +131,9 @@ class Watch:
         """A block that waits for other ranks: if it lasts longer, the job ends."""
         thread = threading.get_ident()
         self._busy[thread] = (what, time.monotonic(), limit_s)
+        if limit_s > self._limit_s:
+            self._limit_s = limit_s
+            self._set_kill_timer()
         try:
             yield
         finally:
@@ -208,6 +216,7 @@ class Watch:
 
     def _look(self, ready: set[int]) -> None:
         """One round: what came, who is gone, what takes too long."""
+        self._set_kill_timer()
         for peer, message in self.peers.read():
             self._heard(peer, message)
         for peer in self.peers.newly_gone():
@@ -236,6 +245,10 @@ class Watch:
             self._drained_too_long(drain_s)
         if now >= self._deadline:
             self._end()
+
+    def _set_kill_timer(self) -> None:
+        if self._kill_timer is not None and self._limit_s and not self._stops:
+            self._kill_timer.set(self._limit_s + _STOPPED_S)
 
     def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
         kind = message.get("kind")

@@ -24,6 +24,7 @@ from llama.parallel.stalls import name_the_stalled
 
 pytestmark = pytest.mark.dist
 
+LIMIT_S = 30  # tells a hang from an end
 HOST = socket.gethostname()
 KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
 STALLED = ": the others waited 2 s in "
@@ -170,6 +171,27 @@ def test_a_stall_on_another_machine_is_named():
         name = name_the_stalled(peers, range(2), own, {}, {1: {**own, **change}})
         assert name is not None and name.startswith(told)
         assert name_the_stalled(peers, range(1), own, {}, {1: {**own, **change}}) is None
+
+
+def test_the_kernel_kills_a_rank_that_is_stopped_alone_on_its_machine():
+    """Nobody there could; one that goes on, or leaves in order, sets the timer again."""
+    code = """
+import os, signal, sys, time
+from llama.parallel.processes import KillTimer
+timer = KillTimer()
+for _ in range(4):
+    timer.set(0.5)
+    time.sleep(0.25)
+if sys.argv[1] == "stops":
+    os.kill(os.getpid(), signal.SIGSTOP)
+timer.set(0)
+time.sleep(1.0)
+"""
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, word], env=environment())
+        for word in ("stops", "leaves")
+    ]
+    assert [run.wait(LIMIT_S) for run in runs] == [-signal.SIGKILL, 0]
 
 
 def test_nothing_is_left_of_the_jobs(ended):
