@@ -131,12 +131,18 @@ def set_num_threads() -> None:
 
 def available_cores() -> int:
     """The number of cores for this rank: those of the machine over its ranks, at least 1."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, machine_cores() // num_local)
+
+
+def machine_cores() -> int:
+    """The number of cores that all ranks of this machine may use together: by the process's
+    affinity and the quota of its control groups."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(cores, _cgroup_cores()) // num_local)
+    return min(cores, _cgroup_cores())
 
 
 # --- control groups: the limits of a container, a systemd unit or a batch job (cgroups(7)) ---

@@ -105,8 +105,13 @@ class ColumnParallelLinear(Linear):
         self.gather_output = gather_output
 
     def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        out = super().forward(x, dtype=dtype)
+        out = self.share(x, dtype=dtype)
         return self.parallel.all_gather(out) if self.gather_output else out
+
+    def share(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """(..., in) -> (..., out / size): this rank's part of the result, with or without
+        gather_output."""
+        return super().forward(x, dtype=dtype)
 
 
 class RowParallelLinear(Linear):

@@ -9,7 +9,7 @@ page, M pages per sequence, L layers.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.device import use_huge_pages, zeros
+from llama.fused import FusedLayers
 from llama.layers import (
     ColumnParallelLinear,
     FusedBlock,
@@ -175,6 +176,14 @@ class TransformerBlock(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
+_LAYER_FORWARDS: dict[type[nn.Module], Callable] = {
+    kind: kind.forward
+    for kind in (
+        TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
+    )
+}  # fmt: skip
+
+
 class Transformer(nn.Module):
     """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
 
@@ -201,6 +210,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             TransformerBlock(params, parallel) for _ in range(params.n_layers)
         )
+        self._fused = FusedLayers(self.layers, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         self.output = ColumnParallelLinear(
             params.dim, params.vocab_size, parallel, gather_output=True
@@ -268,7 +278,22 @@ class Transformer(nn.Module):
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
-        return self.norm(self._through_layers(tokens, batch, kv_cache)[batch.logit_rows])
+        stack = self._fused.find()
+        if stack is None or not stack.takes(kv_cache):
+            h = self._through_layers(tokens, batch, kv_cache)
+        else:
+            h = stack.run(
+                self.tok_embeddings(tokens),
+                self.freqs_cis[batch.positions],
+                kv_cache,
+                batch.slots,
+                batch.page_table,
+                batch.query_starts,
+                batch.seq_lens,
+                max(batch.seq_lens_cpu),
+                self.parallel.all_reduce if self.parallel.size > 1 else None,
+            )
+        return self.norm(h[batch.logit_rows])
 
     def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""
@@ -281,6 +306,10 @@ class Transformer(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., E) -> (..., V) float32, whole on every rank."""
         return self.output(hidden, dtype=torch.float32)
+
+    def logits_share(self, hidden: Tensor) -> Tensor:
+        """hidden (..., E) -> (..., V / size) float32: for the ids from rank * V / size on."""
+        return self.output.share(hidden, dtype=torch.float32)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:

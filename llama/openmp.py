@@ -2,9 +2,11 @@
 
 At the end of a parallel region the threads wait for one another and for the next region. libgomp,
 GNU's runtime, which torch brings along on Linux, spins there 300,000 times (14 ms on a Xeon at 3
-GHz). On a quiet machine that is fastest: a step has hundreds of regions, and a sleeper takes 50
-microseconds to wake. Beside other busy processes the system puts a thread aside now and then, and
-those that spin take the core that it waits for. scripts/bench/README.md has what was measured.
+GHz). On a quiet machine that is fastest: a step of torch's ops has hundreds of regions, and a
+sleeper takes 50 microseconds to wake. Beside other busy processes the system puts a thread aside
+now and then, and those that spin take the core that it waits for. The CPU kernels have few regions,
+with a short wait of their own inside (ops/cpu/team.h); between regions this matters to them too,
+above all for small models. scripts/bench/README.md has what was measured.
 
 In: what the user has set in the environment, and how often tasks wait for a core (Linux's pressure
 stall information, Documentation/accounting/psi.rst). Out: nothing; results do not change.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError
 
 import llama
 from helpers.launch import DEMO, REPO, environment
@@ -21,7 +22,7 @@ from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, generate, main, model, ranks, run_script
 from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
-from llama.parallel import RankError
+from llama.parallel import NotMetError, RankError
 
 GREEDY = ["--temperature", "0", "--device", "cpu", "--dtype", "fp32"]
 PLAIN = Command("", {"temperature": 0.6, "max_gen_len": 64, "prompt": None, "resume": False})
@@ -254,16 +255,20 @@ def test_reshard_writes_what_verify_accepts(make_checkpoint, tmp_path, capfd):
     assert "holds something" in capfd.readouterr().err
 
 
-def test_batch_writes_figures_to_stdout_and_ends_with_the_failed_lines(tmp_path, capfd):
+def test_batch_writes_figures_to_stdout_and_counts_the_failed_lines(tmp_path, monkeypatch, capfd):
     (tmp_path / "in").write_text('{"prompt": "Once", "max_tokens": 4}\n{"prompt": 5}\n')
     files = [str(tmp_path / "in"), str(tmp_path / "out")]
-    assert main(["batch", *files, *GREEDY]) == 1
+    assert main(["batch", *files, *GREEDY]) == 0, "the line failed, and not the job"
     out, err = capfd.readouterr()
     assert out.startswith("load ") and out.endswith("| ranks 1 | float32\n")
-    assert err.endswith(f"{files[1]}: results added 2, errors in it 1\n")
+    assert f"\n{files[1]}: results added 2, errors in it 1\n" in "\n" + err
+    assert err.endswith("error.line and error.message say what failed\n")
     assert main(["batch", *files, *GREEDY]) == 2, "files that cannot be used: 2, before any load"
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and "add --resume" in err and not out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(["batch", *files, *GREEDY]) == 0, "torchrun started it again: it resumes"
+    assert f"{files[1]}: results added 0, errors in it 1\n" in capfd.readouterr().err
 
 
 def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
@@ -363,11 +368,21 @@ def failing(error: BaseException) -> Callable[[], int]:
         (UsageError("no"), 2, "error: no\n"),
         (ValueError("no"), 1, "error: no\n"),
         (RankError("rank 1 failed: no"), 1, "error: rank 1 failed: no\n"),
+        (NotMetError("rank 1 did not come"), 1, "error: rank 1 did not come\n"),
+        (
+            DistNetworkError("recv failed\nframe #0: c10d"),
+            1,
+            "error: a connection between the ranks, which met at host-0:29500, is lost (recv "
+            "failed): another rank, its machine, its torchrun or the network is gone; the first "
+            "message of the other machines says more\n",
+        ),
     ],
 )
 def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, capfd):
     """A process that ends with its groups alive may abort, after all its work was done."""
     left: list[int] = []
+    monkeypatch.setenv("MASTER_ADDR", "host-0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr("llama.parallel.disconnect", lambda: left.append(1))
     assert ranks.run(failing(error)) == code
     assert capfd.readouterr() == ("", told)

@@ -30,7 +30,8 @@ BELOW = {
     "llama/ops": {"device", "ops"},
     "llama/parallel": {"ops", "parallel"},
     "llama/layers.py": {"ops", "parallel"},
-    "llama/model.py": {"args", "device", "layers", "ops", "parallel"},
+    "llama/fused.py": {"ops"},
+    "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
     "llama/checkpoint": {
         "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
     },
@@ -50,7 +51,9 @@ BELOW = {
         "checks", "engine", "loading", "model", "parallel", "requests", "sampling_params",
         "tokenizer",
     },
-    "llama/serving/fastchat_worker.py": {"cli", "requests", "serving"},  # a program, as __main__
+    "llama/serving/fastchat_worker.py": {  # a program, as __main__
+        "cli", "generation", "requests", "serving",
+    },
     "llama/serving": {
         "checks", "generation", "requests", "sampling_params", "serving", "structured_output",
         "tokenizer",
@@ -67,7 +70,8 @@ BELOW = {
     },
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {
-        "args", "generation", "model", "requests", "sampling_params", "tokenizer",
+        "args", "generation", "model", "requests", "sampling_params", "structured_output",
+        "tokenizer",
     },
 }  # fmt: skip
 
@@ -94,7 +98,7 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel/groups\.py"),
+        ("torch.distributed", r"llama/parallel/(groups|hierarchy|rendezvous)\.py"),
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/server/"),

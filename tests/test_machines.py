@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.network import link, on_both
+from helpers.kernels import HAS_KERNELS
 from helpers.launch import PROGRAMS, REPO, WORKER, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
@@ -39,7 +40,7 @@ def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
         PROMPTS, **GREEDY
     )[0]
     ranks, size = (1, None) if static else (2, 2)
-    results, errors = two_machines(ranks, jobs(folder, size), tmp_path / "out", static=static)
+    results, errors = two_machines([ranks] * 2, jobs(folder, size), tmp_path / "out", static=static)
     assert [rank[1]["result"][0] for rank in results] == [wanted] * 2 * ranks
     if static:
         assert [rank[0]["result"] for rank in results] == [[0, 2, 0, 1], [1, 2, 0, 1]]
@@ -49,6 +50,38 @@ def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
             [0, 2, 0], [1, 2, 0], [0, 2, 1], [1, 2, 1],
         ]  # fmt: skip
         assert "spans machines" not in errors
+
+
+@pytest.mark.slow
+def test_a_group_that_spans_machines_shares_memory_inside_each(make_checkpoint, tmp_path):
+    """The answers of one process: greedy, drawn, with log-probabilities, and where rank 0 leads.
+    Machines of unequally many ranks are in parallel/test_hierarchy.py."""
+    if not HAS_KERNELS:
+        pytest.skip("shared memory needs the kernels")
+    folder = make_checkpoint(seed=5)[0]
+    ask = {"folder": str(folder), "prompts": PROMPTS}
+    ways: list[dict[str, Any]] = [
+        GREEDY, {"max_gen_len": 8, "temperature": 1.0, "seed": 3}, {**GREEDY, "logprobs": True},
+    ]  # fmt: skip
+    work = [
+        *({"do": "generate", **ask, **way} for way in ways),
+        {"do": "spans_machines", "folder": str(folder)},
+        {"do": "led", **ask},
+    ]
+    results, _ = two_machines([2, 2], work, tmp_path / "out", static=True)
+    llama = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu")
+    for number, way in enumerate(ways):
+        tokens, logprobs = llama.generate(PROMPTS, **way)
+        for rank in results:
+            assert rank[number]["result"] == results[0][number]["result"], "the same bits"
+        found = results[0][number]["result"]
+        assert found[0] == tokens
+        for ours, wanted in zip(found[1] or [], logprobs or [], strict=True):
+            assert ours == pytest.approx(wanted, abs=1e-4)
+    assert [rank[3]["result"] for rank in results] == [[[[0, 1], [2, 3]], True]] * 4
+    alone = [llama.generate([p], 8, 1.0, 1.0, seed=4)[0][0] for p in PROMPTS]
+    assert results[0][4]["result"][0][0] == alone
+    assert len({str(rank[4]["result"][1]) for rank in results}) == 1
 
 
 @pytest.mark.slow
@@ -109,7 +142,7 @@ def test_an_interface_that_is_not_there(monkeypatch):
 
 @pytest.mark.slow
 def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
-    """One of two replicas is killed. torchrun --max-restarts starts both again, and --resume does
+    """One of two replicas is killed. torchrun --max-restarts starts both again, and they do
     what is missing: it ended with "Gloo connectFullMesh failed", as torchrun's store still had the
     addresses of the first start."""
     (tmp_path / "in").write_text(
@@ -118,7 +151,7 @@ def test_a_restarted_batch_job_does_the_rest(make_checkpoint, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
          "--max-restarts=1", str(PROGRAMS / "restarted_batch.py"), str(tmp_path / "in"),
-         str(tmp_path / "out"), "--resume", "--ckpt_dir", str(make_checkpoint()[0]),
+         str(tmp_path / "out"), "--ckpt_dir", str(make_checkpoint()[0]),
          "--model_parallel_size", "1", "--device", "cpu", "--dtype", "fp32",
          "--max_seq_len", "128", "--max_batch_size", "4"],
         env=environment(), capture_output=True, text=True, timeout=120, check=False,

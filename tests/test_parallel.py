@@ -92,7 +92,8 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "samples", "folder": kv4, "prompts": PROMPTS[:2] * 2},
             {"do": "speak", "folder": kv4},
             {"do": "led", "folder": kv4, "prompts": PROMPTS},
-            {"do": "shares_memory", "folder": kv4},
+            {"do": "gathered", "folder": kv4},
+            {"do": "shares_memory", "folder": kv4, "prompts": PROMPTS},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -205,11 +206,18 @@ def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
     assert [rank[2]["result"] for rank in two_ranks["samples"]] == [heard, ["none"]]
 
 
-def test_ranks_of_one_machine_talk_through_shared_memory(two_ranks):
-    """A step of this model of two layers: the embedding, two sums per layer, logits and ids."""
+def test_greedy_rows_exchange_their_top_tokens_and_not_their_logits(two_ranks):
+    """A value and an id per row, in one exchange."""
+    assert [rank[4]["result"] for rank in two_ranks["samples"]] == [[[2, 2]]] * 2
+
+
+def test_ranks_of_one_machine_talk_through_shared_memory(sharded, two_ranks):
+    """A step of this model of two layers: the embedding, two sums per layer, and the top tokens or
+    the logits; where there are log-probabilities, rank 0's word too."""
     if HAS_KERNELS:
-        turns = [rank[4]["result"] for rank in two_ranks["samples"]]
-        assert turns == [7, 7]
+        greedy = alone(sharded["kv4"], max_gen_len=8, temperature=0.0)[0]
+        for rank in two_ranks["samples"]:
+            assert rank[5]["result"] == [[6, 6, 7], greedy]
 
 
 GROUPS_OF_ONE = """

@@ -25,8 +25,9 @@ from llama.generation import Llama
 from llama.parallel import ModelParallel, SharedCounter, stop_requested
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.serving.openai.chat_prompt import chat_prompt
+from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.requests import OpenAIRequest
+from llama.serving.tools import tool_format_of
 
 _TICKS_PER_POST = 16  # engine steps or bad lines between two exchanges with the other replicas
 _TIMEOUT_S = 3600.0  # for replicas that make no progress: one step can be slow, but not so slow
@@ -154,6 +155,7 @@ class _Job:
     ) -> None:
         self.llama = llama
         self.engine = llama.llm_engine
+        self.tool_format = tool_format_of(llama)
         self.parallel = llama.llm_engine.parallel
         self.file = file
         self.results = results
@@ -226,8 +228,13 @@ class _Job:
             fields = parse_line(line.data, jsonl=self.jsonl)
             custom_id = custom_id_of(fields, name)
             body = read_request(fields, self.defaults)
-            prompt = chat_prompt(body, self.llama.tokenizer) if body.chat else body.prompts[0]
-            request = self.engine.prepare(name, prompt, body.params)
+            prompt: str | list[int]
+            if body.chat:
+                prompt = chat_prompt(body, self.llama.tokenizer, self.tool_format)
+                params = chat_params(body, self.tool_format)
+            else:
+                prompt, params = body.prompts[0], body.params
+            request = self.engine.prepare(name, prompt, params)
         except (TypeError, ValueError) as e:
             self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))
             self._tick()

@@ -11,6 +11,7 @@ from typing import Any
 from llama.chat.conversation import Conversation, Turn, TurnStats
 from llama.chat.terminal import Terminal, read_turn
 from llama.generation import Llama
+from llama.parallel.signals import SIGNALS
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 
@@ -28,6 +29,7 @@ def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
             "groups: leave model_parallel_size out, or start fewer processes"
         )
     context = llama.model.params.max_seq_len
+    SIGNALS.has_begun = True
     conversation = Conversation(llama.formatter, context, system=system, **settings)
     gone = llama.lead(lambda: _talk(llama, conversation, Terminal(parallel.size)))
     if gone is not None:
@@ -35,7 +37,8 @@ def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
 
 
 def _talk(llama: Llama, conversation: Conversation, terminal: Terminal) -> OSError | None:
-    """Read and answer until the end; the error if nobody reads the answers any more.
+    """Read and answer until the end; the error if nobody reads the answers any more, or the last
+    one took too long after SIGTERM.
 
     It is returned: for the other ranks, that is an end as any other.
     """
@@ -50,7 +53,7 @@ def _take_turns(llama: Llama, conversation: Conversation, terminal: Terminal) ->
     with terminal.open():
         if terminal.screen:
             terminal.note("/help lists the commands, /bye leaves")
-        while (text := _read(terminal)) is not None:
+        while (text := _read(terminal)) is not None and not terminal.stops:
             turn = conversation.handle(text)
             if turn.note:
                 terminal.note(turn.note)
@@ -63,6 +66,8 @@ def _take_turns(llama: Llama, conversation: Conversation, terminal: Terminal) ->
 def _read(terminal: Terminal) -> str | None:
     """The next turn; None at the end of input, or at the second Ctrl-C in a row."""
     for left in (1, 0):
+        if terminal.stops:
+            break
         try:
             return read_turn(terminal.read_line)
         except EOFError:
@@ -113,6 +118,7 @@ def _stream(
         request = engine.prepare("", conversation.prompt(turn), params)
         with contextlib.closing(engine.stream([request])) as outputs:
             while not (request.finished or pressed()):
+                terminal.check_drain()
                 output = next(outputs)
                 times.append(time.perf_counter() - began)
                 terminal.write(output.outputs[0].new_text)

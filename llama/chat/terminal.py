@@ -15,11 +15,13 @@ import select
 import signal
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, TextIO
 
 from llama.parallel import current_watch
+from llama.parallel.signals import SIGNALS
 
 QUOTES = '"""'
 PROMPT, MORE = "> ", ". "
@@ -61,28 +63,28 @@ class Terminal:
         self._typed_ahead = ""  # typed during an answer: input of the next prompts
         self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
         self._readline: ModuleType | None = None
+        self._before: list[Any] | None = None  # the terminal's mode
+        self.stops = False  # SIGTERM came: nothing new is asked
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Set the terminal up; restore its mode at the end, also after an error or SIGTERM."""
+        with self._end_on_sigterm(), self._set_up():
+            yield
+
+    @contextlib.contextmanager
+    def _set_up(self) -> Iterator[None]:
         for stream in (sys.stdin, sys.stdout):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         if not self.keyboard:
             yield
             return
-        before = termios.tcgetattr(0)
-
-        def restore_and_die(number: int, _: FrameType | None) -> None:
-            _restore(before)
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
+        self._before = before = termios.tcgetattr(0)
         watch = current_watch()
         if watch is not None:  # where another rank fails, it ends this process from a thread
             watch.before_end.append(lambda: _restore(before))
-        handlers = {signal.SIGTERM: restore_and_die, signal.SIGINT: self._interrupt}
-        replaced = {number: signal.signal(number, new) for number, new in handlers.items()}
+        replaced = signal.signal(signal.SIGINT, self._interrupt)
         try:
             if self._ranks > 1:
                 _disable_signal_read_keys(lines=True)
@@ -93,8 +95,47 @@ class Terminal:
             _restore(before)
             if watch is not None:
                 watch.before_end.clear()
-            for number, old in replaced.items():
-                signal.signal(number, old)
+            signal.signal(signal.SIGINT, replaced)
+
+    @contextlib.contextmanager
+    def _end_on_sigterm(self) -> Iterator[None]:
+        """SIGTERM ends the chat: after the answer that is shown, where the command asked for that.
+
+        Of several ranks the watch gets the signal, and tells this one.
+        """
+        if current_watch() is not None:
+            SIGNALS.on_stop = self._stop
+            replaced = None
+        else:
+            replaced = signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            yield
+        finally:
+            SIGNALS.on_stop = None
+            if replaced is not None:
+                signal.signal(signal.SIGTERM, replaced)
+
+    def _terminate(self, number: int, _frame: FrameType | None) -> None:
+        if SIGNALS.drain_s is None or SIGNALS.note() == 2:
+            if self._before is not None:
+                _restore(self._before)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._stop()
+
+    def _stop(self) -> None:
+        self.stops = True
+        if self._reading:
+            raise EOFError
+
+    def check_drain(self) -> None:
+        """TimeoutError where a signal came, and the answer took too long since. Of several ranks
+        the watch does this."""
+        since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
+        if since is None or limit_s is None or current_watch() is not None:
+            return
+        if time.monotonic() - since > limit_s:
+            raise TimeoutError(f"the answer did not finish within {limit_s:g} s: it was ended")
 
     def read_line(self, prompt: str) -> str:
         """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""

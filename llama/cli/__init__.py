@@ -64,6 +64,7 @@ COMMANDS = {
         {
             "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
             "served_model_name": None, "max_queue": 1024, "max_wait_s": 600.0, "drain_s": 20.0,
+            "tool_format": None,
             **BUILD_FLAGS,
         },
         ["ckpt_dir"],
@@ -119,8 +120,8 @@ as a variable: LLAMA_TEMPERATURE=0 for --temperature 0; a flag on the command li
 torchrun, rank 0 alone prints: torchrun --nproc_per_node 8 -m llama chat DIR
 
 exit codes:
-  0    done
-  1    it failed, and the error says why; verify: not whole; batch: some lines have errors
+  0    done; batch: each line has its record, which may be an error
+  1    it failed, and the error says why; verify: not whole
   2    the command line cannot be used; batch: nor its files or its model
   130  Ctrl-C"""
 

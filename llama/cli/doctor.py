@@ -142,7 +142,7 @@ def _device_or_cpu(name: str | None) -> "torch.device":
 def _cpu() -> Iterator[Fact]:
     import torch
 
-    from llama.device import available_cores, set_num_threads
+    from llama.device import available_cores, machine_cores, set_num_threads
     from llama.ops.cpu import native
 
     set_num_threads()  # as build does
@@ -152,7 +152,7 @@ def _cpu() -> Iterator[Fact]:
         f"{available_cores()} of {os.cpu_count()} may be used; torch has {torch.get_num_threads()} "
         f"threads; OMP_NUM_THREADS is {chosen or 'not set'}",
     )
-    yield from thread_traps(os.environ, _cores_of_machine())
+    yield from thread_traps(os.environ, machine_cores())
     present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
     yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")
@@ -164,14 +164,6 @@ def _cpu() -> Iterator[Fact]:
     else:
         why = str(caught[0].message) if caught else "this project has none for this CPU"
         yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
-
-
-def _cores_of_machine() -> int:
-    """What all ranks of this machine may use together: `available_cores` is one rank's share."""
-    from llama import device
-
-    affinity = getattr(os, "sched_getaffinity", None)
-    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, device._cgroup_cores())
 
 
 def _checkpoint(ckpt_dir: str, device: "torch.device") -> Iterator[Fact]:

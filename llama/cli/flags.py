@@ -82,6 +82,9 @@ FLAGS = {
     "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
     "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),
     "max_wait_s": Flag(float, "S", "seconds that a request waits for its first token"),
+    "tool_format": Flag(
+        str, "NAME", "of tool calls: llama3.1, llama3.2 or none", "that of the generation"
+    ),
     "drain_s": Flag(float, "S", "seconds that running requests get after a signal"),
     "no_register": Flag(bool, "", "serve without a controller"),
     "limit_worker_concurrency": Flag(int, "N", "requests that run at once; more wait"),

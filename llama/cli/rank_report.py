@@ -66,9 +66,13 @@ def _own_record(own: list[Fact], device: torch.device) -> str:
 
 def _backend(parallel: ModelParallel, device: torch.device) -> str:
     assert parallel.group is not None
-    is_shared = parallel.shared is not None
-    tensors = "shared memory" if is_shared and device.type == "cpu" else parallel.group.name()
-    control = "shared memory" if is_shared else "gloo"
+    control = "gloo"
+    if parallel.shared is not None:
+        control = "shared memory"
+    elif parallel.hierarchy is not None and parallel.hierarchy.shares_memory:
+        control = "shared memory inside each machine and gloo between them"
+    is_quick = control != "gloo" and device.type == "cpu"
+    tensors = control if is_quick else parallel.group.name()
     return (
         f"{tensors} for tensors, {control} for control; {parallel.data_size} "
         f"group{'s' * (parallel.data_size > 1)} of {parallel.size} ranks"

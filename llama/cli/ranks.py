@@ -58,7 +58,10 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
     except (OSError, ValueError) as e:
         return _fail(e, error_code)
     except Exception as e:
-        if not _is_rank_error(e):
+        if _is_of_a_connection(e):
+            e = _lost_connection(e)
+            _end_job(e, has_trace=False)
+        elif not _is_of_parallel(e, "RankError"):
             _end_job(e)
             raise
         return _fail(e, error_code)
@@ -69,7 +72,10 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
 def _fail(error: Exception, code: int) -> int:
     """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
     watch = _watch()
-    _let_rank_0_end()
+    if _is_of_parallel(error, "NotMetError"):  # raised on the one rank that is to say it
+        watch = None
+    else:
+        _let_rank_0_end()
     if watch is not None:
         if global_rank() and not watch.has_left(0):
             watch.fail(error, has_trace=False)  # rank 0 knows nothing of it
@@ -113,16 +119,32 @@ def _watch() -> "Watch | None":
     return parallel.current_watch() if parallel is not None else None
 
 
-def _end_job(error: Exception) -> None:
+def _end_job(error: Exception, *, has_trace: bool = True) -> None:
     """A bug of ours, or no memory: the other ranks end too, and one message is printed."""
     watch = _watch()
     if watch is not None:
-        watch.fail(error)
+        watch.fail(error, has_trace=has_trace)
 
 
-def _is_rank_error(error: Exception) -> bool:
+def _is_of_parallel(error: Exception, name: str) -> bool:
     parallel = sys.modules.get("llama.parallel")
-    return parallel is not None and isinstance(error, parallel.RankError)
+    return parallel is not None and isinstance(error, getattr(parallel, name))
+
+
+def _is_of_a_connection(error: Exception) -> bool:
+    """torch's error for its store or a socket: another rank, its machine or torchrun is gone."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and isinstance(error, distributed.DistError)
+
+
+def _lost_connection(error: Exception) -> RuntimeError:
+    """The same in one line, with the address and what to look at; torch adds its C++ stack."""
+    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return RuntimeError(
+        f"a connection between the ranks, which met at {place}, is lost "
+        f"({str(error).partition(chr(10))[0]}): another rank, its machine, its torchrun or the "
+        "network is gone; the first message of the other machines says more"
+    )
 
 
 def _disconnect() -> None:

@@ -58,11 +58,23 @@ def _listen(options: argparse.Namespace, name: str) -> "Server":
             "in a checkout pip install -e '.[serve]'"
         ) from None
     from llama.serving.server.service import Limits
+    from llama.serving.tools import ToolFormat
 
+    names = [each.value for each in ToolFormat]
+    if options.tool_format not in (None, *names):
+        raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
+    tool_format = None if options.tool_format is None else ToolFormat(options.tool_format)
     limits = Limits(max_queue=options.max_queue, max_wait_s=options.max_wait_s)
     log_to_stderr()
     keys = _keys(options)
-    return Server(name, host=options.host, port=options.port, api_keys=keys, limits=limits)
+    return Server(
+        name,
+        host=options.host,
+        port=options.port,
+        api_keys=keys,
+        limits=limits,
+        tool_format=tool_format,
+    )
 
 
 def _keys(options: argparse.Namespace) -> list[str]:

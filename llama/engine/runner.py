@@ -14,7 +14,14 @@ from torch import Tensor
 
 from llama import openmp
 from llama.engine.constraints import AllowedTokens
-from llama.engine.sampler import Sampled, sample, score
+from llama.engine.sampler import (
+    Sampled,
+    needs_top_only,
+    sample,
+    score,
+    top_of_all,
+    top_of_share,
+)
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
 from llama.model import Batch, Transformer
@@ -67,8 +74,22 @@ class ModelRunner:
         prompts = self._score(wanted, hidden[len(sampling) :])
         if not sampling:
             return StepOutput([], prompts=prompts)
-        logits = self.model.logits(hidden[: len(sampling)])
-        return self._to_host(sample(logits, sampling, allowed), prompts)
+        rows = hidden[: len(sampling)]
+        if self.model.parallel.size > 1 and needs_top_only(sampling):
+            return StepOutput(self._top_ids(rows), prompts=prompts)
+        sampled = sample(self.model.logits(rows), sampling, allowed)
+        is_constrained = any(seq.is_constrained for seq in sampling)
+        return self._to_host(sampled, prompts, is_alike=not is_constrained)
+
+    def _top_ids(self, hidden: Tensor) -> list[int]:
+        """hidden (B, E) -> the ids that `sample` would choose, in one exchange of 8 bytes a row.
+
+        All ranks hold the same pairs then, and only compare them: no rank's word is needed after
+        it, not even between unlike machines.
+        """
+        parallel, share = self.model.parallel, self.model.logits_share(hidden)
+        own = top_of_share(share, parallel.rank * share.shape[-1])
+        return top_of_all(parallel.all_gather(own)).tolist()
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
         """(R, E): the last row of each that samples, then the rows that score prompt tokens."""
@@ -115,15 +136,23 @@ class ModelRunner:
             start += len(offsets)
         return scores
 
-    def _to_host(self, sampled: Sampled, prompts: Seq[PromptScores] = ()) -> StepOutput:
+    def _to_host(
+        self, sampled: Sampled, prompts: Seq[PromptScores] = (), *, is_alike: bool = True
+    ) -> StepOutput:
         """Rank 0's values on every rank: unlike machines could round differently.
 
+        is_alike: every rank chose by the same rules; constraints can be rank 0's alone.
         All of them go through one broadcast and one copy, for which the host waits: as int32,
-        where floats keep their bits.
+        where floats keep their bits. Ids alone need no broadcast between CPU ranks that share
+        memory: the logits that were gathered are the same bits on each, the machine is one, and
+        `llama.ops.sample` adds whole numbers, so that the threads of a rank do not matter.
+        Log-probabilities are sums of floats, whose order depends on the threads.
         """
         ids, logprobs = sampled.ids.int()[:, None], sampled.logprobs
         if logprobs is None:
-            return StepOutput(self._from_rank_0(ids)[:, 0].tolist(), prompts=list(prompts))
+            if not (is_alike and self.model.parallel.shares_memory_of(ids)):
+                ids = self._from_rank_0(ids)
+            return StepOutput(ids[:, 0].tolist(), prompts=list(prompts))
         columns = [ids, logprobs[:, None].view(torch.int32)]
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
             columns += [sampled.top_ids.int(), sampled.top_logprobs.view(torch.int32)]

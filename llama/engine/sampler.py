@@ -4,6 +4,9 @@ Logits and sequences in, ids and log-probabilities out; no text, no model, no ge
 An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
 device adds up: `llama.ops.sample` sees to that.
 
+Where the vocabulary is divided among ranks, greedy rows need no more of each share than its largest
+logit: `top_of_share` and `top_of_all` choose what `sample` would.
+
 Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
 """
 
@@ -62,6 +65,42 @@ def sample(logits: Tensor, sequences: Seq[Sequence], allowed: Allowed | None = N
     if not wanted:
         return Sampled(ids)
     return Sampled(ids, *score(logits, ids.clamp(min=0), max(wanted)))
+
+
+def needs_top_only(sequences: Seq[Sequence]) -> bool:
+    """Whether `sample` would take the top token of each row as the logits are, and say no more.
+
+    What filters a draw (top_p, top_k, min_p) never removes the top token.
+    """
+    return all(
+        p.greedy
+        and not seq.is_constrained
+        and p.logprobs is None
+        and p.repetition_penalty == 1
+        and not (p.presence_penalty or p.frequency_penalty)
+        and not _bias(seq)
+        for seq in sequences
+        for p in (seq.params,)
+    )
+
+
+def top_of_share(logits: Tensor, first: int) -> Tensor:
+    """A rank's share of the logits (B, V / ranks) float32, from id `first` on -> (B, 2) int32.
+
+    Of each row: the bits of its largest logit, NaN where there is one, and that logit's lowest id.
+    """
+    row_max, ids = _row_max(logits)
+    return torch.stack((row_max.view(torch.int32), (ids + first).int()), dim=-1)
+
+
+def top_of_all(pairs: Tensor) -> Tensor:
+    """What `top_of_share` gave on each rank, (B, 2 * ranks) in order -> (B) ids, as `sample`'s.
+
+    It compares and does not compute: the same pairs are the same ids on any machine.
+    """
+    values, ids = pairs.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    row_max, rank = values.contiguous().view(torch.float32).max(dim=-1)  # of equal ones the first
+    return ids.gather(-1, rank[:, None]).squeeze(-1).long().where(row_max.isfinite(), -1)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

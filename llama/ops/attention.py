@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 
-_MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
+MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
 
 
 def paged_attention(
@@ -41,7 +41,7 @@ def paged_attention(
     device. In the torch body, the leading sequences with one query go through one call, and each
     longer one has its own.
     """
-    can_run = queries.shape[-1] <= _MAX_HEAD_DIM and kv_cache.is_contiguous()
+    can_run = queries.shape[-1] <= MAX_HEAD_DIM and kv_cache.is_contiguous()
     if can_run and native.has_kernel(queries, kv_cache):
         slots = page_table.shape[1] * kv_cache.shape[2]
         assert max(seq_lens_cpu) <= slots, (seq_lens_cpu, page_table.shape, kv_cache.shape)

@@ -118,7 +118,7 @@ def linear(
     assert x.shape[-1] == k, (x.shape, n, k)
     out = torch.empty(*x.shape[:-1], n, dtype=dtype)
     m = out.numel() // n
-    workspace = _workspace("linear_workspace", m, k)
+    workspace = _workspace("linear_workspace", m, k, torch.get_num_threads())
     sizes = m, n, k, dtype is torch.float32
     if scales is None:
         native.call("linear_bf16", x, weight, out, workspace, *sizes)

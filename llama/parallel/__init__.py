@@ -1,6 +1,6 @@
 """Ranks: the groups that they form, what they do together, and which of them may print."""
 
-from llama.parallel.errors import RankError
+from llama.parallel.errors import NotMetError, RankError
 from llama.parallel.groups import (
     ModelParallel,
     SharedCounter,
@@ -13,6 +13,7 @@ from llama.parallel.watch import current_watch
 
 __all__ = [
     "ModelParallel",
+    "NotMetError",
     "RankError",
     "SharedCounter",
     "connect",

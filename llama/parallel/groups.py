@@ -1,8 +1,8 @@
 """Process groups, and what ranks do together: reduce, gather, broadcast, agree.
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
-which a rank reduces, gathers and agrees with its peers. This is the only file that imports
-torch.distributed or fairscale.
+which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py and
+rendezvous.py import torch.distributed, and this one alone fairscale.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
@@ -16,7 +16,6 @@ import importlib
 import io
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,13 +26,14 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
 from llama.parallel.errors import RankError
+from llama.parallel.hierarchy import Hierarchy, broadcast_bytes, share_memory
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
+from llama.parallel.rendezvous import LATER_S, errors_of_groups, meet_all
 from llama.parallel.shared_memory import SharedMemory
-from llama.parallel.watch import Watch, start_watch, stop_watch
+from llama.parallel.watch import Watch, current_watch, stop_watch
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
 _MEETING_BYTES = 512  # what a rank says of itself when ranks meet
-_LATER_S = 5.0  # a collective gives up later than the watch, which can say whom it waited for
 _NOT_WATCHED = contextlib.nullcontext()
 
 
@@ -50,6 +50,7 @@ class ModelParallel:
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
+    hierarchy: Hierarchy | None = None  # where they are on several
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
@@ -63,12 +64,22 @@ class ModelParallel:
         """
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
+    def shares_memory_of(self, x: Tensor) -> bool:
+        """Whether `x` is where all ranks of the group read it: on the CPU of one machine."""
+        return self.shared is not None and _is_on_cpu(x)
+
+    @property
+    def _path(self) -> SharedMemory | Hierarchy | None:
+        """What is quicker than gloo alone, for tensors on the CPU and for messages."""
+        return self.shared if self.shared is not None else self.hierarchy
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x) and self.shared.can_sum(x):
-            self.shared.all_reduce(x)
+        path = self._path
+        if path is not None and _is_on_cpu(x) and path.can_sum(x):
+            path.all_reduce(x)
         else:
             dist.all_reduce(x, group=self.group)
         return x
@@ -77,8 +88,9 @@ class ModelParallel:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x):
-            return self.shared.all_gather(x)
+        path = self._path
+        if path is not None and _is_on_cpu(x):
+            return path.all_gather(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
@@ -87,8 +99,9 @@ class ModelParallel:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x):
-            self.shared.broadcast(x)
+        path = self._path
+        if path is not None and _is_on_cpu(x):
+            path.broadcast(x)
         else:
             dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
         return x
@@ -109,18 +122,10 @@ class ModelParallel:
         """
         if self.control is None or self.size == 1:
             return data
-        if self.shared is not None:
-            limit = None if is_idle else self.timeout_s
-            return self.shared.broadcast_bytes(data, timeout_s=limit)
-        source = self.data_rank * self.size
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, src=source, group=self.control)
-        packed = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == 0 and data:
-            packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if len(packed):
-            dist.broadcast(packed, src=source, group=self.control)
-        return bytes(packed.tolist())
+        path = self._path
+        if path is None:
+            return broadcast_bytes(self.control, data)
+        return path.broadcast_bytes(data, timeout_s=None if is_idle else self.timeout_s)
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
@@ -288,12 +293,21 @@ def _make_fairscale_groups(size: int) -> None:
 
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
+    """Wait for the other ranks, and make the groups."""
+    store = meet_all(size, world_size, timeout_s)
+    with errors_of_groups(timeout_s):
+        return _make_groups(store, size, world_size, device, timeout_s)
+
+
+def _make_groups(
+    store: dist.Store, size: int, world_size: int, device: torch.device, timeout_s: float
+) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
-    limit = timedelta(seconds=timeout_s + _LATER_S)
+    limit = timedelta(seconds=timeout_s + LATER_S)
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        store, rank = _meeting_point(limit)
+        rank = int(os.environ["RANK"])
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
@@ -314,11 +328,9 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
     control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
-    store = dist.distributed_c10d._get_default_store()  # torchrun's; torch has no public name
-    watch = None
-    if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
-        members = range(data_rank * size, (data_rank + 1) * size)
-        watch = start_watch(dist.get_rank(), members, lambda own: _meet(world, own), store)
+    shared, hierarchy = None, None
+    if size > 1:
+        shared, hierarchy = share_memory(control, lambda own: _meet(control, own), limit)
     return ModelParallel(
         rank=rank,
         size=size,
@@ -328,36 +340,16 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
         group=group,
         control=control,
         world=world,
-        shared=_share_memory(control, rank, limit.total_seconds()) if size > 1 else None,
-        watch=watch,
+        shared=shared,
+        hierarchy=hierarchy,
+        watch=current_watch(),
     )
-
-
-def _share_memory(control: dist.ProcessGroup, rank: int, timeout_s: float) -> SharedMemory | None:
-    """The group's shared memory, or None on all of its ranks: they are on several machines, say."""
-    names = dist.get_process_group_ranks(control)
-    return SharedMemory.join(rank, names, lambda own: _meet(control, own), timeout_s)
 
 
 def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
     """What each rank says of itself, without zeros at the end, in the order of the ranks."""
     assert len(own) <= _MEETING_BYTES, "an introduction is short"
     return [row.rstrip(b"\0") for row in _exchange(group, own.ljust(_MEETING_BYTES, b"\0"))]
-
-
-def _meeting_point(limit: timedelta) -> tuple[dist.Store, int]:
-    """The store that torchrun's variables name, and this process's rank.
-
-    With --max-restarts torchrun keeps its store, in which the addresses and counters of the ranks
-    that have ended still are: new ranks would try to reach those (pytorch issue 135712). So each
-    start has names of its own. Agents of several machines count their restarts each for itself.
-    """
-    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if count != "0" and on_one_machine:
-        store = dist.PrefixStore(f"restart-{count}", store)
-    return store, rank
 
 
 def disconnect() -> None:

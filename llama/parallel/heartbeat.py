@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from llama.parallel.peers import Peers
 
 _T = TypeVar("_T")
 
 _BEAT_S = 0.5
-SILENCE_S = 3.5  # then a machine is given up; the job ends within 5 seconds of its death
+SILENCE_S = 3.0  # then a machine is given up; the job ends within 5 seconds of its death
 _SLOW_S = 1.5  # without an answer: the store is not asked anything more
 _LEFT = b"left"
 
@@ -42,6 +42,7 @@ class Machine:
     ranks: list[int]
     count: bytes = b"0"
     changed: float = 0.0  # when its count did
+    state: dict[str, Any] | None = None  # of its first rank, as `stalls.where` has it
 
     @property
     def has_left(self) -> bool:
@@ -60,9 +61,10 @@ class Heartbeat:
         self._cause: str | None = None  # said by another machine
         self._answered = time.monotonic()
         self._done = threading.Event()
+        self.own_state: Callable[[], dict[str, Any]] = dict  # set before `start`
         for machine in machines:
             machine.changed = self._answered
-        store.set(self._key(own), "0")
+        store.set(self._key(own), "{}")
         if own == 0:
             store.set(self._key("cause"), "")
         self._thread = threading.Thread(target=self._run, name="llama-heartbeat", daemon=True)
@@ -106,10 +108,15 @@ class Heartbeat:
                 ranks = ", ".join(map(str, machine.ranks))
                 return (
                     f"{machine.host} (rank {ranks}) was not heard of for {SILENCE_S:g} s: the "
-                    "machine, its processes or the network are gone",
+                    "machine, its processes or the network are gone, or stopped",
                     False,
                 )
         return None
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """What the first ranks of the other machines did half a second ago at most."""
+        others = [m for i, m in enumerate(self._machines) if i != self._own]
+        return {m.ranks[0]: m.state for m in others if m.state}
 
     def claim(self, cause: str) -> bool:
         """Tell the other machines. False if one of them was first, and has said its own cause."""
@@ -135,7 +142,8 @@ class Heartbeat:
         while not self._done.wait(_BEAT_S):
             count += 1
             try:
-                self._store.set(self._key(self._own), str(count))
+                beat = json.dumps({"count": count, "state": self.own_state()})
+                self._store.set(self._key(self._own), beat)
                 *counts, cause = self._store.multi_get(keys)
             except RuntimeError:  # of torch: the connection is gone
                 continue  # `_answered` grows old
@@ -143,6 +151,8 @@ class Heartbeat:
             for machine, new in zip(self._machines, counts, strict=True):
                 if new != machine.count:
                     machine.count, machine.changed = new, self._answered
+                    if not machine.has_left:
+                        machine.state = json.loads(new).get("state")
             if cause:
                 self._cause = json.loads(cause)
 

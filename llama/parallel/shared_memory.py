@@ -80,34 +80,43 @@ class SharedMemory:
     @classmethod
     def join(
         cls, rank: int, names: list[int], exchange: Exchange, timeout_s: float
-    ) -> "SharedMemory | None":
-        """Meet the other ranks; None on every rank where one of them cannot share memory.
+    ) -> tuple["SharedMemory | None", list[list[int]]]:
+        """Meet the other ranks: what this one shares with those of its machine, and all machines.
 
-        exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike.
+        A machine is the ranks that can map one another's memory, in order; machines are in the
+        order of their first ranks. Where one of its ranks cannot map it, each counts as a machine
+        of its own. A rank that is alone on a machine shares nothing: None.
+
+        exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike, and
+        get the same machines.
         """
-        machine = _machine()
-        met = exchange(f"{machine} {os.getpid()}".encode())
-        if not machine or len({row.rsplit(b" ", 1)[0] for row in met}) > 1:
-            return None
-        pids = [int(row.rsplit(b" ", 1)[1]) for row in met]
-        fd = _create(len(names)) if rank == 0 else None
-        number = exchange(b"" if fd is None else str(fd).encode())[0].decode()
+        met = [
+            row.decode().rsplit(" ", 1) for row in exchange(f"{_machine()} {os.getpid()}".encode())
+        ]
+        pids = [int(pid) for _, pid in met]
+        machines = _by_machine([machine for machine, _ in met])
+        own = next(ranks for ranks in machines if rank in ranks)
+        fd = _create(len(own)) if rank == own[0] and len(own) > 1 else None
+        number = exchange(b"" if fd is None else str(fd).encode())[own[0]].decode()
         joined = None
         with contextlib.suppress(OSError):
             if number:
-                memory = _open(pids[0], number, sum(_channel_bytes(len(names))))
-                peers = {r: os.pidfd_open(pid) for r, pid in enumerate(pids) if r != rank}
-                joined = cls(memory, rank, peers, names, timeout_s)
-        all_joined = all(exchange(b"" if joined is None else b"1"))
+                memory = _open(pids[own[0]], number, sum(_channel_bytes(len(own))))
+                peers = {i: os.pidfd_open(pids[r]) for i, r in enumerate(own) if r != rank}
+                joined = cls(memory, own.index(rank), peers, [names[r] for r in own], timeout_s)
+        have_joined = exchange(b"" if joined is None else b"1")
         if fd is not None:
             os.close(fd)
-        return joined if all_joined else None
+        sharing = [ranks for ranks in machines if all(have_joined[r] for r in ranks)]
+        alone = [[r] for ranks in machines if ranks not in sharing for r in ranks]
+        return joined if own in sharing else None, sorted(sharing + alone)
 
     def __del__(self) -> None:
         for fd in self.__dict__.get("_pidfds", {}).values():
             os.close(fd)
 
-    def can_sum(self, x: Tensor) -> bool:
+    @staticmethod
+    def can_sum(x: Tensor) -> bool:
         return x.dtype in _TYPES
 
     def all_reduce(self, x: Tensor) -> None:
@@ -264,7 +273,8 @@ def _listed(ranks: list[int]) -> str:
 def _machine() -> str:
     """The same on all ranks that can share memory with this one; empty where none can.
 
-    A network namespace of its own stands for a machine of its own.
+    A network namespace of its own stands for a machine of its own, and so does an agent of torchrun
+    (GROUP_RANK is its number): whoever starts two of them on one host tries two machines out.
     """
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return ""
@@ -279,7 +289,15 @@ def _machine() -> str:
     can_load = any(path.exists() for path in shipped) or build.find_compiler() is not None
     if not can_load or native.kernels() is None:
         return ""
-    return "/".join([boot, *namespaces, str(os.getuid())])
+    return "/".join([boot, *namespaces, str(os.getuid()), os.environ.get("GROUP_RANK", "")])
+
+
+def _by_machine(places: list[str]) -> list[list[int]]:
+    """The ranks of each machine, in order; those without a name for it are on one of their own."""
+    machines: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        machines.setdefault(place or f"of rank {rank}", []).append(rank)
+    return list(machines.values())
 
 
 def _channel_bytes(ranks: int) -> list[int]:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 DRAIN_S = 20.0  # for running requests to finish after a signal; torchrun waits 30 and then kills
@@ -22,6 +23,8 @@ class Signals:
         self.read_end = -1  # of a pipe: one byte per signal
         self.stop_since: float | None = None
         self.drain_s: float | None = None  # None: a signal ends the process
+        self.has_begun = False  # what it runs; before that, there is nothing to finish
+        self.on_stop: Callable[[], None] | None = None  # for a main thread that waits for input
         self._write_end = -1
         self._before: dict[int, object] = {}
 
@@ -76,6 +79,8 @@ class Signals:
         """The main thread is out of C++: of use where an event loop took the wake-up pipe."""
         if self._write_end >= 0:
             os.write(self._write_end, bytes([number]))
+        if self.on_stop is not None:
+            self.on_stop()
 
 
 SIGNALS = Signals()

@@ -1,6 +1,7 @@
 """A step that does not end: which rank is it that the others wait for?
 
-In: what the ranks of one machine answered when they were asked where they are. Out: the name of the
+In: what the ranks of one machine answered when they were asked where they are, and what the first
+ranks of the others said last. Out: the name of the
 one at fault, or None where all are in the same place.
 """
 
@@ -35,15 +36,23 @@ def stack_of(thread: int | None) -> str:
 
 
 def name_the_stalled(
-    peers: Peers, group: range, own: dict[str, Any], replies: dict[int, dict[str, Any]]
+    peers: Peers,
+    group: range,
+    own: dict[str, Any],
+    replies: dict[int, dict[str, Any]],
+    remote: dict[int, dict[str, Any]],
 ) -> str | None:
-    """Who is elsewhere while others wait, and what it does: "rank 1 on HOST is stopped ..."."""
+    """Who is elsewhere while others wait, and what it does: "rank 1 on HOST is stopped ...".
+
+    replies: of the ranks of this machine that answered; remote: of the first of other machines.
+    """
     for peer in peers.local:
         if peer.rank not in replies:
             return f"{peer.name} {_silence(peer)}"
-    states = {peers.rank: own} | {r: state for r, state in replies.items() if r in group}
+    others = replies | remote
+    states = {peers.rank: own} | {r: state for r, state in others.items() if r in group}
     names = {peers.rank: f"rank {peers.rank} on {peers.host}"}
-    names |= {peer.rank: peer.name for peer in peers.local}
+    names |= {rank: peer.name for rank, peer in peers.all.items()}
     for rank, state in sorted(states.items()):
         if not state["what"]:
             return f"{names[rank]} is not in a step, but runs other code"

@@ -7,7 +7,8 @@ runs. This file imports no torch: it gets what it needs of the groups as argumen
 
 Who speaks: the rank whose own exception it was, else the first to notice; the others end in
 silence. Under torchrun they wait for its SIGTERM a moment, so that its summary, too, names as root
-cause the rank that failed first.
+cause the rank that failed first. The file is longer than a file should be, as all that can end a
+job is looked at by one thread, in one loop.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ _NEWS_S = 1.0  # for the cause to be known, where an error may only follow from 
 _SIGNALS_S = 0.1  # torchrun sends a signal to all ranks of a machine in less time
 _LEFT_S = 2.0  # in a step that a rank has left, before that is an error
 _CAUSE_LENGTH = 1000  # of what is passed on: it fits a datagram in any encoding
+_LIMIT_WORDS = "(the limit is timeout_s)"  # of a stall
 _REPLY_S = 1.0  # for the others to say where they are, when a step does not end
+_STOPPED_S = 4.0  # beyond a step's limit: a rank that is stopped, alone on its machine, is killed
 
 
 class Watch:
@@ -50,6 +53,7 @@ class Watch:
         self.steps = 0
         self.before_end: list[Callable[[], None]] = []  # what must be put right, as a terminal
         self._busy: dict[int, tuple[str, float, float]] = {}  # thread: what, since when, limit
+        self._limit_s = 0.0  # the longest of them so far
         self._lock = threading.RLock()
         self._is_known = threading.Event()  # the cause: this job ends
         self._deadline = float("inf")  # for the end of this process
@@ -65,12 +69,17 @@ class Watch:
         self._agent = processes.open_process(self._agent_pid) if self._agent_pid > 1 else None
         self._agent_is_gone = False
         self._hook = sys.excepthook
+        # Of several machines, the first rank of each knows more than the others of its machine.
+        is_alone = len(peers.local) == len(peers.all)
+        self._kill_timer = None if is_alone else processes.KillTimer()
+        self._asks_later_s = 0.0 if is_alone or remote is not None else 2 * _REPLY_S
         self._thread = threading.Thread(target=self._run, name="llama-watch", daemon=True)
 
     def start(self) -> None:
         SIGNALS.install()
         sys.excepthook = self._excepthook
         if self.remote is not None:
+            self.remote.own_state = lambda: where(*self._place())
             self.remote.start()
         self._thread.start()
 
@@ -86,6 +95,8 @@ class Watch:
         self._stops = True
         self._wake()
         self._thread.join()
+        if self._kill_timer is not None:
+            self._kill_timer.set(0)
         SIGNALS.restore()
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
@@ -120,6 +131,9 @@ class Watch:
         """A block that waits for other ranks: if it lasts longer, the job ends."""
         thread = threading.get_ident()
         self._busy[thread] = (what, time.monotonic(), limit_s)
+        if limit_s > self._limit_s:
+            self._limit_s = limit_s
+            self._set_kill_timer()
         try:
             yield
         finally:
@@ -132,17 +146,27 @@ class Watch:
         do. A RuntimeError may be what gloo raises when another rank is gone: wait for the news.
         """
         if isinstance(error, RuntimeError):
-            patient = _NEWS_S if self.remote is None else 4 * _NEWS_S
-            end = time.monotonic() + patient
-            while time.monotonic() < end and not self._is_known.wait(0.05):
-                if gone := self._left_early():
-                    self._report(gone.ended_early)
+            self._hear_news()
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"sys.exit({error.code!r})"
         trace = "".join(traceback.format_exception(error)).rstrip() if has_trace else ""
         own = f"rank {self.peers.rank} on {self.peers.host} failed{place}: {what}"
         self._report(own, trace, is_own=True)
+
+    def wait_for_news(self, error: RuntimeError) -> None:
+        """Return where `error` is the cause. Where another rank is, this process ends here."""
+        self._hear_news()
+        if self._is_known.is_set():
+            self._thread.join()
+            raise error  # not reached: the thread has ended the process
+
+    def _hear_news(self) -> None:
+        patient = _NEWS_S if self.remote is None else 4 * _NEWS_S
+        end = time.monotonic() + patient
+        while time.monotonic() < end and not self._is_known.wait(0.05):
+            if gone := self._left_early():
+                self._report(gone.ended_early)
 
     def _report(self, cause: str, trace: str = "", *, is_own: bool = False) -> None:
         """The job fails: say why, if nobody has, and end soon."""
@@ -192,6 +216,7 @@ class Watch:
 
     def _look(self, ready: set[int]) -> None:
         """One round: what came, who is gone, what takes too long."""
+        self._set_kill_timer()
         for peer, message in self.peers.read():
             self._heard(peer, message)
         for peer in self.peers.newly_gone():
@@ -207,6 +232,9 @@ class Watch:
         if self.remote is not None and (news := self.remote.failure()):
             cause, is_said = news
             if is_said:
+                if _LIMIT_WORDS in cause and not self._is_known.is_set():
+                    self.peers.tell(kind="where")
+                    self._print_stacks()
                 self.peers.tell(kind="failed", cause=cause, linger_s=_LINGER_S)
                 self._follow(_LINGER_S)
             else:
@@ -217,6 +245,10 @@ class Watch:
             self._drained_too_long(drain_s)
         if now >= self._deadline:
             self._end()
+
+    def _set_kill_timer(self) -> None:
+        if self._kill_timer is not None and self._limit_s and not self._stops:
+            self._kill_timer.set(self._limit_s + _STOPPED_S)
 
     def _heard(self, peer: Peer, message: dict[str, Any]) -> None:
         kind = message.get("kind")
@@ -258,7 +290,7 @@ class Watch:
             self._deadline = time.monotonic()
             return
         order = SIGNALS.note()
-        if order == 2 or SIGNALS.drain_s is None or not self.steps:
+        if order == 2 or SIGNALS.drain_s is None or not (self.steps or SIGNALS.has_begun):
             self._exit(128 + self._alone_with(number))
         if order == 1 and self.peers.rank == 0:
             say(
@@ -297,7 +329,7 @@ class Watch:
             gone = self._left_early()
             if gone is not None and now - since > _LEFT_S:
                 self._report(gone.ended_early)
-            elif now - since > limit_s and since != self._asked:
+            elif now - since > limit_s + self._asks_later_s and since != self._asked:
                 self._asked = since
                 self._find_the_stalled(what, limit_s)
 
@@ -318,20 +350,26 @@ class Watch:
             if len(self._replies) == len(self.peers.local):
                 break
         replies, self._replies = self._replies, None
-        name = name_the_stalled(self.peers, self.group, own, replies)
+        remote = self.remote.states() if self.remote is not None else {}
+        name = name_the_stalled(self.peers, self.group, own, replies, remote)
         if name is None:
             self.peers.unclaim()
             return
-        self._report(f"{name}: the others waited {limit_s:g} s in {what} (the limit is timeout_s)")
+        self._report(f"{name}: the others waited {limit_s:g} s in {what} {_LIMIT_WORDS}")
         self.peers.kill({peer.rank for peer in self.peers.local} - replies.keys())
 
     def _print_stacks(self) -> dict[str, Any]:
         """Where this rank is, for a person and for the rank that asked."""
-        thread, (what, *_) = next(iter(list(self._busy.items())), (None, ("",)))
+        thread, what, _ = self._place()
         main = threading.main_thread().ident
         heading = f"--- rank {self.peers.rank} on {self.peers.host}, {self.steps} steps begun, "
         say(heading + f"now in {what or 'no step'}:\n" + stack_of(thread or main))
         return where(thread, what, self.steps)
+
+    def _place(self) -> tuple[int | None, str, int]:
+        """The thread that waits for others, in what ("": in nothing), and the steps begun."""
+        thread, (what, *_) = next(iter(list(self._busy.items())), (None, ("",)))
+        return thread, what, self.steps
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -369,7 +407,8 @@ def start_watch(
 ) -> Watch:
     """The watch of this process, made on all ranks at the same time. A second call finds the first.
 
-    exchange: from this rank's bytes to those of all ranks. store: torch's, for other machines.
+    exchange: from this rank's bytes to those of all ranks. store: torch's, for other machines, and
+    used by nothing else, as torch may wait in its own.
     """
     global _watch
     if _watch is None:

@@ -1,7 +1,8 @@
 """The program `python -m llama.serving.fastchat_worker`: a model worker for FastChat's controller.
 
 In: a command line, with FastChat's names for what it names. Out: a server on one port until Ctrl-C
-or SIGTERM, and heartbeats to the controller. The protocol itself is in `fastchat_app.py`.
+or SIGTERM, and heartbeats to the controller. The protocol itself is in `fastchat_app.py`. Under
+torchrun all ranks are one worker, which rank 0 leads.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from llama.cli.flags import Command, UsageError, read
 from llama.cli.model import BUILD_FLAGS, demo_dir, load
 
 if TYPE_CHECKING:
+    from llama.generation import Llama
     from llama.requests.async_engine import AsyncLLMEngine
     from llama.serving.fastchat_app import FastChatApp
 
@@ -41,6 +43,8 @@ _COMMAND = Command(
         f"{_PROGRAM} --model-names demo",
         f"{_PROGRAM} Meta-Llama-3-8B-Instruct --controller-address http://10.0.0.1:21001 "
         "--host 0.0.0.0 --worker-address http://10.0.0.2:21002",
+        f"torchrun --nproc_per_node 8 {_PROGRAM.removeprefix('python ')} "
+        "Meta-Llama-3-70B-Instruct",
     ],
 )  # fmt: skip
 _TEMPLATE_NAMES = ("llama-3", "raw")
@@ -61,30 +65,59 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    """Rank 0 alone has the port and talks to the controller; the others follow its steps."""
     options = read(_PROGRAM, _COMMAND, words, os.environ)
     _check(options)
-    uvicorn = _import_uvicorn()
     names = _model_names(options)
+    if not options.ckpt_dir:
+        options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
+    if ranks.global_rank():
+        llama = _load(options)
+        # torchrun sends SIGTERM to every rank at once: rank 0 ends its streams first, with the
+        # others in its last steps. Whatever else ends rank 0 ends them too.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return llama.lead(lambda: 0) or 0
+    uvicorn = _import_uvicorn()
     with _listen(options.host, options.port) as listener:
         options.port = listener.getsockname()[1]
-        if not options.ckpt_dir:
-            options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
-        llama = load(options)
-        from llama.requests.async_engine import AsyncLLMEngine
-        from llama.serving.fastchat_app import FastChatApp
+        llama = _load(options)
+        return llama.lead(lambda: _work(llama, names, uvicorn, listener, options)) or 0
 
-        engine = AsyncLLMEngine(llama)
-        app = FastChatApp(
-            engine,
-            names,
-            conv_template=options.conv_template,
-            limit_concurrency=options.limit_worker_concurrency,
-            stream_interval=options.stream_interval,
+
+def _load(options: argparse.Namespace) -> "Llama":
+    llama = load(options)
+    if llama.model.parallel.data_size > 1:
+        raise ValueError(
+            f"a FastChat worker is one model-parallel group, and there are "
+            f"{llama.model.parallel.data_size}: leave model_parallel_size out, and start a worker "
+            "for each group; the controller shares requests out"
         )
-        config = uvicorn.Config(
-            app, lifespan="off", log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
-        )
-        return asyncio.run(_serve(uvicorn.Server(config), listener, app, engine, options))
+    return llama
+
+
+def _work(
+    llama: "Llama",
+    names: list[str],
+    uvicorn: Any,
+    listener: socket.socket,
+    options: argparse.Namespace,
+) -> int:
+    """Serve until a signal comes, on rank 0; the exit code."""
+    from llama.requests.async_engine import AsyncLLMEngine
+    from llama.serving.fastchat_app import FastChatApp
+
+    engine = AsyncLLMEngine(llama)
+    app = FastChatApp(
+        engine,
+        names,
+        conv_template=options.conv_template,
+        limit_concurrency=options.limit_worker_concurrency,
+        stream_interval=options.stream_interval,
+    )
+    config = uvicorn.Config(
+        app, lifespan="off", log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
+    )
+    return asyncio.run(_serve(uvicorn.Server(config), listener, app, engine, options))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -93,8 +126,6 @@ def _check(options: argparse.Namespace) -> None:
     if options.ckpt_dir and options.model_path:
         raise UsageError("--ckpt_dir and --model_path are the same: give one of them")
     options.ckpt_dir = options.ckpt_dir or options.model_path
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("a FastChat worker is one process: start it without torchrun")
     if options.conv_template not in _TEMPLATE_NAMES:
         names = " or ".join(_TEMPLATE_NAMES)
         raise UsageError(f"--conv_template={options.conv_template!r} must be {names}")

@@ -26,6 +26,7 @@ from llama.serving.vllm.params import (
     SamplingParams,
     refuse,
 )
+from llama.structured_output import StructuredOutput as StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -39,6 +40,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 

@@ -1,7 +1,7 @@
 """Two machines on one: network namespaces joined by a link of a given delay and rate.
 
 In: one-way seconds and bytes per second. Out: two prefixes for commands, each of which runs its
-command in one namespace; and, as a program, the time of a step of two ranks across links. A link is
+command in one namespace; and, as a program, the time of a step of ranks across links. A link is
 a pair of TUN devices and a process that carries the packets (tuntap.rst of the Linux kernel),
 as not every kernel has tc's netem. Needs root, /dev/net/tun and iproute2.
 
@@ -24,16 +24,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from llama import Llama
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "llama-link"  # in each namespace
 _MTU = 9000  # jumbo frames, as machines that share a model have
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
-_STEPS = 40
+_STEPS, _TURNS = 40, 4
 
 
 @contextlib.contextmanager
@@ -95,13 +100,15 @@ def carry(one: int, other: int, delay_s: float, bytes_per_s: float) -> None:
                 os.write(fd, packet)
 
 
-def on_both(prefixes: list[list[str]], program: list[str], timeout_s: float = 300.0) -> str:
-    """A program on two ranks, one in each namespace; rank 0's standard output."""
+def on_both(
+    prefixes: list[list[str]], program: list[str], timeout_s: float = 300.0, ranks: int = 1
+) -> str:
+    """A program on so many ranks in each namespace; rank 0's standard output."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(
             [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-             "--nproc_per_node=1", f"--node_rank={i}", f"--master_addr={ADDRESSES[0]}",
+             f"--nproc_per_node={ranks}", f"--node_rank={i}", f"--master_addr={ADDRESSES[0]}",
              "--master_port=29500", *program],
             env=env, text=True, stdout=subprocess.PIPE,
         )
@@ -119,11 +126,42 @@ def on_both(prefixes: list[list[str]], program: list[str], timeout_s: float = 30
 
 
 def step(folder: str, batch: int) -> None:
-    """One rank: the median milliseconds of a step, and of what rank 0's sums take by size."""
+    """One rank: the median milliseconds of a step, and of what rank 0's sums take by size.
+
+    Also through gloo alone, in turn.
+    """
     from llama import Llama
     from llama.parallel.measure import all_reduce_seconds, clock_offsets
 
     llama = Llama.build(folder, None, 128, batch, device="cpu", dtype="bf16")
+    parallel = llama.model.parallel
+    paths = {"gloo": parallel}
+    if parallel.hierarchy is not None:
+        paths = {"hierarchical": parallel, "gloo alone": replace(parallel, hierarchy=None)}
+    times: dict[str, list[float]] = {path: [] for path in paths}
+    prompts = [[256 + i, 65] for i in range(batch)]
+    for _ in range(_TURNS):
+        for path, joined in paths.items():
+            for module in llama.model.modules():
+                if hasattr(module, "parallel"):
+                    module.parallel = joined  # type: ignore[assignment]
+            times[path] += _step_seconds(llama, prompts)
+    offsets = clock_offsets(parallel)
+    sums = dict(all_reduce_seconds(parallel, llama.model.norm.weight.device))
+    if parallel.rank == 0:
+        record = {
+            "step_ms": {path: statistics.median(own) * 1e3 for path, own in times.items()},
+            "least_ms": {path: min(own) * 1e3 for path, own in times.items()},
+            "half_round_trip_ms": offsets[-1][1] * 1e3,
+            "all_reduce_ms": {
+                path: {size: seconds * 1e3 for size, seconds in own.items()}
+                for path, own in sums.items()
+            },
+        }
+        print(json.dumps(record), flush=True)
+
+
+def _step_seconds(llama: "Llama", prompts: list[list[int]]) -> list[float]:
     run, times = llama.engine.runner.run, []
 
     def timed(scheduled):
@@ -133,26 +171,16 @@ def step(folder: str, batch: int) -> None:
         return result
 
     llama.engine.runner.run = timed  # type: ignore[method-assign]
-    prompts = [[256 + i, 65] for i in range(batch)]
     llama.generate(prompts, _STEPS, 0.0)
-    parallel = llama.model.parallel
-    offsets = clock_offsets(parallel)
-    (_, sums), *_ = all_reduce_seconds(parallel, llama.model.norm.weight.device)
-    if parallel.rank == 0:
-        times = sorted(times[2:])
-        record = {
-            "step_ms": statistics.median(times) * 1e3,
-            "least_ms": times[0] * 1e3,
-            "half_round_trip_ms": offsets[1][1] * 1e3,
-            "all_reduce_ms": {size: seconds * 1e3 for size, seconds in sums.items()},
-        }
-        print(json.dumps(record), flush=True)
+    llama.engine.runner.run = run  # type: ignore[method-assign]
+    return times[2:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The time of a step of two ranks across a link.")
+    parser = argparse.ArgumentParser(description="The time of a step of ranks across a link.")
     parser.add_argument("--model", default="demo", help="demo, or a shape of bench/shapes.py")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="in each of the two namespaces")
     parser.add_argument("--delay_ms", type=float, default=0.1, help="one way")
     parser.add_argument("--mbits", type=float, default=10_000, help="megabits per second")
     options = parser.parse_args()
@@ -164,7 +192,8 @@ def main() -> None:
             Path(temporary) / "model", params_of(options.model), torch.bfloat16
         )
         with link(options.delay_ms / 1e3, options.mbits * 1e6 / 8) as prefixes:
-            out = on_both(prefixes, [__file__, "step", str(folder), str(options.batch)])
+            program = [__file__, "step", str(folder), str(options.batch)]
+            out = on_both(prefixes, program, ranks=options.ranks)
     print(json.dumps(vars(options) | json.loads(out.splitlines()[-1])))
 
 

@@ -267,7 +267,7 @@ def script(*args: str | Path) -> list[str]:
 
 
 def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
-    """Ctrl-C: 130, and nothing finished is lost; resumed, with a bad line in it: 1; an output that
+    """Ctrl-C: 130, and nothing finished is lost; resumed, with a bad line in it: 0; an output that
     exists: 2, before weights are looked for; all well: 0."""
     (tmp_path / "in").write_bytes(written(requests(90, 40)))
     flags = ["--ckpt_dir", checkpoint_dir[0], *SIZES, "--temperature", "1"]
@@ -287,7 +287,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
 
     done = subprocess.run([*command, "--resume"], env=environment(), capture_output=True, text=True)
     told = done.stdout + done.stderr
-    assert done.returncode == 1 and f"results added {90 - before}, errors in it 1" in told
+    assert done.returncode == 0 and f"results added {90 - before}, errors in it 1" in told
     assert "| ranks 1 | float32" in told and "Traceback" not in told
     job(llama, tmp_path, "whole")
     assert records(tmp_path / "out") == records(tmp_path / "whole")
@@ -346,7 +346,7 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
     out = undisturbed / "mp2"
     program = script(undisturbed / "in", out, "--ckpt_dir", checkpoint_dir[0], *SIZES)[1:]
     done = torchrun(2, *program, "--temperature", "1")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     assert "results added 90, errors in it 1" in done.stderr
     assert records(out) == records(undisturbed / "whole")
 
@@ -369,6 +369,22 @@ def test_a_killed_replica_loses_nothing(llama, checkpoint_dir, tmp_path):
     job(llama, tmp_path, "out", resume=True)
     job(llama, tmp_path, "whole")
     assert records(tmp_path / "out") == records(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_replicas_killed_at_random_moments_lose_and_double_nothing():
+    """A rank or torchrun is killed, before the ranks have met, too; the program checks that all is
+    gone after each kill, and the records in the end. By hand it makes 200 kills."""
+    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "80"]
+    path = os.pathsep.join([str(REPO), str(REPO / "tests")])
+    done = subprocess.run(
+        program, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["kills"] == 5 and counts["jobs"] > 0
 
 
 def writer_of(path: Path) -> int:

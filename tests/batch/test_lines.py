@@ -139,6 +139,7 @@ def test_a_text_file_is_prompts_as_they_stand(llama, tmp_path):
     assert len((tmp_path / "out").read_text().splitlines()) == 1
 
 
+NOW = {"type": "function", "function": {"name": "now"}}
 BAD: list[tuple[Any, str]] = [
     ('{"prompt": ', "the line is not JSON: Expecting value at character 12"),
     ("plain words", "the line is not JSON: Expecting value at character 1"),
@@ -158,9 +159,10 @@ BAD: list[tuple[Any, str]] = [
     ('{"prompt": "x", "temperature": NaN}', "temperature=nan must be a number from 0 to 100"),
     ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias has the token id 999"),
     ({"prompt": "x", "tools": []}, "'tools' cannot be used in a completion request"),
+    ({"messages": HELLO, "tools": [NOW]}, "tools cannot be used with this model"),
     ({"messages": []}, "messages must be a list of at least one message"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, "message: unknown role 'boss'"),
-    ({"messages": [{"role": "user", "content": [{}]}]}, "content must be a str, or a list of"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "message 0: unknown role 'boss'"),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "message 0: content must be a str, or a"),
     (openai({"prompt": "x"}, method="GET"), "method='GET' must be POST"),
     (openai({"prompt": "x"}, url="/v1/embeddings"), "url='/v1/embeddings' must be /v1/chat/"),
     ({**openai({"prompt": "x"}), "body": None}, "body must be an object, got null"),

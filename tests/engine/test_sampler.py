@@ -15,7 +15,15 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from llama.engine import sampler
-from llama.engine.sampler import sample, sample_top_p, score, uniform
+from llama.engine.sampler import (
+    needs_top_only,
+    sample,
+    sample_top_p,
+    score,
+    top_of_all,
+    top_of_share,
+    uniform,
+)
 from llama.engine.sequence import Sequence, TokenParams
 
 INF = float("inf")
@@ -375,6 +383,45 @@ def test_greedy_takes_the_first_of_the_top_ones_whatever_the_filters() -> None:
         greedy, drawn = sequence([0], [], temperature=0, **params), sequence([0], [])
         assert sample(logits, [greedy]).ids.tolist() == [1]
         assert sample(logits.expand(2, -1), [drawn, greedy]).ids[1] == 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_the_tops_of_shares_are_what_the_whole_row_gives(num_ranks) -> None:
+    """Ties within a share and between shares, rows that hold NaN or infinities, or nothing else."""
+    rng = random.Random(num_ranks)
+    for _ in range(200):
+        vocab = num_ranks * rng.choice([1, 3, 40, 256])
+        logits = torch.tensor([[rng.randrange(-3, 2) * 0.5 for _ in range(vocab)] for _ in "1234"])
+        for odd in rng.sample([torch.nan, INF, -INF, -0.0], 2):
+            logits[rng.randrange(4), rng.randrange(vocab)] = odd
+        logits[rng.randrange(4)] = rng.choice([torch.nan, INF, -INF, 1.0])
+        shares = logits.chunk(num_ranks, dim=1)
+        pairs = [top_of_share(x, i * x.shape[1]) for i, x in enumerate(shares)]
+        wanted = sample(logits, [sequence(temperature=0)] * 4).ids
+        assert torch.equal(top_of_all(torch.cat(pairs, dim=1)), wanted)
+
+
+def test_only_rows_that_take_the_top_token_as_it_is_need_no_more() -> None:
+    more: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"logprobs": 0},
+        {"logit_bias": {5: 0.1}},
+        {"bad_words": ((3,),)},
+        {"min_tokens": 4, "stop_ids": (3,)},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+    ]
+    less: list[dict[str, Any]] = [
+        {"top_p": 0.5, "top_k": 3, "min_p": 0.9},
+        {"min_tokens": 3, "stop_ids": (3,)},
+        {"bad_words": ((9, 3),)},
+        {"prompt_logprobs": 3},
+    ]
+    rows = [sequence(**({"temperature": 0.0} | params)) for params in less]
+    assert needs_top_only(rows)
+    for params in more:
+        assert not needs_top_only([*rows, sequence(**({"temperature": 0.0} | params))]), params
 
 
 def test_greedy_heeds_bias_bans_and_penalties() -> None:

@@ -40,15 +40,16 @@ def agent(
 
 
 def two_machines(
-    ranks: int, jobs: list[dict], folder: Path, *, static: bool = False
+    ranks: list[int], jobs: list[dict], folder: Path, *, static: bool = False
 ) -> tuple[list[list[dict]], str]:
-    """The jobs on two agents of loopback: results, one list for each rank, and all of stderr."""
+    """The jobs on two agents of loopback, of so many ranks each: results, one list for each rank,
+    and all of stderr."""
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     port = free_port()
     program = [WORKER, str(folder / "jobs.json"), str(folder)]
     agents = [
-        agent(machine, 2, ranks, "127.0.0.1", port, program, static=static)
+        agent(machine, 2, ranks[machine], "127.0.0.1", port, program, static=static)
         for machine in range(2)
     ]  # fmt: skip
     try:
@@ -57,5 +58,5 @@ def two_machines(
         for machine in agents:
             machine.kill()
     assert [machine.returncode for machine in agents] == [0, 0], errors
-    results = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2 * ranks)]
+    results = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(sum(ranks))]
     return results, "".join(errors)

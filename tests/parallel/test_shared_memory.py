@@ -1,70 +1,24 @@
 """Ranks that share memory, as processes of their own: sums to the bit, and peers that stop, die,
 differ or do not come. What they run is in programs/shared_ranks.py."""
 
-import contextlib
 import itertools
-import multiprocessing
 import os
 import random
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.forked import Ranks
 from helpers.kernels import HAS_KERNELS
 from programs import shared_ranks
 
 pytestmark = pytest.mark.skipif(
     not HAS_KERNELS or not hasattr(os, "pidfd_open"), reason="needs the kernels, and Linux 5.3"
 )
-LIMIT_S = 45  # tells a hang from an end
-
-
-class Ranks:
-    """Processes that run one function of shared_ranks; all are gone at the end of the block."""
-
-    def __init__(self, folder: Path, size: int, do: str, *args: Any) -> None:
-        # Its processes are forks of one that has imported torch, and that has no thread.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "llama.parallel.shared_memory"])
-        self.folder = folder
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=shared_ranks.main, args=(theirs, do, str(folder), rank, size, list(args))
-            )
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-
-    def result(self, rank: int) -> Any:
-        assert self.pipes[rank].poll(LIMIT_S), f"rank {rank} hangs"
-        return self.pipes[rank].recv()
-
-    def results(self) -> list[Any]:
-        return [self.result(rank) for rank in range(len(self.pipes))]
-
-    def send_signal(self, rank: int, number: signal.Signals) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it has sent its result and ended
-            os.kill(pid, number)
 
 
 @pytest.fixture
@@ -74,7 +28,7 @@ def start(tmp_path) -> Callable[..., Ranks]:
     def start(size: int, do: str, *args: Any) -> Ranks:
         folder = tmp_path / str(next(numbers))
         folder.mkdir()
-        return Ranks(folder, size, do, *args)
+        return Ranks(shared_ranks.main, folder, size, do, *args)
 
     return start
 

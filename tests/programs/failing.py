@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from llama import Llama
 from llama.batch.job import run_batch
+from llama.chat.session import chat
 from llama.parallel import drain
+from llama.parallel.meeting import Meeting
 
 AT_ONCE = 3
+MEETING = ("never", "came", "groups")  # the moments before the groups are whole
 LIMIT_S = 30.0  # generous: it tells a hang from an end
 
 
@@ -48,6 +52,40 @@ def fail(fault: str, mark: Path) -> None:
         time.sleep(3.0)
 
 
+def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
+    """Let the faulty rank fail before the groups are whole, and the last one come late."""
+    if rank == case["rank"]:
+        if case["when"] == "never":
+            fail(case["fault"], mark)
+        look, new_group = Meeting._look, dist.new_group
+
+        def look_and_fail(self: Meeting) -> None:
+            look(self)
+            if case["when"] == "came" and len(self._came) == case["world"] - 1:
+                time.sleep(1.0)  # the others have seen it
+                fail(case["fault"], mark)
+
+        def new_group_and_fail(*args: Any, **kwargs: Any) -> Any:
+            if case["when"] == "groups":
+                fail(case["fault"], mark)
+            return new_group(*args, **kwargs)
+
+        Meeting._look = look_and_fail  # type: ignore[method-assign]
+        dist.new_group = new_group_and_fail
+    elif case["when"] == "came" and rank == case["world"] - 1:
+        time.sleep(6.0)
+
+
+def chat_in_a_pipe(llama: Llama, rank: int, out: Path) -> None:
+    """One question, and then a pipe that stays open; rank 0's answers go to a file."""
+    reads, writes = os.pipe()
+    if not rank:
+        os.write(writes, b"a question\n")
+        os.dup2(reads, 0)
+        os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY), 1)
+    chat(llama, temperature=0.0, top_p=0.9, max_gen_len=20, seed=None)
+
+
 def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     """Build, answer, be idle, answer: and fail where the case says."""
     torch.set_num_threads(1)
@@ -55,6 +93,8 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     is_faulty = rank == case["rank"]
     if "drain_s" in case:
         drain(case["drain_s"])
+    if when in MEETING:
+        meet_and_fail(case, rank, mark)
     llama = Llama.build(
         folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"]
     )
@@ -71,6 +111,9 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     prompts = [[256, 65 + i] for i in range(2)]
     if when == "script" and is_faulty:
         fail(case["fault"], mark)
+    if case.get("is_chat"):
+        chat_in_a_pipe(llama, rank, mark.with_suffix(".out"))
+        return
     if "drain_s" in case:
         path = mark.with_suffix(".out")
         mark.with_suffix(".in").write_text("a question\n" * 40)

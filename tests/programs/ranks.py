@@ -14,12 +14,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from llama import AsyncLLMEngine, Llama
-from llama.parallel import RankError
+from llama.parallel import ModelParallel, RankError
 from llama.parallel.measure import clock_offsets
 from llama.sampling_params import SamplingParams
 from llama.serving import vllm_api
@@ -132,13 +133,40 @@ def stream(folder: str, prompts: list[str]) -> list[str]:
     return texts
 
 
-def shares_memory(folder: str) -> int:
-    """In how many turns this rank exchanges tensors for one token."""
-    shared = build(folder).model.parallel.shared
+def shares_memory(folder: str, prompts: list) -> list:
+    """In how many turns this rank exchanges tensors for one token: greedy, drawn, and with its
+    log-probability; then greedy answers."""
+    llama, turns = build(folder), []
+    shared = llama.model.parallel.shared
     assert shared is not None
-    before = shared.turns()[shared.rank]
-    build(folder).generate([[256, 65, 66]], 1, 0)
-    return shared.turns()[shared.rank] - before
+    ways: list[dict] = [{"temperature": 0.0}, {"temperature": 1.0}, {"logprobs": True}]
+    for settings in ways:
+        before = shared.turns()[shared.rank]
+        llama.generate([[256, 65, 66]], 1, **settings)
+        turns.append(shared.turns()[shared.rank] - before)
+    return [turns, llama.generate(prompts, 8, 0.0)[0]]
+
+
+def spans_machines(folder: str) -> list:
+    """The group's ranks by machine, and whether this one exchanges tensors in shared memory."""
+    hierarchy = build(folder).model.parallel.hierarchy
+    assert hierarchy is not None
+    memory = hierarchy._memory
+    return [hierarchy.machines, memory is not None and memory.turns()[memory.rank] > 0]
+
+
+def gathered(folder: str) -> list[list[int]]:
+    """The shapes that are gathered for one greedy token of each of two prompts."""
+    gather, shapes = ModelParallel.all_gather, []
+
+    def noting(parallel: ModelParallel, x: torch.Tensor) -> torch.Tensor:
+        shapes.append(list(x.shape))
+        return gather(parallel, x)
+
+    llama = build(folder)
+    with mock.patch.object(ModelParallel, "all_gather", noting):
+        llama.generate([[256, 65, 66], [256, 67]], 1, 0.0)
+    return shapes
 
 
 def samples(folder: str, prompts: list) -> list:

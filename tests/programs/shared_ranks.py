@@ -45,8 +45,9 @@ class Rank:
         return [path.read_bytes() for path in paths]
 
     def join(self, timeout_s: float = 60.0) -> SharedMemory:
-        shared = SharedMemory.join(self.rank, NAMES[: self.size], self.exchange, timeout_s)
-        assert shared is not None
+        names = NAMES[: self.size]
+        shared, machines = SharedMemory.join(self.rank, names, self.exchange, timeout_s)
+        assert shared is not None and machines == [list(range(self.size))]
         return shared
 
 
@@ -265,4 +266,4 @@ def without(rank: Rank, lacking: str, where: int) -> bool:
         }
         place = shared_memory.native if lacking == "kernels" else shared_memory
         setattr(place, lacking, replaced[lacking])
-    return SharedMemory.join(rank.rank, NAMES[: rank.size], rank.exchange, 5.0) is None
+    return SharedMemory.join(rank.rank, NAMES[: rank.size], rank.exchange, 5.0)[0] is None

@@ -4,20 +4,31 @@ tests/serving/test_fastchat_host.py has the same worker under FastChat itself.
 """
 
 import asyncio
+import contextlib
+import http.server
 import json
+import queue
+import signal
 import socket
+import subprocess
 import sys
 import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from helpers.fastchat import DIALOGS, NO_SYSTEM
+from helpers.launch import environment
 from llama import AsyncLLMEngine, Llama
 from llama.serving import fastchat_app, fastchat_worker
 from llama.serving.fastchat_app import FastChatApp, as_trained, conversation_template
 from llama.tokenizer import ChatFormat
 
 LIMIT_S = 30.0
+START_LIMIT_S = 120.0  # two processes that import torch, on a busy machine
 FRANCE = {"role": "user", "content": "What is the capital of France?"}
 
 
@@ -282,9 +293,80 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, capsys):
         assert f"port {port}" in capsys.readouterr().err
     monkeypatch.setenv("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "soon")
     assert fastchat_worker.main([]) == 2
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert fastchat_worker.main([]) == 2
 
 
 def test_template_names_are_those_of_the_app():
     assert tuple(fastchat_app._TEMPLATES) == fastchat_worker._TEMPLATE_NAMES
+
+
+class Controller(http.server.BaseHTTPRequestHandler):
+    """What FastChat's controller does with a worker: it notes what the worker says of itself."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.said.put((self.path, body))  # type: ignore[attr-defined]
+        answer = json.dumps({"exist": True}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def controller() -> Iterator[tuple[str, queue.Queue]]:
+    """Its address, and what it hears."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller) as server:
+        server.said = queue.Queue()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", server.said  # type: ignore[attr-defined]
+        server.shutdown()
+
+
+def ask(url: str, **params: Any) -> bytes:
+    with urllib.request.urlopen(url, json.dumps(params).encode(), timeout=LIMIT_S) as response:
+        return response.read()
+
+
+@pytest.mark.dist
+def test_two_ranks_are_one_worker(demo, tmp_path):
+    """Rank 0 alone registers, with requests at once, a bad one, and a stream that SIGTERM ends."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        "-m", "llama.serving.fastchat_worker", "--port", "0", "--dtype", "fp32",
+        "--model-names", "demo", "--max-seq-len", "512", "--controller-address",
+    ]  # fmt: skip
+    prompt = written([FRANCE], conversation_template("llama-3", demo.tokenizer))
+    greedy = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
+    long = {"prompt": "Once", "temperature": 0, "max_new_tokens": 490, "stop": "\0"}
+    env = environment(FASTCHAT_WORKER_HEART_BEAT_INTERVAL="1")
+    with contextlib.ExitStack() as stack:
+        address, said = stack.enter_context(controller())
+        job = subprocess.Popen(
+            [*command, address], env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        stack.callback(job.kill)
+        path, card = said.get(timeout=START_LIMIT_S)
+        assert path == "/register_worker" and card["worker_status"]["model_names"] == ["demo"]
+        url = card["worker_name"]
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        asked = [pool.submit(ask, f"{url}/worker_generate", **greedy) for _ in range(3)]
+        bad = json.loads(ask(f"{url}/worker_generate", prompt="a", top_p=7))
+        assert bad["error_code"] == 40302 and "top_p" in bad["text"]
+        answer = demo.chat_completion([[FRANCE]], temperature=0)[0]["generation"]["content"]
+        assert [json.loads(a.result())["text"] for a in asked] == [answer] * 3
+        beat = said.get(timeout=LIMIT_S)
+        assert beat == ("/receive_heart_beat", {"worker_name": url, "queue_length": 0})
+        body = json.dumps(long).encode()
+        stream = urllib.request.urlopen(
+            f"{url}/worker_generate_stream", body, timeout=LIMIT_S
+        )  # fmt: skip
+        stream.read(1)
+        job.send_signal(signal.SIGTERM)
+        last = json.loads(stream.read().split(b"\0")[-2])
+        assert last["error_code"] == 50001 and "shutting down" in last["text"]
+        _, errors = job.communicate(timeout=LIMIT_S)
+    assert "error:" not in errors and errors.count("registered with the controller") == 1, errors
+    assert errors.count("worker for demo at") == 1
+    assert {path for path, _ in said.queue} <= {"/receive_heart_beat"}

@@ -59,7 +59,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": []}, "prompt is an empty list"),
     ({"prompt": ["x", 1]}, "prompt[1] must be a string, as the first one, got a number"),
     ({"prompt": [[1], "x"]}, "prompt[1] must be a list, as the first one, got a string"),
-    ({"messages": HELLO, "tools": [], "tool_choice": "auto"}, "'tool_choice', 'tools' cannot be"),
+    ({"prompt": "x", "tools": [], "tool_choice": "auto"}, "'tool_choice', 'tools' cannot be"),
     ({"prompt": "x", "top_logprobs": 2}, "'top_logprobs' cannot be used in a completion request"),
     ({}, "prompt must be a string, a list of token ids, or a list of either, got null"),
     (

@@ -17,6 +17,8 @@ from llama import Llama, SamplingParams
 MODEL = "demo"
 STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
 
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+
 
 @pytest.fixture(scope="module")
 def client(server) -> openai.OpenAI:
@@ -249,6 +251,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
         400,
         "continue_final_message",
     ),
+    ("/v1/chat/completions", {"messages": STORY, "tools": [NOW]}, 400, "tools"),
     ("/tokenize", {"prompt": 7}, 400, "prompt"),
     ("/tokenize", {"prompt": "x", "other": 7}, 400, "other"),
     ("/detokenize", {"tokens": [2**40]}, 400, "tokens"),
@@ -321,13 +324,19 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
 
 def test_signals_drain_and_a_full_queue_is_refused():
     """With one place and one in the queue: the third request is refused at once. After SIGTERM the
-    two are answered, another is not, and the exit code is 0."""
+    two are answered, another is not, and the exit code is 0. Before that, a flag gives tools to a
+    model of Llama 3.0."""
     flags = ("--max_seq_len", "512", "--max_batch_size", "1", "--max_queue", "1")
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
-    with run_server(*flags, "--api_key", "k") as server:
+    with run_server(*flags, "--api_key", "k", "--tool_format", "llama3.2") as server:
         url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer k"}
         assert httpx.post(url, json=body).status_code == 401
         assert httpx.get(f"{server.url}/ready").status_code == 200
+        chat = {"messages": STORY, "tools": [NOW]}
+        tokens = httpx.post(f"{server.url}/tokenize", json=chat, headers=headers).json()["tokens"]
+        prompt = {"tokens": tokens}
+        prompt = httpx.post(f"{server.url}/detokenize", json=prompt, headers=headers).json()
+        assert "MUST put it in the format of [func_name1(" in prompt["prompt"]
         answers: list[httpx.Response] = []
 
         def ask() -> None:

@@ -30,6 +30,7 @@ from llama.serving.vllm_api import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 
 IDS = prompts_of([9, 12, 5], seed=3)
@@ -81,6 +82,12 @@ def test_generate_takes_every_form_of_a_prompt(llm):
     one.append(llm.generate(prompt_token_ids=[ids], sampling_params=greedy()))
     assert [output.outputs[0].text for (output,) in one] == [wanted["generation"]] * 5
     assert llm.generate([], greedy()) == []
+
+
+def test_structured_outputs(llm):
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    (output,) = llm.generate(["One"], SamplingParams(structured_outputs=form, seed=1))
+    assert output.outputs[0].text in ("yes", "no")
 
 
 def test_each_prompt_may_have_its_own_parameters(llm, capsys):
@@ -457,7 +464,7 @@ def test_from_optional_and_changes_before_use(llm):
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"structured_outputs": {}}, "SamplingParams cannot do structured_outputs={}: leave it out"),
+    ({"extra_args": {"a": 1}}, "SamplingParams cannot do extra_args={'a': 1}: leave it out"),
     ({"logits_processors": [len]}, "cannot do logits_processors="),
     ({"temprature": 0.5}, "cannot do temprature=0.5"),
     ({"flat_logprobs": True}, "cannot do flat_logprobs=True: leave it out (allowed: False)"),

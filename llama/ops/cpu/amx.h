@@ -1,7 +1,7 @@
 // Products of bf16 in a CPU's tiles (AMX: Sapphire Rapids and later): up to 32 rows of x, times a
 // packed weight block of 32 outputs, onto float32 sums. On two cores of a Xeon, 512 rows take 38 ms
-// for a weight (16384, 2048). linear.cpp asks tiles_work(), and then linear_in_tiles() for whole
-// products; it knows nothing of tiles.
+// for a weight (16384, 2048). linear.cpp asks tiles_work(), and then has multiply_all() do
+// whole products; it knows nothing of tiles.
 //
 // A tile is 16 rows of 64 bytes. One instruction adds to C (16 rows of x, 16 outputs) the product
 // of A (16 rows of x, 32 k) and B (16 pairs of k, 16 outputs, 2): B is half of a weight block in
@@ -57,10 +57,10 @@ inline void fill_tiles(const uint16_t* x, uint16_t* to, long rows, long height, 
 }
 
 // Some k of a weight block, as bf16.
-template <class Weight> void widen_block(const char* from, uint16_t* to, long k) {
+template <class Kind> void widen_block(const char* from, uint16_t* to, long k) {
   finish_stores();  // and loads, of what was there before
   for (long i = 0; i < k * N_BLOCK; i += 2 * LANES)
-    store(to + i, Weight::pairs(from + i * Weight::BYTES));
+    store(to + i, Kind::pairs(from + i * Kind::BYTES));
   finish_stores();
 }
 
@@ -81,7 +81,7 @@ inline void fetch(const char* from, long bytes, bool is_near) {
 
 // One or two tiles of rows of x, the second `apart` numbers behind the first, times some steps of a
 // weight block, onto their rows of 32 sums, which start from zero at the first step of all.
-template <class Weight, int TILES>
+template <class Kind, int TILES>
 void multiply(const uint16_t* x, long height, long apart, Steps steps, float* sums, bool is_first) {
   constexpr long STRIDE = N_BLOCK * sizeof(float);
   float* lower = sums + height * N_BLOCK;
@@ -98,10 +98,10 @@ void multiply(const uint16_t* x, long height, long apart, Steps steps, float* su
   }
   for (long i = 0; i < steps.count; i++, x += height * TILE_K) {
     fetch(steps.next + i * steps.fetched, steps.fetched, steps.is_near);
-    const char* w = steps.weights + i * TILE_K * N_BLOCK * Weight::BYTES;
+    const char* w = steps.weights + i * TILE_K * N_BLOCK * Kind::BYTES;
     alignas(64) uint16_t wide[TILE_K * N_BLOCK];
-    if (Weight::BYTES == 1) {
-      widen_block<Weight>(w, wide, TILE_K);
+    if (Kind::BYTES == 1) {
+      widen_block<Kind>(w, wide, TILE_K);
       w = (const char*)wide;
     }
     _tile_loadd(6, w, 4 * N_BLOCK);
@@ -159,9 +159,10 @@ inline bool tiles_work() {
 // The layout of x in tiles: one K block after another, in each the tiles of all rows, each of them
 // (K/32, height, 32). A single row block has one K block, and its sums never leave the tiles.
 struct PackedX {
-  long k, height, tiles, depth;
+  long m, k, height, tiles, depth;
   PackedX(long m, long k)
-      : k(k),
+      : m(m),
+        k(k),
         height(std::clamp(m, 1L, TILE_ROWS)),  // none would be a fault
         tiles(Parts(m, TILE_ROWS).count),
         depth(tiles > 2 ? TILE_K_BLOCK : k) {}
@@ -170,19 +171,26 @@ struct PackedX {
   long at(long tile, long begin) const {
     return (begin * tiles + tile * count_k(begin)) * height;
   }
+  long pieces() const { return tiles * k_blocks(); }
+  void pack(const uint16_t* x, char* to, long piece) const {
+    const long tile = piece / k_blocks(), row = tile * TILE_ROWS;
+    const long begin = piece % k_blocks() * depth;
+    fill_tiles(x + row * k + begin, (uint16_t*)to + at(tile, begin), std::min(m - row, height),
+               height, k, count_k(begin));
+  }
 };
 
 // Row blocks of x, of one tile or two, times a group of weight blocks -> the rows of 32 sums of one
 // weight block after another, in `totals`. `group` is the first weight block.
-template <class Weight>
+template <class Kind>
 void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts& row_blocks,
                          long from, long to, const char* group, long blocks, float* totals) {
-  constexpr long BYTES = N_BLOCK * Weight::BYTES;  // per k
+  constexpr long BYTES = N_BLOCK * Kind::BYTES;  // per k
   const long k = packed_x.k, height = packed_x.height, first = row_blocks.first(from);
   const long rows = (row_blocks.first(to) - first) * height;
   const bool is_alone = packed_x.tiles <= 2, is_near = is_alone && height <= L1_PREFETCH_ROWS;
-  const bool is_shared = Weight::BYTES == 1 && to - from > 1;  // then int8 is widened once for all
-  alignas(64) uint16_t wide[Weight::BYTES == 1 ? TILE_K_BLOCK * N_BLOCK : 1];
+  const bool is_shared = Kind::BYTES == 1 && to - from > 1;  // then int8 is widened once for all
+  alignas(64) uint16_t wide[Kind::BYTES == 1 ? TILE_K_BLOCK * N_BLOCK : 1];
   for (long begin = 0; begin < k; begin += packed_x.depth)
     for (long block = 0; block < blocks; block++) {
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
@@ -191,55 +199,50 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
       if (is_alone) next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * BYTES);
       else if (block + 1 < blocks) next = weights + k * BYTES;
       const long fetched = TILE_K * BYTES / (to - from);
-      if (is_shared) widen_block<Weight>(weights, wide, count_k);
+      if (is_shared) widen_block<Kind>(weights, wide, count_k);
       for (long b = from; b < to; b++, next += fetched * steps) {
         const long tile = row_blocks.first(b), pair = row_blocks.size(b) == 2;
         const Steps todo{is_shared ? (const char*)wide : weights, next, steps, fetched, is_near};
         const auto run = is_shared ? (pair ? multiply<Bf16, 2> : multiply<Bf16, 1>)
-                                   : (pair ? multiply<Weight, 2> : multiply<Weight, 1>);
+                                   : (pair ? multiply<Kind, 2> : multiply<Kind, 1>);
         run(x + packed_x.at(tile, begin), height, height * count_k, todo,
             totals + (block * rows + (tile - first) * height) * N_BLOCK, begin == 0);
       }
     }
 }
 
-template <class Weight>
-void linear_in_tiles(const uint16_t* x, const char* weight, const float* scales, Outputs out,
-                     uint16_t* scratch, long m, long k, int threads) {
-  const PackedX packed_x(m, k);
-  const long blocks = out.n / N_BLOCK, k_blocks = packed_x.k_blocks();
-  const Parts row_blocks(packed_x.tiles, 2), m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
+// As multiply_all() in linear.cpp, which has vectors.
+template <class Kind, class Packed>
+void multiply_all(Member& member, const PackedX& x, Packed packed, const Weight& weight,
+                  const Outputs& out) {
+  const long blocks = weight.n / N_BLOCK, height = x.height;
+  const Parts row_blocks(x.tiles, 2), m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));
   // At least some groups per thread, so that all have as much to do.
   const Parts groups(blocks,
-                     packed_x.tiles > 2 ? std::clamp(blocks / (4 * threads), 1L, N_GROUP) : 1);
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for
-    for (long item = 0; item < packed_x.tiles * k_blocks; item++) {
-      const long tile = item / k_blocks, row = tile * TILE_ROWS;
-      const long begin = item % k_blocks * packed_x.depth;
-      fill_tiles(x + row * k + begin, scratch + packed_x.at(tile, begin),
-                 std::min(m - row, packed_x.height), packed_x.height, k, packed_x.count_k(begin));
-    }
-    configure(packed_x.height);
-    // One M block after another with the same group: its weights come from memory once.
-#pragma omp for schedule(guided)
-    for (long item = 0; item < m_blocks.count * groups.count; item++) {
-      const long group = item / m_blocks.count, m_block = item % m_blocks.count;
-      const long from = m_blocks.first(m_block), to = m_blocks.first(m_block + 1);
-      const long first = groups.first(group), count = groups.size(group);
-      const long tile = row_blocks.first(from), row = tile * TILE_ROWS;
-      alignas(64) float totals[N_GROUP * M_BLOCK * N_BLOCK];
-      group_sums_in_tiles<Weight>(scratch, packed_x, row_blocks, from, to,
-                                  weight + first * N_BLOCK * k * Weight::BYTES, count, totals);
-      const long rows = (row_blocks.first(to) - tile) * packed_x.height;
-      for (long r = 0; r < std::min(rows, m - row); r++)  // a row's blocks are neighbours
-        for (long p = 0; p < count; p++)
-          out.write(totals + (p * rows + r) * N_BLOCK, scales, row + r, row + r + 1,
-                    (first + p) * N_BLOCK);
-    }
-    _tile_release();
-  }
+                     x.tiles > 2 ? std::clamp(blocks / (4 * member.threads()), 1L, N_GROUP) : 1);
+  alignas(64) float totals[N_GROUP * M_BLOCK * N_BLOCK];
+  bool is_configured = false;
+  // One M block after another with the same group: its weights come from memory once.
+  const auto compute = [&](long item) {
+    const long group = item / m_blocks.count, m_block = item % m_blocks.count;
+    const char* weights = weight.data + groups.first(group) * N_BLOCK * x.k * Kind::BYTES;
+    const char* rows = packed();
+    if (!is_configured) configure(height);
+    is_configured = true;
+    group_sums_in_tiles<Kind>((const uint16_t*)rows, x, row_blocks, m_blocks.first(m_block),
+                              m_blocks.first(m_block + 1), weights, groups.size(group), totals);
+  };
+  const auto write_out = [&](long item) {
+    const long group = item / m_blocks.count, m_block = item % m_blocks.count;
+    const long tile = row_blocks.first(m_blocks.first(m_block)), row = tile * TILE_ROWS;
+    const long rows = (row_blocks.first(m_blocks.first(m_block + 1)) - tile) * height;
+    for (long r = 0; r < std::min(rows, x.m - row); r++)  // a row's blocks are neighbours
+      for (long p = 0; p < groups.size(group); p++)
+        write(out, weight, totals + (p * rows + r) * N_BLOCK, row + r, row + r + 1,
+              (groups.first(group) + p) * N_BLOCK);
+  };
+  member.run(m_blocks.count * groups.count, compute, write_out);
+  if (is_configured) _tile_release();
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 // same bytes alone as in any batch, in a prefill as in a decode step, on any number of threads.
 #include <algorithm>
 
+#include "kernels.h"
 #include "vectors.h"
 
 namespace {
@@ -26,24 +27,20 @@ constexpr int KEYS = 2 * LANES;
 constexpr long PREFETCH_KEYS = 64;  // without prefetch it took twice as long (Zen 4, from memory)
 constexpr double MIN_PARALLEL_WORK = 3e5;  // multiplications; below, waking threads takes longer
 
-struct Call {  // the tensors of one call, see attention.py
-  const uint16_t *queries, *keys, *values;
-  uint16_t* out;
-  const int64_t *table, *query_starts, *seq_lens;
-  float* partials;
-  long num_seqs, pages_each, page_size, heads, kv_heads, dim;
-  float scale;  // of the scores
+// Of a sequence: its first item of work and its first partial.
+struct Start {
+  int64_t item, partial;
+};
 
+struct Call : Attention {
+  Start* starts() const { return (Start*)workspace; }  // (num_seqs + 1); the last has the sums
+  float* partials() const { return (float*)(starts() + num_seqs + 1); }
   long group() const { return heads / kv_heads; }
   long queries_of(long seq) const { return query_starts[seq + 1] - query_starts[seq]; }
   long rows(long seq) const { return queries_of(seq) * group(); }
   long blocks(long seq) const { return (rows(seq) + M_BLOCK - 1) / M_BLOCK; }
   long splits(long seq) const { return (seq_lens[seq] + SPLIT - 1) / SPLIT; }
   bool is_split(long seq) const { return blocks(seq) == 1; }
-};
-
-struct Start {  // of a sequence: its first item of work and partial
-  int64_t item, partial;
 };
 
 // A block of rows of one sequence and one kv head.
@@ -199,7 +196,7 @@ void softmax(float* row, long visible, long count, float* m, float* l) {
 }
 
 // The partials of a block of rows over one part of the context: D sums, m and l per row.
-void attend(const Call& call, const Block& block, const Pair* queries, long split, float* out) {
+void attend_to(const Call& call, const Block& block, const Pair* queries, long split, float* out) {
   const long dim = call.dim, begin = split * SPLIT;
   const long end = std::min(begin + SPLIT, num_visible(call, block, block.rows - 1));
   const long count = end - begin;
@@ -260,40 +257,61 @@ void normalise(const Call& call, const Block& block, const float* partials) {
 
 float* partials_at(const Call& call, const Block& block, const Start& start, long split) {
   const long rows = start.partial + split * call.kv_heads * block.rows + block.kv_head * block.rows;
-  return call.partials + rows * (call.dim + 2);
+  return call.partials() + rows * (call.dim + 2);
 }
 
-// An item of work: a part of the context of a sequence that is split, else a block of its rows.
-void run_item(const Call& call, long seq, const Start& start, long item) {
-  const long blocks = call.blocks(seq), rows = call.rows(seq);
-  Pair queries[M_BLOCK * MAX_HEAD_DIM / 2];
-  if (call.is_split(seq)) {  // neighbouring kv heads are neighbours in memory
-    const long split = item / call.kv_heads, kv_head = item % call.kv_heads;
-    const Block block = {seq, kv_head, call.query_starts[seq], 0, rows};
-    pack_rows(call, block, queries);
-    attend(call, block, queries, split, partials_at(call, block, start, split));
-    return;
-  }
+// All rows of a sequence that is split, for one kv head: one block.
+Block whole_block(const Call& call, long seq, long kv_head) {
+  return {seq, kv_head, call.query_starts[seq], 0, call.rows(seq)};
+}
+
+// Of an item of work: a part of the context of a sequence that is split, else a block of its rows.
+struct Item {
+  Block block;
+  Start start;  // of the sequence
+  long split;   // -1: the whole context
+};
+
+Item item_of(const Call& call, long i) {
+  const Start* starts = call.starts();
+  const Start* after = std::upper_bound(starts, starts + call.num_seqs, i,
+                                        [](long i, const Start& s) { return i < s.item; });
+  const long seq = after - 1 - starts, item = i - after[-1].item;
+  const long blocks = call.blocks(seq), rows = call.rows(seq), query = call.query_starts[seq];
+  if (call.is_split(seq))  // neighbouring kv heads are neighbours in memory
+    return {whole_block(call, seq, item % call.kv_heads), after[-1], item / call.kv_heads};
   const long first = (blocks - 1 - item % blocks) * M_BLOCK;  // the longest first
-  const Block block = {seq, item / blocks, call.query_starts[seq], first,
-                       std::min(M_BLOCK, rows - first)};
-  alignas(64) float sums[M_BLOCK * (MAX_HEAD_DIM + 2)], next[M_BLOCK * (MAX_HEAD_DIM + 2)];
+  return {{seq, item / blocks, query, first, std::min(M_BLOCK, rows - first)}, after[-1], -1};
+}
+
+constexpr long MAX_SUMS = M_BLOCK * (MAX_HEAD_DIM + 2);
+
+// The partials of an item's rows, in `sums`.
+void compute_item(const Call& call, const Item& item, float* sums) {
+  const Block& block = item.block;
+  Pair queries[M_BLOCK * MAX_HEAD_DIM / 2];
   pack_rows(call, block, queries);
+  if (item.split >= 0) return attend_to(call, block, queries, item.split, sums);
+  alignas(64) float next[MAX_SUMS];
   clear(sums, block.rows, call.dim);
   for (long split = 0; split * SPLIT < num_visible(call, block, block.rows - 1); split++) {
-    attend(call, block, queries, split, next);
+    attend_to(call, block, queries, split, next);
     merge(sums, next, block.rows, call.dim);
   }
-  normalise(call, block, sums);
 }
 
-void run_merge(const Call& call, long seq, const Start& start, long kv_head) {
-  const Block block = {seq, kv_head, call.query_starts[seq], 0, call.rows(seq)};
-  float sums[M_BLOCK * (MAX_HEAD_DIM + 2)];
+void write_item(const Call& call, const Item& item, const float* sums) {
+  const Block& block = item.block;
+  if (item.split < 0) return normalise(call, block, sums);
+  std::memcpy(partials_at(call, block, item.start, item.split), sums,
+              block.rows * (call.dim + 2) * sizeof(float));
+}
+
+void merge_splits(const Call& call, const Block& block, float* sums) {
+  const Start& start = call.starts()[block.seq];
   clear(sums, block.rows, call.dim);
-  for (long split = 0; split < call.splits(seq); split++)
+  for (long split = 0; split < call.splits(block.seq); split++)
     merge(sums, partials_at(call, block, start, split), block.rows, call.dim);
-  normalise(call, block, sums);
 }
 
 // Moves `at` past one sequence.
@@ -303,61 +321,79 @@ void advance(const Call& call, long seq, Start* at) {
   at->partial += split ? call.kv_heads * call.rows(seq) * call.splits(seq) : 0;
 }
 
-// Fills starts (num_seqs + 1); the last one holds the sums. Returns the multiplications to do.
-double plan(const Call& call, Start* starts) {
+Start totals(const Call& call) {
   Start at = {};
-  double work = 0;
-  for (long seq = 0; seq < call.num_seqs; seq++) {
-    starts[seq] = at;
-    advance(call, seq, &at);
-    work += 2.0 * call.queries_of(seq) * call.seq_lens[seq] * call.heads * call.dim;
-  }
-  starts[call.num_seqs] = at;
-  return work;
+  for (long seq = 0; seq < call.num_seqs; seq++) advance(call, seq, &at);
+  return at;
 }
 
 }  // namespace
 
+// The starts of the sequences, then partials of D + 2 floats per row and part of the context, for
+// sequences that are split.
+long attention_bytes(const Attention& attention) {
+  const Call call = {attention};
+  return (call.num_seqs + 1) * sizeof(Start) +
+         totals(call).partial * (call.dim + 2) * sizeof(float);
+}
+
+double plan_attention(const Attention& attention) {
+  const Call call = {attention};
+  Start at = {};
+  double work = 0;
+  for (long seq = 0; seq < call.num_seqs; seq++) {
+    call.starts()[seq] = at;
+    advance(call, seq, &at);
+    work += 2.0 * call.queries_of(seq) * call.seq_lens[seq] * call.heads * call.dim;
+  }
+  call.starts()[call.num_seqs] = at;
+  return work;
+}
+
+void attend(Member& member, const Attention& attention) {
+  const Call call = {attention};
+  alignas(64) float sums[MAX_SUMS];
+  member.run(
+      call.starts()[call.num_seqs].item,
+      [&](long i) { compute_item(call, item_of(call, i), sums); },
+      [&](long i) { write_item(call, item_of(call, i), sums); });
+  const auto block_of = [&](long i) {
+    return whole_block(call, i / call.kv_heads, i % call.kv_heads);
+  };
+  member.run(
+      call.num_seqs * call.kv_heads,
+      [&](long i) {
+        if (call.is_split(i / call.kv_heads)) merge_splits(call, block_of(i), sums);
+      },
+      [&](long i) {
+        if (call.is_split(i / call.kv_heads)) normalise(call, block_of(i), sums);
+      });
+}
+
 extern "C" {
 
-// Bytes of workspace of paged_attention_bf16: the starts of the sequences, then partials of
-// D + 2 floats per row and part of the context, for sequences that are split.
+// Bytes of workspace of paged_attention_bf16.
 long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, long num_seqs,
                          long heads, long kv_heads, long dim) {
-  Call call = {};
-  call.query_starts = query_starts, call.seq_lens = seq_lens;
-  call.heads = heads, call.kv_heads = kv_heads;
-  Start totals = {};
-  for (long seq = 0; seq < num_seqs; seq++) advance(call, seq, &totals);
-  return (num_seqs + 1) * sizeof(Start) + totals.partial * (dim + 2) * sizeof(float);
+  Attention call = {};
+  call.query_starts = query_starts, call.seq_lens = seq_lens, call.num_seqs = num_seqs;
+  call.heads = heads, call.kv_heads = kv_heads, call.dim = dim;
+  return attention_bytes(call);
 }
 
 // queries and out (T, H, D), kv_pages (2, P, S, K, D), table (B, M), query_starts (B + 1),
 // seq_lens (B).
 void paged_attention_bf16(const uint16_t* queries, const uint16_t* kv_pages, const int64_t* table,
                           const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,
-                          Start* workspace, long num_seqs, long heads, long kv_heads, long dim,
+                          char* workspace, long num_seqs, long heads, long kv_heads, long dim,
                           long num_pages, long page_size, long pages_each, float scale,
                           int threads) {
   const uint16_t* values = kv_pages + num_pages * page_size * kv_heads * dim;
-  Start* starts = workspace;
-  float* partials = (float*)(workspace + num_seqs + 1);
-  const Call call = {queries,  kv_pages, values,     out,       table, query_starts, seq_lens,
-                     partials, num_seqs, pages_each, page_size, heads, kv_heads,     dim, scale};
-  const double work = plan(call, starts);
-#pragma omp parallel num_threads(threads) if (work > MIN_PARALLEL_WORK)
-  {
-#pragma omp for schedule(dynamic)
-    for (long item = 0; item < starts[num_seqs].item; item++) {
-      const Start* after = std::upper_bound(
-          starts, starts + num_seqs, item, [](long i, const Start& s) { return i < s.item; });
-      run_item(call, after - 1 - starts, after[-1], item - after[-1].item);
-    }
-#pragma omp for schedule(dynamic)
-    for (long item = 0; item < num_seqs * kv_heads; item++) {
-      const long seq = item / kv_heads;
-      if (call.is_split(seq)) run_merge(call, seq, starts[seq], item % kv_heads);
-    }
-  }
+  const Attention call = {queries,   kv_pages, values,     out,       table, query_starts,
+                          seq_lens,  workspace, num_seqs,  pages_each, page_size, heads,
+                          kv_heads,  dim,      scale};
+  const double work = plan_attention(call);
+  run_team(work > MIN_PARALLEL_WORK ? threads : 1,
+           [&](Member& member) { attend(member, call); });
 }
 }

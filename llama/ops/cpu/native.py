@@ -168,9 +168,15 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "pack_workspace": (int, (int, int)),
     "pack_bf16": (None, (_BF16, _U8, int, int)),
     "pack_int8": (None, (_BF16, torch.int8, _F32, _U8, int, int)),
-    "linear_workspace": (int, (int, int)),
+    "linear_workspace": (int, (int, int, int)),
     "linear_bf16": (None, (_BF16, _BF16, Tensor, _U8, int, int, int, bool)),
     "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _U8, int, int, int, bool)),
+    "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
+    "layers_bf16": (
+        None,
+        (_I64, _BF16, _BF16, torch.complex64, _BF16, _I64, _I64, _I64, _I64, _U8)
+        + (*[int] * 12, float, float),
+    ),
     "sample_workspace": (int, (int, int, int)),
     "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),
     "shared_channel_bytes": (int, (int, int)),

@@ -10,6 +10,7 @@
 // floats of the even k, and a mask of the odd. int8 weights lie in the same order at half the size;
 // a row's sum is multiplied by its scale.
 #pragma once
+#include "kernels.h"
 #include "vectors.h"
 
 namespace {
@@ -55,23 +56,30 @@ struct Int8 {
 };
 #endif
 
-// Where the outputs go: (m, n), bf16 or, as logits do, float32.
-struct Outputs {
-  void* data;
-  long n;
-  bool is_wide;
+// The 32 sums of rows `from` to `to`, columns from `column` on, to outputs of n columns; int8 has
+// one scale per column.
+template <Outputs::Kind KIND>
+void write_as(void* data, long n, const float* sums, const float* scales, long from, long to,
+              long column) {
+  for (long row = from; row < to; row++)
+    for (long at = row * n + column, i = 0; i < N_BLOCK; i++, at++) {
+      const float value = *sums++ * (scales ? scales[column + i] : 1);
+      uint16_t* narrow = (uint16_t*)data + at;
+      if (KIND == Outputs::FLOAT32)
+        ((float*)data)[at] = value;
+      else if (KIND == Outputs::BF16)
+        *narrow = to_bf16(value);
+      else
+        *narrow = to_bf16(widen(*narrow) + widen(to_bf16(value)));
+    }
+}
 
-  // The 32 sums of rows `from` to `to`, columns from `column` on; int8 has one scale per column.
-  void write(const float* sums, const float* scales, long from, long to, long column) const {
-    for (long row = from; row < to; row++)
-      for (long at = row * n + column, i = 0; i < N_BLOCK; i++, at++) {
-        const float value = *sums++ * (scales ? scales[column + i] : 1);
-        if (is_wide)
-          ((float*)data)[at] = value;
-        else
-          ((uint16_t*)data)[at] = to_bf16(value);
-      }
-  }
-};
+inline void write(const Outputs& out, const Weight& weight, const float* sums, long from, long to,
+                  long column) {
+  const auto run = out.kind == Outputs::BF16      ? write_as<Outputs::BF16>
+                   : out.kind == Outputs::FLOAT32 ? write_as<Outputs::FLOAT32>
+                                                  : write_as<Outputs::ADDED>;
+  run(out.data, weight.n, sums, weight.scales, from, to, column);
+}
 
 }  // namespace

@@ -12,6 +12,9 @@ from typing import Any
 
 from llama.checks import brief
 from llama.sampling_params import SamplingParams
+from llama.serving.openai.json_types import json_type as json_type
+from llama.serving.openai.json_types import refuse_fields as refuse_fields
+from llama.serving.openai.tool_fields import TOOL_FIELDS, ToolRequest, read_tools
 from llama.structured_output import StructuredOutput
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
@@ -22,7 +25,7 @@ _FORMS = {"response_format", "structured_outputs"}
 _SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS | _FORMS
 TEXT_FIELDS = {"prompt", "echo"} | _SHARED
 _OPEN_END = {"add_generation_prompt", "continue_final_message"}  # vLLM's
-CHAT_FIELDS = {"messages", "top_logprobs"} | _OPEN_END | _SHARED
+CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _OPEN_END | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -31,9 +34,9 @@ class OpenAIRequest:
     """What a body asks for. Whoever encodes the prompts or the messages checks their content.
 
     prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
-    with the counts of tokens. user: a label for the log. add_generation_prompt: a chat's prompt
-    ends with the header of an answer. continue_final_message: it ends inside its last message,
-    which the answer goes on from.
+    with the counts of tokens. user: a label for the log. tools: of a chat that may call some.
+    add_generation_prompt: a chat's prompt ends with the header of an answer.
+    continue_final_message: it ends inside its last message, which the answer goes on from.
     """
 
     chat: bool
@@ -45,6 +48,7 @@ class OpenAIRequest:
     echo: bool = False
     stream: bool = False
     has_usage: bool = False
+    tools: ToolRequest | None = None
     form_field: str | None = None  # that gave the form of the answer
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -79,6 +83,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         echo=echo,
         stream=_boolean(given, "stream"),
         has_usage=_has_usage(given),
+        tools=read_tools(given) if chat else None,
         form_field=next(iter(_FORMS & given.keys()), None),
         add_generation_prompt=has_header,
         continue_final_message=is_open,
@@ -225,16 +230,3 @@ def _named(field: str) -> Iterator[None]:
     except (TypeError, ValueError) as e:
         message = str(e).removeprefix("StructuredOutput.__init__() ")
         raise type(e)(f"{field}: {message}") from None
-
-
-def refuse_fields(unknown: set[str], place: str) -> None:
-    """ValueError that names the fields, if there are any."""
-    if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{names} cannot be used in {place}: leave it out")
-
-
-def json_type(value: object) -> str:
-    """The type of a value from JSON, in JSON's words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")

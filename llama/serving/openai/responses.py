@@ -11,6 +11,7 @@ from typing import Any
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.serving.openai.requests import OpenAIRequest
+from llama.serving.openai.tool_deltas import ToolDeltas, joined
 from llama.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
@@ -43,7 +44,7 @@ def response_body(
 ) -> dict[str, Any]:
     """The response to a finished request; outputs: the last one of each of its prompts."""
     choices = [
-        _choice(index, answer, output, request, tokenizer)
+        _choice(index, answer, output, request, tokenizer, heading)
         for index, (output, answer) in enumerate((o, a) for o in outputs for a in o.outputs)
     ]
     return {**heading.of(request), "choices": choices, "usage": usage(outputs)}
@@ -68,10 +69,15 @@ def _choice(
     output: RequestOutput,
     request: OpenAIRequest,
     tokenizer: Tokenizer,
+    heading: Heading,
 ) -> dict[str, Any]:
-    logprobs = None
+    logprobs, reason = None, answer.finish_reason
     if request.chat:
         content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}}
+        if request.tools is not None:
+            deltas = ToolDeltas(request, tokenizer, heading.id)
+            content = {"message": joined(deltas.of(output, answer, answer.text))}
+            reason = deltas.finish_reason(reason)
         if answer.logprobs is not None:
             logprobs = _chat_scores(_scores(answer), request.params.logprobs or 0, tokenizer)
     else:
@@ -83,7 +89,7 @@ def _choice(
         "index": index,
         **content,
         "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
+        "finish_reason": reason,
         "stop_reason": answer.stop_reason,
     }
 
@@ -98,6 +104,7 @@ class Chunks:
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, heading: Heading) -> None:
         self._request = request
         self._tokenizer = tokenizer
+        self._id = heading.id
         self._heading = heading.of(request, is_chunk=True)
         self._choices: dict[int, _ChoiceState] = {}
         self._latest: dict[int, RequestOutput] = {}  # by prompt
@@ -117,7 +124,7 @@ class Chunks:
                 )
                 yield from self._first(index, output, state)
             if not state.is_finished:
-                yield from self._next(index, answer, state)
+                yield from self._next(index, output, answer, state)
 
     def last(self) -> Iterator[dict[str, Any]]:
         """After all outputs: the counts of tokens, if they were asked for."""
@@ -130,6 +137,8 @@ class Chunks:
     ) -> Iterator[dict[str, Any]]:
         request = self._request
         if request.chat:
+            if request.tools is not None:
+                state.tool_deltas = ToolDeltas(request, self._tokenizer, self._id)
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
         elif request.echo:
             scores = _echoed_scores(request, output)
@@ -138,7 +147,7 @@ class Chunks:
             yield self._chunk(index, {"text": text}, logprobs)
 
     def _next(
-        self, index: int, answer: CompletionOutput, state: "_ChoiceState"
+        self, index: int, output: RequestOutput, answer: CompletionOutput, state: "_ChoiceState"
     ) -> Iterator[dict[str, Any]]:
         text, logprobs, reason = answer.new_text, None, answer.finish_reason
         if self._request.params.logprobs is not None:
@@ -149,10 +158,20 @@ class Chunks:
             elif new:
                 logprobs = state.scores.push(new)
         state.is_finished = reason is not None
-        if text or logprobs or reason:
-            delta = {"content": text} if text or logprobs else {}
+        if state.tool_deltas is not None:
+            deltas = state.tool_deltas.of(output, answer, text)
+            reason = state.tool_deltas.finish_reason(reason)
+        else:
+            deltas = [{"content": text}] if text else []
+        if not deltas and (logprobs or reason):
+            deltas = [{"content": ""} if logprobs else {}]
+        for delta in deltas:
             content: dict[str, Any] = {"delta": delta} if self._request.chat else {"text": text}
-            yield self._chunk(index, content, logprobs, reason, answer.stop_reason)
+            is_last = delta is deltas[-1]
+            yield self._chunk(
+                index, content, logprobs, reason if is_last else None, answer.stop_reason
+            )
+            logprobs = None  # those of all the tokens came with the first
 
     def _chunk(
         self,
@@ -176,6 +195,7 @@ class _ChoiceState:
     scores: "TextScores"
     num_scored: int = 0  # tokens whose log-probabilities were sent
     is_finished: bool = False
+    tool_deltas: ToolDeltas | None = None  # of a chat that may call tools
 
 
 def _echoed(request: OpenAIRequest, output: RequestOutput, tokenizer: Tokenizer) -> str:

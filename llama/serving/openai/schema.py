@@ -8,6 +8,7 @@ from typing import Any
 
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
 from llama.serving.openai.requests import CHAT_FIELDS, MOST_PROMPTS, TEXT_FIELDS
+from llama.serving.openai.tool_fields import MOST_TOOLS
 
 _TEXT = {"type": "string"}
 _WORD = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -52,6 +53,32 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         "required": ["type"],
     },
     "structured_outputs": {"type": "object", "maxProperties": 1},
+    "tools": {
+        "type": "array",
+        "maxItems": MOST_TOOLS,
+        "items": {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"},
+                        "description": _TEXT,
+                        "parameters": {"type": "object"},
+                        "strict": _FLAG,
+                    },
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    },
+    "tool_choice": {
+        "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}],
+    },
     "model": _TEXT,
     "user": _TEXT,
     "metadata": {"type": "object"},
@@ -59,6 +86,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 _FLAGS = {
     "echo", "stream", "include_stop_str_in_output", "skip_special_tokens", "ignore_eos",
     "add_generation_prompt", "continue_final_message",
+    "parallel_tool_calls",
 }  # fmt: skip
 _COUNTS = {"best_of": (1, 64), "min_tokens": (0, 2**31 - 1)}
 

@@ -3,6 +3,7 @@
 In: a request's body. Out: one JSON object, or a stream of chunks with the same content.
 """
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.serving.openai.chat_prompt import chat_prompt
+from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.requests import (
     CHAT_URL,
     TEXT_URL,
@@ -85,7 +86,7 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
         request = parse_body(body, _CHAT_DEFAULTS if chat else _TEXT_DEFAULTS, chat=chat)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param=field_of(e, body)) from None
-    requests = await _prepare(service, request)
+    requests = await _prepare(service, request, body)
     heading = Heading(http.state.request_id, service.model_name, service.now())
     outputs = service.outputs(requests, http.state.request_id)
     tokenizer = service.loaded().tokenizer
@@ -95,7 +96,7 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
     return JsonResponse(response_body(request, last, tokenizer, heading))
 
 
-async def _prepare(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
+async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[EngineRequest]:
     """The engine's request for each prompt, or for the dialog."""
     tokenizer = service.loaded().tokenizer
     if not request.chat:
@@ -109,11 +110,14 @@ async def _prepare(service: Service, request: OpenAIRequest) -> list[EngineReque
         prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
         return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
     try:
-        ids = chat_prompt(request, tokenizer)
+        ids = await asyncio.to_thread(chat_prompt, request, tokenizer, service.tool_format)
+        params = chat_params(request, service.tool_format)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), param="messages") from None
+        raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
     return [
-        await service.prepare(ids, request.params, param="messages", form_field=request.form_field)
+        await service.prepare(
+            ids, params, param="messages", form_field=request.form_field or "tools"
+        )
     ]
 
 

@@ -19,6 +19,7 @@ import uvicorn
 
 from llama.serving.server.app import make_app
 from llama.serving.server.service import Limits, Service, State
+from llama.serving.tools import ToolFormat
 
 if TYPE_CHECKING:
     from llama.generation import Llama
@@ -39,6 +40,7 @@ class Server:
         port: int,
         api_keys: list[str],
         limits: Limits,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         loopback = host in ("127.0.0.1", "localhost", "::1")
         if not loopback and not api_keys:
@@ -46,7 +48,7 @@ class Server:
                 f"--host {host} lets other machines in, so a key is needed: give --api_key or "
                 "LLAMA_API_KEY, or leave --host out"
             )
-        self.service = Service(model_name, limits)
+        self.service = Service(model_name, limits, tool_format)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
         self.port: int = self._socket.getsockname()[1]

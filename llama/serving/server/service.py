@@ -20,6 +20,7 @@ from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.server.errors import ApiError, broken, shutting_down
 from llama.serving.server.metrics import Metrics
+from llama.serving.tools import ToolFormat, tool_format_of
 
 if TYPE_CHECKING:
     from llama.generation import Llama
@@ -64,9 +65,12 @@ class Service:
     """The state of one server. All of it is used in the server's event loop, but `start`, `drain`
     and `num_active`, which the thread that loaded the model uses."""
 
-    def __init__(self, model_name: str, limits: Limits) -> None:
+    def __init__(
+        self, model_name: str, limits: Limits, tool_format: ToolFormat | None = None
+    ) -> None:
         self.model_name = model_name
         self.limits = limits
+        self._tool_format = tool_format
         self.state = State.LOADING
         self.created = int(time.time())
         self.num_active = 0  # sequences that run or wait
@@ -91,6 +95,11 @@ class Service:
         if self.state is not State.READY or self.llama is None:
             raise shutting_down()
         return self.llama
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The one given, else that of the checkpoint's generation."""
+        return self._tool_format or tool_format_of(self.loaded())
 
     def now(self) -> int:
         """Seconds since 1970, for the bodies of responses."""

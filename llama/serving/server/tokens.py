@@ -10,11 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llama.serving.openai.chat_prompt import encode_messages
-from llama.serving.openai.requests import json_type, refuse_fields
+from llama.serving.openai.json_types import json_type, refuse_fields
+from llama.serving.openai.requests import field_of
+from llama.serving.openai.tool_fields import TOOL_FIELDS, read_tools
 from llama.serving.server.completions import described, read_json
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import JsonResponse
 from llama.serving.server.service import Service
+from llama.serving.tools import ToolFormat
 from llama.tokenizer import Tokenizer
 
 _TOKENIZE = {
@@ -43,7 +46,7 @@ def routes(service: Service) -> APIRouter:
         """The ids of a text, or of a dialog as a chat request would encode it."""
         body = await read_json(http)
         llama = service.loaded()
-        ids = await asyncio.to_thread(_encode, llama.tokenizer, _given(body))
+        ids = await asyncio.to_thread(_encode, llama.tokenizer, service.tool_format, _given(body))
         strings = None
         if body.get("return_token_strs"):
             strings = [llama.tokenizer.decode(token) for token in ids]
@@ -108,13 +111,13 @@ def _refuse(unknown: set[str], place: str) -> None:
         raise ApiError(400, str(e), param=min(unknown)) from None
 
 
-def _encode(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
+def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any]) -> list[int]:
     """ApiError 400 names the field that is wrong."""
     common = {"model", "return_token_strs"}
     flags = {"add_generation_prompt": True, "continue_final_message": False}
     text_fields, chat_fields = (
         {"prompt", "add_special_tokens"},
-        {"messages", *flags},
+        {"messages", *flags, *TOOL_FIELDS},
     )
     is_chat = "messages" in body
     _refuse(body.keys() - common - (chat_fields if is_chat else text_fields), "/tokenize")
@@ -124,11 +127,16 @@ def _encode(tokenizer: Tokenizer, body: dict[str, Any]) -> list[int]:
     if is_chat:
         given = {name: body.get(name, default) for name, default in flags.items()}
         try:
-            return encode_messages(tokenizer, body["messages"], **given)
+            tools = read_tools(body)
+            return encode_messages(
+                tokenizer,
+                body["messages"],
+                None if tools is None else tools.tools,
+                tool_format=tool_format,
+                **given,
+            )
         except (TypeError, ValueError) as e:
-            message = str(e)
-            param = next((name for name in flags if message.startswith(name)), "messages")
-            raise ApiError(400, message, param=param) from None
+            raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise ApiError(400, f"prompt must be a string, got {json_type(prompt)}", param="prompt")

@@ -20,6 +20,7 @@ from llama.checks import brief
 from llama.generation import Llama
 from llama.requests.beam_search import BeamParams
 from llama.sampling_params import SamplingParams as LlamaParams
+from llama.structured_output import StructuredOutput
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -248,6 +249,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: Mapping[int, float] | None = None
+    structured_outputs: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self.engine_params()  # an error comes here, and not later
@@ -283,7 +285,8 @@ class SamplingParams:
             raise ValueError("stop needs detokenize=True: it is looked for in the text")
         if not self.use_beam_search and (self.length_penalty, self.early_stopping) != (1.0, False):
             raise ValueError("length_penalty and early_stopping need use_beam_search=True")
-        values = {f.name: getattr(self, f.name) for f in fields(LlamaParams)}
+        values = {f.name: getattr(self, f.name) for f in fields(LlamaParams) if f.name != _FORM}
+        values[_FORM] = self.structured_outputs
         for name in ("stop", "stop_token_ids", "bad_words"):
             values[name] = () if values[name] is None else values[name]
         for name in ("logprobs", "prompt_logprobs"):
@@ -313,6 +316,7 @@ class SamplingParams:
         return BeamParams(width, self.length_penalty, self.early_stopping)
 
 
+_FORM = "structured_output"  # vLLM's name has an s more
 _BEAM_FIELDS = frozenset({
     "temperature", "max_tokens", "stop_token_ids", "ignore_eos", "seed", "skip_special_tokens",
 })  # fmt: skip

@@ -1,0 +1,99 @@
+"""When the layers of a model run as one native call, and when their modules run one by one.
+
+In: the layers, as modules. Out: a `LayerStack` of their weights, or None: where the kernels do not
+take the weights, and where somebody wants to see or change what happens inside the layers (a hook,
+another forward, another module). The modules are the definition; the call gives the same bytes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from llama.ops.cpu import native
+from llama.ops.layers import LayerStack, LayerWeights, Packed
+
+Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer, as defined
+
+
+class FusedLayers:
+    """Finds the stack of the layers' weights, and makes it again when they have changed.
+
+    definitions: the forward of each kind of module that a layer is made of.
+    """
+
+    def __init__(self, layers: nn.ModuleList, definitions: Forwards) -> None:
+        self._layers = layers
+        self._definitions = definitions
+        self._stack: LayerStack | None = None
+        self._hooks: list[Mapping] = []  # all empty
+        self._places: list[tuple[Mapping, str, object]] = []  # what lies where
+        self._weights: list[tuple[Tensor, int]] = []  # and where its numbers are
+        self._kinds: list[tuple[nn.Module, type]] = []
+
+    def find(self) -> LayerStack | None:
+        """Asked at each step: what has not changed is not looked at twice."""
+        if native.kernels() is None:
+            return None
+        if self._stack is None or not self._is_current():
+            self._stack = self._make()
+        return self._stack if self._is_as_defined() else None
+
+    def _is_as_defined(self) -> bool:
+        """Nobody watches the modules or has put another forward in their place."""
+        if _has_any_global_hook() or any(self._hooks):
+            return False
+        return all(kind.forward is forward for kind, forward in self._definitions.items())
+
+    def _is_current(self) -> bool:
+        return (
+            all(place.get(name) is x for place, name, x in self._places)
+            and all(weight.data_ptr() == at for weight, at in self._weights)
+            and all(type(module) is kind for module, kind in self._kinds)
+        )
+
+    def _make(self) -> LayerStack | None:
+        modules = list(self._layers.modules())
+        if any(type(x) not in self._definitions or "forward" in vars(x) for x in modules[1:]):
+            return None
+        self._watch(modules)
+        try:
+            return _stack_of(list(self._layers))
+        except ValueError:
+            return None
+
+    def _watch(self, modules: list[nn.Module]) -> None:
+        self._hooks = [h for x in modules for h in (x._forward_hooks, x._forward_pre_hooks)]
+        self._places, self._weights, self._kinds = [], [], []
+        for module in modules:
+            own = vars(module)
+            self._kinds.append((module, type(module)))
+            for part in (module._modules, module._parameters):
+                self._places += [(part, name, x) for name, x in part.items()]
+            names = ["forward", *(name for name in ("scales", "eps") if name in own)]
+            self._places += [(own, name, own.get(name)) for name in names]
+            self._weights += [(x, x.data_ptr()) for x in module.parameters(recurse=False)]
+
+
+def _stack_of(layers: list[Any]) -> LayerStack:
+    """ValueError where the kernels do not take the weights."""
+    weights = []
+    for layer in layers:
+        attention, ffn = layer.attention, layer.feed_forward
+        wqkv, wo, w13, w2 = (
+            Packed(x.weight.data, x.scales) for x in (attention.wqkv, attention.wo, ffn.w13, ffn.w2)
+        )
+        norms = layer.attention_norm.weight.data, layer.ffn_norm.weight.data
+        if {layer.attention_norm.eps, layer.ffn_norm.eps} != {layers[0].attention_norm.eps}:
+            raise ValueError("the norms of a stack have one eps")
+        weights.append(LayerWeights(norms[0], wqkv, wo, norms[1], w13, w2))
+    attention = layers[0].attention
+    return LayerStack(
+        weights,
+        n_heads=attention.n_heads,
+        n_kv_heads=attention.n_kv_heads,
+        head_dim=attention.head_dim,
+        ffn=layers[0].feed_forward.rows["w1"],
+        eps=layers[0].attention_norm.eps,
+    )

@@ -1,0 +1,60 @@
+// What layers.cpp runs as phases of one team, and the single ops as teams of their own: each has
+// one body, so that both give the same bytes. All pointers are to what the ops' Python files check.
+#pragma once
+#include <cstdint>
+
+#include "team.h"
+
+// elementwise.cpp: one row each, a multiple of 32 numbers.
+void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps);
+void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width);
+
+struct Heads {
+  long queries, kv, dim;  // how many of each, and the numbers of one
+  long num_slots;         // of the pages: from a key to its value
+};
+
+// qkv (queries + 2 * kv, dim) and freqs_cis (dim / 2, 2) of a token -> its queries, and its keys
+// and values in their slot of the pages.
+void rope_and_store(const uint16_t* qkv, const float* freqs_cis, uint16_t* pages, int64_t slot,
+                    uint16_t* queries, const Heads& heads);
+
+// linear.cpp: a packed weight (n, k), int8 where it has scales (n).
+struct Weight {
+  const char* data;
+  const float* scales;
+  long n, k;
+};
+
+// Rows (count, k); with a norm, they are normalised first, as rms_norm() does.
+struct Rows {
+  const uint16_t* data;
+  long count;
+  const uint16_t* norm = nullptr;
+  float eps = 0;
+};
+
+// Where the outputs go: (m, n).
+struct Outputs {
+  enum Kind { BF16, FLOAT32, ADDED };  // ADDED: rounded to bf16, then added to the bf16 there
+  void* data;
+  Kind kind;
+};
+
+// Bytes of workspace for `m` rows of up to `k` numbers.
+long linear_bytes(long m, long k, long threads);
+void linear(Member& member, Rows x, Weight weight, Outputs out, char* workspace);
+
+// attention.cpp; the legend of the letters is in attention.py.
+struct Attention {
+  const uint16_t *queries, *keys, *values;  // (T, H, D), and twice (P, S, K, D)
+  uint16_t* out;                            // (T, H, D)
+  const int64_t *table, *query_starts, *seq_lens;
+  char* workspace;
+  long num_seqs, pages_each, page_size, heads, kv_heads, dim;
+  float scale;  // of the scores
+};
+
+long attention_bytes(const Attention& call);
+double plan_attention(const Attention& call);  // fills the workspace; returns the multiplications
+void attend(Member& member, const Attention& call);

@@ -1,0 +1,159 @@
+// The layers of a model over one step's batch, in one parallel region: attention and feed-forward,
+// with their norms and residual sums. The ops are those that Python calls one by one, see kernels.h,
+// in the same order; so the bytes are the same.
+//
+// layers.py owns the tensors, makes the table of the weights and checks the shapes. Half 2 l is the
+// attention of layer l, half 2 l + 1 its feed-forward; between halves, ranks sum what they have.
+#include "kernels.h"
+
+namespace {
+
+constexpr long SILU_STEP = 1024;  // numbers of a piece
+
+// A row of the table of the weights.
+struct Layer {
+  const uint16_t* attention_norm;
+  struct Matrix {
+    const char* data;
+    const float* scales;
+  } wqkv, wo;
+  const uint16_t* ffn_norm;
+  Matrix w13, w2;
+};
+
+struct Sizes {
+  long rows, dim, ffn, num_pages;
+};
+
+// What the ops between leave for the next, all of this step's rows.
+struct Scratch {
+  uint16_t *qkv, *queries, *attended, *gate_up, *gated;
+  char *attention, *linear;
+};
+
+// Cuts a workspace into parts; counts the bytes where there is none yet.
+class Cutter {
+ public:
+  explicit Cutter(char* start) : start(start) {}
+  char* cut(long bytes) {
+    char* part = start + used;
+    used += (bytes + 63) & -64;
+    return part;
+  }
+  uint16_t* cut_rows(long rows, long width) { return (uint16_t*)cut(2 * rows * width); }
+  long bytes() const { return used; }
+
+ private:
+  char* start;
+  long used = 0;
+};
+
+Scratch cut(Cutter& cutter, const Attention& a, const Sizes& sizes, long threads) {
+  const long rows = sizes.rows, q = a.heads * a.dim, widest = std::max({sizes.dim, sizes.ffn, q});
+  Scratch s;
+  s.qkv = cutter.cut_rows(rows, q + 2 * a.kv_heads * a.dim);
+  s.queries = cutter.cut_rows(rows, q);
+  s.attended = cutter.cut_rows(rows, q);
+  s.gate_up = cutter.cut_rows(rows, 2 * sizes.ffn);
+  s.gated = cutter.cut_rows(rows, sizes.ffn);
+  s.attention = cutter.cut(attention_bytes(a));
+  s.linear = cutter.cut(linear_bytes(rows, widest, threads));
+  return s;
+}
+
+struct Call {
+  const Layer* layers;
+  uint16_t* x;
+  Outputs out;
+  const float* freqs_cis;
+  uint16_t* kv_cache;
+  const int64_t* slots;
+  Attention attention;  // without keys and values
+  Sizes sizes;
+  Scratch scratch;
+  float eps;
+};
+
+Weight weight_of(const Layer::Matrix& matrix, long n, long k) {
+  return {matrix.data, matrix.scales, n, k};
+}
+
+void run_attention(Member& member, const Call& call, long l) {
+  const Layer& layer = call.layers[l];
+  const Scratch& s = call.scratch;
+  const long rows = call.sizes.rows, dim = call.sizes.dim;
+  Attention a = call.attention;
+  const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages * a.page_size};
+  const long q = a.heads * a.dim, all = q + 2 * a.kv_heads * a.dim;
+  const long half = heads.num_slots * a.kv_heads * a.dim;
+  uint16_t* pages = call.kv_cache + 2 * half * l;
+  a.keys = pages, a.values = pages + half;
+  linear(member, {call.x, rows, layer.attention_norm, call.eps}, weight_of(layer.wqkv, all, dim),
+         {s.qkv, Outputs::BF16}, s.linear);
+  member.run(rows, [&](long row) {
+    rope_and_store(s.qkv + row * all, call.freqs_cis + row * a.dim, pages, call.slots[row],
+                   s.queries + row * q, heads);
+  });
+  attend(member, a);
+  linear(member, {s.attended, rows}, weight_of(layer.wo, dim, q), call.out, s.linear);
+}
+
+void run_feed_forward(Member& member, const Call& call, long l) {
+  const Layer& layer = call.layers[l];
+  const Scratch& s = call.scratch;
+  const long rows = call.sizes.rows, dim = call.sizes.dim, ffn = call.sizes.ffn;
+  linear(member, {call.x, rows, layer.ffn_norm, call.eps}, weight_of(layer.w13, 2 * ffn, dim),
+         {s.gate_up, Outputs::BF16}, s.linear);
+  const long steps = (ffn + SILU_STEP - 1) / SILU_STEP;
+  member.run(rows * steps, [&](long piece) {
+    const long row = piece / steps, begin = piece % steps * SILU_STEP;
+    const uint16_t* gate = s.gate_up + row * 2 * ffn + begin;
+    silu_mul(gate, gate + ffn, s.gated + row * ffn + begin, std::min(SILU_STEP, ffn - begin));
+  });
+  linear(member, {s.gated, rows}, weight_of(layer.w2, dim, ffn), call.out, s.linear);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bytes of workspace of layers_bf16.
+long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long rows,
+                      long num_seqs, long dim, long heads, long kv_heads, long head_dim, long ffn,
+                      long threads) {
+  Attention a = {};
+  a.query_starts = query_starts, a.seq_lens = seq_lens, a.num_seqs = num_seqs;
+  a.heads = heads, a.kv_heads = kv_heads, a.dim = head_dim;
+  Cutter cutter(nullptr);
+  cut(cutter, a, {rows, dim, ffn, 0}, threads);
+  return cutter.bytes();
+}
+
+// Halves `first` to `last` of the layers in the table (L, 10). x and out (T, E): a half's result is
+// added to x where out is x; else it is written to out, and there is one half. freqs_cis
+// (T, D/2, 2), kv_cache (L, 2, P, S, K, D), slots (T), table (B, M), query_starts (B + 1),
+// seq_lens (B).
+void layers_bf16(const int64_t* layers, uint16_t* x, uint16_t* out, const float* freqs_cis,
+                 uint16_t* kv_cache, const int64_t* slots, const int64_t* table,
+                 const int64_t* query_starts, const int64_t* seq_lens, char* workspace, long first,
+                 long last, long rows, long num_seqs, long dim, long heads, long kv_heads,
+                 long head_dim, long ffn, long num_pages, long page_size, long pages_each,
+                 float eps, float scale, int threads) {
+  Attention a = {};
+  a.table = table, a.query_starts = query_starts, a.seq_lens = seq_lens, a.num_seqs = num_seqs;
+  a.pages_each = pages_each, a.page_size = page_size;
+  a.heads = heads, a.kv_heads = kv_heads, a.dim = head_dim, a.scale = scale;
+  const Sizes sizes = {rows, dim, ffn, num_pages};
+  Cutter cutter(workspace);
+  const Scratch scratch = cut(cutter, a, sizes, threads);
+  a.queries = scratch.queries, a.out = scratch.attended, a.workspace = scratch.attention;
+  plan_attention(a);
+  const Outputs outputs = {out, out == x ? Outputs::ADDED : Outputs::BF16};
+  const Call call = {(const Layer*)layers, x, outputs, freqs_cis, kv_cache, slots, a, sizes,
+                     scratch, eps};
+  run_team(threads, [&](Member& member) {
+    for (long half = first; half < last; half++)
+      (half % 2 ? run_feed_forward : run_attention)(member, call, half / 2);
+  });
+}
+}

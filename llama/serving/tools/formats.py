@@ -1,0 +1,103 @@
+"""Which format of tool calls a model has, and the tools of one request.
+
+In: the sizes of a model, and JSON objects that describe functions. Out: a `ToolFormat` and checked
+`Tools`. It knows no tokens and no text of an answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llama.generation import Llama
+
+CODE = "code_interpreter"
+SEARCHES = ("brave_search", "wolfram_alpha")  # called as brave_search.call(query="...")
+
+
+class ToolFormat(Enum):
+    """LLAMA_3_1: one JSON object per answer. LLAMA_3_2, also of 3.3: a list of Python calls.
+    NONE: the model was trained without tools (3.0, Llama Guard)."""
+
+    NONE = "none"
+    LLAMA_3_1 = "llama3.1"
+    LLAMA_3_2 = "llama3.2"
+
+
+def tool_format_of(llama: "Llama") -> ToolFormat:
+    """The format that the checkpoint's files tell.
+
+    3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
+    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard's files
+    are those of the model that it was made from.
+    """
+    factor = llama.model.params.rope_factor
+    if factor is None:
+        return ToolFormat.NONE
+    return ToolFormat.LLAMA_3_2 if factor == 32 else ToolFormat.LLAMA_3_1
+
+
+@dataclass(frozen=True)
+class Tools:
+    """functions: the JSON objects that describe a request's functions, as the caller gave them.
+    built_in: names of the tools that Meta trained the models on, of those that are wanted."""
+
+    functions: tuple[Mapping[str, Any], ...] = ()
+    built_in: tuple[str, ...] = ()
+    names: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = [function_of(tool).get("name") for tool in self.functions]
+        names = frozenset(name for name in [*named, *self.built_in] if isinstance(name, str))
+        object.__setattr__(self, "names", names)
+
+    @classmethod
+    def of(cls, given: Sequence[Any]) -> "Tools":
+        """TypeError names the one that is no object. One with nothing but the name of a built-in
+        tool is that tool."""
+        functions, built_in = [], []
+        for i, tool in enumerate(given):
+            if not isinstance(tool, dict):
+                raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
+            check_depth(f"tools[{i}]", tool)
+            function = function_of(tool)
+            name = function.get("name")
+            if name in (CODE, *SEARCHES) and len(function) == 1:
+                built_in.append(name)
+            else:
+                functions.append(tool)
+        return cls(tuple(functions), tuple(built_in))
+
+    def __bool__(self) -> bool:
+        return bool(self.functions or self.built_in)
+
+    def only(self, name: str) -> "Tools":
+        """The one of this name."""
+        functions = [tool for tool in self.functions if function_of(tool).get("name") == name]
+        return Tools(tuple(functions), tuple(each for each in self.built_in if each == name))
+
+    @property
+    def searches(self) -> list[str]:
+        return [name for name in self.built_in if name != CODE]
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function in a tool of OpenAI's form; the tool itself where it is the bare function."""
+    function = tool.get("function")
+    return function if isinstance(function, dict) else tool
+
+
+def check_depth(name: str, value: Any, most: int = 64) -> None:
+    """ValueError where JSON is nested so deeply that writing it could fail."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"{name}: nested more than {most} deep")

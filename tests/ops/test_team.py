@@ -1,0 +1,21 @@
+"""Threads that share pieces of work: each is written once, and nobody waits for a thread."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from helpers.kernels import HAS_KERNELS
+from llama.ops.cpu import build
+
+PROGRAM = Path(__file__).resolve().parent.parent / "helpers" / "team_program.cpp"
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+def test_pieces_are_written_once_and_nobody_waits_for_a_thread_put_aside(tmp_path):
+    """The program checks it, with threads of its own; one that waits for ever ends after 20 s."""
+    flags = ["-std=c++17", "-O2", "-fopenmp", "-march=haswell", "-Wall", "-Wextra", "-Werror"]
+    command = ["g++", *flags, f"-I{build.FOLDER}", str(PROGRAM), "-o", str(tmp_path / "team")]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    done = subprocess.run([tmp_path / "team"], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,255 @@
+"""The native call for all layers gives the bytes of the modules, and runs only where it may."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llama import ModelArgs, Transformer
+from llama.model import Attention, Batch
+from llama.ops.cpu import native
+from llama.parallel import ModelParallel
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+PARAMS: dict[str, Any] = {
+    "dim": 128, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 256,
+    "multiple_of": 96, "norm_eps": 1e-5, "rope_theta": 500000.0, "max_seq_len": 1024,
+}  # fmt: skip
+_rng = random.Random(11)
+BATCHES = [  # (tokens before, new tokens) of each sequence: decode, prefill, both
+    [(0, 1)], [(300, 1)], [(30, 1)] * 17, [(0, 40)], [(5, 1), (600, 1), (17, 70)], [(0, 300)],
+] + [
+    sorted(
+        ((_rng.randint(0, 300), _rng.choice([1, 1, 2, 15, 60])) for _ in range(_rng.randint(1, 9))),
+        key=lambda sequence: sequence[1],
+    )
+    for _ in range(4)
+]  # fmt: skip
+
+
+def make_model(*, int8: bool = False, ranks: int = 1, packed: bool = True) -> Transformer:
+    """With two ranks, the share of rank 1; what it would sum with its peer, it doubles."""
+    parallel = ModelParallel(rank=ranks - 1, size=ranks)
+    if ranks > 1:
+        object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
+    model = Transformer(ModelArgs(**PARAMS), parallel=parallel, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        scale = 0.1 if weight.dim() == 2 else 1.0
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    if packed:
+        model.pack(int8=int8)
+    return model
+
+
+def pack(sequences: list[tuple[int, int]]) -> tuple[Tensor, Batch, int]:
+    """Tokens, the batch that asks for all rows, and how many pages it needs."""
+    starts, lens = [s for s, _ in sequences], [n for _, n in sequences]
+    held = [-(-(s + n) // PAGE_SIZE) for s, n in sequences]
+    order = torch.randperm(sum(held), generator=torch.Generator().manual_seed(1)).tolist()
+    pages = [[order.pop() for _ in range(n)] for n in held]
+    ids = [(7 * i) % PARAMS["vocab_size"] for i in range(sum(lens))]
+    rows = list(range(sum(lens)))
+    return *Batch.pack(ids, starts, lens, pages, PAGE_SIZE, rows, CPU), sum(held)
+
+
+def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
+    """Hidden states, and keys and values afterwards, as bits."""
+    tokens, batch, num_pages = pack(sequences)
+    kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
+    kv_cache.copy_(torch.randn(kv_cache.shape, generator=torch.Generator().manual_seed(2)))
+    with torch.inference_mode():
+        hidden = model.hidden_states(tokens, batch, kv_cache)
+    return [hidden.view(torch.int16), kv_cache.view(torch.int16)]
+
+
+def run_modules(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
+    handle = model.layers[0].register_forward_hook(lambda *_: None)
+    result = run(model, sequences)
+    handle.remove()
+    return result
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """The native functions that are called, in order."""
+    names: list[str] = []
+    call = native.call
+
+    def counted(name: str, *args: Any) -> int:
+        names.append(name)
+        return call(name, *args)
+
+    monkeypatch.setattr(native, "call", counted)
+    return names
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, int8, ranks):
+    model = make_model(int8=int8, ranks=ranks)
+    for sequences in BATCHES:
+        wanted = run_modules(model, sequences)
+        assert "layers_bf16" not in calls and calls.count("linear_int8" if int8 else "linear_bf16")
+        for threads in (1, 2, 3):
+            calls.clear()
+            torch.set_num_threads(threads)  # conftest puts it back
+            assert same(run(model, sequences), wanted), (sequences, threads)
+            count = 1 if ranks == 1 else 2 * PARAMS["n_layers"]
+            assert calls == ["layers_workspace", *["layers_bf16"] * count, "rms_norm_bf16"]
+        calls.clear()
+        torch.set_num_threads(1)
+
+
+class OtherAttention(Attention):
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args) * 0
+
+
+def hook(model: Any) -> Callable[[], None]:
+    return model.layers[1].attention.wo.register_forward_hook(lambda *args: args[2] * 0).remove
+
+
+def pre_hook(model: Any) -> Callable[[], None]:
+    block = model.layers[2].feed_forward
+    return block.register_forward_pre_hook(lambda _, args: (args[0] * 0,)).remove
+
+
+def global_hook(model: Any) -> Callable[[], None]:
+    def double(module: nn.Module, _: object, out: Tensor) -> Any:
+        return out * 2 if module is model.layers[0].ffn_norm else None
+
+    return nn.modules.module.register_module_forward_hook(double).remove
+
+
+def other_forward(model: Any) -> Callable[[], None]:
+    model.layers[1].forward = lambda x, *_: x
+    return lambda: delattr(model.layers[1], "forward")
+
+
+def other_class(model: Any) -> Callable[[], None]:
+    model.layers[0].attention.__class__ = OtherAttention
+    return lambda: setattr(model.layers[0].attention, "__class__", Attention)
+
+
+def other_module(model: Any) -> Callable[[], None]:
+    before = model.layers[0]
+    model.layers[0] = copy.deepcopy(before)
+    model.layers[0].attention.__class__ = OtherAttention
+    return lambda: setattr(model.layers, "0", before)
+
+
+def patched_class(model: Any) -> Callable[[], None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Attention, "forward", lambda self, x, *_: x)
+    return patch.undo
+
+
+@pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
+@pytest.mark.parametrize(
+    "change",
+    [hook, pre_hook, global_hook, other_forward, other_class, other_module, patched_class],
+)
+def test_what_is_put_into_the_layers_is_run(kernels, calls, change):
+    """And once it is gone, the call gives what it gave."""
+    model = make_model()
+    before = run(model, BATCHES[3])
+    undo = change(model)
+    calls.clear()
+    changed = run(model, BATCHES[3])
+    assert "layers_bf16" not in calls and not same(changed, before)
+    undo()
+    assert same(run(model, BATCHES[3]), before)
+    assert calls.count("layers_bf16") == 1
+
+
+def set_data(model: Any) -> None:
+    model.layers[1].ffn_norm.weight.data = model.layers[1].ffn_norm.weight.data * 2
+
+
+def set_weight(model: Any) -> None:
+    other = model.layers[0].feed_forward.w2
+    model.layers[1].feed_forward.w2.weight = nn.Parameter(other.weight.data, requires_grad=False)
+
+
+def load_state(model: Any) -> None:
+    model.load_state_dict({name: x.flip(0) for name, x in model.state_dict().items()})
+
+
+def set_eps(model: Any) -> None:
+    for layer in model.blocks():
+        layer.attention_norm.eps = layer.ffn_norm.eps = 0.5
+
+
+@pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
+@pytest.mark.parametrize("change", [set_data, set_weight, load_state, set_eps])
+def test_weights_that_change_are_used(kernels, calls, change):
+    model = make_model()
+    before = run(model, BATCHES[3])
+    change(model)
+    calls.clear()
+    after = run(model, BATCHES[3])
+    assert calls.count("layers_bf16") == 1
+    assert same(after, run_modules(model, BATCHES[3])) and not same(after, before)
+
+
+@pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
+def test_a_copy_of_a_model_has_weights_of_its_own(kernels):
+    model = make_model()
+    before = run(model, BATCHES[3])
+    other = copy.deepcopy(model)
+    set_data(other)
+    assert same(run(model, BATCHES[3]), before)
+    assert same(run(other, BATCHES[3]), run_modules(other, BATCHES[3]))
+    assert not same(run(other, BATCHES[3]), before)
+
+
+@pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
+def test_what_the_kernels_do_not_take_goes_through_the_modules(kernels, calls, monkeypatch):
+    plain = make_model(packed=False)
+    run(plain, BATCHES[3])
+    mixed: Any = make_model()
+    mixed.layers[1].ffn_norm.eps = 0.1  # a stack has one eps
+    assert same(run(mixed, BATCHES[3]), run_modules(mixed, BATCHES[3]))
+    model = make_model()
+    tokens, batch, num_pages = pack(BATCHES[0])
+    strided = model.new_kv_cache(2 * num_pages, PAGE_SIZE)[:, :, ::2]
+    model.hidden_states(tokens, batch, strided)
+    assert "layers_bf16" not in calls
+    run(model, BATCHES[0])
+    assert "layers_bf16" in calls
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    calls.clear()
+    run(model, BATCHES[0])
+    assert calls == []
+
+
+@pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
+@pytest.mark.parametrize("fault", ["slots", "query_starts", "seq_lens", "page_table", "x", "freqs"])
+def test_a_batch_that_does_not_fit_together_is_refused(kernels, fault):
+    model = make_model()
+    _, batch, num_pages = pack(BATCHES[4])
+    parts = {
+        name: getattr(batch, name) for name in ("slots", "query_starts", "seq_lens", "page_table")
+    }
+    parts |= {"x": torch.ones(72, 128).bfloat16(), "freqs": model.freqs_cis[batch.positions]}
+    cut = parts[fault][:, :2].contiguous() if fault == "page_table" else parts[fault][1:]
+    stack = model._fused.find()
+    assert stack is not None
+    kv_cache, longest = model.new_kv_cache(num_pages, PAGE_SIZE), max(batch.seq_lens_cpu)
+
+    def run_stack(x: Tensor, freqs: Tensor, **rest: Any) -> None:
+        stack.run(x, freqs, kv_cache, max_seq_len=longest, **rest)
+
+    run_stack(**parts)
+    with pytest.raises(AssertionError):
+        run_stack(**parts | {fault: cut})
