@@ -1,9 +1,11 @@
-"""A server with the demo model, for all tests of the HTTP server."""
+"""A server with the demo model, and a browser that opens its page, for all tests of the server."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from helpers.browser import CHROMIUM
 from helpers.server import RunningServer, run_server
 
 
@@ -11,3 +13,45 @@ from helpers.server import RunningServer, run_server
 def server() -> Iterator[RunningServer]:
     with run_server("--max_seq_len", "512", "--dtype", "fp32") as running:
         yield running
+
+
+@pytest.fixture(scope="module")  # not longer: playwright's event loop lives in this thread
+def browser_context() -> Iterator[Any]:
+    """Headless Chromium, the system's own."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium: install the package chromium")
+    with api.sync_playwright() as playwright:
+        # A container may have no user namespaces, which Chromium's sandbox needs.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
+        context.set_default_timeout(20_000)
+        yield context
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser_context) -> Iterator[Callable[..., Any]]:
+    """Opens an address in a tab of its own; at the end, the page's script must not have failed."""
+    pages: list[Any] = []
+    errors: list[str] = []
+
+    def open_page(url: str) -> Any:
+        page = browser_context.new_page()
+        pages.append(page)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert errors == []
+
+
+@pytest.fixture
+def page(opened, server) -> Any:
+    """The page of the server, ready."""
+    page = opened(server.url)
+    page.wait_for_selector("#state.ready")
+    return page

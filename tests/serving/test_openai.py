@@ -39,6 +39,10 @@ def test_every_field_reaches_the_sampler():
     assert request.params == defaults
     request = parse_body({"messages": HELLO, "max_completion_tokens": 4}, defaults, chat=True)
     assert request.params == dataclasses.replace(defaults, max_tokens=4)
+    assert (request.add_generation_prompt, request.continue_final_message) == (True, False)
+    body = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": True}
+    request = parse_body(body, defaults, chat=True)
+    assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
 
 
 BAD: list[tuple[Any, str]] = [
@@ -108,6 +112,9 @@ BAD: list[tuple[Any, str]] = [
         "ignore_eos and min_tokens cannot",
     ),
     ({"messages": "Hello"}, "messages must be a list, got a string"),
+    ({"messages": HELLO, "continue_final_message": True}, "needs add_generation_prompt to be fal"),
+    ({"messages": HELLO, "add_generation_prompt": 0}, "add_generation_prompt must be true or"),
+    ({"prompt": "x", "continue_final_message": True}, "'continue_final_message' cannot be used"),
 ]
 
 

@@ -59,6 +59,48 @@ def test_every_form_of_a_prompt_gets_the_engines_answer(client, demo):
         assert chat.usage.prompt_tokens == len(dialog)
 
 
+def test_a_message_that_stays_open_is_continued(server, client, demo):
+    """The answer goes on from the last message, whose white space counts; /tokenize agrees."""
+    start = "Once upon a time, \n"
+    messages = [*STORY, {"role": "assistant", "content": start}]
+    ids = demo.formatter.encode_dialog_prompt(STORY)
+    ids += demo.tokenizer.encode("Once upon a time,", bos=False, eos=False)
+    ids += demo.tokenizer.encode(" \n", bos=False, eos=False)
+    flags = {"continue_final_message": True, "add_generation_prompt": False}
+    found = httpx.post(f"{server.url}/tokenize", json={"messages": messages, **flags}).json()
+    assert found["tokens"] == ids
+    (wanted,) = greedy(demo, [ids], 12)
+    chat = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=12, temperature=0, extra_body=flags
+    )
+    assert chat.choices[0].message.content == wanted.outputs[0].text
+    assert chat.usage.prompt_tokens == len(ids)
+    closed = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=1, extra_body={"add_generation_prompt": False}
+    )
+    dialog = demo.formatter.encode_dialog_prompt(messages)
+    header = demo.formatter.encode_header({"role": "assistant", "content": ""})
+    assert closed.usage.prompt_tokens == len(dialog) - len(header)
+
+
+def test_token_counters_go_on_while_a_request_runs(server):
+    """prompt_tokens and generation_tokens are the engine's, and do not wait for a request's end."""
+
+    def counts() -> list[float]:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        names = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total")
+        return [float(x.split()[1]) for n in names for x in lines if x.startswith(f"llama:{n} ")]
+
+    before = counts()
+    body = {"prompt": "Some words", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        parts = response.iter_bytes()
+        assert b"data: " in next(parts)
+        during = counts()
+        running = httpx.get(f"{server.url}/load").json()["server_load"]
+    assert running == 1 and all(a < b for a, b in zip(before, during, strict=True))
+
+
 def test_echo_scores_the_prompt(client, demo):
     """max_tokens 0: the prompt alone. The first entry is null; a token's own value is among the
     likeliest, the same float; the values are the model's own, whatever the temperature."""
@@ -196,6 +238,19 @@ BAD: list[tuple[str, Any, int, str | None]] = [
         "messages",
     ),
     ("/v1/chat/completions", {"messages": STORY, "top_logprobs": 2}, 400, "top_logprobs"),
+    (
+        "/v1/chat/completions",
+        {"messages": STORY, "continue_final_message": True},
+        400,
+        "continue_final_message",
+    ),
+    ("/tokenize", {"messages": STORY, "continue_final_message": 1}, 400, "continue_final_message"),
+    (
+        "/tokenize",
+        {"messages": STORY, "continue_final_message": True},
+        400,
+        "continue_final_message",
+    ),
     ("/v1/chat/completions", {"messages": STORY, "tools": [NOW]}, 400, "tools"),
     ("/tokenize", {"prompt": 7}, 400, "prompt"),
     ("/tokenize", {"prompt": "x", "other": 7}, 400, "other"),

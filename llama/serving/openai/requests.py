@@ -24,7 +24,8 @@ _SAMPLING = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs", "stru
 _FORMS = {"response_format", "structured_outputs"}
 _SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS | _FORMS
 TEXT_FIELDS = {"prompt", "echo"} | _SHARED
-CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _SHARED
+_OPEN_END = {"add_generation_prompt", "continue_final_message"}  # vLLM's
+CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _OPEN_END | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -34,6 +35,8 @@ class OpenAIRequest:
 
     prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
     with the counts of tokens. user: a label for the log. tools: of a chat that may call some.
+    add_generation_prompt: a chat's prompt ends with the header of an answer.
+    continue_final_message: it ends inside its last message, which the answer goes on from.
     """
 
     chat: bool
@@ -47,6 +50,8 @@ class OpenAIRequest:
     has_usage: bool = False
     tools: ToolRequest | None = None
     form_field: str | None = None  # that gave the form of the answer
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequest:
@@ -62,6 +67,10 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
     refuse_fields(given.keys() - known, "a chat request" if chat else "a completion request")
     echo = _boolean(given, "echo")
     params = _params(given, chat, defaults)
+    has_header = _boolean(given, "add_generation_prompt", True)
+    is_open = _boolean(given, "continue_final_message")
+    if is_open and has_header:
+        raise ValueError("continue_final_message needs add_generation_prompt to be false")
     if echo and params.logprobs is not None:
         params = replace(params, prompt_logprobs=params.logprobs)
     return OpenAIRequest(
@@ -76,6 +85,8 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         has_usage=_has_usage(given),
         tools=read_tools(given) if chat else None,
         form_field=next(iter(_FORMS & given.keys()), None),
+        add_generation_prompt=has_header,
+        continue_final_message=is_open,
     )
 
 
@@ -127,8 +138,8 @@ def _string(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name, False)
+def _boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = body.get(name, default)
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be true or false, got {json_type(value)}")
     return value

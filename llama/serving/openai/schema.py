@@ -85,6 +85,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 }
 _FLAGS = {
     "echo", "stream", "include_stop_str_in_output", "skip_special_tokens", "ignore_eos",
+    "add_generation_prompt", "continue_final_message",
     "parallel_tool_calls",
 }  # fmt: skip
 _COUNTS = {"best_of": (1, 64), "min_tokens": (0, 2**31 - 1)}

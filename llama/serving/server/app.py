@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.serving.server import completions, tokens
+from llama.serving.server import completions, page, tokens
 from llama.serving.server.errors import ApiError
 from llama.serving.server.gate import Gate
 from llama.serving.server.responses import ClientLeft, JsonResponse
@@ -28,6 +28,7 @@ def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool =
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     for router in (completions.routes(service), tokens.routes(service), _status_routes(service)):
         app.include_router(router)
+    app.include_router(page.routes())
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(ClientLeft, _tell_nobody)

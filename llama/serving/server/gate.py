@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import JsonResponse
 
-_OPEN = {"/health", "/ready"}  # a load balancer has no key
+# A load balancer has no key, nor has a browser that opens the page, which is the same for all.
+_OPEN = {"/health", "/ready", "/"}
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BODY_S = 60.0  # for a client to send its request

@@ -55,8 +55,6 @@ class Metrics:
             "request_success", "Answers that ended, by the reason.", ("finished_reason",)
         )
         self.refused = counter("request_refused", "Requests refused as the queue was full.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
 
@@ -67,6 +65,9 @@ class Metrics:
         else:
             self.time_to_first_token.observe(now - ticket.began)
         self._at[ticket.request_id] = now
+        if output.index not in ticket.outputs:
+            self.cache_queries.inc(output.usage.prompt_tokens)
+            self.cache_hits.inc(output.usage.cached_tokens)
 
     def finish(self, ticket: "Ticket") -> None:
         self._at.pop(ticket.request_id, None)
@@ -74,10 +75,6 @@ class Metrics:
         self.e2e_latency.observe(seconds)
         self.recent_seconds = _KEPT * self.recent_seconds + (1 - _KEPT) * seconds
         for output in ticket.outputs.values():
-            self.prompt_tokens.inc(output.usage.prompt_tokens)
-            self.generation_tokens.inc(output.usage.completion_tokens)
-            self.cache_queries.inc(output.usage.prompt_tokens)
-            self.cache_hits.inc(output.usage.cached_tokens)
             for answer in output.outputs:
                 self.success.labels(answer.finish_reason or "abort").inc()
 
@@ -111,9 +108,13 @@ class _Engine(Collector):
         pool = scheduler.pool
         usage = 1 - pool.num_free / pool.num_pages
         yield gauge("kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it.", usage)
-        yield CounterMetricFamily(
-            "llama:num_preemptions", "Sequences put back.", value=scheduler.num_preemptions
-        )
+
+        def counter(name: str, what: str, value: float) -> Metric:
+            return CounterMetricFamily(f"llama:{name}", what, value=value)
+
+        yield counter("num_preemptions", "Sequences put back.", scheduler.num_preemptions)
+        yield counter("prompt_tokens", "Prompt tokens, without cached ones.", stats.prompt_tokens)
+        yield counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
         seconds = stats.prompt_seconds + stats.generate_seconds
         yield SummaryMetricFamily(
             "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds

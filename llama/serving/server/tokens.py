@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from llama.serving.openai.chat_prompt import encode_messages
 from llama.serving.openai.json_types import json_type, refuse_fields
 from llama.serving.openai.requests import field_of
 from llama.serving.openai.tool_fields import TOOL_FIELDS, read_tools
@@ -16,7 +17,7 @@ from llama.serving.server.completions import described, read_json
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import JsonResponse
 from llama.serving.server.service import Service
-from llama.serving.tools import ToolFormat, encode_chat
+from llama.serving.tools import ToolFormat
 from llama.tokenizer import Tokenizer
 
 _TOKENIZE = {
@@ -113,25 +114,26 @@ def _refuse(unknown: set[str], place: str) -> None:
 def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any]) -> list[int]:
     """ApiError 400 names the field that is wrong."""
     common = {"model", "return_token_strs"}
+    flags = {"add_generation_prompt": True, "continue_final_message": False}
     text_fields, chat_fields = (
         {"prompt", "add_special_tokens"},
-        {"messages", "add_generation_prompt", *TOOL_FIELDS},
+        {"messages", *flags, *TOOL_FIELDS},
     )
     is_chat = "messages" in body
     _refuse(body.keys() - common - (chat_fields if is_chat else text_fields), "/tokenize")
-    for name in ("add_special_tokens", "add_generation_prompt", "return_token_strs"):
+    for name in ("add_special_tokens", "return_token_strs", *flags):
         if not isinstance(body.get(name, True), bool):
             raise ApiError(400, f"{name} must be true or false", param=name)
     if is_chat:
+        given = {name: body.get(name, default) for name, default in flags.items()}
         try:
-            wants_header = body.get("add_generation_prompt", True)
             tools = read_tools(body)
-            return encode_chat(
+            return encode_messages(
                 tokenizer,
                 body["messages"],
                 None if tools is None else tools.tools,
                 tool_format=tool_format,
-                add_generation_prompt=wants_header,
+                **given,
             )
         except (TypeError, ValueError) as e:
             raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
