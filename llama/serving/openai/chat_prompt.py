@@ -9,11 +9,26 @@ from llama.structured_output import StructuredOutput
 from llama.tokenizer import Tokenizer
 
 
-def chat_prompt(request: OpenAIRequest, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
-    """The ids of a chat's dialog. TypeError or ValueError begins with the field that is wrong, or
-    names the message."""
+def chat_prompt(
+    request: OpenAIRequest,
+    tokenizer: Tokenizer,
+    tool_format: ToolFormat,
+    *,
+    continues: bool = False,
+) -> list[int]:
+    """The ids of a chat's dialog; continues: the answer goes on from its last message.
+
+    TypeError or ValueError begins with the field that is wrong, or names the message.
+    """
     tools = None if request.tools is None else request.tools.tools
-    return encode_chat(tokenizer, request.messages, tools, tool_format=tool_format)
+    return encode_chat(
+        tokenizer,
+        request.messages,
+        tools,
+        tool_format=tool_format,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+    )
 
 
 def chat_params(request: OpenAIRequest, tool_format: ToolFormat) -> SamplingParams:
