@@ -4,6 +4,7 @@ tool calls, the real app with a model that follows a script."""
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -226,8 +227,7 @@ def test_a_bad_request_has_anthropics_error_that_names_its_field(server):
         assert found.json().keys() == {"type", "error"} and found.json()["type"] == "error"
         error = found.json()["error"]
         assert error["type"] == "invalid_request_error" and len(found.content) < 4096
-        with pytest.raises(AssertionError, match=pattern):
-            raise AssertionError(error["message"])
+        assert re.search(pattern, error["message"]), (change, error)
     for answer, status, kind in [
         (httpx.post(url, content=b"{"), 400, "invalid_request_error"),
         (httpx.post(f"{url}/batches", json={}), 404, "not_found_error"),

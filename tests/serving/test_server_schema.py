@@ -15,7 +15,7 @@ from helpers.server import RunningServer
 
 CHOICES = {"max_tokens": 2, "n": 1, "best_of": None, "max_completion_tokens": None}
 FEW_TOKENS = {"/v1/completions": CHOICES, "/v1/chat/completions": CHOICES}
-FEW_TOKENS |= {"/v1/messages": {"max_tokens": 2}}
+FEW_TOKENS |= {"/v1/messages": {"max_tokens": 2}, "/v1/responses": {"max_output_tokens": 2}}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.serving.server import completions, messages, tokens
+from llama.serving.server import completions, messages, responses_api, tokens
 from llama.serving.server.errors import ApiError
 from llama.serving.server.gate import Gate
 from llama.serving.server.responses import ClientLeft, JsonResponse
@@ -26,8 +26,9 @@ _CLIENT_LEFT = 499  # nginx's word for it; nobody reads it
 def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool = True) -> ASGIApp:
     """The server's app. See `Gate` for the keys and loopback."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
-    for routes in (completions.routes, messages.routes, tokens.routes, _status_routes):
-        app.include_router(routes(service))
+    for api in (completions, responses_api, messages, tokens):
+        app.include_router(api.routes(service))
+    app.include_router(_status_routes(service))
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(ClientLeft, _tell_nobody)
