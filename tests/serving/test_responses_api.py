@@ -299,6 +299,7 @@ def test_the_dialog_goes_back_in(scripted):
     first = scripted.respond()
     question = {"role": "user", "content": QUESTION}
     dialog = [
+        {"role": "developer", "content": "In German."},
         question,
         *[item.to_dict() for item in first.output],
         {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "22 °C"},
@@ -306,7 +307,7 @@ def test_the_dialog_goes_back_in(scripted):
     function = {"name": "weather", "arguments": json.dumps(ZURICH)}
     calls = [{"id": "a", "function": function}]
     chat: list[Any] = [
-        {"role": "system", "content": "Be short."},
+        {"role": "system", "content": "Be short.\nIn German."},
         question,
         {"role": "assistant", "content": "I will look. ", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "22 °C"},

@@ -85,14 +85,14 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "system": _TEXTS,
     "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
-    "tool_choice": {
-        "type": "object",
-        "properties": {
+    "tool_choice": _object(
+        {
             "type": {"enum": ["auto", "any", "tool", "none"]},
+            "name": _TEXT,
             "disable_parallel_tool_use": {"type": "boolean"},
         },
-        "required": ["type"],
-    },
+        "type",
+    ),
     "thinking": _object({"type": {"const": "disabled"}}, "type"),
     "output_config": _object(
         {
