@@ -331,6 +331,10 @@ def test_signals_drain_and_a_full_queue_is_refused():
     with run_server(*flags, "--api_key", "k", "--tool_format", "llama3.2") as server:
         url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer k"}
         assert httpx.post(url, json=body).status_code == 401
+        messages = f"{server.url}/v1/messages"
+        error = httpx.post(messages, json={}).json()
+        assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+        assert httpx.post(messages, json={}, headers={"x-api-key": "k"}).status_code == 400
         assert httpx.get(f"{server.url}/ready").status_code == 200
         chat = {"messages": STORY, "tools": [NOW]}
         tokens = httpx.post(f"{server.url}/tokenize", json=chat, headers=headers).json()["tokens"]

@@ -3,22 +3,16 @@
 The checkpoint, the engine and the app are real; only the ids that are sampled come from a script.
 """
 
-import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
 
+from helpers.scripted import ScriptedServer
 from llama import Llama
-from llama.engine.runner import StepOutput
-from llama.engine.scheduler import Scheduled
-from llama.serving.server.app import make_app
-from llama.serving.server.service import Limits, Service
 from llama.serving.tools import ToolFormat, encode_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -29,59 +23,7 @@ CALL = '{"name": "weather", "parameters": {"city": "Zürich 🌧"}}'
 ZURICH = {"city": "Zürich 🌧"}
 
 
-class Script:
-    """In place of the model's runner: each sequence gets the ids of `ids`, in order."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-
-    def run(self, scheduled: list[Scheduled]) -> StepOutput:
-        sampling = [item.sequence for item in scheduled if item.samples]
-        return StepOutput([self.ids[len(seq.tokens) - seq.num_prompt] for seq in sampling])
-
-
-class ScriptedServer:
-    """`url` is of no machine: the requests go to the app in this process."""
-
-    def __init__(self, llama: Llama) -> None:
-        self.llama, self.script = llama, Script()
-        self.runner = llama.engine.runner
-        llama.engine.runner = self.script
-
-    def says(self, text: str) -> None:
-        """The next answers: special tokens by their names, and the end of the turn."""
-        encode = self.llama.tokenizer.encode
-        self.script.ids = encode(text + "<|eot_id|>", bos=False, eos=False, allowed_special="all")
-
-    @contextlib.contextmanager
-    def random_model(self) -> Iterator[None]:
-        """Inside, the model's own random weights answer."""
-        self.llama.engine.runner = self.runner
-        try:
-            yield
-        finally:
-            self.llama.engine.runner = self.script
-
-    def call(self, work: Any, tool_format: ToolFormat | None = None) -> Any:
-        """What `work(client)` returns; client: an openai.AsyncOpenAI."""
-
-        async def run() -> Any:
-            service = Service("tiny", Limits(), tool_format)
-            service.start(self.llama)
-            transport = httpx.ASGITransport(make_app(service))
-            http: Any = httpx.AsyncClient(transport=transport)
-            async with http:
-                client = openai.AsyncOpenAI(
-                    base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
-                )
-                try:
-                    return await asyncio.wait_for(work(client), 60)
-                finally:
-                    assert service.engine is not None
-                    service.engine.close()
-
-        return asyncio.run(run())
-
+class ChatServer(ScriptedServer):
     def chat(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
         """The whole answer; it must be what the chunks of a stream join to."""
         body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
@@ -118,10 +60,10 @@ def check_stream(choice: Any, parts: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(make_checkpoint) -> Iterator[ScriptedServer]:
+def server(make_checkpoint) -> Iterator[ChatServer]:
     folder, _, _ = make_checkpoint(use_scaled_rope=True)
     llama = Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")
-    yield ScriptedServer(llama)
+    yield ChatServer(llama)
 
 
 def calls_of(choice: Any) -> list[tuple[str, Any]]:

@@ -11,16 +11,24 @@ from llama.structured_output import StructuredOutput
 from llama.tokenizer import Tokenizer
 
 
-def chat_prompt(request: OpenAIRequest, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
-    """The ids of a chat's dialog. TypeError or ValueError begins with the field that is wrong, or
-    names the message."""
+def chat_prompt(
+    request: OpenAIRequest,
+    tokenizer: Tokenizer,
+    tool_format: ToolFormat,
+    *,
+    continues: bool = False,
+) -> list[int]:
+    """The ids of a chat's dialog; continues: the answer goes on from its last message.
+
+    TypeError or ValueError begins with the field that is wrong, or names the message.
+    """
     return encode_messages(
         tokenizer,
         request.messages,
         None if request.tools is None else request.tools.tools,
         tool_format=tool_format,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
+        add_generation_prompt=request.add_generation_prompt and not continues,
+        continue_final_message=request.continue_final_message or continues,
     )
 
 

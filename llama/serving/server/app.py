@@ -1,7 +1,7 @@
 """The ASGI app: every route of the server, behind the gate.
 
 In: a `Service`. Out: an app for uvicorn, or any other ASGI server. What a route raises becomes
-OpenAI's error object here, and nowhere else.
+its API's error object here, and nowhere else.
 """
 
 import logging
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.serving.server import completions, page, tokens
+from llama.serving.server import completions, messages, page, responses_api, tokens
 from llama.serving.server.errors import ApiError
 from llama.serving.server.gate import Gate
 from llama.serving.server.responses import ClientLeft, JsonResponse
@@ -26,8 +26,9 @@ _CLIENT_LEFT = 499  # nginx's word for it; nobody reads it
 def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool = True) -> ASGIApp:
     """The server's app. See `Gate` for the keys and loopback."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
-    for router in (completions.routes(service), tokens.routes(service), _status_routes(service)):
-        app.include_router(router)
+    for api in (completions, responses_api, messages, tokens):
+        app.include_router(api.routes(service))
+    app.include_router(_status_routes(service))
     app.include_router(page.routes())
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(HTTPException, _tell_http)
@@ -83,7 +84,7 @@ def _status_routes(service: Service) -> APIRouter:
 
 async def _tell(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JsonResponse(error.body(), error.status, headers=error.headers())
+    return JsonResponse(error.body_for(http.url.path), error.status, headers=error.headers())
 
 
 async def _tell_http(http: Request, error: Exception) -> Response:

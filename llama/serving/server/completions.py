@@ -3,7 +3,6 @@
 In: a request's body. Out: one JSON object, or a stream of chunks with the same content.
 """
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator
@@ -16,7 +15,6 @@ from starlette.responses import Response
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.requests import (
     CHAT_URL,
     TEXT_URL,
@@ -26,6 +24,7 @@ from llama.serving.openai.requests import (
 )
 from llama.serving.openai.responses import Chunks, Heading, response_body
 from llama.serving.openai.schema import body_schema
+from llama.serving.server.dialogs import CHAT_DEFAULTS, prepare_chat
 from llama.serving.server.errors import ApiError
 from llama.serving.server.responses import (
     DONE,
@@ -36,9 +35,8 @@ from llama.serving.server.responses import (
 )
 from llama.serving.server.service import Service
 
-# OpenAI's own defaults; a chat's answer may be as long as the context.
+# OpenAI's own default.
 _TEXT_DEFAULTS = SamplingParams(max_tokens=16, skip_special_tokens=True)
-_CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 def routes(service: Service) -> APIRouter:
@@ -83,7 +81,7 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
     body = await read_json(http)
     service.loaded()
     try:
-        request = parse_body(body, _CHAT_DEFAULTS if chat else _TEXT_DEFAULTS, chat=chat)
+        request = parse_body(body, CHAT_DEFAULTS if chat else _TEXT_DEFAULTS, chat=chat)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param=field_of(e, body)) from None
     requests = await _prepare(service, request, body)
@@ -98,7 +96,6 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
 
 async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[EngineRequest]:
     """The engine's request for each prompt, or for the dialog."""
-    tokenizer = service.loaded().tokenizer
     if not request.chat:
         if len(request.prompts) > service.limits.max_prompts:
             raise ApiError(
@@ -109,16 +106,7 @@ async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[
             )
         prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
         return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
-    try:
-        ids = await asyncio.to_thread(chat_prompt, request, tokenizer, service.tool_format)
-        params = chat_params(request, service.tool_format)
-    except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
-    return [
-        await service.prepare(
-            ids, params, param="messages", form_field=request.form_field or "tools"
-        )
-    ]
+    return [await prepare_chat(service, request, body, request.form_field or "tools")]
 
 
 async def last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:

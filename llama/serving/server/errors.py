@@ -1,4 +1,5 @@
-"""What a client is told when its request cannot be answered: a status and OpenAI's error object.
+"""What a client is told when its request cannot be answered: a status and OpenAI's error
+object, or Anthropic's on its routes.
 
 In: an exception. Out: an `ApiError`, and its JSON. No path, no trace and no long quotation of the
 request reaches a client.
@@ -15,6 +16,7 @@ _TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+_ANTHROPIC_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -45,8 +47,20 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The error object of the API that the path belongs to."""
+        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
+        return anthropic_body(self) if is_anthropic else self.body()
+
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's error object (https://docs.anthropic.com/en/api/errors); it has no param, so the
+    message names the field."""
+    kind = "api_error" if error.kind == "server_error" else error.kind
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def broken() -> ApiError:

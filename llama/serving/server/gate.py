@@ -1,7 +1,7 @@
 """What every HTTP request passes before its route: its id, its host, its key, its size.
 
-In: an ASGI app. Out: the same app, behind these checks. A request that fails one gets OpenAI's
-error object, and no work is done for it.
+In: an ASGI app. Out: the same app, behind these checks. A request that fails one gets its
+API's error object, and no work is done for it.
 """
 
 import hmac
@@ -53,7 +53,7 @@ class Gate:
             self._check(scope["path"], headers)
             body = await self._body(headers, receive)
         except ApiError as e:
-            response = JsonResponse(e.body(), e.status, headers=e.headers())
+            response = JsonResponse(e.body_for(scope["path"]), e.status, headers=e.headers())
             return await response(scope, receive, send_with_id)
         except ConnectionError:  # nobody reads an answer
             return None

@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 KEEP_ALIVE_S = 15.0
 FIRST_S = 10.0  # then the status is sent, whatever comes
 DONE = b"data: [DONE]\n\n"
+_COMMENT = b": the answer is not ready yet\n\n"
 
 
 class ClientLeft(Exception):
@@ -53,17 +54,23 @@ class EventStream(Response):
 
     An ApiError that comes before the first event gets its own status; a later one, when the status
     is sent, is the last event, which `error_events` makes of it.
+    keep_alive: what is sent while nothing else comes.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], error_events: Callable[[ApiError], bytes]
+        self,
+        events: AsyncGenerator[bytes, None],
+        error_events: Callable[[ApiError], bytes],
+        *,
+        keep_alive: bytes = _COMMENT,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # it is not known yet
         self._events = events
         self._error_events = error_events
+        self._keep_alive = keep_alive
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +109,7 @@ class EventStream(Response):
             await asyncio.sleep(KEEP_ALIVE_S / 3)
             if time.monotonic() - self._last_sent >= KEEP_ALIVE_S:
                 self._last_sent = time.monotonic()
-                await _send_part(send, b": the answer is not ready yet\n\n")
+                await _send_part(send, self._keep_alive)
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -24,8 +24,8 @@ _TOKENIZE = {
     "type": "object",
     "properties": {
         "prompt": {"type": "string"},
-        "add_special_tokens": {"type": "boolean"},
-        "return_token_strs": {"type": "boolean"},
+        "add_special_tokens": {"type": ["boolean", "null"]},
+        "return_token_strs": {"type": ["boolean", "null"]},
     },
     "required": ["prompt"],
     "additionalProperties": False,

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API as data: the bodies of requests and responses, and the events."""

@@ -1,0 +1,71 @@
+"""What the routes of all chat APIs have in common: from a request to the engine's.
+
+In: a body, and the function that reads it as a chat. Out: the engine's request, or an ApiError that
+names the body's own field.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from llama.requests.request import Request as EngineRequest
+from llama.sampling_params import SamplingParams
+from llama.serving.openai.chat_prompt import chat_params, chat_prompt
+from llama.serving.openai.dialog import Translated
+from llama.serving.openai.requests import OpenAIRequest, field_of
+from llama.serving.server.errors import ApiError
+from llama.serving.server.service import Service
+
+# A chat's answer may be as long as the context.
+CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
+
+
+async def prepare_chat(
+    service: Service, request: OpenAIRequest, body: Any, form_field: str, *, continues: bool = False
+) -> EngineRequest:
+    """The engine's request for a dialog; ApiError 400 names a field of a chat."""
+    tokenizer = service.loaded().tokenizer
+    try:
+        ids = await asyncio.to_thread(
+            chat_prompt, request, tokenizer, service.tool_format, continues=continues
+        )
+        params = chat_params(request, service.tool_format)
+    except (TypeError, ValueError) as e:
+        raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
+    return await service.prepare(ids, params, param="messages", form_field=form_field)
+
+
+def read_as_chat(
+    body: Any, fields: Collection[str], parse: Callable[[Any, SamplingParams], Translated]
+) -> Translated:
+    """A body of another API, read by `parse`; ApiError 400 names one of its fields."""
+    try:
+        return parse(body, CHAT_DEFAULTS)
+    except (TypeError, ValueError) as e:
+        raise ApiError(400, str(e), param=_first_name(str(e), fields, body)) from None
+
+
+async def prepare_translated(
+    service: Service, asked: Translated, fields: Collection[str]
+) -> EngineRequest:
+    """The engine's request; ApiError 400 names a field of the body's own API."""
+    names = dict.fromkeys(["messages", "tools", "tool_choice"])
+    try:
+        return await prepare_chat(
+            service, asked.chat, names, asked.form_field, continues=asked.continues
+        )
+    except ApiError as e:
+        message = re.sub(r"^structured_output\.\w+", asked.form_field, e.message)
+        message = asked.wording.of(message)
+        param = _first_name(message, fields, {}) or asked.wording.of(e.param or "").split(".")[0]
+        raise ApiError(
+            e.status, message, param=param or None, code=e.code, retry_after=e.retry_after
+        ) from None
+
+
+def _first_name(message: str, fields: Collection[str], body: Any) -> str | None:
+    """The field that a message begins with."""
+    found = re.match(r"'?([a-z_]+)", message)
+    known = {*fields, *body} if isinstance(body, dict) else set(fields)
+    return found[1] if found is not None and found[1] in known else None

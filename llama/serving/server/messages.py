@@ -1,0 +1,86 @@
+"""The routes of Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens.
+
+In: a request's body. Out: one message, or the events of one. Between the two it is a chat like any
+other.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llama.requests.request import RequestOutput
+from llama.serving.anthropic.requests import COUNT_URL, FIELDS, MESSAGES_URL, parse_messages_body
+from llama.serving.anthropic.responses import PING, MessageEvents, message_body
+from llama.serving.anthropic.schema import messages_schema
+from llama.serving.openai.chat_prompt import chat_prompt
+from llama.serving.openai.responses import Heading
+from llama.serving.server.completions import described, last_outputs, read_json
+from llama.serving.server.dialogs import prepare_translated, read_as_chat
+from llama.serving.server.errors import ApiError, anthropic_body
+from llama.serving.server.responses import (
+    EventStream,
+    JsonResponse,
+    event,
+    unless_client_leaves,
+)
+from llama.serving.server.service import Service
+
+_PING = event(PING, PING["type"])
+
+
+def routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(MESSAGES_URL, openapi_extra=described(messages_schema(counts=False)))
+    async def messages(http: Request) -> Response:
+        """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
+        return await _answer(service, http)
+
+    @router.post(COUNT_URL, openapi_extra=described(messages_schema(counts=True)))
+    async def count_tokens(http: Request) -> Response:
+        """The tokens of the prompt that /v1/messages would make of the body."""
+        body = await read_json(http)
+        tokenizer = service.loaded().tokenizer
+        asked = read_as_chat(body, FIELDS, partial(parse_messages_body, counts=True))
+        try:
+            ids = await asyncio.to_thread(
+                chat_prompt, asked.chat, tokenizer, service.tool_format, continues=asked.continues
+            )
+        except (TypeError, ValueError) as e:
+            raise ApiError(400, asked.wording.of(str(e))) from None
+        return JsonResponse({"input_tokens": len(ids)})
+
+    return router
+
+
+async def _answer(service: Service, http: Request) -> Response:
+    body = await read_json(http)
+    tokenizer = service.loaded().tokenizer
+    asked = read_as_chat(body, FIELDS, parse_messages_body)
+    request = await prepare_translated(service, asked, FIELDS)
+    heading = Heading(http.state.request_id, service.model_name, service.now())
+    outputs = service.outputs([request], http.state.request_id)
+    if asked.chat.stream:
+        events = MessageEvents(asked.chat, tokenizer, heading)
+        return EventStream(_events(outputs, events), _error_event, keep_alive=_PING)
+    (last,) = await unless_client_leaves(last_outputs(outputs), http.receive)
+    return JsonResponse(message_body(asked.chat, last, tokenizer, heading))
+
+
+async def _events(
+    outputs: AsyncGenerator[RequestOutput, None], events: MessageEvents
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            parts = [event(each, each["type"]) for each in events.of(output)]
+            if parts:
+                yield b"".join(parts)
+    yield b"".join(event(each, each["type"]) for each in events.last())
+
+
+def _error_event(error: ApiError) -> bytes:
+    return event(anthropic_body(error), "error")

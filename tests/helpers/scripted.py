@@ -1,0 +1,82 @@
+"""The server's app in this process, with a model that follows a script.
+
+The checkpoint, the engine and the app are real; only the ids that are sampled come from a script.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+
+from llama import Llama
+from llama.engine.runner import StepOutput
+from llama.engine.scheduler import Scheduled
+from llama.serving.server.app import make_app
+from llama.serving.server.service import Limits, Service
+from llama.serving.tools import ToolFormat
+
+
+def openai_client(connection: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=connection, max_retries=0
+    )
+
+
+class Script:
+    """In place of the model's runner: each sequence gets the ids of `ids`, in order."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def run(self, scheduled: list[Scheduled]) -> StepOutput:
+        sampling = [item.sequence for item in scheduled if item.samples]
+        return StepOutput([self.ids[len(seq.tokens) - seq.num_prompt] for seq in sampling])
+
+
+class ScriptedServer:
+    """`url` is of no machine: the requests go to the app in this process."""
+
+    def __init__(self, llama: Llama) -> None:
+        self.llama, self.script = llama, Script()
+        self.runner = llama.engine.runner
+        llama.engine.runner = self.script
+
+    def says(self, text: str) -> None:
+        """The next answers: special tokens by their names, and the end of the turn."""
+        encode = self.llama.tokenizer.encode
+        self.script.ids = encode(text + "<|eot_id|>", bos=False, eos=False, allowed_special="all")
+
+    @contextlib.contextmanager
+    def random_model(self) -> Iterator[None]:
+        """Inside, the model's own random weights answer."""
+        self.llama.engine.runner = self.runner
+        try:
+            yield
+        finally:
+            self.llama.engine.runner = self.script
+
+    def call(
+        self,
+        work: Any,
+        tool_format: ToolFormat | None = None,
+        *,
+        connect: Callable[[Any], Any] = openai_client,
+        http: Any = httpx,
+    ) -> Any:
+        """What `work(client)` returns. connect: makes the client of a client of this module."""
+
+        async def run() -> Any:
+            service = Service("tiny", Limits(), tool_format)
+            service.start(self.llama)
+            transport = http.ASGITransport(make_app(service))
+            async with http.AsyncClient(transport=transport) as connection:
+                try:
+                    return await asyncio.wait_for(work(connect(connection)), 60)
+                finally:
+                    assert service.engine is not None
+                    service.engine.close()
+
+        return asyncio.run(run())

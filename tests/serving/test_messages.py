@@ -1,0 +1,377 @@
+"""Anthropic's Messages API, with Anthropic's own client: real sockets and the demo model, and, for
+tool calls, the real app with a model that follows a script."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import jsonschema
+import pytest
+
+from helpers.scripted import ScriptedServer
+from llama import Llama
+from llama.serving.server import responses
+from llama.serving.server.errors import ApiError
+from llama.serving.server.service import Service
+from llama.serving.tools import ToolFormat, encode_chat
+
+STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {"name": "weather", "input_schema": SCHEMA}
+OPENAI_WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+QUESTION: Any = [{"role": "user", "content": "How is it in Zürich?"}]
+CALL = '{"name": "weather", "parameters": {"city": "Zürich 🌧"}}'
+ZURICH = {"city": "Zürich 🌧"}
+
+
+def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream; the name of each is its type."""
+    data = httpx.post(f"{url}/v1/messages", json={**body, "stream": True}, timeout=60).text
+    events = []
+    for each in filter(None, data.split("\n\n")):
+        name, content = each.split("\n")
+        events.append(json.loads(content.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def content_of(events: list[Any]) -> list[Any]:
+    """The blocks that the events join to; their order is checked."""
+    first, *middle, delta, stop = [e for e in events if e["type"] != "ping"]
+    assert (first["type"], delta["type"]) == ("message_start", "message_delta")
+    assert stop == {"type": "message_stop"} and first["message"]["content"] == []
+    blocks: list[Any] = []
+    parts: list[str] | None = None
+    for event in middle:
+        if event["type"] == "content_block_start":
+            assert parts is None and event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+            parts = []
+            continue
+        assert parts is not None and event["index"] == len(blocks) - 1
+        is_text = blocks[-1]["type"] == "text"
+        if event["type"] == "content_block_delta":
+            assert event["delta"]["type"] == ("text_delta" if is_text else "input_json_delta")
+            parts.append(event["delta"]["text" if is_text else "partial_json"])
+        else:
+            assert event["type"] == "content_block_stop"
+            blocks[-1] |= {"text": "".join(parts)} if is_text else {"input": "".join(parts)}
+            parts = None
+    assert parts is None
+    return blocks
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"messages": STORY, "max_tokens": 30, "temperature": 0},
+    {
+        "messages": STORY,
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "max_tokens": 60,
+        "temperature": 0,
+        "top_k": 5,
+        "stop_sequences": [" a "],
+    },
+    {"messages": STORY, "max_tokens": 40, "temperature": 1.9, "top_k": 1, "top_p": 0.9},
+    {"messages": STORY, "max_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("body", REQUESTS)
+def test_a_stream_is_the_message_that_does_not_stream(server, demo, body):
+    """And the message is the answer of the chat with the same dialog."""
+    whole = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+    events = raw_events(server.url, body)
+    assert content_of(events) == whole["content"]
+    delta = events[-2]
+    reason = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    assert delta["delta"] == reason
+    assert delta["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    system = [{"role": "system", "content": "x"}] if "system" in body else []
+    chat = {key: body[key] for key in body.keys() - {"system", "stop_sequences", "messages"}}
+    chat |= {"messages": system + STORY, "stop": body.get("stop_sequences")}
+    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    choice, usage = wanted["choices"][0], wanted["usage"]
+    assert "".join(block["text"] for block in whole["content"]) == choice["message"]["content"]
+    if choice["finish_reason"] == "length":
+        assert reason == {"stop_reason": "max_tokens", "stop_sequence": None}
+    elif choice["stop_reason"] in body.get("stop_sequences", []):
+        assert reason == {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+    else:
+        assert reason == {"stop_reason": "end_turn", "stop_sequence": None}
+    for given in (whole["usage"], delta["usage"]):
+        read = given["cache_read_input_tokens"]
+        assert given["input_tokens"] + read == usage["prompt_tokens"]
+    counted = {key: body[key] for key in ("messages", "system") if key in body}
+    counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=counted).json()
+    assert counted == {"input_tokens": usage["prompt_tokens"]}
+
+
+def test_the_client_sync_and_async(server):
+    asked: Any = {"model": "demo", "messages": STORY, "max_tokens": 20}
+    greedy: Any = {"extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        whole: Any = client.messages.create(**asked, **greedy)
+        with client.messages.stream(**asked, **greedy) as stream:
+            text = "".join(stream.text_stream)
+            final: Any = stream.get_final_message()
+        assert (whole.type, whole.role, whole.model) == ("message", "assistant", "demo")
+        assert final.content[0].text == text == whole.content[0].text
+        assert final.stop_reason == whole.stop_reason == "max_tokens"
+        assert client.messages.count_tokens(model="demo", messages=STORY).input_tokens > 10
+        with pytest.raises(anthropic.BadRequestError, match="thinking must have") as error:
+            client.messages.create(**asked, thinking={"type": "adaptive"})
+        assert error.value.type == "invalid_request_error"
+
+    async def ask() -> tuple[str, str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
+            whole: Any = await client.messages.create(**asked, **greedy)
+            async with client.messages.stream(**asked, **greedy) as stream:
+                return whole.content[0].text, await stream.get_final_text()
+
+    assert asyncio.run(ask()) == (text, text)
+
+
+def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
+    """A last message of the assistant is the beginning of the answer."""
+    begun = [*STORY, {"role": "assistant", "content": "Once upon"}]
+    body = {"messages": begun, "max_tokens": 10, "temperature": 0}
+    found = httpx.post(f"{server.url}/v1/messages", json=body).json()
+    ids = encode_chat(
+        demo.tokenizer, begun, add_generation_prompt=False, continue_final_message=True
+    )
+    plain = {"prompt": ids, "max_tokens": 10, "temperature": 0}
+    wanted = httpx.post(f"{server.url}/v1/completions", json=plain).json()
+    assert found["content"][0]["text"] == wanted["choices"][0]["text"]
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    body = {"messages": STORY, "max_tokens": 100, "output_config": form}
+    found = httpx.post(f"{server.url}/v1/messages", json=body).json()
+    assert found["stop_reason"] == "end_turn"
+    jsonschema.validate(json.loads(found["content"][0]["text"]), schema)
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
+TEXT = {"type": "text", "text": "x"}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+CALLED = {"role": "assistant", "content": [USE]}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is needed"),
+    ({"max_tokens": 512}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [7]}, r"messages\[0\]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
+    ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\].content"),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\].content"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, r"messages\[0\].name"),
+    (user({"type": "image", "source": {}}), r"messages\[0\].content\[0\] is 'image'"),
+    (user(TEXT, {"type": "document"}), r"messages\[0\].content\[1\] is 'document'"),
+    (user({"type": "text"}), r"messages\[0\].content\[0\].text"),
+    (user({**TEXT, "other": 1}), r"messages\[0\].content\[0\].other"),
+    (user({**TEXT, "cache_control": 1}), r"messages\[0\].content\[0\].cache_control"),
+    (user({"type": "tool_result", "tool_use_id": "b"}), r"messages\[0\].content\[0\].tool_use_id"),
+    ({"messages": [*STORY, CALLED]}, r"messages\[1\]"),
+    ({"messages": [*STORY, CALLED, *STORY]}, r"messages\[1\]: tool_calls cannot be used"),
+    ({"messages": [*STORY, {"role": "assistant", "content": "x "}]}, r"messages\[1\]: the begin"),
+    ({"system": 7}, "system"),
+    ({"system": [{"type": "image"}]}, r"system\[0\]"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"stop_sequences": "x"}, "stop_sequences"),
+    ({"stop_sequences": [""]}, r"stop_sequences"),
+    ({"stream": 1}, "stream"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ({"metadata": 1}, "metadata"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"container": "x"}, "'container'"),
+    ({"n": 2}, "'n'"),
+    ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_conf"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+    ({"tools": 1}, "tools"),
+    ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema"),
+    ({"tools": [{"name": "f g", "input_schema": {}}]}, r"tools\[0\].name"),
+    ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, r"tools\[0\].input_schema"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type"),
+    ({"tools": [WEATHER]}, "tools cannot be used with this model"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "f"}}, "tool_choice.type"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+]
+
+
+def test_a_bad_request_has_anthropics_error_that_names_its_field(server):
+    url = f"{server.url}/v1/messages"
+    for change, pattern in BAD:
+        body = {"messages": STORY, "max_tokens": 5, **change}
+        found = httpx.post(url, json=body)
+        assert found.status_code == 400, (change, found.text)
+        assert found.json().keys() == {"type", "error"} and found.json()["type"] == "error"
+        error = found.json()["error"]
+        assert error["type"] == "invalid_request_error" and len(found.content) < 4096
+        assert re.search(pattern, error["message"]), (change, error)
+    for answer, status, kind in [
+        (httpx.post(url, content=b"{"), 400, "invalid_request_error"),
+        (httpx.post(f"{url}/batches", json={}), 404, "not_found_error"),
+        (httpx.get(url), 405, "invalid_request_error"),
+        (httpx.post(f"{url}/count_tokens", json={"messages": STORY, "max_tokens": 1}), 400,
+         "invalid_request_error"),
+    ]:  # fmt: skip
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+    good = httpx.post(url, json={"messages": STORY, "max_tokens": 2})
+    assert good.status_code == 200
+
+
+class MessagesServer(ScriptedServer):
+    def ask(self, work: Any, tool_format: ToolFormat | None = None) -> Any:
+        """What `work(client)` returns; client: an anthropic.AsyncAnthropic."""
+
+        def connect(connection: Any) -> anthropic.AsyncAnthropic:
+            return anthropic.AsyncAnthropic(
+                base_url="http://localhost", api_key="k", http_client=connection, max_retries=0
+            )
+
+        return self.call(work, tool_format, connect=connect, http=httpx2)
+
+    def message(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
+        """The whole message; the events must join to it."""
+        body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
+        body.setdefault("max_tokens", 300)
+
+        async def both(client: anthropic.AsyncAnthropic) -> tuple[Any, Any, list[Any]]:
+            whole = await client.messages.create(**body)
+            stream = await client.messages.create(**body, stream=True)
+            events = [event.to_dict() async for event in stream]
+            async with client.messages.stream(**body) as managed:
+                return whole, await managed.get_final_message(), events
+
+        whole, joined, events = self.ask(both, tool_format)
+        content_of(events)
+        without_ids = [
+            [block.to_dict() | {"id": ""} for block in each.content] for each in (whole, joined)
+        ]
+        assert without_ids[0] == without_ids[1]
+        assert (whole.stop_reason, whole.stop_sequence) == (joined.stop_reason, None)
+        return whole
+
+
+@pytest.fixture(scope="module")
+def scripted(make_checkpoint) -> Iterator[MessagesServer]:
+    folder, _, _ = make_checkpoint(use_scaled_rope=True)
+    llama = Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")
+    yield MessagesServer(llama)
+
+
+def blocks_of(message: Any) -> list[Any]:
+    return [
+        block.text if block.type == "text" else (block.name, block.input)
+        for block in message.content
+    ]
+
+
+def test_calls_and_words(scripted):
+    scripted.says(f"I will look. {CALL}")
+    message = scripted.message()
+    assert blocks_of(message) == ["I will look. ", ("weather", ZURICH)]
+    assert message.stop_reason == "tool_use" and message.content[1].id.startswith("toolu_")
+    none = scripted.message(tool_choice={"type": "none"})
+    assert (blocks_of(none), none.stop_reason) == ([f"I will look. {CALL}"], "end_turn")
+    scripted.says("[weather(city='Zürich 🌧'), weather()]")
+    message = scripted.message(ToolFormat.LLAMA_3_2)
+    assert blocks_of(message) == [("weather", ZURICH), ("weather", {})]
+    single: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    message = scripted.message(ToolFormat.LLAMA_3_2, tool_choice=single)
+    assert blocks_of(message) == [("weather", ZURICH)]
+    scripted.says('{"name": "weather", "parameters": {"city": "Bern", "more": "and on"}}')
+    message = scripted.message(max_tokens=60)
+    assert message.stop_reason == "max_tokens"
+    assert blocks_of(message) == [("weather", {"city": "Bern"})], "what is whole of what was cut"
+
+
+def test_the_dialog_goes_back_in(scripted):
+    """The client's own message and its results: the prompt is that of the same chat."""
+    scripted.says(f"I will look. {CALL}")
+    first = scripted.message()
+    call = first.content[1]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "22 °C"}
+    more = {"type": "text", "text": "And tomorrow?"}
+    arguments = json.dumps(ZURICH)
+    for is_error, content in ((False, "22 °C"), (True, {"error": "22 °C"})):
+        dialog = [
+            *QUESTION,
+            first.to_param(),
+            {"role": "user", "content": [{**result, "is_error": is_error}, more]},
+        ]
+        function = {"name": "weather", "arguments": arguments}
+        chat = [
+            {"role": "system", "content": "Be short."},
+            *QUESTION,
+            {"role": "assistant", "content": "I will look. ",
+             "tool_calls": [{"id": "a", "function": function}]},
+            {"role": "tool", "tool_call_id": "a", "content": content},
+            {"role": "user", "content": "And tomorrow?"},
+        ]  # fmt: skip
+        wanted = len(encode_chat(scripted.llama.tokenizer, chat, [OPENAI_WEATHER]))
+        scripted.says("It is warm.")
+        second = scripted.message(messages=dialog, system="Be short.")
+        assert blocks_of(second) == ["It is warm."]
+        usage = second.usage
+        assert usage.input_tokens + usage.cache_read_input_tokens == wanted
+
+
+def test_a_forced_call_fits_its_schema(scripted):
+    schema = {**SCHEMA, "properties": {"city": {"enum": ["Zürich", "Bern"]}}}
+    tools = [{"name": "weather", "input_schema": {**schema, "additionalProperties": False}}]
+    with scripted.random_model():
+        for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+            message = scripted.message(tools=tools, tool_choice=choice, extra_body={"top_k": 1})
+            (block, *_) = message.content
+            assert block.name == "weather" and message.stop_reason in ("tool_use", "max_tokens")
+            if message.stop_reason == "tool_use":
+                jsonschema.validate(block.input, schema)
+
+
+def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
+    """The status is sent already: the client raises what the last event says."""
+
+    async def broken(self: Service, requests: Any, request_id: str) -> Any:
+        async with contextlib.aclosing(outputs(self, requests, request_id)) as real:
+            yield await anext(real)
+        await asyncio.sleep(0.2)
+        raise ApiError(500, "the model failed in this step")
+
+    outputs = Service.outputs
+    monkeypatch.setattr(Service, "outputs", broken)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.05)
+    scripted.says("x")
+    body: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}
+
+    async def ask(client: anthropic.AsyncAnthropic) -> None:
+        with pytest.raises(anthropic.APIStatusError, match="the model failed") as error:
+            async for _ in await client.messages.create(**body, stream=True):
+                pass
+        assert error.value.type == "api_error"
+        raw = await client.post("/v1/messages", body={**body, "stream": True},
+                                cast_to=httpx2.Response)  # fmt: skip
+        assert 'event: ping\ndata: {"type":"ping"}\n\n' in raw.text
+        assert raw.text.rstrip().split("\n\n")[-1].startswith("event: error\ndata: ")
+
+    scripted.ask(ask)
