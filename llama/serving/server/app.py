@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 import llama
 from llama.serving.server import completions, tokens
-from llama.serving.server.errors import ApiError
+from llama.serving.server.errors import ApiError, log_refusal
 from llama.serving.server.gate import Gate
 from llama.serving.server.responses import ClientLeft, JsonResponse
 from llama.serving.server.service import Service, State
@@ -82,6 +82,8 @@ def _status_routes(service: Service) -> APIRouter:
 
 async def _tell(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    if not error.is_logged:
+        log_refusal(http.state.request_id, http.method, http.url.path, error)
     return JsonResponse(error.body(), error.status, headers=error.headers())
 
 
