@@ -121,7 +121,8 @@ def main(words: list[str]) -> None:
     llama = Llama.build(str(DEMO), max_seq_len=512, max_batch_size=32, dtype="fp32", device="cpu")
     server.start()
     is_done = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(llama, 5.0, is_done.is_set))
+    server.open(llama)
+    thread = threading.Thread(target=server.serve, args=(5.0, is_done.is_set))
     thread.start()
     try:
         for name, (path, body) in cases().items():

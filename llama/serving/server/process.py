@@ -71,15 +71,18 @@ class Server:
     def _serve(self) -> None:
         self._uvicorn.run(sockets=[self._socket])
 
-    def serve(self, llama: "Llama", drain_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
-        """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
-        service = self.service
+    def open(self, llama: "Llama") -> None:
+        """Requests may come."""
         gc.collect()
         gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
-        service.start(llama)
+        self.service.start(llama)
         watch = llama.model.parallel.watch
         if watch is not None:
             watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
+
+    def serve(self, drain_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
+        service = self.service
         while not (is_asked_to_stop() or service.has_failed):
             time.sleep(_POLL_S)
         service.drain()
