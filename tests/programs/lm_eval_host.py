@@ -1,8 +1,8 @@
-"""What serving/test_lm_eval_host.py runs in lm-eval's own environment: tasks, each by several models.
+"""What serving/test_lm_eval_host.py runs in lm-eval's own environment: tasks, by several models.
 
-In: a JSON file, {"url", "hf", "folder"}: a server, the same weights as a Hugging Face folder, and a
-folder to work in. It makes local data and three tasks. Out: results.json there, {model: {task:
-{"metrics", "samples"}}}. Nothing is fetched.
+In: a JSON file, {"url", "model", "hf", "folder"}: a server, its model, the same weights as a
+Hugging Face folder, and a folder to work in. It makes local data and three tasks. Out: results.json
+there, {model: {task: {"metrics", "samples"}}}. Nothing is fetched.
 """
 
 import json
@@ -74,23 +74,24 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     folder = Path(job["folder"])
     write_tasks(folder)
-    hf = HFLM(pretrained=job["hf"], dtype="float32", device="cpu", batch_size=8)
-    common = f"model=demo,base_url={job['url']}/v1/completions,num_concurrent=16,max_retries=3"
-    ids = f"{common},tokenizer_backend=remote,tokenized_requests=True,max_length=512"
-    text = f"{common},tokenizer={job['hf']},tokenizer_backend=huggingface,tokenized_requests=False"
-    chat = f"{common}/".replace("/v1/completions", "/v1/chat/completions").replace("=3/", "=3")
-    names = list(TASKS)
-    template = {"apply_chat_template": True}
-    results = {
-        "hf": evaluate(folder, hf, None, names),
-        "ids": evaluate(folder, "local-completions", ids, names, batch_size=8),
-        "chat": evaluate(folder, "local-chat-completions", chat, ["write"], **template),
-        "hf chat": evaluate(folder, hf, None, ["write"], **template),
+    hf = HFLM(pretrained=job["hf"], dtype="float32", device="cpu", batch_size=8, add_bos_token=True)
+    common = f"model={job['model']},num_concurrent=16,max_retries=3,max_length=512,base_url="
+    common += f"{job['url']}/v1/completions"
+    own = f",tokenizer={job['hf']},tokenizer_backend=huggingface,add_bos_token=True"
+    ways = {
+        "ids": f"{common}{own},tokenized_requests=True",
+        "text": f"{common}{own},tokenized_requests=False",
+        "remote": f"{common},tokenizer_backend=remote,tokenized_requests=True",
     }
-    hf.add_bos_token = True
-    results["hf bos"] = evaluate(folder, hf, None, names)
-    text += ",add_bos_token=True,max_length=512"
-    results["text"] = evaluate(folder, "local-completions", text, ["write"], batch_size=8)
+    names, template = list(TASKS), {"apply_chat_template": True}
+    results = {"hf": evaluate(folder, hf, None, names)}
+    for way, args in ways.items():
+        results[way] = evaluate(folder, "local-completions", args, names, batch_size=8)
+    chat = common.replace("/v1/completions", "/v1/chat/completions")
+    results["chat"] = evaluate(folder, "local-chat-completions", chat, ["write"], **template)
+    results["hf chat"] = evaluate(folder, hf, None, ["write"], **template)
+    hf.add_bos_token = False  # as a server's tokenizer is asked
+    results["hf remote"] = evaluate(folder, hf, None, names)
     (folder / "results.json").write_text(json.dumps(results, default=str))
 
 

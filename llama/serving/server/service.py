@@ -149,7 +149,10 @@ class Service:
     ) -> Request:
         """A checked request. ApiError 400 names the field of the body where the prompt was, or the
         form of the answer."""
-        self.loaded()
+        tokenizer = self.loaded().tokenizer
+        if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
+            names = {i: name for name, i in tokenizer.special_tokens.items()}
+            prompt = prompt.removeprefix(names[tokenizer.bos_id])
         self._check_room(1)  # before the work, and again when the number of sequences is known
         assert self.engine is not None
         try:
