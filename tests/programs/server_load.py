@@ -86,24 +86,23 @@ async def flood(client: Client, clients: int, max_tokens: int = 16) -> Counter[i
     return statuses
 
 
-async def disconnects(client: Client, count: int, at_once: int = 32) -> int:
+async def disconnects(client: Client, count: int, at_once: int = 12) -> int:
     """Clients that leave at random moments, streaming and not. How many had an answer by then."""
-    places, answered = asyncio.Semaphore(at_once), 0
+    places, answered = asyncio.Semaphore(at_once), []
 
     async def one(number: int) -> None:
-        nonlocal answered
         async with places:
             stream = bool(number % 2)
             body = client.body(400, stream=stream, n=client.draw.choice((1, 1, 3)))
             reader, writer = await client.send(body)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(client.draw.expovariate(1 / 0.15)):
-                    answered += bool(await reader.read(1))
+                    answered.append(await reader.read(1))
                     await asyncio.sleep(1)
             writer.transport.abort()
 
     await asyncio.gather(*(one(i) for i in range(count)))
-    return answered
+    return len(answered)
 
 
 async def slow_readers(client: Client, count: int, others: int) -> tuple[float, float]:
