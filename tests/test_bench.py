@@ -337,6 +337,23 @@ def test_gguf_of_a_tied_model_with_scaled_rope(tmp_path):
     assert divisors.shape == (8,) and divisors[0] == 1 and divisors[-1] == pytest.approx(8)
 
 
+def test_serve_asks_servers_and_the_engine(bench):
+    """Each request is answered whole, by clients that wait for each other's end and by chance; a
+    server that runs can be asked as well."""
+    pytest.importorskip("fastapi")
+    line = "serve --model demo --dtype fp32 --requests 5 --steps 6 --context 9 --clients 2"
+    rows = bench(f"{line} --rates 50 --threads 1")["rows"]
+    assert [(r["engine"], r.get("clients"), r.get("rate")) for r in rows] == [
+        ("in process", 2, None), ("ours", 2, None), ("ours", None, 50.0)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(30 / row["seconds"])
+        if row["engine"] == "ours":
+            assert 0 < row["first_p50"] <= row["first_p99"]
+            assert 0 <= row["between_p50"] <= row["between_p99"]
+    assert rows[1]["over_engine"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"] - 1)
+
+
 SOAK = "soak --minutes 0.02 --sample_s 0.6 --threads 1"
 
 

@@ -43,10 +43,16 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
+def numbers(text: str) -> tuple[float, ...]:
+    """A flag with several values: "0.5,8" -> (0.5, 8.0)."""
+    return tuple(float(number) for number in text.split(","))
+
+
 _KINDS: dict[Callable[[str], Any], str] = {
     int: "a whole number",
     float: "a number",
     whole_numbers: "whole numbers with commas between them",
+    numbers: "numbers with commas between them",
 }
 _LENGTH = "what fits; in a chat 4096; with the demo model 512"
 

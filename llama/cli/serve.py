@@ -38,9 +38,10 @@ def serve(options: argparse.Namespace) -> int:
 
         def work() -> None:
             assert server is not None
+            server.open(llama)
             say(f"ready: {name} at http://{options.host}:{server.port}/v1")
             with _signals(is_alone) as is_asked_to_stop:
-                server.serve(llama, options.drain_s, is_asked_to_stop)
+                server.serve(options.drain_s, is_asked_to_stop)
 
         llama.lead(work)
     finally:

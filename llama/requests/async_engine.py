@@ -8,7 +8,7 @@ its own, and event loops never wait for it.
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -38,6 +38,7 @@ class AsyncLLMEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llama-engine")
         self._open: set[Request] = set()
         self._is_closed = False
+        self.failure: BaseException | None = None  # of a step, whether or not anybody waits for it
 
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str
@@ -86,7 +87,7 @@ class AsyncLLMEngine:
         try:
             self._open.update(requests)
             self.engine.submit(requests)
-            self._thread.submit(self.engine.wait_until, lambda: all(r.finished for r in requests))
+            self._thread.submit(self._run_until, lambda: all(r.finished for r in requests))
             while unfinished:
                 await changed.wait()
                 changed.clear()
@@ -98,6 +99,13 @@ class AsyncLLMEngine:
         finally:
             self._open.difference_update(requests)
             self.engine.drop(requests)
+
+    def _run_until(self, is_ready: Callable[[], bool]) -> None:
+        try:
+            self.engine.wait_until(is_ready)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator gets a last output with finish_reason "abort"."""

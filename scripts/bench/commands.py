@@ -5,6 +5,7 @@
     python scripts/bench prefill|offline|load|startup --model demo
     python scripts/bench soak --minutes 20
     torchrun --nproc_per_node 2 scripts/bench ranks --model 1b --threads 1
+    python scripts/bench serve --model 1b --clients 1,8,32 --rates 1,4 --vs vllm:VENV
     python scripts/bench linear --model 1b --rows 1,8,32,512
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
@@ -24,6 +25,7 @@ from bench.ranks import ranks as ranks_command
 from bench.report import Column
 from bench.report import plot as draw
 from bench.run import Bench, Limits, Row, whole
+from bench.serve import serve
 from bench.shapes import (
     decode_bytes,
     offline_roofline,
@@ -234,7 +236,7 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (latency, prefill, offline, load, startup, soak, linear)
+    for command in (latency, prefill, offline, load, startup, soak, linear, serve)
 } | {"ranks": ranks_command}  # `ranks` is a module here
 
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 
 from bench.run import Bench
-from llama.cli.flags import Command, Flag, whole_numbers
+from llama.cli.flags import Command, Flag, numbers, whole_numbers
 
 FLAGS = {
     "batches": Flag(whole_numbers, "N,N", "batch sizes"),
@@ -22,6 +22,9 @@ FLAGS = {
     "tokens": Flag(int, "N", "tokens of the prompt"),
     "repeats": Flag(int, "N", "runs; the median counts"),
     "requests": Flag(int, "N", "requests of mixed lengths"),
+    "clients": Flag(whole_numbers, "N,N", "clients at a time"),
+    "rates": Flag(numbers, "X,X", "requests per second", "none"),
+    "url": Flag(str, "URL", "a server that runs, without /v1; its model is called bench", "none"),
     "shortest": Flag(int, "N", "tokens of the shortest prompt or answer"),
     "longest": Flag(int, "N", "tokens of the longest prompt or answer"),
     "max_batch_size": Flag(int, "N", "sequences that run at once"),

@@ -102,7 +102,7 @@ class Bench:
                 "ask for a shorter context or fewer steps"
             )
         limits = Limits(self.device_used, self.stored)
-        with self._folders(measure) as folders:
+        with self.folders(measure) as folders:
             jobs = [
                 self._job(measure) | folders | case | {"case": i} for i, case in enumerate(cases)
             ]
@@ -149,7 +149,7 @@ class Bench:
         }
 
     @contextlib.contextmanager
-    def _folders(self, measure: str) -> Iterator[Row]:
+    def folders(self, measure: str) -> Iterator[Row]:
         """Where the weights lie: "folder" for ours (None: made in memory), "meta", "hf", "gguf"."""
         given = Path(self.model) if Path(self.model).is_dir() else None
         on_disk = given is not None or measure in ("load", "startup")

@@ -31,9 +31,14 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def run_server(*flags: str, launcher: tuple[str, ...] = (), **popen) -> Iterator[RunningServer]:
+def run_server(
+    *flags: str,
+    launcher: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("-m", "llama"),
+    **popen,
+) -> Iterator[RunningServer]:
     """Start a server and wait until it is ready; at the end it is killed, if it still runs."""
-    command = [sys.executable, *launcher, "-m", "llama", "serve", "--port", "0", *flags]
+    command = [sys.executable, *launcher, *program, "serve", "--port", "0", *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **popen)
     log: list[str] = []
     assert process.stderr is not None

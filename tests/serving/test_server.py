@@ -48,6 +48,10 @@ def test_every_form_of_a_prompt_gets_the_engines_answer(client, demo):
     for one in (texts[0], ids[0]):
         found = client.completions.create(model=MODEL, prompt=one, max_tokens=12, temperature=0)
         assert [choice.text for choice in found.choices] == [wanted[0].outputs[0].text]
+    named = f"<|begin_of_text|>{texts[0]}"  # as lm-eval sends it: still one begin_of_text
+    found = client.completions.create(model=MODEL, prompt=named, max_tokens=12, temperature=0)
+    assert found.usage.prompt_tokens == len(ids[0])
+    assert found.choices[0].text == wanted[0].outputs[0].text
     dialog = demo.formatter.encode_dialog_prompt(STORY)
     (answer,) = greedy(demo, [dialog], 20)
     parts = [{"role": "user", "content": [{"type": "text", "text": STORY[0]["content"]}]}]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 import llama
 from llama.serving.server import completions, messages, page, responses_api, tokens
-from llama.serving.server.errors import ApiError
+from llama.serving.server.errors import ApiError, log_refusal
 from llama.serving.server.gate import Gate
 from llama.serving.server.responses import ClientLeft, JsonResponse
 from llama.serving.server.service import Service, State
@@ -84,7 +84,10 @@ def _status_routes(service: Service) -> APIRouter:
 
 async def _tell(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JsonResponse(error.body_for(http.url.path), error.status, headers=error.headers())
+    path = http.url.path
+    if not error.is_logged:
+        log_refusal(http.state.request_id, http.method, path, error)
+    return JsonResponse(error.body_for(path), error.status, headers=error.headers())
 
 
 async def _tell_http(http: Request, error: Exception) -> Response:

@@ -5,8 +5,10 @@ In: an exception. Out: an `ApiError`, and its JSON. No path, no trace and no lon
 request reaches a client.
 """
 
+import logging
 from typing import Any
 
+log = logging.getLogger("llama.server")
 _MAX_MESSAGE = 1000  # characters: a message may quote what the client sent
 _TYPES = {
     400: "invalid_request_error",
@@ -37,6 +39,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.is_logged = False  # the request has its line in the log
 
     @property
     def kind(self) -> str:
@@ -70,3 +73,9 @@ def broken() -> ApiError:
 
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down: send the request again", retry_after=5)
+
+
+def log_refusal(request_id: str, method: str, path: str, error: ApiError) -> None:
+    """The line of a request that did not reach the engine; its message could quote the prompt."""
+    field = "" if error.param is None else f", for {error.param!r:.100}"
+    log.info("%s: %d%s, %s %.100r", request_id, error.status, field, method, path)

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from llama.parallel import ModelParallel
 from llama.requests.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_Engine(service))
         self.recent_seconds = 1.0  # that a request took, a moving average
-        self._at: dict[str, float] = {}  # when the last token of a request came
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             return Histogram(f"llama:{name}", what, buckets=buckets, registry=self.registry)
@@ -60,22 +60,20 @@ class Metrics:
 
     def token_came(self, ticket: "Ticket", output: RequestOutput) -> None:
         now = time.monotonic()
-        if ticket.request_id in self._at:
-            self.inter_token_latency.observe(now - self._at[ticket.request_id])
+        if output.index in ticket.came:
+            self.inter_token_latency.observe(now - ticket.came[output.index])
         else:
             self.time_to_first_token.observe(now - ticket.began)
-        self._at[ticket.request_id] = now
-        if output.index not in ticket.outputs:
             self.cache_queries.inc(output.usage.prompt_tokens)
             self.cache_hits.inc(output.usage.cached_tokens)
+        ticket.came[output.index] = now
 
     def finish(self, ticket: "Ticket") -> None:
-        self._at.pop(ticket.request_id, None)
         seconds = time.monotonic() - ticket.began
         self.e2e_latency.observe(seconds)
         self.recent_seconds = _KEPT * self.recent_seconds + (1 - _KEPT) * seconds
-        for output in ticket.outputs.values():
-            for answer in output.outputs:
+        for request in ticket.requests:
+            for answer in request.returned_answers():
                 self.success.labels(answer.finish_reason or "abort").inc()
 
     def text(self) -> bytes:
@@ -103,7 +101,7 @@ class _Engine(Collector):
 
         running = len(scheduler.running)
         yield gauge("num_requests_running", "Sequences in the batch.", running)
-        waiting = max(0, self._service.num_active - running)
+        waiting = max(0, self._service.num_unfinished - running)
         yield gauge("num_requests_waiting", "Sequences that wait.", waiting)
         pool = scheduler.pool
         usage = 1 - pool.num_free / pool.num_pages
@@ -119,7 +117,15 @@ class _Engine(Collector):
         yield SummaryMetricFamily(
             "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds
         )
-        alive = GaugeMetricFamily("llama:rank_alive", "1 for each rank.", labels=["rank"])
-        for rank in range(llama.model.parallel.size):
-            alive.add_metric([str(rank)], 1)
+        what = "1 for a rank that can go on, 0 for one that is gone."
+        alive = GaugeMetricFamily("llama:rank_alive", what, labels=["rank"])
+        for rank, is_alive in enumerate(_ranks_alive(llama.model.parallel)):
+            alive.add_metric([str(rank)], is_alive)
         yield alive
+
+
+def _ranks_alive(parallel: ModelParallel) -> list[bool]:
+    """Of each rank; rank 0 asks, so it lives. The watch sees those of other machines as well."""
+    watch = parallel.watch
+    others = range(1, parallel.size)
+    return [True, *(watch is None or not watch.has_left(rank) for rank in others)]

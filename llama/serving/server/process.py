@@ -5,6 +5,7 @@ the main thread loads the model and then leads the other ranks. SIGTERM or Ctrl-
 those that run are finished within `drain_s`, and the process ends; a second one ends it at once.
 """
 
+import gc
 import logging
 import signal
 import socket
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from llama.serving.server.app import make_app
-from llama.serving.server.service import Limits, Service, State
+from llama.serving.server.service import Limits, Service
 from llama.serving.tools import ToolFormat
 
 if TYPE_CHECKING:
     from llama.generation import Llama
 
 _POLL_S = 0.05
+_BROKEN_S = 1.0  # for everyone's 500 after a step that failed, and for a load balancer to see it
 _LAST_WORDS_S = 2.0  # for responses that are being sent when the server ends
 _MAX_HEADERS = 64 * 1024  # bytes
 
@@ -69,22 +71,43 @@ class Server:
     def _serve(self) -> None:
         self._uvicorn.run(sockets=[self._socket])
 
-    def serve(self, llama: "Llama", drain_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
+    def open(self, llama: "Llama") -> None:
+        """Requests may come."""
+        gc.collect()
+        gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
+        self.service.start(llama)
+        watch = llama.model.parallel.watch
+        if watch is not None:
+            watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
+
+    def serve(self, drain_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
         service = self.service
-        service.start(llama)
-        while not is_asked_to_stop() and service.state is State.READY:
+        while not (is_asked_to_stop() or service.has_failed):
             time.sleep(_POLL_S)
         service.drain()
         end = time.monotonic() + drain_s
-        while service.num_active and time.monotonic() < end and service.state is State.DRAINING:
+        while service.num_active and time.monotonic() < end and not service.has_failed:
             time.sleep(_POLL_S)
-        is_broken = service.state is State.BROKEN
+        failed = service.has_failed
+        if failed:
+            self._break_off()
+            time.sleep(_BROKEN_S)
         assert service.engine is not None
         service.engine.close()
         self.stop()
-        if is_broken:
+        if failed:
             raise RuntimeError("a step of the model failed, so the server ends")
+
+    def _break_off(self, *, is_failure: bool = True) -> None:
+        """Everyone gets 500, or 503 after a second signal, if it can be sent soon: this is the end.
+
+        The watch of the ranks calls it, too, when the main thread may be in a step for ever.
+        """
+        self.service.break_off(is_failure=is_failure)
+        end = time.monotonic() + _BROKEN_S
+        while self.service.num_active and time.monotonic() < end:
+            time.sleep(_POLL_S)
 
     def stop(self) -> None:
         """Send what is being sent, and end the thread."""

@@ -47,7 +47,7 @@ class Limits:
 
     max_queue: int = 1024
     max_wait_s: float = 600.0
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 8 * 2**20
     max_prompts: int = 256
 
 
@@ -56,14 +56,22 @@ class Ticket:
     """One HTTP request that was let in; what the log line says of it."""
 
     request_id: str
+    requests: list[Request]
     began: float = field(default_factory=time.monotonic)
+    came: dict[int, float] = field(default_factory=dict)  # when the last output of a prompt did
     first_token_s: float | None = None
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    status: int = 200
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        answers = (answer for request in self.requests for answer in request.answers)
+        return sum(answer.finish_reason is None for answer in answers)
 
 
 class Service:
-    """The state of one server. All of it is used in the server's event loop, but `start`, `drain`
-    and `num_active`, which the thread that loaded the model uses."""
+    """The state of one server. All of it is used in the server's event loop, but `start`, `drain`,
+    `has_failed`, `break_off` and `num_active`, which other threads use."""
 
     def __init__(
         self, model_name: str, limits: Limits, tool_format: ToolFormat | None = None
@@ -73,7 +81,8 @@ class Service:
         self._tool_format = tool_format
         self.state = State.LOADING
         self.created = int(time.time())
-        self.num_active = 0  # sequences that run or wait
+        self.num_active = 0  # sequences that were let in and whose requests have not ended
+        self._tickets: dict[int, Ticket] = {}
         self.metrics = Metrics(self)
         self.llama: Llama | None = None
         self.engine: AsyncLLMEngine | None = None
@@ -87,6 +96,26 @@ class Service:
         """Nothing new begins."""
         if self.state is not State.BROKEN:
             self.state = State.DRAINING
+
+    @property
+    def has_failed(self) -> bool:
+        """A step failed, though its clients may all have left."""
+        failure = self.engine and self.engine.failure
+        return self.state is State.BROKEN or failure is not None
+
+    def break_off(self, *, is_failure: bool = True) -> None:
+        """The model cannot go on: all that runs or waits is answered with 500, else with 503.
+
+        A rank that is gone may have left this one in a step that does not end: nothing here waits.
+        """
+        self.state = State.BROKEN if is_failure else State.DRAINING
+        if self.engine is not None:
+            self.engine.engine.close()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return sum(ticket.num_unfinished for ticket in list(self._tickets.values()))
 
     def loaded(self) -> "Llama":
         """The model; ApiError 503 while there is none, or when requests are no longer taken."""
@@ -120,7 +149,11 @@ class Service:
     ) -> Request:
         """A checked request. ApiError 400 names the field of the body where the prompt was, or the
         form of the answer."""
-        self.loaded()
+        tokenizer = self.loaded().tokenizer
+        if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
+            names = {i: name for name, i in tokenizer.special_tokens.items()}
+            prompt = prompt.removeprefix(names[tokenizer.bos_id])
+        self._check_room(1)  # before the work, and again when the number of sequences is known
         assert self.engine is not None
         try:
             async with asyncio.timeout(_PREPARE_S):
@@ -152,11 +185,8 @@ class Service:
             )
         return request
 
-    @contextlib.contextmanager
-    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[Ticket]:
-        """While it is open, the requests count as running or waiting; ApiError 503 where the queue
-        is full."""
-        count = sum(len(request.answers) for request in requests)
+    def _check_room(self, count: int) -> None:
+        """ApiError 503 where the queue has no room for so many sequences."""
         room = self.max_running + self.limits.max_queue - self.num_active
         if count > room and self.num_active:
             self.metrics.refused.inc()
@@ -165,12 +195,24 @@ class Service:
                 f"the queue is full: {self.num_active} sequences run or wait; try again",
                 retry_after=self._seconds_of_queue(),
             )
+
+    @contextlib.contextmanager
+    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[Ticket]:
+        """While it is open, the requests count as running or waiting; ApiError 503 where the queue
+        is full."""
+        count = sum(len(request.answers) for request in requests)
+        self._check_room(count)
         self.num_active += count
-        ticket = Ticket(request_id)
+        ticket = Ticket(request_id, requests)
+        self._tickets[id(ticket)] = ticket
         try:
             yield ticket
+        except ApiError as e:
+            ticket.status, e.is_logged = e.status, True
+            raise
         finally:
             self.num_active -= count
+            del self._tickets[id(ticket)]
             self.metrics.finish(ticket)
             _log(ticket)
 
@@ -204,8 +246,9 @@ class Service:
         except ApiError:
             raise
         except Exception:
-            self.state = State.BROKEN
-            log.exception("a step failed: the server ends")
+            if self.state is not State.BROKEN:  # the first of those that were in the step
+                self.state = State.BROKEN
+                log.exception("a step failed: the server ends")
             raise broken() from None
 
     async def _first(
@@ -226,22 +269,24 @@ class Service:
 
     def _check(self, output: RequestOutput, ticket: Ticket) -> None:
         self.metrics.token_came(ticket, output)
-        ticket.outputs[output.index] = output
         if output.error is not None:
             raise ApiError(500, output.error)
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
-            raise shutting_down()
+            raise broken() if self.state is State.BROKEN else shutting_down()
 
 
 def _log(ticket: Ticket) -> None:
     """One line for each request; never its text."""
-    outputs = ticket.outputs.values()
+    answers = [answer for request in ticket.requests for answer in request.answers]
+    firsts = [request.answers[0].sequence for request in ticket.requests]
     log.info(
-        "%s: %d prompt tokens (%d cached), %d generated, first after %s, %.3f s",
+        "%s: %d, %d prompt tokens (%d cached), %d generated, ended by %s, first after %s, %.3f s",
         ticket.request_id,
-        sum(o.usage.prompt_tokens for o in outputs),
-        sum(o.usage.cached_tokens for o in outputs),
-        sum(o.usage.completion_tokens for o in outputs),
+        ticket.status,
+        sum(seq.num_prompt for seq in firsts),
+        sum(seq.num_cached for seq in firsts),
+        sum(answer.num_read for answer in answers),
+        ",".join(dict.fromkeys(str(answer.finish_reason) for answer in answers)),
         "no token" if ticket.first_token_s is None else f"{ticket.first_token_s:.3f} s",
         time.monotonic() - ticket.began,
     )

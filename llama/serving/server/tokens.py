@@ -38,6 +38,9 @@ _DETOKENIZE = {
 }
 
 
+_LONGEST = 1_000_000  # characters to encode: the answer is JSON, whose making holds everyone up
+
+
 def routes(service: Service) -> APIRouter:
     router = APIRouter()
 
@@ -49,7 +52,7 @@ def routes(service: Service) -> APIRouter:
         ids = await asyncio.to_thread(_encode, llama.tokenizer, service.tool_format, _given(body))
         strings = None
         if body.get("return_token_strs"):
-            strings = [llama.tokenizer.decode(token) for token in ids]
+            strings = await asyncio.to_thread(lambda: [llama.tokenizer.decode(t) for t in ids])
         return JsonResponse(
             {
                 "count": len(ids),
@@ -140,4 +143,6 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise ApiError(400, f"prompt must be a string, got {json_type(prompt)}", param="prompt")
+    if len(prompt) > _LONGEST:
+        raise ApiError(413, f"prompt has more than {_LONGEST} characters", param="prompt")
     return tokenizer.encode(prompt, bos=body.get("add_special_tokens", True), eos=False)

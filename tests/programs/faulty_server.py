@@ -1,0 +1,35 @@
+"""What serving/test_server_faults.py runs: `llama serve` with a model that fails when told to.
+
+FAULT="raise" or "kill", of rank FAULT_RANK (all, where it is not given): what happens in a step
+with the token RAISE in it. A prompt whose last token is NAN has logits of NaN; other rows have not.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+from torch import Tensor
+
+from llama.cli import main
+from llama.model import Batch, Transformer
+
+RAISE, NAN = 1000, 1001  # ids of the demo model that no answer of the test has
+
+_hidden_states = Transformer.hidden_states
+
+
+def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+    rank = os.environ.get("RANK", "0")
+    if RAISE in tokens.tolist() and os.environ.get("FAULT_RANK", rank) == rank:
+        if os.environ["FAULT"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise IndexError("made to fail")
+    hidden = _hidden_states(self, tokens, batch, kv_cache)
+    hidden[tokens[batch.logit_rows] == NAN] = torch.nan
+    return hidden
+
+
+if __name__ == "__main__":
+    Transformer.hidden_states = faulty  # type: ignore[method-assign]
+    sys.exit(main())

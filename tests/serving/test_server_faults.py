@@ -1,0 +1,102 @@
+"""What a step that fails does to the clients and the server, and what one bad row does not."""
+
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.launch import PROGRAMS, environment
+from helpers.server import RunningServer, run_server
+
+sys.path.insert(0, str(PROGRAMS))
+from faulty_server import NAN, RAISE
+
+PROGRAM = (str(PROGRAMS / "faulty_server.py"),)
+FLAGS = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu")
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True}
+LIMIT_S = 20.0  # generous: it tells a hang from an end
+
+
+def test_a_row_that_fails_touches_no_other():
+    """NaN in one row: that request alone gets 500, its neighbours the answer as ever; the server
+    goes on. Then a step fails: all of them get 500, and the process ends."""
+    with run_server(*FLAGS, program=PROGRAM, env=environment(FAULT="raise")) as server:
+        url = f"{server.url}/v1/completions"
+        good = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
+        wanted = httpx.post(url, json=good, timeout=60).json()["choices"]
+        asking = [_Asking(url, good) for _ in range(3)]
+        bad = httpx.post(url, json={"prompt": [5, NAN], "max_tokens": 4}, timeout=60)
+        assert (bad.status_code, "no token to choose" in bad.text) == (500, True)
+        mixed = httpx.post(url, json={"prompt": [[5], [5, NAN]], "max_tokens": 90}, timeout=60)
+        assert mixed.status_code == 500
+        for each in asking:
+            assert each.response().json()["choices"] == wanted
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        figures = httpx.get(f"{server.url}/metrics").text
+        assert 'llama:request_success_total{finished_reason="error"} 2.0' in figures
+        _check_that_a_step_fails(server)
+        assert server.process.wait(LIMIT_S) == 1
+        log = "".join(server.log)
+        assert "made to fail" in log and log.count("a step failed: the server ends") == 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("fault", "rank"), [("raise", None), ("kill", "1")])
+def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
+    """The model fails on both ranks; or rank 1 is gone, and rank 0 waits for it in the step."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    env = environment(FAULT=fault, **({} if rank is None else {"FAULT_RANK": rank}))
+    with run_server(*FLAGS, launcher=launcher, program=PROGRAM, env=env) as server:
+        figures = httpx.get(f"{server.url}/metrics").text
+        assert 'llama:rank_alive{rank="1"} 1.0' in figures
+        _check_that_a_step_fails(server)
+        assert server.process.wait(LIMIT_S) != 0
+        log = "".join(server.log)
+        assert log.count("\nerror: ") == 1, log
+
+
+def _check_that_a_step_fails(server: RunningServer) -> None:
+    """Everyone in the step gets 500 in OpenAI's envelope, streaming or not, soon; then the server
+    says that it is broken, or is gone."""
+    url = f"{server.url}/v1/completions"
+    answers = [_Asking(url, LONG) for _ in range(3)]
+    with httpx.stream("POST", url, json=LONG | {"stream": True}, timeout=LIMIT_S) as response:
+        parts = response.iter_text()
+        first = next(parts)
+        began = time.monotonic()
+        answers.append(_Asking(url, {"prompt": [5, RAISE], "max_tokens": 4}))
+        events = first + "".join(parts)
+    assert events.endswith("data: [DONE]\n\n")
+    assert '"error":{"message":"the model failed in this step' in events.split("\n\n")[-3]
+    try:
+        assert httpx.get(f"{server.url}/health").status_code == 503
+    except httpx.TransportError:
+        assert server.process.wait(LIMIT_S) != 0
+    for each in answers:
+        found = each.response()
+        assert (found.status_code, found.json()["error"]["type"]) == (500, "server_error")
+    assert time.monotonic() - began < LIMIT_S
+
+
+class _Asking:
+    """A POST in a thread of its own."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self._found: list[httpx.Response | Exception] = []
+        self._thread = threading.Thread(target=self._ask, args=(url, body))
+        self._thread.start()
+
+    def _ask(self, url: str, body: dict[str, Any]) -> None:
+        try:
+            self._found.append(httpx.post(url, json=body, timeout=60))
+        except httpx.HTTPError as e:
+            self._found.append(e)
+
+    def response(self) -> httpx.Response:
+        self._thread.join(60)
+        (found,) = self._found
+        assert isinstance(found, httpx.Response), found
+        return found

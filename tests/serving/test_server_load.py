@@ -1,0 +1,57 @@
+"""Many clients at once, in numbers that a test can wait for; programs/server_load.py has them all.
+
+Also what single requests may do to the event loop, as CPU time: the machine may be busy.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+
+from helpers.launch import PROGRAMS, environment
+from helpers.server import run_server
+
+sys.path.insert(0, str(PROGRAMS))
+import server_load
+
+MOST_GROWTH_MB = 40.0  # of a process of 300: its allocator keeps some of what came and went
+
+
+@pytest.fixture(scope="module")
+def small_server():
+    """8 places and a queue of 16."""
+    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--max_batch_size", "8")
+    with run_server(*flags, "--max_queue", "16") as running:
+        yield running
+
+
+def test_a_crowd_is_served_and_leaves_nothing(small_server):
+    """More clients than the queue takes: all get their answer in the end, and 503 is all that they
+    see else. Then clients that leave, and some that do not read: each page comes back."""
+    client = server_load.Client(small_server.url)
+    pid = small_server.process.pid
+    asyncio.run(server_load.flood(client, 24, 8))
+    before = server_load.resident_mb(pid)
+    statuses = asyncio.run(server_load.flood(client, 80, 8))
+    assert statuses[200] == 80 and statuses.keys() == {200, 503}, statuses
+    asyncio.run(server_load.settle(client))
+    asyncio.run(server_load.disconnects(client, 40, 16))
+    asyncio.run(server_load.settle(client))
+    asyncio.run(server_load.slow_readers(client, 4, 5))
+    assert server_load.resident_mb(pid) - before < MOST_GROWTH_MB
+
+
+def test_no_request_holds_the_event_loop_up():
+    """Long texts, large bodies, many prompts, schemas: the loop's thread computes for less than a
+    second between two turns. (The bar is 0.2 s; the program says what each took.)"""
+    words = ["letters", "MB of", "prompts of 400 ch", "schema", "20,000", "99,000 lists"]
+    command = [sys.executable, str(PROGRAMS / "loop_times.py"), *words]
+    env = environment(PYTHONPATH=f"{PROGRAMS.parent}:{PROGRAMS.parent.parent}")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) >= 10
+    for case in found:
+        assert case["cpu_ms"] < 1000 and case["status"] in (200, 400, 413), case
