@@ -11,9 +11,9 @@ from typing import Any
 from llama.chat.conversation import Conversation, Turn, TurnStats
 from llama.chat.terminal import Terminal, read_turn
 from llama.generation import Llama
-from llama.parallel.signals import SIGNALS
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.signals import SIGNALS
 
 
 def chat(llama: Llama, *, system: str | None = None, **settings: Any) -> None:

@@ -19,17 +19,25 @@ from llama.cli import ranks
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 
+_CLIENT_FLAGS = {"url": None, "api_key": None, "model": None}  # of a server that runs
+_CLIENT_TABLE = FLAGS | {"api_key": Flag(str, "KEY", "the key of the server at url", "none")}
+
 COMMANDS = {
     "chat": Command(
         "Talk with a model in the terminal; in a pipe, one question per line.",
-        {**BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None},
+        {
+            **BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None,
+            **_CLIENT_FLAGS,
+        },
         ["ckpt_dir"],
         "llama.cli.generate:chat",
         [
             "llama chat",
             'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
             "torchrun --nproc_per_node 8 -m llama chat Meta-Llama-3-70B-Instruct",
+            "llama chat --url http://localhost:8000",
         ],
+        flags=_CLIENT_TABLE,
     ),
     "complete": Command(
         "Continue a text; the continuation streams to standard output.",
@@ -50,13 +58,16 @@ COMMANDS = {
         {
             "in_file": REQUIRED, "out_file": REQUIRED, "resume": False,
             **BUILD_FLAGS, **SAMPLING_FLAGS,
+            **_CLIENT_FLAGS, "concurrency": 16, "retry_s": 600.0,
         },
         ["in_file", "out_file"],
         "llama.cli.generate:batch",
         [
             "llama batch prompts.jsonl results.jsonl --ckpt_dir Meta-Llama-3-8B-Instruct",
             "llama batch prompts.jsonl results.jsonl --resume",
+            "llama batch prompts.jsonl results.jsonl --url http://localhost:8000",
         ],
+        flags=_CLIENT_TABLE,
         error_code=2,
     ),
     "serve": Command(
