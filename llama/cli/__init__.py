@@ -20,7 +20,6 @@ from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest,
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 
 _CLIENT_FLAGS = {"url": None, "api_key": None, "model": None}  # of a server that runs
-_CLIENT_TABLE = FLAGS | {"api_key": Flag(str, "KEY", "the key of the server at url", "none")}
 
 COMMANDS = {
     "chat": Command(
@@ -37,7 +36,6 @@ COMMANDS = {
             "torchrun --nproc_per_node 8 -m llama chat Meta-Llama-3-70B-Instruct",
             "llama chat --url http://localhost:8000",
         ],
-        flags=_CLIENT_TABLE,
     ),
     "complete": Command(
         "Continue a text; the continuation streams to standard output.",
@@ -67,7 +65,6 @@ COMMANDS = {
             "llama batch prompts.jsonl results.jsonl --resume",
             "llama batch prompts.jsonl results.jsonl --url http://localhost:8000",
         ],
-        flags=_CLIENT_TABLE,
         error_code=2,
     ),
     "serve": Command(

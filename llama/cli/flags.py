@@ -81,7 +81,9 @@ FLAGS = {
     "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
     "host": Flag(str, "HOST", "address to listen on"),
     "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
-    "api_key": Flag(str, "KEY", "what clients must send; needed beside another host", "none"),
+    "api_key": Flag(
+        str, "KEY", "what clients send to a server; needed to serve on another host", "none"
+    ),
     "api_key_file": Flag(str, "FILE", "file with such keys, one in each line", "none"),
     "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
     "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),

@@ -26,6 +26,8 @@ _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained o
 def chat(options: argparse.Namespace) -> int:
     """Talk in the terminal, or answer the questions of a pipe."""
     check_sampling(options)
+    if options.url:
+        return _chat_on_server(options)
     options.max_seq_len = options.max_seq_len or (
         _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
     )
@@ -35,6 +37,25 @@ def chat(options: argparse.Namespace) -> int:
 
     session.chat(
         llama,
+        system=options.system,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_gen_len=options.max_gen_len,
+        seed=options.seed,
+    )
+    return 0
+
+
+def _chat_on_server(options: argparse.Namespace) -> int:
+    """Without torch, which takes seconds to import."""
+    check_client(options)
+    finish_on_signal()
+    from llama.chat.server_session import chat_on_server
+
+    chat_on_server(
+        options.url,
+        api_key=options.api_key,
+        model=options.model,
         system=options.system,
         temperature=options.temperature,
         top_p=options.top_p,
