@@ -103,7 +103,7 @@ def with_text(value: Any, text: str) -> list[Any]:
     """The value with the text in one of its strings or names of fields: all such values."""
     if isinstance(value, str):
         return [value + text, text]
-    found = []
+    found: list[Any] = []
     if isinstance(value, list):
         for i, each in enumerate(value):
             found += [[*value[:i], changed, *value[i + 1 :]] for changed in with_text(each, text)]
