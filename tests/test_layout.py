@@ -21,6 +21,7 @@ NAMES = [str(path.relative_to(REPO)) for path in FILES]
 BELOW = {
     "llama/device.py": set(),
     "llama/openmp.py": set(),
+    "llama/signals.py": set(),
     "llama/tokenizer.py": {"checks", "downloads"},
     "llama/checks.py": set(),
     "llama/downloads.py": {"checks"},
@@ -28,7 +29,7 @@ BELOW = {
     "llama/sampling_params.py": {"checks", "structured_output"},
     "llama/structured_output.py": {"checks"},
     "llama/ops": {"device", "ops"},
-    "llama/parallel": {"ops", "parallel"},
+    "llama/parallel": {"ops", "parallel", "signals"},
     "llama/layers.py": {"ops", "parallel"},
     "llama/fused.py": {"ops"},
     "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
@@ -59,14 +60,16 @@ BELOW = {
         "tokenizer",
     },
     "llama/batch": {
-        "batch", "generation", "parallel", "requests", "sampling_params", "serving", "tokenizer",
+        "batch", "generation", "parallel", "requests", "sampling_params", "serving", "signals",
+        "tokenizer",
     },
     "llama/chat": {
-        "chat", "generation", "parallel", "requests", "sampling_params", "tokenizer",
+        "chat", "generation", "parallel", "requests", "sampling_params", "serving", "signals",
+        "tokenizer",
     },
     "llama/cli": {
         "batch", "chat", "checkpoint", "cli", "device", "generation", "loading", "ops",
-        "parallel", "sampling_params", "serving",
+        "parallel", "sampling_params", "serving", "signals",
     },
     "llama/__main__.py": {"cli"},
     "llama/__init__.py": {

@@ -1,45 +1,30 @@
-"""A batch job: a file of requests in, a file of results out, and no result lost.
+"""A batch job on the engine: a file of requests in, a file of results out, and no result lost.
 
-Lines are read when the engine has room for them, so a job of any length starts at once, and its
-memory does not grow. Under torchrun, replicas take lines from one counter and write to one file.
-However a job ends, the file holds what was finished; a resumed job does the rest. This file knows
-neither the bytes of the files nor what a line asks for: that is in files.py and lines.py.
+Under torchrun, replicas take lines from one counter and write to one file. However a job ends, the
+file holds what was finished; a resumed job does the rest. This file knows neither the bytes of the
+files nor the order of the work: that is in files.py and loop.py. A job on a server is in
+server_job.py.
 """
 
-import math
 import os
 import struct
-import time
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
-from llama.batch.files import Line, Results, check_files, read_lines
-from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
+from llama.batch.files import Line, Results, check_files
+from llama.batch.lines import answer_record, read_request
+from llama.batch.loop import BatchReport as BatchReport
+from llama.batch.loop import Loop
 from llama.generation import Llama
-from llama.parallel import ModelParallel, SharedCounter, stop_requested
+from llama.parallel import SharedCounter
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.requests import OpenAIRequest
 from llama.serving.tools import tool_format_of
-
-_TICKS_PER_POST = 16  # engine steps or bad lines between two exchanges with the other replicas
-_TIMEOUT_S = 3600.0  # for replicas that make no progress: one step can be slow, but not so slow
-
-
-@dataclass(frozen=True)
-class BatchReport:
-    """written: records that this job added, on all replicas. failed: records with an error in the
-    whole output, those of earlier jobs included."""
-
-    written: int
-    failed: int
 
 
 def run_batch(
@@ -77,9 +62,21 @@ def run_batch(
         num_done = results.num_done
 
         def work() -> tuple[int, int]:
-            with closing(_Job(llama, file, results, defaults, model, shows)) as job:
-                job.run()
-            return job.tally.sums["written"], job.tally.sums["failed"]
+            # All replicas make their n-th job together, so it gets the same number on each.
+            job = SharedCounter(parallel, "batch").take(1) // parallel.data_size
+            loop = Loop(
+                EngineAnswers(llama, defaults, model),
+                file,
+                results,
+                defaults,
+                seed=llama.seed,
+                shows=shows,
+                count=lambda name: SharedCounter(parallel, f"batch-{job}/{name}"),
+                num_replicas=parallel.data_size,
+            )
+            with closing(loop):
+                loop.run()
+            return loop.tally.sums["written"], loop.tally.sums["failed"]
 
         counts = struct.pack("qq", *(llama.lead(work) or (0, 0)))
         written, failed = struct.unpack("qq", parallel.broadcast_bytes(counts))
@@ -113,26 +110,6 @@ def _open_files(
         pass  # no rank has the output open any more: the next job can lock it
 
 
-class _Tally:
-    """Counters over all replicas. Each adds its own every 16 ticks, and reads the sums then."""
-
-    NAMES = ("ticks", "written", "failed", "tokens", "finished")
-
-    def __init__(self, parallel: ModelParallel, job: int) -> None:
-        self._shared = {name: SharedCounter(parallel, f"batch-{job}/{name}") for name in self.NAMES}
-        self._own = Counter[str]()  # not yet added to the shared ones
-        self.sums = dict.fromkeys(self.NAMES, 0)
-
-    def add(self, **counts: int) -> None:
-        self._own.update(counts)
-
-    def post(self) -> None:
-        for name, shared in self._shared.items():
-            own = self._own[name]
-            self.sums[name] = shared.take(own) + own
-        self._own.clear()
-
-
 @dataclass(frozen=True)
 class _Running:
     line: Line
@@ -141,170 +118,57 @@ class _Running:
     request: Request
 
 
-class _Job:
-    """The part of one replica: the first rank of its group reads, leads and writes."""
+class EngineAnswers:
+    """Lines answered by the engine of this process, as many at once as its batch has room for."""
 
-    def __init__(
-        self,
-        llama: Llama,
-        file: BinaryIO,
-        results: Results,
-        defaults: SamplingParams,
-        model: str,
-        shows: bool,
-    ) -> None:
+    def __init__(self, llama: Llama, defaults: SamplingParams, model: str) -> None:
         self.llama = llama
         self.engine = llama.llm_engine
         self.tool_format = tool_format_of(llama)
-        self.parallel = llama.llm_engine.parallel
-        self.file = file
-        self.results = results
         self.defaults = defaults
         self.model = model
-        # All replicas make their n-th job together, so it gets the same number on each.
-        job = SharedCounter(self.parallel, "batch").take(1) // self.parallel.data_size
-        self.queue = SharedCounter(self.parallel, f"batch-{job}/line")
-        self.tally = _Tally(self.parallel, job)
-        self.missing = enumerate(self._missing())
-        self.jsonl = False  # known once the first line is read
         self.running: dict[str, _Running] = {}
-        self.num_read = 0
-        self.tokens_before = llama.engine.stats.generated_tokens
-        self.ticks = 0
-        self.bar = _Bar(file, results.num_done) if shows else None
 
-    def run(self) -> None:
-        room = self.llama.model.params.max_batch_size
-        reading = True
-        while True:
-            while reading and sum(len(r.request.answers) for r in self.running.values()) < room:
-                line = self._next_line()
-                reading = line is not None
-                if line is not None:
-                    self._start(line)
-            if not self.running:
-                break
-            for output in self.engine.step():
-                if output.finished:
-                    self._write_answer(output)
-            self._tick()
-        self._post(finished=1)
-        self._wait_for_replicas()
+    @property
+    def num_tokens(self) -> int:
+        return self.llama.engine.stats.generated_tokens
 
-    def close(self) -> None:
-        for request_id in self.running:
-            self.engine.abort_request(request_id)
-        if self.bar is not None:
-            self.bar.close()
+    @property
+    def has_room(self) -> bool:
+        num_answers = sum(len(running.request.answers) for running in self.running.values())
+        return num_answers < self.llama.model.params.max_batch_size
 
-    def _missing(self) -> Iterator[Line]:
-        """The lines without a record, in order: the same on every replica."""
-        number = 0
-        flags = self.defaults
-        salt = repr((flags.temperature, flags.top_p, flags.max_tokens, self.llama.seed))
-        for line in read_lines(self.file, salt):
-            if not self.num_read:
-                self.jsonl = line.data.lstrip().startswith(b"{")
-            number = line.number
-            self.num_read += 1
-            if not self.results.has(line):
-                yield line
-        if number < len(self.results.done) - 1:
-            raise ValueError(
-                f"{self.results.path} has a result of line {len(self.results.done) - 1}, but the "
-                f"input ends at line {number}: resume with the same input"
-            )
+    @property
+    def is_idle(self) -> bool:
+        return not self.running
 
-    def _next_line(self) -> Line | None:
-        """The next line that no replica has taken; none, once a signal asked to stop."""
-        if stop_requested():
-            return None
-        ours = self.queue.take(1)
-        return next((line for index, line in self.missing if index == ours), None)
-
-    def _start(self, line: Line) -> None:
-        name = custom_id = f"line-{line.number}"
-        try:
-            fields = parse_line(line.data, jsonl=self.jsonl)
-            custom_id = custom_id_of(fields, name)
-            body = read_request(fields, self.defaults)
-            prompt: str | list[int]
-            if body.chat:
-                prompt = chat_prompt(body, self.llama.tokenizer, self.tool_format)
-                params = chat_params(body, self.tool_format)
-            else:
-                prompt, params = body.prompts[0], body.params
-            request = self.engine.prepare(name, prompt, params)
-        except (TypeError, ValueError) as e:
-            self._write(line, error_record(custom_id, line.number, "invalid_request", str(e)))
-            self._tick()
-            return
+    def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
+        body = read_request(fields, self.defaults)
+        prompt: str | list[int]
+        if body.chat:
+            prompt = chat_prompt(body, self.llama.tokenizer, self.tool_format)
+            params = chat_params(body, self.tool_format)
+        else:
+            prompt, params = body.prompts[0], body.params
+        name = f"line-{line.number}"
+        request = self.engine.prepare(name, prompt, params)
         if request.seed is None:  # as if all lines were one call: resuming changes no answer
             request.set_seed(derived_seed(self.llama.seed, line.number - 1))
         self.engine.submit([request])
         self.running[name] = _Running(line, custom_id, body, request)
 
-    def _write_answer(self, output: RequestOutput) -> None:
-        running = self.running[output.request_id]
+    def finished(self) -> list[tuple[Line, dict[str, Any]]]:
+        """One step of the engine. Its records are written before the next one."""
+        return [self._record(output) for output in self.engine.step() if output.finished]
+
+    def close(self) -> None:
+        for request_id in self.running:
+            self.engine.abort_request(request_id)
+
+    def _record(self, output: RequestOutput) -> tuple[Line, dict[str, Any]]:
+        running = self.running.pop(output.request_id)
         line, tokenizer = running.line, self.llama.tokenizer
         record = answer_record(
             running.custom_id, line.number, running.body, output, tokenizer, self.model
         )
-        self._write(line, record)
-        del self.running[output.request_id]
-
-    def _write(self, line: Line, record: dict[str, object]) -> None:
-        self.results.append(line, record)
-        self.tally.add(written=1, failed=record["error"] is not None)
-
-    def _tick(self) -> None:
-        self.ticks += 1
-        if self.ticks % _TICKS_PER_POST == 0:
-            self._post(ticks=_TICKS_PER_POST)
-
-    def _post(self, **counts: int) -> None:
-        """Exchange the counts with the other replicas, and show the sums."""
-        tokens = self.llama.engine.stats.generated_tokens
-        self.tally.add(tokens=tokens - self.tokens_before, **counts)
-        self.tokens_before = tokens
-        self.tally.post()
-        if self.bar is not None:
-            self.bar.show(self.tally.sums, self.num_read)
-
-    def _wait_for_replicas(self) -> None:
-        """Return when all replicas have finished: torchrun ends all ranks when one exits with an
-        error code, which failed lines cause.
-
-        This polls, because a collective has a timeout of minutes, and a long answer takes longer.
-        """
-        before, since = dict(self.tally.sums), time.monotonic()
-        while self.tally.sums["finished"] < self.parallel.data_size:
-            time.sleep(0.1)
-            self._post()
-            if self.tally.sums != before:
-                before, since = dict(self.tally.sums), time.monotonic()
-            elif time.monotonic() - since > _TIMEOUT_S:
-                raise TimeoutError(f"the other replicas made no progress for {_TIMEOUT_S:.0f} s")
-        self._post()  # sums are read one by one: a replica may have added to one already read
-
-
-class _Bar:
-    """Requests done, tokens per second, and time left, by an estimate of the lines to come."""
-
-    def __init__(self, file: BinaryIO, num_done: int) -> None:
-        self._file = file
-        self._size = os.fstat(file.fileno()).st_size
-        self._num_done = num_done
-        self._began = time.monotonic()
-        self._bar = tqdm(initial=num_done, unit=" requests", dynamic_ncols=True)
-
-    def show(self, sums: dict[str, int], num_read: int) -> None:
-        if self._size and num_read:
-            lines = num_read * self._size / self._file.tell()  # exact at the end of the file
-            self._bar.total = math.ceil(lines)
-        rate = sums["tokens"] / (time.monotonic() - self._began)
-        self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-        self._bar.update(self._num_done + sums["written"] - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.close()
+        return line, record

@@ -24,6 +24,7 @@ from llama.tokenizer import Tokenizer
 
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
+_NO_STREAM = "stream must be false: a line gets one record"
 _MAX_MESSAGE = 1000  # characters of an error message: it may quote the line
 _BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -82,31 +83,43 @@ def custom_id_of(fields: dict[str, Any], default: str) -> str:
 
 def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequest:
     """What a line asks for. TypeError or ValueError names the field that is wrong or unknown."""
-    if fields.keys() & {"url", "body", "method"}:
-        return _read_envelope(fields, defaults)
-    body = {name: value for name, value in fields.items() if name != "custom_id"}
-    chat = "messages" in body
-    if chat == ("prompt" in body):
-        raise ValueError("the line must have a prompt, messages, or a url and a body")
-    return _one_prompt(parse_body(body, defaults, chat=chat))
-
-
-def _one_prompt(request: OpenAIRequest) -> OpenAIRequest:
+    url, body = target(fields)
+    request = parse_body(body, defaults, chat=url == CHAT_URL)
     if request.stream:
-        raise ValueError("stream must be false: a line gets one record")
+        raise ValueError(_NO_STREAM)
     if len(request.prompts) > 1:
         raise ValueError(f"prompt has {len(request.prompts)} entries: give each a line of its own")
     return request
 
 
-def _read_envelope(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequest:
+def target(fields: dict[str, Any]) -> tuple[str, Any]:
+    """The path and the body of a line's request; the body is not checked yet. ValueError."""
+    if fields.keys() & {"url", "body", "method"}:
+        return _of_envelope(fields)
+    body = {name: value for name, value in fields.items() if name != "custom_id"}
+    chat = "messages" in body
+    if chat == ("prompt" in body):
+        raise ValueError("the line must have a prompt, messages, or a url and a body")
+    return (CHAT_URL if chat else TEXT_URL), body
+
+
+def checked_body(body: Any) -> dict[str, Any]:
+    """The body of a line for a server, which checks its fields. TypeError or ValueError."""
+    if not isinstance(body, dict):
+        raise TypeError(f"body must be an object, got {json_type(body)}")
+    if body.get("stream"):
+        raise ValueError(_NO_STREAM)
+    return body
+
+
+def _of_envelope(fields: dict[str, Any]) -> tuple[str, Any]:
     refuse_fields(fields.keys() - _ENVELOPE, "the line, beside its body")
-    url, body = fields.get("url"), fields.get("body")
+    url = fields.get("url")
     if fields.get("method", "POST") != "POST":
         raise ValueError(f"method={fields['method']!r} must be POST")
     if url not in (CHAT_URL, TEXT_URL):
         raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
-    return _one_prompt(parse_body(body, defaults, chat=url == CHAT_URL))
+    return url, fields.get("body")
 
 
 def error_record(custom_id: str, number: int, code: str, message: str) -> dict[str, Any]:
@@ -132,5 +145,10 @@ def answer_record(
         return error_record(custom_id, number, "server_error", error)
     heading = Heading(output.request_id, model, created=0)
     body = response_body(request, [output], tokenizer, heading)
-    response = {"status_code": 200, "request_id": output.request_id, "body": body}
+    return response_record(custom_id, output.request_id, body)
+
+
+def response_record(custom_id: str, request_id: str, body: Any) -> dict[str, Any]:
+    """The record of a line that was answered: `body` is that of the response."""
+    response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"custom_id": custom_id, "response": response, "error": None}

@@ -35,7 +35,7 @@ class TurnStats:
 
     first_seconds: float
     last_seconds: float
-    prompt_tokens: int
+    prompt_tokens: int  # 0 if not known
     cached_tokens: int  # tokens of the prompt that an earlier turn had computed
     tokens: int
 
@@ -46,11 +46,14 @@ class TurnStats:
             return (self.tokens - 1) / (self.last_seconds - self.first_seconds)
         return self.tokens / self.first_seconds
 
-    def describe(self, context: int) -> str:
-        """One line. `context`: the most tokens that prompt and answer can have."""
+    def describe(self, context: int | None) -> str:
+        """One line. `context`: the most tokens that prompt and answer can have, if known."""
+        speed = f"first token {1000 * self.first_seconds:.0f} ms | {self.rate:.1f} tokens/s"
+        if not self.prompt_tokens:
+            return speed  # a server does not count the tokens of an answer that was stopped
+        of_context = "" if context is None else f" of {context}"
         return (
-            f"first token {1000 * self.first_seconds:.0f} ms | {self.rate:.1f} tokens/s | "
-            f"context {self.prompt_tokens + self.tokens} of {context} tokens, "
+            f"{speed} | context {self.prompt_tokens + self.tokens}{of_context} tokens, "
             f"{self.cached_tokens} from cache"
         )
 
@@ -68,12 +71,18 @@ class Turn:
 class Conversation:
     """Messages and settings: `handle` a text, have its dialog answered, `commit` the answer.
 
-    context: the most tokens that prompt and answer can have. system: the system message. settings:
-    those of SETTINGS. ValueError or TypeError for a bad setting.
+    formatter: counts tokens and makes the prompt; None where a server does so. context: the most
+    tokens that prompt and answer can have, None if the server does not say. system: the system
+    message. settings: those of SETTINGS. ValueError or TypeError for a bad setting.
     """
 
     def __init__(
-        self, formatter: ChatFormat, context: int, *, system: str | None = None, **settings: Any
+        self,
+        formatter: ChatFormat | None,
+        context: int | None,
+        *,
+        system: str | None = None,
+        **settings: Any,
     ) -> None:
         self.formatter = formatter
         self.context = context
@@ -119,6 +128,7 @@ class Conversation:
 
     def prompt(self, turn: Turn) -> list[int]:
         """The token ids of the dialog. ValueError if there is no room for an answer."""
+        assert self.formatter is not None and self.context is not None
         ids = self.formatter.encode_dialog_prompt(turn.dialog)
         if len(ids) >= self.context:
             raise ValueError(
@@ -220,10 +230,12 @@ class Conversation:
         self.settings = changed
 
     def _stats(self, _: str) -> str:
-        used = sum(len(self.formatter.encode_message(message)) for message in self.messages)
-        used += 1 if used else 0  # begin_of_text
         turns = sum(message["role"] == "user" for message in self.messages)
-        lines = [f"context {used} of {self.context} tokens | turns {turns}"]
+        lines = [f"turns {turns}"]
+        if self.formatter is not None:
+            used = sum(len(self.formatter.encode_message(message)) for message in self.messages)
+            used += 1 if used else 0  # begin_of_text
+            lines = [f"context {used} of {self.context} tokens | turns {turns}"]
         if self.stats:
             tokens = sum(stats.tokens for stats in self.stats)
             seconds = sum(stats.last_seconds for stats in self.stats)

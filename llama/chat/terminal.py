@@ -18,10 +18,12 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from llama.parallel import current_watch
-from llama.parallel.signals import SIGNALS
+from llama.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from llama.parallel.watch import Watch
 
 QUOTES = '"""'
 PROMPT, MORE = "> ", ". "
@@ -53,13 +55,17 @@ def read_turn(read_line: Callable[[str], str]) -> str:
 
 
 class Terminal:
-    """Standard input and output, to be used within `open`. ranks: the number of processes."""
+    """Standard input and output, to be used within `open`.
 
-    def __init__(self, ranks: int = 1) -> None:
+    ranks: the number of processes. watch: of this process, where there are several.
+    """
+
+    def __init__(self, ranks: int = 1, watch: "Watch | None" = None) -> None:
         self.keyboard = sys.stdin.isatty()
         self.screen = self.keyboard and sys.stdout.isatty()
         self._dim_notes = self.screen and not os.environ.get("NO_COLOR")
         self._ranks = ranks
+        self._watch = watch
         self._typed_ahead = ""  # typed during an answer: input of the next prompts
         self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
         self._readline: ModuleType | None = None
@@ -81,7 +87,7 @@ class Terminal:
             yield
             return
         self._before = before = termios.tcgetattr(0)
-        watch = current_watch()
+        watch = self._watch
         if watch is not None:  # where another rank fails, it ends this process from a thread
             watch.before_end.append(lambda: _restore(before))
         replaced = signal.signal(signal.SIGINT, self._interrupt)
@@ -103,7 +109,7 @@ class Terminal:
 
         Of several ranks the watch gets the signal, and tells this one.
         """
-        if current_watch() is not None:
+        if self._watch is not None:
             SIGNALS.on_stop = self._stop
             replaced = None
         else:
@@ -132,7 +138,7 @@ class Terminal:
         """TimeoutError where a signal came, and the answer took too long since. Of several ranks
         the watch does this."""
         since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
-        if since is None or limit_s is None or current_watch() is not None:
+        if since is None or limit_s is None or self._watch is not None:
             return
         if time.monotonic() - since > limit_s:
             raise TimeoutError(f"the answer did not finish within {limit_s:g} s: it was ended")

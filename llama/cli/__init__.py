@@ -19,16 +19,22 @@ from llama.cli import ranks
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 
+_CLIENT_FLAGS = {"url": None, "api_key": None, "model": None}  # of a server that runs
+
 COMMANDS = {
     "chat": Command(
         "Talk with a model in the terminal; in a pipe, one question per line.",
-        {**BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None},
+        {
+            **BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None,
+            **_CLIENT_FLAGS,
+        },
         ["ckpt_dir"],
         "llama.cli.generate:chat",
         [
             "llama chat",
             'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
             "torchrun --nproc_per_node 8 -m llama chat Meta-Llama-3-70B-Instruct",
+            "llama chat --url http://localhost:8000",
         ],
     ),
     "complete": Command(
@@ -50,12 +56,14 @@ COMMANDS = {
         {
             "in_file": REQUIRED, "out_file": REQUIRED, "resume": False,
             **BUILD_FLAGS, **SAMPLING_FLAGS,
+            **_CLIENT_FLAGS, "concurrency": 16, "retry_s": 600.0,
         },
         ["in_file", "out_file"],
         "llama.cli.generate:batch",
         [
             "llama batch prompts.jsonl results.jsonl --ckpt_dir Meta-Llama-3-8B-Instruct",
             "llama batch prompts.jsonl results.jsonl --resume",
+            "llama batch prompts.jsonl results.jsonl --url http://localhost:8000",
         ],
         error_code=2,
     ),

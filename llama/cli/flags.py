@@ -76,6 +76,10 @@ FLAGS = {
     "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
     "dtype": Flag(str, "NAME", "bf16, fp16, fp32, or int8 on the CPU", "bf16 if the device has it"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
+    "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),
+    "model": Flag(str, "NAME", "of the server's models, this one", "its first"),
+    "concurrency": Flag(int, "N", "requests under way at the server at once"),
+    "retry_s": Flag(float, "S", "seconds that a failed request to the server is tried again"),
     "resume": Flag(bool, "", "add the results that OUT does not have yet"),
     "model_path": Flag(str, "DIR", "ckpt_dir, as FastChat names it", "ckpt_dir"),
     "model_names": Flag(str, "A,B", "names that clients ask for", "the name of the folder"),
@@ -83,7 +87,9 @@ FLAGS = {
     "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
     "host": Flag(str, "HOST", "address to listen on"),
     "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
-    "api_key": Flag(str, "KEY", "what clients must send; needed beside another host", "none"),
+    "api_key": Flag(
+        str, "KEY", "what clients send to a server; needed to serve on another host", "none"
+    ),
     "api_key_file": Flag(str, "FILE", "file with such keys, one in each line", "none"),
     "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
     "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama.cli.flags import UsageError
-from llama.cli.model import check_sampling, demo_dir, figures, load
+from llama.cli.model import check_client, check_sampling, demo_dir, figures, load
 from llama.cli.ranks import finish_on_signal, global_rank, say
+from llama.signals import SIGNALS, stop_requested
 
 if TYPE_CHECKING:
+    from llama.batch.loop import BatchReport
     from llama.generation import Llama
 
 _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
@@ -24,6 +26,8 @@ _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained o
 def chat(options: argparse.Namespace) -> int:
     """Talk in the terminal, or answer the questions of a pipe."""
     check_sampling(options)
+    if options.url:
+        return _chat_on_server(options)
     options.max_seq_len = options.max_seq_len or (
         _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
     )
@@ -33,6 +37,25 @@ def chat(options: argparse.Namespace) -> int:
 
     session.chat(
         llama,
+        system=options.system,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_gen_len=options.max_gen_len,
+        seed=options.seed,
+    )
+    return 0
+
+
+def _chat_on_server(options: argparse.Namespace) -> int:
+    """Without torch, which takes seconds to import."""
+    check_client(options)
+    finish_on_signal()
+    from llama.chat.server_session import chat_on_server
+
+    chat_on_server(
+        options.url,
+        api_key=options.api_key,
+        model=options.model,
         system=options.system,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -134,34 +157,62 @@ def batch(options: argparse.Namespace) -> int:
     start a job again that has nothing left to do. What torchrun restarts resumes by itself.
     """
     check_sampling(options)
-    from llama.batch.files import check_files
-    from llama.batch.job import run_batch
-    from llama.parallel import stop_requested
-
     resume = options.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    check_files(options.in_file, options.out_file, resume=resume)
+    run = _batch_on_server if options.url else _batch_on_engine
     finish_on_signal()
-    llama = load(options)
     try:
-        report = run_batch(
-            llama,
-            options.in_file,
-            options.out_file,
-            options.temperature,
-            options.top_p,
-            options.max_gen_len,
-            resume=resume,
-            model=Path(options.ckpt_dir or demo_dir()).name,
-            progress=sys.stderr.isatty(),
-        )
+        report = run(options, resume)
     except KeyboardInterrupt:
         say(f"stopped: what was finished is in {options.out_file}; add --resume to do the rest")
         raise
-    if global_rank() == 0:
-        print(figures(llama), flush=True)
     say(f"{options.out_file}: results added {report.written}, errors in it {report.failed}")
     if report.failed:
         say("each failed line has its record: error.line and error.message say what failed")
     if stop_requested():
         say("stopped by a signal: add --resume to do the rest")
     return 0
+
+
+def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport":
+    from llama.batch.files import check_files
+    from llama.batch.job import run_batch
+
+    check_files(options.in_file, options.out_file, resume=resume)
+    llama = load(options)
+    report = run_batch(
+        llama,
+        options.in_file,
+        options.out_file,
+        options.temperature,
+        options.top_p,
+        options.max_gen_len,
+        resume=resume,
+        model=Path(options.ckpt_dir or demo_dir()).name,
+        progress=sys.stderr.isatty(),
+    )
+    if global_rank() == 0:
+        print(figures(llama), flush=True)
+    return report
+
+
+def _batch_on_server(options: argparse.Namespace, resume: bool) -> "BatchReport":
+    """Without torch, which takes seconds to import."""
+    check_client(options)
+    from llama.batch.server_job import run_server_batch
+
+    with SIGNALS.taken_alone():
+        return run_server_batch(
+            options.url,
+            options.in_file,
+            options.out_file,
+            options.temperature,
+            options.top_p,
+            options.max_gen_len,
+            seed=options.seed,
+            api_key=options.api_key,
+            model=options.model,
+            concurrency=options.concurrency,
+            retry_s=options.retry_s,
+            resume=resume,
+            progress=sys.stderr.isatty(),
+        )

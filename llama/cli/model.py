@@ -5,6 +5,7 @@ It knows the demo model, which answers where no folder is given. torch is import
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,21 @@ def check_sampling(options: argparse.Namespace) -> None:
         )
     except (TypeError, ValueError) as e:
         raise UsageError(str(e).replace("max_tokens", "max_gen_len")) from e
+
+
+def check_client(options: argparse.Namespace) -> None:
+    """UsageError for what cannot stand beside --url: flags of a model of our own, and ranks."""
+    own = {**BUILD_FLAGS, "seed": options.seed}
+    if options.max_batch_size == 1:  # the default of a chat
+        own["max_batch_size"] = 1
+    given = [name for name, default in own.items() if getattr(options, name) != default]
+    if given:
+        raise UsageError(
+            f"{given[0]} is of a model that is loaded here, and with --url the server's answers: "
+            f"leave out --{given[0]} and LLAMA_{given[0].upper()}, or --url"
+        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("with --url one process is enough: start it without torchrun")
 
 
 def load(options: argparse.Namespace) -> "Llama":

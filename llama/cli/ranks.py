@@ -108,8 +108,7 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
     drain_s: seconds that they get. Default: LLAMA_DRAIN_S, else 20.
     """
-    from llama.parallel import drain
-    from llama.parallel.signals import DRAIN_S
+    from llama.signals import DRAIN_S, drain
 
     drain(float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s)
 

@@ -8,8 +8,8 @@ from llama.parallel.groups import (
     disconnect,
     started_processes,
 )
-from llama.parallel.signals import drain, stop_requested
 from llama.parallel.watch import current_watch
+from llama.signals import drain, stop_requested
 
 __all__ = [
     "ModelParallel",

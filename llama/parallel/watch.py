@@ -27,8 +27,8 @@ from llama.parallel import processes
 from llama.parallel.errors import say
 from llama.parallel.heartbeat import Heartbeat, Store
 from llama.parallel.peers import Peer, Peers
-from llama.parallel.signals import SIGNALS
 from llama.parallel.stalls import name_the_stalled, stack_of, where
+from llama.signals import SIGNALS
 
 _TICK_S = 0.5  # between two looks at the clock; all else wakes the thread
 _LINGER_S = 1.0  # for torchrun to see who failed first, and to end the others itself

@@ -26,10 +26,10 @@ from helpers.batch import answers, written
 from helpers.launch import PROGRAMS, REPO, environment
 from llama import Llama
 from llama.batch.files import Results, read_lines
-from llama.batch.job import BatchReport, _Job, run_batch
+from llama.batch.job import BatchReport, run_batch
 from llama.batch.lines import MAX_LINE
+from llama.batch.loop import Loop
 from llama.cli import main
-from llama.parallel import ModelParallel
 
 WORDS = "one two three four five six seven eight nine ten".split()
 SIZES = ["--max_seq_len", "128", "--max_batch_size", "4", "--dtype", "fp32", "--device", "cpu"]
@@ -313,8 +313,8 @@ def test_the_last_sums_of_a_replica_are_read():
     before it read who has finished: a report once said 85 lines of 90."""
     sums = {"finished": 1, "written": 85}
     posts = iter([{"finished": 2}, {"written": 90}])
-    job = object.__new__(_Job)
-    job.parallel = ModelParallel(data_size=2)
+    job = object.__new__(Loop)
+    job.num_replicas = 2
     job.tally = SimpleNamespace(sums=sums)  # type: ignore[assignment]
     job._post = lambda **counts: sums.update(next(posts))  # type: ignore[method-assign]
     job._wait_for_replicas()

@@ -5,11 +5,12 @@ of a pipe for the thread that reads it. What a program installed for a signal be
 torchrun passes each signal that it gets on to every rank, and kills what is left after 30 seconds.
 """
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 DRAIN_S = 20.0  # for running requests to finish after a signal; torchrun waits 30 and then kills
@@ -74,6 +75,21 @@ class Signals:
             self.stop_since = now
             return 1
         return 2 if now - self.stop_since > _SAME_S else 0
+
+    @contextlib.contextmanager
+    def taken_alone(self) -> Iterator[None]:
+        """In a process without ranks, SIGTERM asks to finish what runs; a second one ends it."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.note() == 2:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        before = signal.signal(signal.SIGTERM, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The main thread is out of C++: of use where an event loop took the wake-up pipe."""

@@ -1,0 +1,99 @@
+"""A chat in a pseudo-terminal: keys in, what the screen shows out."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+from helpers.launch import REPO, environment
+
+FIGURES = " from cache"  # the end of the line after an answer
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+class Session:
+    """The script with a terminal of its own, which is also the controlling one: keys are typed,
+    and Ctrl-C is a signal to the foreground group unless the script sees to it."""
+
+    def __init__(self, *flags: str, ranks: int = 1, **variables: str) -> None:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        self.start(
+            sys.executable, *(torchrun if ranks > 1 else []), str(REPO / "scripts/chat.py"),
+            "--temperature=0", "--dtype=fp32", "--device=cpu", *flags, **variables,
+        )  # fmt: skip
+
+    def start(self, *command: str, **variables: str) -> None:
+        self.main, self.side = pty.openpty()
+        fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        self.mode = termios.tcgetattr(self.side)
+        self.process = subprocess.Popen(
+            command,
+            stdin=self.side, stdout=self.side, stderr=self.side, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env=environment(TERM="xterm", **variables),
+        )  # fmt: skip
+        self.shown = ""  # and not yet expected
+        self.expect("/bye leaves")
+
+    def expect(self, text: str, within: float = 60.0) -> str:
+        """What is shown up to the text and with it; fails if that does not come in time."""
+        end = time.monotonic() + within
+        while text not in self.shown:
+            assert time.monotonic() < end, f"waiting for {text!r}, shown is {self.shown!r}"
+            if select.select([self.main], [], [], 0.1)[0]:
+                self.shown += os.read(self.main, 4096).decode().replace("\r\n", "\n")
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
+
+    def at_prompt(self, keys: str) -> None:
+        """Type at the next prompt."""
+        self.expect("\n> ")
+        typed = keys.removesuffix(CTRL_C)
+        self.keys(typed)
+        if typed != keys:
+            if typed:
+                self.expect(typed)
+            self.wait_for_keys()
+            self.keys(CTRL_C)
+
+    def wait_for_keys(self) -> None:
+        """Wait until the script, if it runs alone, sleeps in its read: a signal that comes after
+        the prompt, and before that read, would wait for the next key."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.001)
+
+    def keys(self, keys: str) -> None:
+        os.write(self.main, keys.encode())
+
+    def ask(self, question: str) -> str:
+        """The answer, without the figures."""
+        self.at_prompt(f"{question}\r")
+        self.expect(f"{question}\n")
+        return re.sub(r"\n\x1b\[2m.*", "", self.expect(FIGURES))
+
+    def command(self, command: str, note: str) -> None:
+        self.at_prompt(f"{command}\r")
+        self.expect(f"{command}\n\x1b[2m")  # dimmed
+        self.expect(note)
+
+    def ended(self) -> int:
+        """The exit code, once the terminal is seen to be as it was."""
+        code = self.process.wait(30)
+        assert termios.tcgetattr(self.side) == self.mode
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(60)
+        os.close(self.main)
+        os.close(self.side)
