@@ -320,8 +320,10 @@ class Watch:
             yield
 
     def _drained_too_long(self, drain_s: float) -> None:
-        if self.peers.claim():
-            say(f"error: the requests did not finish within {drain_s:g} s: they were ended")
+        cause = f"the requests did not finish within {drain_s:g} s: they were ended"
+        if not self._is_known.is_set() and self.peers.claim():
+            say(f"error: {cause}")
+            self.peers.tell(kind="failed", cause=cause, linger_s=0.0)  # who is late stays silent
         self._exit(1)
 
     def _check_steps(self, now: float) -> None:
