@@ -8,12 +8,13 @@ neither FastChat nor a web framework, and knows nothing of controllers and comma
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
 from llama.requests.async_engine import AsyncLLMEngine
+from llama.serving.asgi import ClientLeft, unless_client_leaves
 from llama.serving.dialects import FASTCHAT
 from llama.serving.worker import async_generate_stream
 from llama.tokenizer import Tokenizer
@@ -112,7 +113,8 @@ class FastChatApp:
             answer = self._stream(params, send)
         else:
             answer = _answer(self.routes[path](params), send)
-        await _unless_client_leaves(answer, receive)
+        with contextlib.suppress(ClientLeft):
+            await unless_client_leaves(answer, receive)
 
     async def reports(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """FastChat's reports of one request; one with an error_code other than 0 is the last."""
@@ -240,25 +242,6 @@ def _error(code: int, message: str) -> dict[str, Any]:
 
 async def _answer(answer: Awaitable[dict[str, Any]], send: _Send) -> None:
     await _send_json(send, HTTPStatus.OK, await answer)
-
-
-async def _unless_client_leaves(answer: Coroutine[Any, Any, None], receive: _Receive) -> None:
-    """Wait for the answer to be sent; cancel it if the client closes the connection before."""
-    answering, leaving = asyncio.create_task(answer), asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        leaving.cancel()
-        if not answering.done():
-            answering.cancel()
-        await asyncio.wait([answering, leaving])
-    if not answering.cancelled():
-        answering.result()
-
-
-async def _disconnect(receive: _Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _read_params(receive: _Receive) -> dict[str, Any]:

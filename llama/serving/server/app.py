@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
+from llama.serving.asgi import ClientLeft
 from llama.serving.server import completions, messages, page, responses_api, tokens
 from llama.serving.server.errors import ApiError, log_refusal
 from llama.serving.server.gate import Gate
-from llama.serving.server.responses import ClientLeft, JsonResponse
+from llama.serving.server.responses import JsonResponse
 from llama.serving.server.service import Service, State
 
 log = logging.getLogger("llama.server")

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.serving.asgi import unless_client_leaves
 from llama.serving.openai.requests import (
     CHAT_URL,
     TEXT_URL,
@@ -31,7 +32,6 @@ from llama.serving.server.responses import (
     EventStream,
     JsonResponse,
     event,
-    unless_client_leaves,
 )
 from llama.serving.server.service import Service
 

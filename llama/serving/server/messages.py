@@ -16,6 +16,7 @@ from llama.requests.request import RequestOutput
 from llama.serving.anthropic.requests import COUNT_URL, FIELDS, MESSAGES_URL, parse_messages_body
 from llama.serving.anthropic.responses import PING, MessageEvents, message_body
 from llama.serving.anthropic.schema import messages_schema
+from llama.serving.asgi import unless_client_leaves
 from llama.serving.openai.chat_prompt import chat_prompt
 from llama.serving.openai.responses import Heading
 from llama.serving.server.completions import described, last_outputs, read_json
@@ -25,7 +26,6 @@ from llama.serving.server.responses import (
     EventStream,
     JsonResponse,
     event,
-    unless_client_leaves,
 )
 from llama.serving.server.service import Service
 

@@ -9,23 +9,19 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from llama.serving.asgi import ClientLeft, unless_client_leaves
 from llama.serving.server.errors import ApiError
 
-_T = TypeVar("_T")
 KEEP_ALIVE_S = 15.0
 FIRST_S = 10.0  # then the status is sent, whatever comes
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": the answer is not ready yet\n\n"
-
-
-class ClientLeft(Exception):
-    """The client closed the connection before its response was sent."""
 
 
 def to_json(content: Any) -> bytes:
@@ -114,28 +110,3 @@ class EventStream(Response):
 
 async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
-    """The result of the work; `ClientLeft`, and the work is cancelled, if the client leaves.
-
-    The request's body must have been read.
-    """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        has_left = not working.done()
-        leaving.cancel()
-        if has_left:
-            working.cancel()
-        await asyncio.wait([working, leaving])
-    if has_left:
-        raise ClientLeft
-    return working.result()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

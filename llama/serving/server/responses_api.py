@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llama.requests.request import RequestOutput
+from llama.serving.asgi import unless_client_leaves
 from llama.serving.openai.responses import Heading
 from llama.serving.openai.responses_api.events import ResponseEvents, whole_response
 from llama.serving.openai.responses_api.requests import (
@@ -26,7 +27,6 @@ from llama.serving.server.responses import (
     EventStream,
     JsonResponse,
     event,
-    unless_client_leaves,
 )
 from llama.serving.server.service import Service
 
