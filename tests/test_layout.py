@@ -55,6 +55,7 @@ BELOW = {
     "llama/serving/fastchat_worker.py": {  # a program, as __main__
         "cli", "generation", "requests", "serving",
     },
+    "llama/serving/server/metrics.py": {"parallel", "requests", "serving"},  # which ranks live
     "llama/serving": {
         "checks", "generation", "requests", "sampling_params", "serving", "structured_output",
         "tokenizer",
