@@ -46,7 +46,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
         servers[0].process.kill()
         thread.join(60)
         assert reports == [BatchReport(300, 0)]
-        assert [len(s.log) > 20 for s in servers] == [True, True], "both had a part"
+        assert all(len(server.log) > 5 for server in servers), "both had a part"
 
 
 class _Nginx:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
@@ -121,7 +121,7 @@ def test_a_stream_is_the_response_that_does_not_stream(server, body, messages):
 
 
 class Person(BaseModel, extra="forbid"):
-    name: str
+    name: Literal["Tom", "Kitty"]
     is_cat: bool
 
 
@@ -163,9 +163,9 @@ def test_an_answer_of_a_given_form(server):
         parsed = client.responses.parse(
             model="demo", input=STORY, text_format=Person, temperature=0.1, max_output_tokens=200
         )
-        if parsed.status == "completed":
-            jsonschema.validate(json.loads(parsed.output_text), Person.model_json_schema())
-            assert isinstance(parsed.output_parsed, Person)
+        assert parsed.status == "completed"
+        jsonschema.validate(json.loads(parsed.output_text), Person.model_json_schema())
+        assert isinstance(parsed.output_parsed, Person)
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
                   "additionalProperties": False}  # fmt: skip
         form: Any = {"type": "json_schema", "name": "x", "schema": schema}
