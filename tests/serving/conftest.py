@@ -7,6 +7,7 @@ import pytest
 
 from helpers.browser import CHROMIUM
 from helpers.server import RunningServer, run_server
+from llama import Llama
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,10 @@ def page(opened, server) -> Any:
     page = opened(server.url)
     page.wait_for_selector("#state.ready")
     return page
+
+
+@pytest.fixture(scope="module")
+def llama_for_tools(make_checkpoint) -> Llama:
+    """A tiny random model of Llama 3.1's kind, which knows tools."""
+    folder, _, _ = make_checkpoint(use_scaled_rope=True)
+    return Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")

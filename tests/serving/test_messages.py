@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -15,7 +14,6 @@ import jsonschema
 import pytest
 
 from helpers.scripted import ScriptedServer
-from llama import Llama
 from llama.serving.server import responses
 from llama.serving.server.errors import ApiError
 from llama.serving.server.service import Service
@@ -274,10 +272,8 @@ class MessagesServer(ScriptedServer):
 
 
 @pytest.fixture(scope="module")
-def scripted(make_checkpoint) -> Iterator[MessagesServer]:
-    folder, _, _ = make_checkpoint(use_scaled_rope=True)
-    llama = Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")
-    yield MessagesServer(llama)
+def scripted(llama_for_tools) -> MessagesServer:
+    return MessagesServer(llama_for_tools)
 
 
 def blocks_of(message: Any) -> list[Any]:

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -15,7 +14,6 @@ import pytest
 from pydantic import BaseModel
 
 from helpers.scripted import ScriptedServer
-from llama import Llama
 from llama.serving.server.errors import ApiError
 from llama.serving.server.service import Service
 from llama.serving.tools import ToolFormat, encode_chat
@@ -259,10 +257,8 @@ class ResponsesServer(ScriptedServer):
 
 
 @pytest.fixture(scope="module")
-def scripted(make_checkpoint) -> Iterator[ResponsesServer]:
-    folder, _, _ = make_checkpoint(use_scaled_rope=True)
-    llama = Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")
-    yield ResponsesServer(llama)
+def scripted(llama_for_tools) -> ResponsesServer:
+    return ResponsesServer(llama_for_tools)
 
 
 def items_of(response: Any) -> list[Any]:

@@ -4,7 +4,6 @@ The checkpoint, the engine and the app are real; only the ids that are sampled c
 """
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -12,7 +11,6 @@ import openai
 import pytest
 
 from helpers.scripted import ScriptedServer
-from llama import Llama
 from llama.serving.tools import ToolFormat, encode_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -60,10 +58,8 @@ def check_stream(choice: Any, parts: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(make_checkpoint) -> Iterator[ChatServer]:
-    folder, _, _ = make_checkpoint(use_scaled_rope=True)
-    llama = Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")
-    yield ChatServer(llama)
+def server(llama_for_tools) -> ChatServer:
+    return ChatServer(llama_for_tools)
 
 
 def calls_of(choice: Any) -> list[tuple[str, Any]]:

@@ -7,19 +7,11 @@ from typing import Any
 
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
 from llama.serving.anthropic.requests import COUNT_FIELDS, FIELDS, ONLY
+from llama.serving.openai.schema import record
 from llama.serving.openai.tool_fields import MOST_TOOLS
 
 _TEXT = {"type": "string"}
 _HINT = {"type": "object"}
-
-
-def _record(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
 
 
 def within(kind: str, low: float, high: float) -> dict[str, Any]:
@@ -27,11 +19,11 @@ def within(kind: str, low: float, high: float) -> dict[str, Any]:
     return {"type": kind, "minimum": low, "maximum": high}
 
 
-_TEXT_BLOCK = _record({"type": {"const": "text"}, "text": _TEXT, "cache_control": _HINT},
+_TEXT_BLOCK = record({"type": {"const": "text"}, "text": _TEXT, "cache_control": _HINT},
                       "type", "text")  # fmt: skip
 _TEXT_BLOCKS = {"type": "array", "minItems": 1, "items": _TEXT_BLOCK}
 _TEXTS = {"anyOf": [_TEXT, _TEXT_BLOCKS]}
-_TOOL_USE = _record(
+_TOOL_USE = record(
     {
         "type": {"const": "tool_use"},
         "id": _TEXT,
@@ -41,7 +33,7 @@ _TOOL_USE = _record(
     },
     "type", "id", "name", "input",
 )  # fmt: skip
-_TOOL_RESULT = _record(
+_TOOL_RESULT = record(
     {
         "type": {"const": "tool_result"},
         "tool_use_id": _TEXT,
@@ -56,10 +48,10 @@ _TOOL_RESULT = _record(
 def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
     items = {"anyOf": [_TEXT_BLOCK, *blocks]}
     content = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": items}]}
-    return _record({"role": {"const": role}, "content": content}, "role", "content")
+    return record({"role": {"const": role}, "content": content}, "role", "content")
 
 
-_TOOL = _record(
+_TOOL = record(
     {
         "name": {"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"},
         "description": _TEXT,
@@ -85,7 +77,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "system": _TEXTS,
     "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
-    "tool_choice": _record(
+    "tool_choice": record(
         {
             "type": {"enum": ["auto", "any", "tool", "none"]},
             "name": _TEXT,
@@ -93,10 +85,10 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         },
         "type",
     ),
-    "thinking": _record({"type": {"const": "disabled"}}, "type"),
-    "output_config": _record(
+    "thinking": record({"type": {"const": "disabled"}}, "type"),
+    "output_config": record(
         {
-            "format": _record(
+            "format": record(
                 {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema"
             )
         }
@@ -122,4 +114,4 @@ def messages_schema(*, counts: bool) -> dict[str, Any]:
         name: _SCHEMAS[name] if name in needed else {"anyOf": [_SCHEMAS[name], {"type": "null"}]}
         for name in sorted(COUNT_FIELDS if counts else FIELDS)
     }
-    return _record(properties, *needed)
+    return record(properties, *needed)

@@ -91,18 +91,23 @@ _FLAGS = {
 _COUNTS = {"best_of": (1, 64), "min_tokens": (0, 2**31 - 1)}
 
 
+def record(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
 def body_schema(*, chat: bool) -> dict[str, Any]:
     """The schema of a body of /v1/chat/completions, or of /v1/completions."""
     names = sorted(CHAT_FIELDS if chat else TEXT_FIELDS)
     properties = {name: _nullable(_field(name, chat)) for name in names}
     needed = "messages" if chat else "prompt"
     properties[needed] = _field(needed, chat)
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [needed],
-        "additionalProperties": False,
-    }
+    return record(properties, needed)
 
 
 def _field(name: str, chat: bool) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 In: a request's body. Out: one JSON object, or a stream of chunks with the same content.
 """
 
-import contextlib
-import json
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -13,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llama.requests.request import Request as EngineRequest
-from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.asgi import unless_client_leaves
 from llama.serving.openai.requests import (
@@ -27,6 +23,7 @@ from llama.serving.openai.responses import Chunks, Heading, response_body
 from llama.serving.openai.schema import body_schema
 from llama.serving.server.dialogs import CHAT_DEFAULTS, prepare_chat
 from llama.serving.server.errors import ApiError
+from llama.serving.server.exchange import described, last_outputs, parts, read_json
 from llama.serving.server.responses import (
     DONE,
     EventStream,
@@ -55,28 +52,6 @@ def routes(service: Service) -> APIRouter:
     return router
 
 
-def described(schema: dict[str, Any]) -> dict[str, Any]:
-    """What /openapi.json says of a route: the schema of its body, and the errors that it gives."""
-    errors = {
-        str(status): {"description": what}
-        for status, what in {400: "a field is wrong", 413: "too large", 503: "not now"}.items()
-    }
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}, "responses": errors}
-
-
-async def read_json(http: Request) -> Any:
-    """The JSON of the body; ApiError 400."""
-    try:
-        return json.loads(await http.body(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as e:
-        raise ApiError(400, f"the body is not JSON: {e}") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
 async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
     body = await read_json(http)
     service.loaded()
@@ -89,7 +64,13 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
     outputs = service.outputs(requests, http.state.request_id)
     tokenizer = service.loaded().tokenizer
     if request.stream:
-        return EventStream(_events(outputs, Chunks(request, tokenizer, heading)), _error_events)
+        chunks = Chunks(request, tokenizer, heading)
+        events = parts(
+            outputs,
+            lambda output: map(event, chunks.of(output)),
+            lambda: [*map(event, chunks.last()), DONE],
+        )
+        return EventStream(events, _error_events)
     last = await unless_client_leaves(last_outputs(outputs), http.receive)
     return JsonResponse(response_body(request, last, tokenizer, heading))
 
@@ -107,29 +88,6 @@ async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[
         prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
         return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
     return [await prepare_chat(service, request, body, request.form_field or "tools")]
-
-
-async def last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
-    """The last output of each prompt, in their order."""
-    latest: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            latest[output.index] = output
-    return [latest[index] for index in sorted(latest)]
-
-
-async def _events(
-    outputs: AsyncGenerator[RequestOutput, None], chunks: Chunks
-) -> AsyncGenerator[bytes, None]:
-    """Chunks as events, then [DONE]."""
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            parts = [event(chunk) for chunk in chunks.of(output)]
-            if parts:
-                yield b"".join(parts)
-    for chunk in chunks.last():
-        yield event(chunk)
-    yield DONE
 
 
 def _error_events(error: ApiError) -> bytes:

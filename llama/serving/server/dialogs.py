@@ -6,16 +6,23 @@ names the body's own field.
 
 import asyncio
 import re
-from collections.abc import Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+
 from llama.requests.request import Request as EngineRequest
+from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.dialog import Translated
 from llama.serving.openai.requests import OpenAIRequest, field_of
+from llama.serving.openai.responses import Heading
 from llama.serving.server.errors import ApiError
+from llama.serving.server.exchange import read_json
 from llama.serving.server.service import Service
+from llama.tokenizer import Tokenizer
 
 # A chat's answer may be as long as the context.
 CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
@@ -62,6 +69,34 @@ async def prepare_translated(
         raise ApiError(
             e.status, message, param=param or None, code=e.code, retry_after=e.retry_after
         ) from None
+
+
+@dataclass(frozen=True)
+class Started:
+    """A dialog that is on its way through the engine; what its answer is made of."""
+
+    body: Any
+    chat: OpenAIRequest
+    tokenizer: Tokenizer
+    heading: Heading
+    outputs: AsyncGenerator[RequestOutput, None]
+
+
+async def start(
+    service: Service,
+    http: Request,
+    fields: Collection[str],
+    parse: Callable[[Any, SamplingParams], Translated],
+) -> Started:
+    """Read a request of another chat API, and give its dialog to the engine."""
+    body = await read_json(http)
+    tokenizer = service.loaded().tokenizer
+    asked = read_as_chat(body, fields, parse)
+    request = await prepare_translated(service, asked, fields)
+    request_id = http.state.request_id
+    heading = Heading(request_id, service.model_name, service.now())
+    outputs = service.outputs([request], request_id)
+    return Started(body, asked.chat, tokenizer, heading, outputs)
 
 
 def _first_name(message: str, fields: Collection[str], body: Any) -> str | None:

@@ -5,23 +5,19 @@ other.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llama.requests.request import RequestOutput
 from llama.serving.anthropic.requests import COUNT_URL, FIELDS, MESSAGES_URL, parse_messages_body
 from llama.serving.anthropic.responses import PING, MessageEvents, message_body
 from llama.serving.anthropic.schema import messages_schema
 from llama.serving.asgi import unless_client_leaves
 from llama.serving.openai.chat_prompt import chat_prompt
-from llama.serving.openai.responses import Heading
-from llama.serving.server.completions import described, last_outputs, read_json
-from llama.serving.server.dialogs import prepare_translated, read_as_chat
+from llama.serving.server.dialogs import read_as_chat, start
 from llama.serving.server.errors import ApiError, anthropic_body
+from llama.serving.server.exchange import described, last_outputs, named, parts, read_json
 from llama.serving.server.responses import (
     EventStream,
     JsonResponse,
@@ -58,28 +54,16 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _answer(service: Service, http: Request) -> Response:
-    body = await read_json(http)
-    tokenizer = service.loaded().tokenizer
-    asked = read_as_chat(body, FIELDS, parse_messages_body)
-    request = await prepare_translated(service, asked, FIELDS)
-    heading = Heading(http.state.request_id, service.model_name, service.now())
-    outputs = service.outputs([request], http.state.request_id)
-    if asked.chat.stream:
-        events = MessageEvents(asked.chat, tokenizer, heading)
-        return EventStream(_events(outputs, events), _error_event, keep_alive=_PING)
-    (last,) = await unless_client_leaves(last_outputs(outputs), http.receive)
-    return JsonResponse(message_body(asked.chat, last, tokenizer, heading))
-
-
-async def _events(
-    outputs: AsyncGenerator[RequestOutput, None], events: MessageEvents
-) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            parts = [event(each, each["type"]) for each in events.of(output)]
-            if parts:
-                yield b"".join(parts)
-    yield b"".join(event(each, each["type"]) for each in events.last())
+    started = await start(service, http, FIELDS, parse_messages_body)
+    chat, tokenizer, heading = started.chat, started.tokenizer, started.heading
+    if chat.stream:
+        events = MessageEvents(chat, tokenizer, heading)
+        stream = parts(
+            started.outputs, lambda output: named(events.of(output)), lambda: named(events.last())
+        )
+        return EventStream(stream, _error_event, keep_alive=_PING)
+    (last,) = await unless_client_leaves(last_outputs(started.outputs), http.receive)
+    return JsonResponse(message_body(chat, last, tokenizer, heading))
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -4,15 +4,10 @@ In: a request's body. Out: one response, or the events of one. Between the two i
 other.
 """
 
-import contextlib
-from collections.abc import AsyncGenerator
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llama.requests.request import RequestOutput
 from llama.serving.asgi import unless_client_leaves
-from llama.serving.openai.responses import Heading
 from llama.serving.openai.responses_api.events import ResponseEvents, whole_response
 from llama.serving.openai.responses_api.requests import (
     FIELDS,
@@ -20,13 +15,12 @@ from llama.serving.openai.responses_api.requests import (
     parse_responses_body,
 )
 from llama.serving.openai.responses_api.schema import responses_schema
-from llama.serving.server.completions import described, last_outputs, read_json
-from llama.serving.server.dialogs import prepare_translated, read_as_chat
+from llama.serving.server.dialogs import start
 from llama.serving.server.errors import ApiError
+from llama.serving.server.exchange import described, last_outputs, named, parts
 from llama.serving.server.responses import (
     EventStream,
     JsonResponse,
-    event,
 )
 from llama.serving.server.service import Service
 
@@ -43,31 +37,19 @@ def routes(service: Service) -> APIRouter:
 
 
 async def _answer(service: Service, http: Request) -> Response:
-    body = await read_json(http)
-    tokenizer = service.loaded().tokenizer
-    asked = read_as_chat(body, FIELDS, parse_responses_body)
-    request = await prepare_translated(service, asked, FIELDS)
-    heading = Heading(http.state.request_id, service.model_name, service.now())
-    outputs = service.outputs([request], http.state.request_id)
-    if asked.chat.stream:
-        events = ResponseEvents(body, asked.chat, tokenizer, heading)
+    started = await start(service, http, FIELDS, parse_responses_body)
+    body, chat = started.body, started.chat
+    tokenizer, heading = started.tokenizer, started.heading
+    if chat.stream:
+        events = ResponseEvents(body, chat, tokenizer, heading)
 
         def failed(error: ApiError) -> bytes:
-            last = events.failed(error.message, error.kind, error.param)
-            return event(last, last["type"])
+            return b"".join(named([events.failed(error.message, error.kind, error.param)]))
 
-        return EventStream(_events(outputs, events), failed)
-    (last,) = await unless_client_leaves(last_outputs(outputs), http.receive)
-    return JsonResponse(whole_response(body, asked.chat, last, tokenizer, heading))
-
-
-async def _events(
-    outputs: AsyncGenerator[RequestOutput, None], events: ResponseEvents
-) -> AsyncGenerator[bytes, None]:
-    """There is no [DONE]: the last event says that it is the last."""
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            parts = [event(each, each["type"]) for each in events.of(output)]
-            if parts:
-                yield b"".join(parts)
-    yield b"".join(event(each, each["type"]) for each in events.last())
+        # There is no [DONE]: the last event says that it is the last.
+        stream = parts(
+            started.outputs, lambda output: named(events.of(output)), lambda: named(events.last())
+        )
+        return EventStream(stream, failed)
+    (last,) = await unless_client_leaves(last_outputs(started.outputs), http.receive)
+    return JsonResponse(whole_response(body, chat, last, tokenizer, heading))

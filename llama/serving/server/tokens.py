@@ -13,8 +13,8 @@ from llama.serving.openai.chat_prompt import encode_messages
 from llama.serving.openai.json_types import json_type, refuse_fields
 from llama.serving.openai.requests import field_of
 from llama.serving.openai.tool_fields import TOOL_FIELDS, read_tools
-from llama.serving.server.completions import described, read_json
 from llama.serving.server.errors import ApiError
+from llama.serving.server.exchange import described, read_json
 from llama.serving.server.responses import JsonResponse
 from llama.serving.server.service import Service
 from llama.serving.tools import ToolFormat

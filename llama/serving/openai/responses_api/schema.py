@@ -7,6 +7,7 @@ from typing import Any
 
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
 from llama.serving.openai.responses_api.requests import FIELDS, LABELS, ONLY
+from llama.serving.openai.schema import record
 from llama.serving.openai.tool_fields import MOST_TOOLS
 
 _TEXT = {"type": "string"}
@@ -14,25 +15,16 @@ _FLAG = {"type": "boolean"}
 _TYPES: dict[type, dict[str, Any]] = {str: _TEXT, dict: {"type": "object"}}
 
 
-def _record(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-_PART = _record({"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT}, "type", "text")
+_PART = record({"type": {"enum": ["input_text", "output_text"]}, "text": _TEXT}, "type", "text")
 _TEXTS = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": _PART}]}
 _LABELS = {"id": _TEXT, "status": _TEXT}
 _ROLES = ["user", "assistant", "system", "developer"]
 _ITEMS = [
-    _record(
+    record(
         {"type": {"const": "message"}, "role": {"enum": _ROLES}, "content": _TEXTS, **_LABELS},
         "role", "content",
     ),
-    _record(
+    record(
         {
             "type": {"const": "function_call"},
             "call_id": _TEXT,
@@ -42,12 +34,12 @@ _ITEMS = [
         },
         "type", "call_id", "name", "arguments",
     ),
-    _record(
+    record(
         {"type": {"const": "function_call_output"}, "call_id": _TEXT, "output": _TEXTS, **_LABELS},
         "type", "call_id", "output",
     ),
 ]  # fmt: skip
-_TOOL = _record(
+_TOOL = record(
     {
         "type": {"const": "function"},
         "name": {"type": "string", "pattern": "^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"},
@@ -58,8 +50,8 @@ _TOOL = _record(
     "type", "name",
 )  # fmt: skip
 _FORMATS = [
-    _record({"type": {"enum": ["text", "json_object"]}}, "type"),
-    _record(
+    record({"type": {"enum": ["text", "json_object"]}}, "type"),
+    record(
         {
             "type": {"const": "json_schema"},
             "name": _TEXT,
@@ -79,12 +71,12 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         "minimum": WHOLE_NUMBERS["max_tokens"][0],
         "maximum": WHOLE_NUMBERS["max_tokens"][1],
     },
-    "text": _record({"format": {"anyOf": _FORMATS}, "verbosity": {"const": "medium"}}),
+    "text": record({"format": {"anyOf": _FORMATS}, "verbosity": {"const": "medium"}}),
     "tools": {"type": "array", "maxItems": MOST_TOOLS, "items": _TOOL},
     "tool_choice": {
         "anyOf": [
             {"enum": ["none", "auto", "required"]},
-            _record({"type": {"const": "function"}, "name": _TEXT}, "type", "name"),
+            record({"type": {"const": "function"}, "name": _TEXT}, "type", "name"),
         ]
     },
     "parallel_tool_calls": _FLAG,
@@ -103,4 +95,4 @@ def responses_schema() -> dict[str, Any]:
     properties = {
         name: {"anyOf": [_SCHEMAS[name], {"type": "null"}]} for name in sorted(FIELDS - {"input"})
     }
-    return _record({"input": _SCHEMAS["input"], **properties}, "input")
+    return record({"input": _SCHEMAS["input"], **properties}, "input")
