@@ -78,6 +78,7 @@ def ended(folder, tmp_path_factory) -> dict[str, dict]:
         cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
         cases[name]["timeout_s"] = 60
     cases["drain-chat"] = cases["drain"] | {"is_chat": True}
+    cases["apart"] = cases["stop"] | {"is_apart": True}
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
@@ -173,8 +174,16 @@ def test_a_stall_on_another_machine_is_named():
         assert name_the_stalled(peers, range(1), own, {}, {1: {**own, **change}}) is None
 
 
-def test_the_kernel_kills_a_rank_that_is_stopped_alone_on_its_machine():
-    """Nobody there could; one that goes on, or leaves in order, sets the timer again."""
+def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):
+    """The other machine hears nothing of it and ends. Where it is nobody could kill it but the
+    kernel: its limit is the step's 2 seconds and 4 more."""
+    assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], ended["apart"]["said"]
+    assert "rank 1) was not heard of for 3 s" in ended["apart"]["said"]
+    assert ended["apart"]["said"].count("error: ") == 1
+
+
+def test_the_kernel_kills_a_process_that_does_not_set_the_timer_again():
+    """Not even one that is stopped stays; one that goes on, or turns it off, does."""
     code = """
 import os, signal, sys, time
 from llama.parallel.processes import KillTimer

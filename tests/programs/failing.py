@@ -21,7 +21,7 @@ import torch.distributed as dist
 from llama import Llama
 from llama.batch.job import run_batch
 from llama.chat.session import chat
-from llama.parallel import drain
+from llama.parallel import drain, processes
 from llama.parallel.meeting import Meeting
 
 AT_ONCE = 3
@@ -93,6 +93,9 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     is_faulty = rank == case["rank"]
     if "drain_s" in case:
         drain(case["drain_s"])
+    if case.get("is_apart"):  # each rank takes itself for a machine
+        processes.machine_id = lambda: f"machine of rank {rank}"
+        os.environ |= {"LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
     if when in MEETING:
         meet_and_fail(case, rank, mark)
     llama = Llama.build(
