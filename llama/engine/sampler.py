@@ -73,15 +73,18 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     What filters a draw (top_p, top_k, min_p) never removes the top token.
     """
     return all(
-        p.greedy
+        p.takes_top
         and not seq.is_constrained
-        and p.logprobs is None
-        and p.repetition_penalty == 1
-        and not (p.presence_penalty or p.frequency_penalty)
-        and not _bias(seq)
+        and not ((p.bad_words or p.min_tokens) and _bias(seq))
         for seq in sequences
         for p in (seq.params,)
     )
+
+
+def top_ids(logits: Tensor) -> Tensor:
+    """(B, V) -> (B) ids: the lowest of each row's top ones, or -1, see `Sampled`."""
+    row_max, ids = _row_max(logits)
+    return ids.where(row_max.isfinite(), -1)
 
 
 def top_of_share(logits: Tensor, first: int) -> Tensor:
@@ -156,7 +159,7 @@ def _bias(seq: Sequence) -> dict[int, float]:
     """logit_bias, and -inf for bad_words and for stop ids before min_tokens."""
     params = seq.params
     banned = [word[-1] for word in params.bad_words if _ends_with(seq.tokens, word[:-1])]
-    if seq.num_output < params.min_tokens:
+    if seq.num_known - seq.num_prompt < params.min_tokens:
         banned += sorted(seq.stop_ids)
     return dict(params.logit_bias) | dict.fromkeys(banned, -math.inf)
 
@@ -195,17 +198,18 @@ def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """(B, V) -> (B) ids: the first of the top ones in greedy rows, a draw in the others."""
     params = [seq.params for seq in sequences]
     greedy = [p.greedy for p in params]
+    if all(greedy):
+        return top_ids(logits)
     row_max, ids = _row_max(logits)
-    if not all(greedy):
-        rows = [
-            SamplingRow() if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
-            for p in params
-        ]
-        seeds = torch.tensor([seq.seed for seq in sequences])
-        positions = torch.tensor([len(seq.tokens) for seq in sequences])
-        # Philox takes some 70 tiny operations: on the host, while the model runs.
-        drawn = sample_ids(logits, row_max, rows, uniform(seeds, positions))
-        ids = ids.where(on_device_of(logits, greedy), drawn)
+    rows = [
+        SamplingRow() if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
+        for p in params
+    ]
+    seeds = torch.tensor([seq.seed for seq in sequences])
+    positions = torch.tensor([seq.num_known for seq in sequences])
+    # Philox takes some 70 tiny operations: on the host, while the model runs.
+    drawn = sample_ids(logits, row_max, rows, uniform(seeds, positions))
+    ids = ids.where(on_device_of(logits, greedy), drawn)
     return ids.where(row_max.isfinite(), -1)
 
 
