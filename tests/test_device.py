@@ -16,6 +16,7 @@ from helpers.launch import environment
 from llama import device as device_module
 from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.loading import Sizes, load_model
+from llama.parallel.groups import check_carries
 
 RANK_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 V2 = "0::{path}\n", "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw\n"
@@ -279,3 +280,22 @@ def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, d
     wrong_gpu = capability < (8, 0)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: wrong_gpu)
     assert pick_dtype(None, torch.device("cuda", 1)) is dtype
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "fits"),
+    [
+        ("cuda:nccl", "cuda:1", True),
+        ("cpu:gloo,cuda:nccl", "cpu", True),
+        ("cpu:gloo,cuda:gloo", "cuda:0", True),  # tests run two ranks on one GPU so
+        ("cuda:nccl", "cpu", False),
+        ("cpu:gloo", "cuda:0", False),
+    ],
+)
+def test_groups_that_a_program_made_must_carry_the_device(backends, device, fits):
+    """Else the first step would end in torch's "No backend type associated with device type"."""
+    if fits:
+        check_carries(backends, torch.device(device))
+    else:
+        with pytest.raises(ValueError, match=f"device='{device}', but this process joined"):
+            check_carries(backends, torch.device(device))

@@ -257,10 +257,17 @@ def test_one_process_has_groups_without_a_port(variables):
 
 
 def test_torchrun_example_on_two_cpu_ranks():
-    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model."""
+    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model.
+
+    A GPU in the machine, which two ranks cannot share, is none of its business.
+    """
     script = REPO / "torchrun_examples" / "two_cpu_ranks.sh"
     bin_dir = str(Path(sys.executable).parent)
-    env = environment(PATH=f"{bin_dir}{os.pathsep}{os.environ['PATH']}")
+    one_gpu = REPO / "tests" / "programs" / "one_gpu"
+    env = environment(
+        PATH=f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
+        PYTHONPATH=f"{one_gpu}{os.pathsep}{REPO}",
+    )
     command = ["bash", str(script), "--dtype", "fp32", "--temperature", "0"]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=240, check=False

@@ -309,7 +309,12 @@ def _make_groups(
         backend = "nccl" if device.type == "cuda" else "gloo"
         rank = int(os.environ["RANK"])
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
         )
     if not fs_init.model_parallel_is_initialized():
         _make_fairscale_groups(size)
@@ -319,8 +324,12 @@ def _make_groups(
             f"{fs_init.get_model_parallel_world_size()}: use one size a process"
         )
     group = fs_init.get_model_parallel_group()
+    check_carries(dist.get_backend_config(group), device)
     # fairscale passes no timeout on to its groups, and torch gives no public way to set one later.
     dist.distributed_c10d._set_pg_timeout(limit, group)
+    if device.type == "cuda":
+        # nccl makes a group's buffers, up to a GiB, at its first call: before memory is measured.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     data_rank, data_size = dist.get_rank() // size, world_size // size
     controls = [
         dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
@@ -344,6 +353,17 @@ def _make_groups(
         hierarchy=hierarchy,
         watch=current_watch(),
     )
+
+
+def check_carries(backends: str, device: torch.device) -> None:
+    """ValueError where a group with these backends, as "cpu:gloo,cuda:nccl", cannot exchange
+    tensors of `device`: the program may have made the groups before this runtime came."""
+    if device.type not in {part.split(":")[0] for part in backends.split(",")}:
+        raise ValueError(
+            f"device='{device}', but this process joined process groups that carry other tensors "
+            f"({backends}): choose a device of theirs, or init_process_group with "
+            f"'{'nccl' if device.type == 'cuda' else 'gloo'}'"
+        )
 
 
 def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
