@@ -37,7 +37,7 @@ class TapeRecorder:
     not make itself; they stay where they are."""
 
     def __init__(self, owned: Iterable[Tensor]) -> None:
-        self._owned = {_address(x) for x in owned}
+        self._owned = {_storage(x) for x in owned}
 
     @classmethod
     def of_model(cls, model: Transformer) -> "TapeRecorder":
@@ -46,7 +46,7 @@ class TapeRecorder:
     def record(
         self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
     ) -> tuple[Outputs, Callable[[], None]]:
-        tape = _Tape(self._owned | {_address(x) for x in inputs})
+        tape = _Tape(self._owned | {_storage(x) for x in inputs})
         with tape:
             outputs = function()
         for output in outputs:
@@ -82,7 +82,7 @@ class _Tape(TorchDispatchMode):
         if len({x.device.type for x in given}) > 1:
             raise NotCapturable(f"{name} copies between the host and the device")
         for x in given:
-            if id(x) not in self._made and _address(x) not in self._owned:
+            if id(x) not in self._made and _storage(x) not in self._owned:
                 raise NotCapturable(f"{name} reads a tensor {tuple(x.shape)} that was made on the "
                                     "host, or lies where it would not stay")  # fmt: skip
 
@@ -107,8 +107,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata  # its identity, which fake tensors have too
 
 
 def _poison(x: Tensor) -> None:
