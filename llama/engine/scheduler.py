@@ -16,7 +16,7 @@ from llama.engine.pages import PagePool, page_hash
 from llama.engine.sequence import Sequence, no_pages
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Scheduled:
     """`count` tokens of a sequence from `start` on, the first that were not computed; if `samples`,
     they are its last known ones, and one more token is sampled.
@@ -136,9 +136,8 @@ class Scheduler:
         if self.pool.reuse:
             known = min(start + count, len(seq.tokens))
             before, after = max(start - 1, 0) // self.pool.page_size, known // self.pool.page_size
-            hashes = self._hashes(seq, after)
             for i in range(before, after):
-                self.pool.cache(seq.pages[i], hashes[i])
+                self.pool.cache(seq.pages[i], self._hashes(seq, after)[i])
         samples = count == seq.num_new and seq.num_known < seq.max_len
         seq.num_computed += count
         return Scheduled(seq, start, count, samples)
@@ -183,6 +182,8 @@ class Scheduler:
 
         False if `seq` itself was preempted.
         """
+        if seq.num_computed + count <= len(seq.pages) * self.pool.page_size:
+            return True
         wanted = self.pool.pages_for(seq.num_computed + count)
         while len(seq.pages) < wanted:
             if self.pool.num_free:
