@@ -94,6 +94,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "led", "folder": kv4, "prompts": PROMPTS},
             {"do": "gathered", "folder": kv4},
             {"do": "shares_memory", "folder": kv4, "prompts": PROMPTS},
+            {"do": "one_shot_sums", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -218,6 +219,13 @@ def test_ranks_of_one_machine_talk_through_shared_memory(sharded, two_ranks):
         greedy = alone(sharded["kv4"], max_gen_len=8, temperature=0.0)[0]
         for rank in two_ranks["samples"]:
             assert rank[5]["result"] == [[6, 6, 7], greedy]
+
+
+def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
+    """What is wrong on one rank, or has other bits there, is not used on any."""
+    sums = [[2 * i + 1 for i in row] for row in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    wanted = [[True, False, False], sums, [False, False, True, True, False]]
+    assert [rank[6]["result"] for rank in two_ranks["samples"]] == [wanted] * 2
 
 
 GROUPS_OF_ONE = """

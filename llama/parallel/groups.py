@@ -28,6 +28,7 @@ from torch import Tensor
 from llama.parallel.errors import RankError
 from llama.parallel.hierarchy import Hierarchy, broadcast_bytes, share_memory
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
+from llama.parallel.one_shot import OneShot
 from llama.parallel.rendezvous import LATER_S, errors_of_groups, meet_all
 from llama.parallel.shared_memory import SharedMemory
 from llama.parallel.watch import Watch, current_watch, stop_watch
@@ -51,6 +52,7 @@ class ModelParallel:
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
     hierarchy: Hierarchy | None = None  # where they are on several
+    one_shot: OneShot | None = None  # small sums of its GPUs, where they can do it
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
@@ -80,6 +82,8 @@ class ModelParallel:
         path = self._path
         if path is not None and _is_on_cpu(x) and path.can_sum(x):
             path.all_reduce(x)
+        elif self.one_shot is not None and self.one_shot.takes(x):
+            self.one_shot.all_reduce(x)
         else:
             dist.all_reduce(x, group=self.group)
         return x
@@ -91,9 +95,9 @@ class ModelParallel:
         path = self._path
         if path is not None and _is_on_cpu(x):
             return path.all_gather(x)
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        parts = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
+        return parts.movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
@@ -340,6 +344,9 @@ def _make_groups(
     shared, hierarchy = None, None
     if size > 1:
         shared, hierarchy = share_memory(control, lambda own: _meet(control, own), limit)
+    one_shot = None
+    if device.type == "cuda" and shared is not None and dist.get_backend(group) == "nccl":
+        one_shot = OneShot.join(group, control, device)
     return ModelParallel(
         rank=rank,
         size=size,
@@ -351,6 +358,7 @@ def _make_groups(
         world=world,
         shared=shared,
         hierarchy=hierarchy,
+        one_shot=one_shot,
         watch=current_watch(),
     )
 
