@@ -1,0 +1,396 @@
+"""The sections of `scripts/gpu_check.py`: what each measures on a GPU, or tries on the CPU.
+
+In: a section's name and a folder. Out: lines of JSON in the folder's results.jsonl: {"section",
+"what", "mode", "value", "unit"}, with "of_floor" where the machine's own limit is known, and the
+"bar" and "goal" that were set. A mode is how steps run: operator by operator in torch ("torch"),
+replayed ("graphs"), and replayed with the Triton kernels that passed their check
+("graphs+kernels"). Dry, shapes and counts are tiny, a tape stands for graphs, and the kernels run
+in Triton's interpreter: what is shown is that every line of this runs.
+"""
+
+import functools
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import machine
+from bench.shapes import (
+    SHAPES,
+    decode_bytes,
+    prefill_flop,
+    random_lengths,
+    random_model,
+    step_roofline,
+    write_checkpoint,
+    write_tokenizer,
+)
+from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
+from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.engine.graphs import CudaRecorder, Outputs, Recorder
+from llama.engine.tape import TapeRecorder
+from llama.ops.gpu import kernels
+from llama.requests.llm_engine import LLMEngine
+
+LIMITS = {  # seconds of each section, in the order in which they run
+    "facts": 45, "kernels": 100, "tests": 110, "decode": 130, "throughput": 110, "sweeps": 70,
+    "profile": 50, "load": 90, "peers": 60,
+}  # fmt: skip
+MODES = ("torch", "graphs", "graphs+kernels")
+# Tokens a second, or seconds, on one H200 with random weights in bf16: (first bar, goal).
+BARS: dict[str, tuple[float, float]] = {
+    "8b batch 1": (225, 256),
+    "1b batch 1": (1000, 1300),
+    "8b batch 64 context 2048": (6000, 7300),
+    "8b 128 x (32, 2048)": (9500, 13_000),
+    "8b prefill 4096": (35_000, 42_000),
+    "8b 256 mixed requests": (8000, 10_600),
+    "8b load": (2.0, 0.6),
+    "times transformers, batch 1": (2.5, 4),
+    "times transformers, batch 32": (2.5, 4),
+}
+_DRY_SHAPE = {
+    "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "multiple_of": 32,
+    "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(name: str, out: Path, *, dry: bool) -> None:
+    """Do one section, in this process."""
+    torch.manual_seed(0)
+    _SECTIONS[name](Section(name, out, dry=dry))
+
+
+class Section:
+    """Where a section runs, how large its work is, and what it says."""
+
+    def __init__(self, name: str, out: Path, *, dry: bool) -> None:
+        self.name, self.out, self.dry = name, out, dry
+        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
+        self.dtype = torch.float32 if dry else torch.bfloat16
+
+    def say(self, what: str, value: Any, unit: str = "", **more: Any) -> None:
+        """One figure, on disk at once."""
+        row = {"section": self.name, "what": what, "value": value, "unit": unit} | more
+        if what in BARS and more.get("mode", MODES[-1]) == MODES[-1]:
+            row["bar"], row["goal"] = BARS[what]
+        with (self.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    def found(self, what: str, default: float) -> float:
+        """A figure of an earlier section."""
+        rows = [row for row in read_results(self.out) if row.get("what") == what]
+        return rows[-1]["value"] if rows else default
+
+    def params(self, shape: str) -> dict[str, Any]:
+        return dict(_DRY_SHAPE if self.dry else SHAPES[shape])
+
+    def size(self, real: int, dry: int) -> int:
+        return dry if self.dry else real
+
+    def model(self, shape: str, longest: int, batch: int) -> Transformer:
+        params = self.params(shape) | {"max_seq_len": longest, "max_batch_size": batch}
+        return random_model(params, self.dtype, str(self.device))
+
+    def passed_kernels(self) -> list[str]:
+        return [r["what"] for r in read_results(self.out) if r.get("passed")]
+
+    def engine(self, model: Transformer, mode: str, num_tokens: int) -> LLMEngine:
+        """A new engine over `model`, whose steps run as the mode says."""
+        names = self.passed_kernels() if "kernels" in mode else []
+        kernels.use(self.device, names, [self.dtype] if self.dry else kernels.DTYPES)
+        core = EngineCore.for_model(
+            model,
+            num_pages=-(-num_tokens // PAGE_SIZE) + 1,
+            runs_ahead=True,
+            recorder=None if mode == "torch" else self._recorder(model, names),
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)
+            tokenizer = Tokenizer(path)
+        length = model.params.max_seq_len
+        return LLMEngine(core, tokenizer, max_seq_len=length, seed=0, parallel=model.parallel)
+
+    def _recorder(self, model: Transformer, names: list[str]) -> Recorder:
+        if not self.dry:
+            return CudaRecorder(self.device)
+        return Again() if names else TapeRecorder.of_model(model)  # no tape sees Triton's kernels
+
+
+class Again:
+    """A recorder that runs the function again: for kernels in the interpreter."""
+
+    def record(
+        self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
+    ) -> tuple[Outputs, Callable[[], None]]:
+        outputs = function()
+
+        def replay() -> None:
+            for kept, new in zip(outputs, function(), strict=True):
+                kept.copy_(new)
+
+        return outputs, replay
+
+    def close(self) -> None:
+        pass
+
+
+def facts(at: Section) -> None:
+    """The machine, and the limits that all else is compared with."""
+    for key, value in machine.facts(at.device).items():
+        at.say(key, value)
+    if not at.dry:
+        import triton
+
+        at.say("triton", triton.__version__)
+        free, total = torch.cuda.mem_get_info(at.device)
+        at.say("memory free", free / 1e9, "GB", total=total / 1e9)
+    at.say("read bandwidth", 1e10 if at.dry else machine.read_bandwidth(at.device), "bytes/s")
+    at.say("matrix rate", 1e11 if at.dry else machine.matrix_flops(at.device, at.dtype), "FLOP/s")
+
+
+def decode(at: Section) -> None:
+    """The 8B shape, mode by mode: the step at batch 1, 32 and 64, and a prompt of 4,096."""
+    context = at.size(2048, 40)
+    steps, prompt = at.size(96, 3), at.size(4096, 60)
+    model = at.model("8b", max(context + 2 * steps, prompt) + 64, at.size(64, 4))
+    for mode in MODES:
+        engine = at.engine(model, mode, at.size(64, 4) * (context + 2 * steps + 64))
+        for what, batch, length in (
+            ("8b batch 1", 1, at.size(128, 20)),
+            ("8b batch 32", at.size(32, 3), at.size(128, 20)),
+            ("8b batch 64 context 2048", at.size(64, 4), context),
+        ):
+            _say_decode(at, what, mode, engine, batch, length, steps)
+        seconds = _prefill_seconds(engine, prompt, repeats=at.size(3, 1))
+        floor = prefill_flop(model.params, prompt) / at.found("matrix rate", 7.9e14)
+        at.say("8b prefill 4096", prompt / seconds, "tokens/s", mode=mode, of_floor=floor / seconds)
+        _let_go(engine)
+
+
+def throughput(at: Section) -> None:
+    """The 1B shape at batch 1; the 8B shape with many requests at once."""
+    steps = at.size(256, 3)
+    small = at.model("1b", 1024, 1)
+    for mode in MODES:
+        engine = at.engine(small, mode, 2048)
+        _say_decode(at, "1b batch 1", mode, engine, 1, at.size(128, 20), steps)
+        _let_go(engine)
+    del small
+    model = at.model("8b", at.size(2200, 128), at.size(256, 4))
+    mode = MODES[-1]
+    answers = at.size(2048, 4)
+    many = [(at.size(32, 5), answers)] * at.size(128, 3)
+    mixed = random_lengths(at.size(256, 4), at.size(100, 3), at.size(1024, 6), seed=0)
+    for what, lengths in (("8b 128 x (32, 2048)", many), ("8b 256 mixed requests", mixed)):
+        engine = at.engine(model, mode, sum(p + n for p, n in lengths) + 4096)
+        began = time.perf_counter()
+        _answer(engine, lengths)
+        seconds = time.perf_counter() - began
+        out = sum(n for _, n in lengths)
+        at.say(
+            what,
+            out / seconds,
+            "tokens/s",
+            mode=mode,
+            preempted=engine.core.scheduler.num_preemptions,
+        )
+        _let_go(engine)
+
+
+def tests(at: Section) -> None:
+    """The suite's tests that are marked for a GPU."""
+    where = ["tests/ops/test_sample.py"] if at.dry else ["--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rf", "-p", "no:cacheprovider"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command + where, cwd=root, capture_output=True, text=True, check=False,
+        timeout=LIMITS["tests"],
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    counts = {
+        k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)
+    }
+    for kind in ("passed", "failed", "skipped", "error", "errors"):
+        if kind in counts or kind == "passed":
+            at.say(f"tests {kind}", counts.get(kind, 0))
+    if counts.get("failed") or done.returncode not in (0, 5):
+        raise SystemExit(f"pytest -m gpu ended with {done.returncode}")
+
+
+def profile(at: Section) -> None:
+    """Where the device's time goes in a step at batch 1 and 64, kernel by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    batch, context = at.size(64, 2), at.size(2048, 20)
+    model = at.model("8b", context + 256, batch)
+    activity = ProfilerActivity.CPU if at.dry else ProfilerActivity.CUDA
+    for n in (1, batch):
+        engine = at.engine(model, MODES[-1], n * (context + 256))
+        _begin(engine, n, context)
+        count = at.size(16, 2)
+        with profiler(activities=[activity]) as seen:
+            for _ in range(count):
+                engine.core.step()
+            machine.wait_for(at.device)
+        rows = sorted(seen.key_averages(), key=_device_us, reverse=True)[:12]
+        for row in rows:
+            us = _device_us(row) / count
+            at.say(f"batch {n}: {row.key[:80]}", us, "us/step", calls=row.count / count)
+        _let_go(engine)
+
+
+def load(at: Section) -> None:
+    """Llama.build of the 8B shape from files that the page cache holds."""
+    shared = Path("/dev/shm")
+    room = shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize > 20e9
+    with tempfile.TemporaryDirectory(dir=shared if room and not at.dry else None) as scratch:
+        params = at.params("8b")
+        folder = write_checkpoint(Path(scratch, "model"), params, at.dtype)
+        for _ in range(2):
+            began = time.perf_counter()
+            llama = Llama.build(str(folder), None, 512, 1, device=str(at.device), dtype=at.dtype)
+            machine.wait_for(at.device)
+            seconds = time.perf_counter() - began
+            llama.close()
+            weights = sum(w.nbytes for w in llama.model.parameters())
+            del llama
+        at.say("8b load", seconds, "s", gb_per_s=weights / seconds / 1e9)
+
+
+def peers(at: Section) -> None:
+    """transformers on the same shape: the step at batch 1 and 32, eager, with its own cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = ModelArgs(**at.params("8b"))
+    config = LlamaConfig(
+        hidden_size=args.dim, intermediate_size=args.ffn_dim, num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads, num_key_value_heads=args.kv_heads,
+        vocab_size=args.vocab_size, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.set_default_dtype(at.dtype)  # of this process, which ends with the section
+    with torch.device(at.device):
+        model = LlamaForCausalLM(config).eval()
+    for batch, what in ((1, "8b batch 1"), (at.size(32, 3), "8b batch 32")):
+        ids = torch.randint(args.vocab_size, (batch, at.size(128, 20)), device=at.device)
+        with torch.inference_mode():
+            out, times = model(ids, use_cache=True, logits_to_keep=1), []
+            for _ in range(at.size(24, 2)):
+                latest = out.logits[:, -1].argmax(-1, keepdim=True)
+                machine.wait_for(at.device)
+                began = time.perf_counter()
+                out = model(latest, past_key_values=out.past_key_values, use_cache=True)
+                machine.wait_for(at.device)
+                times.append(time.perf_counter() - began)
+        theirs = batch / statistics.median(times)
+        at.say(f"transformers {what}", theirs, "tokens/s")
+        ours = [
+            row["value"] for row in read_results(at.out)
+            if row.get("what") == what and row.get("mode") == MODES[-1]
+        ]  # fmt: skip
+        if ours:
+            at.say(f"times transformers, {what[3:]}", ours[-1] / theirs)
+
+
+def _begin(engine: LLMEngine, batch: int, context: int) -> None:
+    """`batch` sequences, all of which decode."""
+    draw = random.Random(batch)
+    ids = range(engine.tokenizer.n_words - 256)
+    for i in range(batch):
+        engine.add_request(f"{time.monotonic_ns()}-{i}", draw.choices(ids, k=context), _GREEDY)
+    core = engine.core
+    while (
+        engine.core.scheduler.waiting
+        or not core.scheduler.running
+        or any(seq.num_output == 0 for seq in core.scheduler.running)
+    ):
+        engine.step()
+
+
+def _let_go(engine: LLMEngine) -> None:
+    engine.drop_all()
+    engine.core.runner.close()  # type: ignore[attr-defined]
+
+
+def _say_decode(
+    at: Section, what: str, mode: str, engine: LLMEngine, batch: int, context: int, steps: int
+) -> None:
+    """Tokens a second of greedy steps, and the fraction of what the machine's limits allow."""
+    args = engine.core.runner.model.params  # type: ignore[attr-defined]
+    _begin(engine, batch, context)
+    for _ in range(2):
+        engine.step()
+    machine.wait_for(at.device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    machine.wait_for(at.device)
+    step = (time.perf_counter() - began) / steps
+    engine.drop_all()
+    contexts = [context + steps // 2] * batch
+    bandwidth, flops = at.found("read bandwidth", 4.3e12), at.found("matrix rate", 7.9e14)
+    floor = step_roofline(args, at.dtype.itemsize, contexts, bandwidth, flops)
+    read = decode_bytes(args, at.dtype.itemsize, contexts)
+    at.say(
+        what, batch / step, "tokens/s", mode=mode, of_floor=floor / step, step_ms=step * 1e3,
+        gb_per_s=read / step / 1e9,
+    )  # fmt: skip
+
+
+def _prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
+    """Of one prompt that nothing is known of, to its first token; the least of some."""
+    times = []
+    for i in range(repeats + 1):
+        draw = random.Random(1000 + i)
+        prompt = draw.choices(range(engine.tokenizer.n_words - 256), k=tokens)
+        began = time.perf_counter()
+        request = engine.prepare("", prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        engine.run([request])
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
+    draw = random.Random(0)
+    ids = range(engine.tokenizer.n_words - 256)
+    requests = [
+        engine.prepare(
+            "", draw.choices(ids, k=prompt),
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count),
+        )
+        for prompt, count in lengths
+    ]  # fmt: skip
+    engine.run(requests)
+
+
+def _device_us(row: Any) -> float:
+    return row.device_time_total or row.cpu_time_total
+
+
+_SECTIONS: dict[str, Callable[[Section], None]] = {
+    "facts": facts, "tests": tests, "decode": decode, "throughput": throughput,
+    "profile": profile, "load": load, "peers": peers,
+}  # fmt: skip
