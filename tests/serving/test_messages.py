@@ -123,7 +123,8 @@ def test_the_client_sync_and_async(server):
         assert final.stop_reason == whole.stop_reason == "max_tokens"
         assert client.messages.count_tokens(model="demo", messages=STORY).input_tokens > 10
         with pytest.raises(anthropic.BadRequestError, match="thinking must have") as error:
-            client.messages.create(**asked, thinking={"type": "adaptive"})
+            enabled: Any = {"type": "enabled", "budget_tokens": 1024}
+            client.messages.create(**asked, thinking=enabled)
         assert error.value.type == "invalid_request_error"
 
     async def ask() -> tuple[str, str]:
@@ -133,6 +134,55 @@ def test_the_client_sync_and_async(server):
                 return whole.content[0].text, await stream.get_final_text()
 
     assert asyncio.run(ask()) == (text, text)
+
+
+def test_what_coding_agents_send(server):
+    """More max_tokens than the context has, hints for a cache and for thinking, an address with a
+    query, headers of betas: the answer is that of the plain dialog."""
+    system = ["You are a storyteller.", "Be kind."]
+    cached: Any = {"type": "ephemeral", "ttl": "1h"}
+    thought = {"type": "thinking", "thinking": "Hm <|eot_id|>", "signature": "abc"}
+    dialog: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": cached}]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Hello!"}]},
+        *STORY,
+    ]
+    plain: Any = [
+        {"role": "system", "content": "\n".join(system)},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        *STORY,
+    ]
+    chat = {"messages": plain, "temperature": 0}
+    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    (choice,), counts = wanted["choices"], wanted["usage"]
+    assert choice["finish_reason"] == "stop"
+    asked: Any = {
+        "model": "demo",
+        "system": [{"type": "text", "text": text, "cache_control": cached} for text in system],
+        "messages": dialog,
+        "thinking": {"type": "adaptive", "budget_tokens": 0},
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14"],
+    }
+    more: Any = {
+        "max_tokens": 32000,
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "output_config": {"effort": "medium"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "extra_body": {"temperature": 1, "top_k": 1},
+    }
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        messages = client.beta.messages
+        assert messages.count_tokens(**asked).input_tokens == counts["prompt_tokens"]
+        with messages.stream(**asked, **more) as stream:
+            streamed: Any = stream.get_final_message()
+        whole: Any = messages.create(**asked, **more, timeout=60)
+        short: Any = messages.create(**{**asked, **more, "max_tokens": 3})
+    for message in (streamed, whole):
+        assert message.content[0].text == choice["message"]["content"]
+        assert message.stop_reason == "end_turn"
+        assert message.usage.output_tokens == counts["completion_tokens"]
+    assert short.stop_reason == "max_tokens" and short.usage.output_tokens == 3
 
 
 def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
@@ -168,7 +218,10 @@ USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 CALLED = {"role": "assistant", "content": [USE]}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is needed"),
-    ({"max_tokens": 512}, "max_tokens"),
+    (
+        {"messages": [{"role": "user", "content": "cat " * 600}]},
+        r"messages: prompt is too long: \d+ tokens > 512 maximum$",
+    ),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -199,7 +252,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"container": "x"}, "'container'"),
     ({"n": 2}, "'n'"),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    ({"output_config": {"effort": "none"}}, "output_config.effort"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        r"context_management.edits\[0\]",
+    ),
+    ({"context_management": []}, "context_management"),
+    (user({"type": "thinking", "thinking": "x"}), r"messages\[0\].content\[0\] is 'thinking'"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_conf"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
     ({"tools": 1}, "tools"),
@@ -300,6 +359,17 @@ def test_calls_and_words(scripted):
     message = scripted.message(max_tokens=60)
     assert message.stop_reason == "max_tokens"
     assert blocks_of(message) == [("weather", {"city": "Bern"})], "what is whole of what was cut"
+
+
+def test_an_answer_ends_with_the_context(scripted):
+    """A client may ask for more than there is; the reason says which end it was."""
+    scripted.says("and on " * 1200)
+    for most, reason in ((32000, "model_context_window_exceeded"), (9, "max_tokens")):
+        message = scripted.message(max_tokens=most, timeout=60)
+        usage = message.usage
+        assert message.stop_reason == reason
+        total = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
+        assert total == 2048 if most == 32000 else usage.output_tokens == most
 
 
 def test_the_dialog_goes_back_in(scripted):
