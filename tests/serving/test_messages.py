@@ -403,6 +403,26 @@ def test_the_dialog_goes_back_in(scripted):
         assert usage.input_tokens + usage.cache_read_input_tokens == wanted
 
 
+def test_several_calls_of_another_model_go_in(scripted):
+    """One message with two calls, as agents send it back, where the format has one call in each."""
+    uses = [{**USE, "id": each, "name": "weather", "input": {"city": each}} for each in "ab"]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in "ba"]
+    dialog = [
+        *QUESTION,
+        {"role": "assistant", "content": uses},
+        {"role": "user", "content": results},
+    ]
+    chat: list[dict[str, Any]] = [*QUESTION]
+    for each in "ab":
+        function = {"name": "weather", "arguments": {"city": each}}
+        chat.append({"role": "assistant", "tool_calls": [{"id": each, "function": function}]})
+        chat.append({"role": "tool", "tool_call_id": each, "content": each})
+    scripted.says("Both are warm.")
+    usage = scripted.message(messages=dialog).usage
+    wanted = len(encode_chat(scripted.llama.tokenizer, chat, [OPENAI_WEATHER]))
+    assert usage.input_tokens + usage.cache_read_input_tokens == wanted
+
+
 def test_a_forced_call_fits_its_schema(scripted):
     schema = {**SCHEMA, "properties": {"city": {"enum": ["Zürich", "Bern"]}}}
     tools = [{"name": "weather", "input_schema": {**schema, "additionalProperties": False}}]
