@@ -22,7 +22,8 @@ _ANTHROPIC_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
-    """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503."""
+    """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503.
+    challenge: with 401, how a key is given."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        challenge: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -39,6 +41,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.challenge = challenge
         self.is_logged = False  # the request has its line in the log
 
     @property
@@ -56,7 +59,8 @@ class ApiError(Exception):
         return anthropic_body(self) if is_anthropic else self.body()
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        given = {"Retry-After": self.retry_after, "WWW-Authenticate": self.challenge}
+        return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
