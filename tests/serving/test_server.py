@@ -297,6 +297,16 @@ def test_what_it_says_of_itself(server, demo):
     assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 512)
     plain = post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
     assert post("/detokenize", {"tokens": plain}) == {"prompt": text}
+    info = get("/tokenizer_info").json()
+    for name, wanted in (
+        ("bos_token", demo.tokenizer.bos_id),
+        ("eos_token", demo.tokenizer.eos_id),
+    ):
+        alone = {"prompt": info[name], "add_special_tokens": False}
+        assert post("/tokenize", alone)["tokens"] == [wanted], "as lm-eval asks for its id"
+        for other in (info[name] + " ", info[name] * 2, "<|eot_id|>"):
+            ids = post("/tokenize", {"prompt": other, "add_special_tokens": False})["tokens"]
+            assert ids == demo.tokenizer.encode(other, bos=False, eos=False)
     dialog = post("/tokenize", {"messages": STORY})["tokens"]
     assert dialog == demo.formatter.encode_dialog_prompt(STORY)
     assert get("/tokenizer_info").json()["bos_token"] == "<|begin_of_text|>"
