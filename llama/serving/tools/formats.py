@@ -29,9 +29,11 @@ def tool_format_of(llama: "Llama") -> ToolFormat:
     """The format that the checkpoint's files tell.
 
     3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
-    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard's files
-    are those of the model that it was made from.
+    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard has the
+    sizes of the model that it was made from; `llama.checkpoint.guard` knows it by other files.
     """
+    if llama.is_guard:
+        return ToolFormat.NONE
     factor = llama.model.params.rope_factor
     if factor is None:
         return ToolFormat.NONE
