@@ -12,8 +12,8 @@ from helpers.launch import environment
 from helpers.server import RunningServer, run_server
 
 # The demo model has no tools of its own.
-FLAGS = ("--max_seq_len", "1024", "--dtype", "fp32", "--device", "cpu")
-FLAGS += ("--tool_format", "llama3.2")
+FLAGS = ["--max_seq_len", "1024", "--dtype", "fp32", "--device", "cpu"]
+FLAGS += ["--tool_format", "llama3.2"]
 STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
