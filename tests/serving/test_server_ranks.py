@@ -49,6 +49,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "The dog", "max_output_tokens": 40, "temperature": 0}),
     (RESPONSES, {"input": "A cat", "max_output_tokens": 40, "temperature": 0, "stream": True}),
 ]
+ALONE = [REQUESTS[0], REQUESTS[3]]
 # What each answer has of its own: names, times, and what was cached when it came.
 _OWN = {"id", "created", "created_at", "call_id", "item_id", "input_tokens", "sequence_number"}
 _OWN |= {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens"}
@@ -56,9 +57,11 @@ _LABELS = {"type", "object", "model", "role"}  # that every part of a stream may
 
 
 def answers(url: str) -> list[Any]:
-    """To all requests at once: rows with and without a grammar, greedy and drawn, share steps."""
+    """To all requests at once: rows with and without a grammar, greedy and drawn, share steps. Then
+    to the greedy ones alone: where a step has no others, ranks exchange their top ids only."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        return list(pool.map(lambda request: _answer(url, *request), REQUESTS))
+        found = list(pool.map(lambda request: _answer(url, *request), REQUESTS))
+    return found + [_answer(url, *request) for request in ALONE]
 
 
 def _answer(url: str, path: str, body: dict[str, Any]) -> Any:
