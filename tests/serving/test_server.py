@@ -10,7 +10,6 @@ import jsonschema
 import openai
 import pytest
 
-from helpers.launch import environment
 from helpers.server import raw_events, run_server
 from llama import Llama, SamplingParams
 
@@ -378,31 +377,3 @@ def test_signals_drain_and_a_full_queue_is_refused():
         assert [answer.status_code for answer in answers] == [200, 200]
         assert all(answer.json()["usage"]["completion_tokens"] == 300 for answer in answers)
         assert server.process.wait(30) == 0, server.log
-
-
-@pytest.mark.dist
-def test_several_ranks_answer_as_one_and_end_in_order(server):
-    """Rank 0 leads: the same bytes as of one process. After SIGTERM to torchrun, which then ends
-    with 1 whatever its ranks do, what runs is answered, and nothing is left."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu")
-    body = {"prompt": ["Once upon a time", "The dog"], "max_tokens": 40, "temperature": 0}
-    path = "/v1/completions"
-    wanted = httpx.post(server.url + path, json=body, timeout=60).json()
-    with run_server(*flags, launcher=launcher, env=environment()) as ranks:
-        found = httpx.post(ranks.url + path, json=body, timeout=60).json()
-        assert (found["choices"], found["usage"]) == (wanted["choices"], wanted["usage"])
-        form = body | {"structured_outputs": {"regex": "[0-9]{5,40}x"}}
-        found, wanted = (
-            httpx.post(url + path, json=form, timeout=60).json() for url in (ranks.url, server.url)
-        )
-        assert [c["text"] for c in found["choices"]] == [c["text"] for c in wanted["choices"]]
-        long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", ranks.url + path, json=long, timeout=60) as response:
-            parts = response.iter_text()
-            first = next(parts)
-            ranks.process.terminate()
-            events = first + "".join(parts)
-        assert events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
-        ranks.process.wait(60)
-        assert "error:" not in "".join(ranks.log), "".join(ranks.log)

@@ -96,8 +96,9 @@ class Server:
         assert service.engine is not None
         service.engine.close()
         self.stop()
-        if failed:
-            raise RuntimeError("a step of the model failed, so the server ends")
+        if failed:  # its clients may all have left: then nobody else says what it was
+            cause = service.engine.failure
+            raise RuntimeError("a step of the model failed, so the server ends") from cause
 
     def _break_off(self, *, is_failure: bool = True) -> None:
         """Everyone gets 500, or 503 after a second signal, if it can be sent soon: this is the end.
