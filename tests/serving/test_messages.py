@@ -167,7 +167,7 @@ def test_what_coding_agents_send(server):
     more: Any = {
         "max_tokens": 32000,
         "metadata": {"user_id": "user_1_account__session_2"},
-        "output_config": {"effort": "medium"},
+        "output_config": {"effort": "high"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "extra_body": {"temperature": 1, "top_k": 1},
     }
@@ -252,7 +252,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "flex"}, "service_tier"),
     ({"container": "x"}, "'container'"),
     ({"n": 2}, "'n'"),
-    ({"output_config": {"effort": "none"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
     (
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         r"context_management.edits\[0\]",

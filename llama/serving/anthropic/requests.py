@@ -40,8 +40,8 @@ _TOOL_ONLY = {
     "type": ("custom",), "defer_loading": (False,), "allowed_callers": (["direct"],),
     "eager_input_streaming": (True,),
 }  # fmt: skip
-# How much the model should think, which Llama does not; "adaptive" leaves it to the model.
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
+# Thinking, which Llama does not: "adaptive" leaves it to the model.
+EFFORTS = ("high",)  # Anthropic's default: what leaving it out means
 _THINKING = {"type", "budget_tokens", "display"}
 CLEAR_THINKING = "clear_thinking_20251015"  # of earlier turns: the prompt never has it
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
