@@ -138,5 +138,13 @@ def _grammar(form: StructuredOutput) -> str:
 
 
 def _first_line(error: str) -> str:
-    lines = [line for line in error.splitlines() if line.strip()]
-    return (lines[0] if lines else "it is not valid")[:300]
+    """What the package says, in one line; it knows no words for some errors."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if not lines:
+        return "it is not valid"
+    if lines[0] == "NoExtensionBias":
+        return "there is no text that it allows"
+    if lines[0].endswith("regex parse error:"):  # then the expression, a mark below it, the reason
+        reasons = [line for line in lines if line.startswith("error: ")]
+        return f"regex parse error: {''.join(reasons[:1]).removeprefix('error: ')}"[:300]
+    return lines[0][:300]

@@ -59,7 +59,12 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
         request = parse_body(body, CHAT_DEFAULTS if chat else _TEXT_DEFAULTS, chat=chat)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param=field_of(e, body)) from None
-    requests = await _prepare(service, request, body)
+    try:
+        requests = await _prepare(service, request, body)
+    except ApiError as e:
+        if e.param == "max_tokens" and "max_completion_tokens" in body:
+            e.param = "max_completion_tokens"  # the newer name of the same
+        raise
     heading = Heading(http.state.request_id, service.model_name, service.now())
     outputs = service.outputs(requests, http.state.request_id)
     tokenizer = service.loaded().tokenizer

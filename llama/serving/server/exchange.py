@@ -27,7 +27,14 @@ def described(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read_json(http: Request) -> Any:
-    """The JSON of the body; ApiError 400."""
+    """The JSON of the body; ApiError 400.
+
+    It must be declared as JSON: a browser sends any other kind to this machine for whatever page
+    is open, without asking the server first (https://fetch.spec.whatwg.org, simple requests).
+    """
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(400, "the Content-Type header must be application/json")
     try:
         return json.loads(await http.body(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:
