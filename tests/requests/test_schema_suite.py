@@ -58,7 +58,7 @@ def test_what_compiles_is_held(llama, draft):
     for text in ENDINGS:
         (token,) = llama.tokenizer.encode(text, bos=False, eos=False)
         bias[token] = 6
-    asked, refused, requests = schemas(draft), Counter[str](), []
+    asked, refused, requests = schemas(draft), Counter[str](), list[Any]()
     for name, schema in asked:
         try:
             params = SamplingParams(
