@@ -23,11 +23,10 @@ from llama.serving.openai.responses import Chunks, Heading, response_body
 from llama.serving.openai.schema import body_schema
 from llama.serving.server.dialogs import CHAT_DEFAULTS, prepare_chat
 from llama.serving.server.errors import ApiError
-from llama.serving.server.exchange import described, last_outputs, parts, read_json
+from llama.serving.server.exchange import answered, described, last_outputs, parts, read_json
 from llama.serving.server.responses import (
     DONE,
     EventStream,
-    JsonResponse,
     event,
 )
 from llama.serving.server.service import Service
@@ -77,7 +76,7 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
         )
         return EventStream(events, _error_events)
     last = await unless_client_leaves(last_outputs(outputs), http.receive)
-    return JsonResponse(response_body(request, last, tokenizer, heading))
+    return await answered(lambda: response_body(request, last, tokenizer, heading))
 
 
 async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[EngineRequest]:

@@ -74,6 +74,7 @@ class Server:
 
     def open(self, llama: "Llama") -> None:
         """Requests may come."""
+        llama.llm_engine.grammars.warm_up()
         gc.collect()
         gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
         self.service.start(llama)
