@@ -17,6 +17,7 @@ from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.dialog import Translated
+from llama.serving.openai.json_types import UnknownField
 from llama.serving.openai.requests import OpenAIRequest, field_of
 from llama.serving.openai.responses import Heading
 from llama.serving.server.errors import ApiError
@@ -62,7 +63,9 @@ def read_as_chat(
     try:
         return parse(body, CHAT_DEFAULTS)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), param=_first_name(str(e), fields, body)) from None
+        field = e.field if isinstance(e, UnknownField) else None
+        param = field or _first_name(str(e), fields, body)
+        raise ApiError(400, str(e), param=param) from None
 
 
 async def prepare_translated(

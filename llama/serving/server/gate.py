@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama.serving.server.errors import ApiError, log_refusal
+from llama.serving.server.protocol import MAX_HEADER_BYTES, too_large
 from llama.serving.server.responses import JsonResponse
 
 _OPEN = {"/health", "/ready"}  # a load balancer has no key
@@ -22,9 +23,9 @@ _PAGE = "/"
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BODY_S = 60.0  # for a client to send its request
-# To read JSON holds every thread up: 100,000 lists take as long as a million numbers, 0.1 s. The
-# signs are counted in texts, too, which have them rarely.
-_MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b",": 1_000_000}
+# To read JSON holds every thread up: 100,000 lists or fields of objects take as long as a million
+# numbers, 0.1 s. The signs are counted in texts, too, which have them rarely.
+_MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
 
 
 class Gate:
@@ -66,6 +67,8 @@ class Gate:
         await self._app(scope, _replay(body, receive), send_with_id)
 
     def _check(self, path: str, headers: Headers) -> None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise too_large()
         if self._loopback:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if host.lower() not in _LOOPBACK:

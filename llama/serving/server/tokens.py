@@ -38,7 +38,7 @@ _DETOKENIZE = {
 }
 
 
-_LONGEST = 1_000_000  # characters to encode: the answer is JSON, whose making holds everyone up
+_LONGEST = 1_000_000  # characters or ids: the answer is JSON, whose making holds everyone up
 
 
 def routes(service: Service) -> APIRouter:
@@ -131,7 +131,7 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
         given = {name: body.get(name, default) for name, default in flags.items()}
         try:
             tools = read_tools(body)
-            return encode_messages(
+            ids = encode_messages(
                 tokenizer,
                 body["messages"],
                 None if tools is None else tools.tools,
@@ -140,6 +140,9 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
             )
         except (TypeError, ValueError) as e:
             raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
+        if len(ids) > _LONGEST:
+            raise ApiError(413, f"messages have more than {_LONGEST} tokens", param="messages")
+        return ids
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise ApiError(400, f"prompt must be a string, got {json_type(prompt)}", param="prompt")

@@ -4,6 +4,7 @@ In: the sizes of a model, and JSON objects that describe functions. Out: a `Tool
 `Tools`. It knows no tokens and no text of an answer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,7 +63,7 @@ class Tools:
         for i, tool in enumerate(given):
             if not isinstance(tool, dict):
                 raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
-            check_depth(f"tools[{i}]", tool)
+            check_json(f"tools[{i}]", tool)
             function = function_of(tool)
             name = function.get("name")
             if name in (CODE, *SEARCHES) and len(function) == 1:
@@ -90,10 +91,13 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, dict) else tool
 
 
-def check_depth(name: str, value: Any, most: int = 64) -> None:
-    """ValueError where JSON is nested so deeply that writing it could fail."""
+def check_json(name: str, value: Any, most: int = 64) -> None:
+    """ValueError where a value of JSON is nested so deeply that writing it could fail, or has a
+    number that JSON cannot write, such as 1e999."""
     level = [value]
     for _ in range(most):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise ValueError(f"{name}: a number is too large, or none of JSON")
         level = [
             child
             for each in level

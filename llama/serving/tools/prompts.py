@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from llama.checks import brief
 from llama.serving.tools.calls import is_of_name
-from llama.serving.tools.formats import CODE, ToolFormat, Tools, check_depth, function_of
+from llama.serving.tools.formats import CODE, ToolFormat, Tools, check_json, function_of
 from llama.serving.tools.turns import Turn, in_order, one_call_each
 from llama.tokenizer import ChatFormat, Message, Role, Tokenizer
 
@@ -142,7 +142,7 @@ class _Reader:
         text = _text(content, where) if isinstance(content, list) else content
         # Meta's pages write what a built-in tool returned as it is, and the template all as JSON.
         if not isinstance(text, str):
-            check_depth(f"{where}: content", text)
+            check_json(f"{where}: content", text)
         is_raw = self._tools.built_in and not self._tools.functions and isinstance(text, str)
         number = self._numbers.get(str(given.get("tool_call_id")), len(self._numbers))
         return Turn("ipython", [text if is_raw else _to_json(text)], number=number)
@@ -201,7 +201,7 @@ def _name_and_arguments(call: Any, where: str) -> tuple[str, dict[str, Any]]:
             f"{where}: a tool call must be {{'function': {{'name': ..., 'arguments': ...}}}}, with "
             f"arguments as a dict or as JSON ({type(error).__name__}: {error})"
         ) from None
-    check_depth(f"{where}: arguments", arguments)
+    check_json(f"{where}: arguments", arguments)
     return name, arguments
 
 
