@@ -126,6 +126,7 @@ class Llama:
         parallel = loaded.model.parallel
         with parallel.agree("the KV cache", world=True):
             llama = Llama(loaded.model, loaded.tokenizer, seed=seed, num_pages=loaded.num_pages)
+        llama.is_guard = loaded.is_guard
         llama.load_seconds = time.perf_counter() - began
         if parallel.global_rank == 0:
             print(f"Loaded in {llama.load_seconds:.2f} seconds: {loaded.describe()}")
@@ -148,6 +149,7 @@ class Llama:
         self.formatter = ChatFormat(tokenizer)
         self.seed = seed
         self.load_seconds = 0.0
+        self.is_guard = False  # Llama Guard, by its files: it has no tools
         self._muted: MutedStdout | None = None
         num_pages = num_pages or args.max_batch_size * pages_for(args.max_seq_len)
         self.llm_engine = LLMEngine(

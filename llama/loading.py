@@ -13,6 +13,7 @@ import torch
 from llama.args import ModelArgs
 from llama.checkpoint import weights
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.guard import is_guard
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import number, path_like, whole_number
 from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
@@ -30,11 +31,13 @@ _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
 @dataclass(frozen=True)
 class Loaded:
-    """One rank's model with its tokenizer, and how many pages its KV cache has."""
+    """One rank's model with its tokenizer, and how many pages its KV cache has. is_guard: it is
+    Llama Guard, which has no tools."""
 
     model: Transformer
     tokenizer: Tokenizer
     num_pages: int
+    is_guard: bool = False
 
     def describe(self) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
@@ -94,7 +97,7 @@ def load_model(
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         pack = functools.partial(model.pack, int8=chosen_dtype is torch.int8)
         weights.load(checkpoint, model, filled=pack, progress=shows)
-    return Loaded(model, tokenizer, sizes.num_pages)
+    return Loaded(model, tokenizer, sizes.num_pages, is_guard(checkpoint.folder))
 
 
 @dataclass(frozen=True)

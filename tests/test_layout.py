@@ -106,7 +106,7 @@ def test_imports_point_down(name):
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/"),
         ("fastapi", r"llama/serving/server/"),
-        ("uvicorn", r"llama/serving/(server/process|fastchat_worker)\.py"),
+        ("uvicorn", r"llama/serving/(server/(process|protocol)|fastchat_worker)\.py"),
         ("prometheus_client", r"llama/serving/server/metrics\.py"),
         ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),

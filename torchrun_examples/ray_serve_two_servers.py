@@ -1,6 +1,6 @@
 """Two servers as replicas of Ray Serve: one URL, and Ray starts a replica again that has died.
 
-    pip install 'llama[serve,ray]'
+    pip install -c constraints.txt -e '.[serve,ray]'
     ray start --head                                   # or a cluster that runs
     LLAMA_CKPT_DIR=DIR serve run torchrun_examples.ray_serve_two_servers:app
 

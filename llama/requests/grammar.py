@@ -4,6 +4,7 @@ In: a `StructuredOutput` and a tokenizer. Out: a `Grammar`, of which each sequen
 after the tokens so far, a bit for each token that may follow. What has been compiled is kept.
 """
 
+import contextlib
 import functools
 import json
 import threading
@@ -23,6 +24,9 @@ _KEPT = 256  # grammars
 # Far beyond what schemas need. With the package's own limits, five times as large, the expression
 # (a{1000}){1000} took a second of a step, and more beside other work.
 _COMPILE_FUEL, _STEP_FUEL, _STATES = 200_000, 50_000, 50_000
+# The package's own 50,000 end the answers of an object of 400 properties after their first brace.
+# It makes 20,000 in a millisecond, and its limit for one row keeps wider objects out.
+_STEP_ITEMS = 500_000
 # Between the tokens of JSON: bounded, or a small model never ends its blanks.
 _WHITESPACE = r"\n?[ \t]{0,32}"
 _MISSING = (
@@ -83,6 +87,12 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return Matcher(compiled.deep_copy())
 
+    def warm_up(self) -> None:
+        """Make the index now, where the package is installed: it holds Python's lock all the while,
+        so a server that made it for the first request would answer nobody meanwhile."""
+        with contextlib.suppress(ModuleNotFoundError):
+            _ = self._index
+
     def _compile(self, form: StructuredOutput) -> "LLMatcher":
         try:
             from llguidance import LLMatcher, LLParserLimits
@@ -90,14 +100,15 @@ class GrammarCompiler:
             raise ValueError(_MISSING) from None
         place = f"structured_output.{form.kind}"
         limits = LLParserLimits(
-            initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES
-        )
+            initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES,
+            step_max_items=_STEP_ITEMS,
+        )  # fmt: skip
         try:
             matcher = LLMatcher(self._index, _grammar(form), log_level=0, limits=limits)
         except (ValueError, RuntimeError) as e:
             raise ValueError(f"{place} cannot be used: {_first_line(str(e))}") from None
         if not matcher.is_error():
-            _try_first_token(matcher)
+            _try_first_tokens(matcher)
         if matcher.is_error():
             raise ValueError(f"{place} cannot be used: {_first_line(matcher.get_error())}")
         matcher.reset()
@@ -113,12 +124,16 @@ class GrammarCompiler:
         )
 
 
-def _try_first_token(matcher: "LLMatcher") -> None:
+def _try_first_tokens(matcher: "LLMatcher") -> None:
     """What is too large to go on with shows here, and not in a step of the engine."""
-    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
-    if len(first):
+    for _ in range(2):
+        allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        first = np.flatnonzero(np.unpackbits(allowed, bitorder="little"))
+        if matcher.is_error() or not len(first):
+            return
         matcher.consume_token(int(first[0]))
+        if matcher.is_stopped():
+            return
 
 
 def _grammar(form: StructuredOutput) -> str:
@@ -138,5 +153,13 @@ def _grammar(form: StructuredOutput) -> str:
 
 
 def _first_line(error: str) -> str:
-    lines = [line for line in error.splitlines() if line.strip()]
-    return (lines[0] if lines else "it is not valid")[:300]
+    """What the package says, in one line; it knows no words for some errors."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    if not lines:
+        return "it is not valid"
+    if lines[0] == "NoExtensionBias":
+        return "there is no text that it allows"
+    if lines[0].endswith("regex parse error:"):  # then the expression, a mark below it, the reason
+        reasons = [line for line in lines if line.startswith("error: ")]
+        return f"regex parse error: {''.join(reasons[:1]).removeprefix('error: ')}"[:300]
+    return lines[0][:300]

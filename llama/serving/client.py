@@ -2,11 +2,14 @@
 
 In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. It needs
 Python's standard library alone, and no model. One `Client` is one connection, for one thread at a
-time; `close` may come from another thread, and ends what the first one waits for.
+time; `close` may come from another thread, and ends what the first one waits for. Each wait has a
+limit: of a request's sending and its answer together, however the bytes come.
 """
 
 import contextlib
+import functools
 import http.client
+import io
 import json
 import random
 import socket
@@ -20,7 +23,7 @@ from typing import Any
 from llama.serving.openai.client_bodies import ModelCard, error_message, model_card
 
 _CONNECT_S = 10.0
-_ANSWER_S = 3600.0  # for an answer that does not stream: one can be slow, but not so slow
+_ANSWER_S = 3600.0  # for a whole answer: one can be slow, but not so slow
 _MAX_ANSWER = 256 * 2**20  # bytes
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two attempts; doubled each time
 _MAX_RETRY_AFTER_S = 60.0  # of what a server asks for
@@ -56,6 +59,38 @@ class Reply:
     request_id: str
 
 
+class _TimedReader(io.RawIOBase):
+    """What a socket receives until `end`, of time.monotonic; TimeoutError then.
+
+    The socket's own timeout is that of one read: a byte now and then would prolong it for ever.
+    """
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase, end: float) -> None:
+        self._sock, self._raw, self._end = sock, raw, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """A response whose last byte must come before `end`."""
+
+    def __init__(self, sock: socket.socket, *args: Any, end: float, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_TimedReader(sock, self.fp.detach(), end))
+
+
 class Client:
     """One connection. url: with or without /v1 at its end. ValueError for one that is no URL."""
 
@@ -76,6 +111,7 @@ class Client:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else None
         self._connection = (kind or http.client.HTTPConnection)(host, port, timeout=_CONNECT_S)
         self._socket: socket.socket | None = None
+        self._limit_s = _CONNECT_S  # of the request under way
         self._is_closed = False
 
     def model(self, name: str | None) -> ModelCard:
@@ -148,13 +184,15 @@ class Client:
         self, method: str, path: str, data: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> http.client.HTTPResponse:
         """On a connection that was used before, a second time if the server had closed it."""
+        self._limit_s, end = timeout_s, time.monotonic() + timeout_s
+        response_class: Any = functools.partial(_TimedResponse, end=end)
+        self._connection.response_class = response_class
         while True:
             was_open = self._connection.sock is not None
+            if not was_open:
+                self._connect()
             try:
-                if not was_open:
-                    self._connection.connect()
-                    self._socket = self._connection.sock
-                self._connection.sock.settimeout(timeout_s)
+                self._connection.sock.settimeout(timeout_s)  # for all that is sent
                 self._connection.request(method, self._path + path, data, self._headers | headers)
                 return self._connection.getresponse()
             except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as e:
@@ -164,6 +202,14 @@ class Client:
             except _LOST as e:
                 self._connection.close()
                 raise self._lost(e) from None
+
+    def _connect(self) -> None:
+        try:
+            self._connection.connect()
+        except OSError as e:
+            self._connection.close()
+            raise ServerError(f"{self.url} cannot be reached: {e or type(e).__name__}") from None
+        self._socket = self._connection.sock
 
     def _read(self, response: http.client.HTTPResponse) -> bytes:
         length = response.length  # None where it is not known before the end
@@ -178,8 +224,9 @@ class Client:
         raise ServerError(f"{self.url}: the answer has over {_MAX_ANSWER} bytes", 413)
 
     def _lost(self, error: Exception) -> ServerError:
-        what = str(error) or type(error).__name__
-        return ServerError(f"{self.url} cannot be reached: {what}")
+        if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the network's
+            return ServerError(f"{self.url} sent no whole answer within {self._limit_s:g} s")
+        return ServerError(f"{self.url} broke off: {str(error) or type(error).__name__}")
 
     def _refusal(self, response: http.client.HTTPResponse) -> ServerError:
         data = self._read(response)
@@ -189,10 +236,11 @@ class Client:
 
     def _error(self, response: http.client.HTTPResponse, message: str) -> ServerError:
         if response.status in (401, 403):
-            message = f"{self.url} refuses the key: give --api_key or LLAMA_API_KEY ({message})"
+            message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
         after = response.headers.get("Retry-After", "")
         seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else None
-        return ServerError(f"status {response.status}: {message}", response.status, seconds)
+        message = f"{self.url}: status {response.status}: {message}"
+        return ServerError(message, response.status, seconds)
 
 
 def with_retries(attempt: Callable[[], Reply], *, limit_s: float, stops: threading.Event) -> Reply:

@@ -1,12 +1,15 @@
 """What serving/test_server_faults.py runs: `llama serve` with a model that fails when told to.
 
 FAULT="raise" or "kill", of rank FAULT_RANK (all, where it is not given): what happens in a step
-with the token RAISE in it. A prompt whose last token is NAN has logits of NaN; other rows have not.
+with the token RAISE in it, once the file FAULT_FILE exists, where it is given. A prompt whose last
+token is NAN has logits of NaN; other rows have not.
 """
 
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +25,8 @@ _hidden_states = Transformer.hidden_states
 def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
     rank = os.environ.get("RANK", "0")
     if RAISE in tokens.tolist() and os.environ.get("FAULT_RANK", rank) == rank:
+        while not Path(os.environ.get("FAULT_FILE", "/")).exists():
+            time.sleep(0.01)
         if os.environ["FAULT"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise IndexError("made to fail")

@@ -40,7 +40,12 @@ doc_to_target: "{{choices[label]}}"
 generation_kwargs: {until: ["\\n", "."], max_gen_toks: 24, do_sample: false}
 metric_list: [{metric: exact_match}]
 """
-TASKS = {"choose": _CHOICE, "score": _SCORE, "write": _WRITE}
+_ROLL = """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{context}}"
+metric_list: [{metric: word_perplexity}]
+"""
+TASKS = {"choose": _CHOICE, "score": _SCORE, "write": _WRITE, "roll": _ROLL}
 
 
 def write_tasks(folder: Path) -> None:
@@ -86,7 +91,9 @@ def main() -> None:
     names, template = list(TASKS), {"apply_chat_template": True}
     results = {"hf": evaluate(folder, hf, None, names)}
     for way, args in ways.items():
-        results[way] = evaluate(folder, "local-completions", args, names, batch_size=8)
+        # Of text, lm-eval's windows for "roll" name begin_of_text twice: the second is text here.
+        tasks = [name for name in names if (way, name) != ("text", "roll")]
+        results[way] = evaluate(folder, "local-completions", args, tasks, batch_size=8)
     chat = common.replace("/v1/completions", "/v1/chat/completions")
     results["chat"] = evaluate(folder, "local-chat-completions", chat, ["write"], **template)
     results["hf chat"] = evaluate(folder, hf, None, ["write"], **template)

@@ -1,20 +1,26 @@
 """How long single requests hold up the event loop of the server: wall and CPU time of its thread.
 
-In: nothing, or words of the names of cases. Out: a line of JSON for each case, {"name", "status",
-"wall_ms", "cpu_ms"}: the longest time that the loop did not turn, and the most that its thread
-computed between two turns, which other work on the machine does not add to.
+In: nothing, or words of the names of cases; "table" for all bad requests of the table. With --real
+first, a random model with Llama 3's own vocabulary and a context of 131,072 tokens takes the place
+of the demo model. Out: a line of JSON for each case, {"name", "status", "wall_ms", "cpu_ms"}: the
+longest time that the loop did not turn, and the most that its thread computed between two turns,
+which other work on the machine does not add to.
 """
 
 import asyncio
 import http.client
 import json
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from helpers.bad_requests import BAD_REQUESTS, KEY
+from helpers.checkpoints import random_state, write_meta
 from helpers.launch import DEMO
 from llama import Llama
 from llama.serving.server.process import Server
@@ -67,13 +73,27 @@ def cases() -> dict[str, tuple[str, Any]]:
         "7 MB of an unknown field": (_TEXT, {"prompt": "a", "x": [[]] * 1_700_000}),
         "7 MB of messages": (_CHAT, {"messages": user("a") * 170_000}),
         "7 MB of brackets": (_TEXT, b"[" * 7_000_000),
+        "100,000 fields": (_TEXT, {"prompt": "a"} | {f"x{i}": 1 for i in range(99_000)}),
+        "600,000 escapes": (_TEXT, b'{"prompt": "' + rb"\u00e9" * 600_000 + b'"}'),
         "999,000 ids": (_TEXT, {"prompt": [7] * 999_000}),
         "99,000 lists": (_TEXT, {"prompt": "a", "x": [[]] * 99_000}),
         "99,000 messages": (_CHAT, {"messages": user("a") * 99_000}),
         "7 MB to tokenize": (_TOKENS, {"prompt": "a cat " * 1_300_000}),
         "2 MB of ids to detokenize": ("/detokenize", {"tokens": [7] * 700_000}),
         "schema of 400 properties": (_CHAT, {"messages": user("a"), "response_format": form}),
+        "schema of 90,000 characters": (
+            _TEXT, {"prompt": "a", "structured_outputs": {"json": {"enum": ["ab cd"] * 9_000}}}
+        ),
+        "schema bomb": (_TEXT, {"prompt": "a", "structured_outputs": {"json": _bomb(6)}}),
+        "long grammar": (
+            _TEXT, {"prompt": "a", "structured_outputs": {"grammar": _grammar(4_000)}}
+        ),
+        "prompt of 500,000 characters": (_TEXT, {"prompt": "One day a cat " * 35_700}),
+        "dialog of 900,000 characters to tokenize": (
+            _TOKENS, {"messages": user("One day a cat " * 64_000)}
+        ),
         "deep schema": (_TEXT, {"prompt": "a", "structured_outputs": {"json": _deep(400)}}),
+        "long regex": (_TEXT, {"prompt": "a", "structured_outputs": {"regex": "(ab?c*|d)" * 999}}),
         "regex": (_TEXT, {"prompt": "a", "structured_outputs": {"regex": "(a|b)*a(a|b){300}"}}),
         "choice": (
             _TEXT, {"prompt": "a", "structured_outputs": {"choice": [f"x{i}" for i in range(9999)]}}
@@ -104,7 +124,61 @@ def _deep(depth: int) -> dict[str, Any]:
     return schema
 
 
+def _bomb(depth: int) -> dict[str, Any]:
+    """Definitions of which each has ten of the next: a million ways."""
+    last = {f"d{depth}": {"type": "string"}}
+    several = {
+        f"d{i}": {"type": "object",
+                  "properties": {f"p{k}": {"$ref": f"#/$defs/d{i + 1}"} for k in range(10)}}
+        for i in range(depth)
+    }  # fmt: skip
+    return {"$ref": "#/$defs/d0", "$defs": several | last}
+
+
+def _grammar(count: int) -> str:
+    rules = [f'r{i}: "{i}" r{i + 1} | "x" r{i + 1}' for i in range(count)]
+    return "\n".join(["start: r0", *rules, f'r{count}: "end"'])
+
+
+def real_checkpoint(folder: Path) -> str:
+    """A tiny random model with the real vocabulary, of Llama 3.1's kind."""
+    from llama_models.llama3 import tokenizer
+
+    params = {
+        "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128_256,
+        "multiple_of": 16, "norm_eps": 1e-5, "rope_theta": 500_000.0, "use_scaled_rope": True,
+    }  # fmt: skip
+    model = Path(tokenizer.__file__).with_name("tokenizer.model")
+    return str(write_meta(folder, params, random_state(params), tokenizer=model))
+
+
+def table() -> dict[str, tuple[str, Any]]:
+    """The bad requests that have a body, and need no header of their own."""
+    return {
+        f"table {i}: {case.name}": (case.path, case.body)
+        for i, case in enumerate(BAD_REQUESTS)
+        if case.method == "POST" and not case.headers and case.has_tools
+    }
+
+
 def main(words: list[str]) -> None:
+    is_real = words[:1] == ["--real"]
+    words = words[is_real:]
+    with tempfile.TemporaryDirectory() as folder:
+        path = real_checkpoint(Path(folder) / "model") if is_real else str(DEMO)
+        max_seq_len = 131_072 if is_real else 512
+        llama = Llama.build(
+            path, max_seq_len=max_seq_len, max_batch_size=32, dtype="fp32", device="cpu"
+        )
+        chosen = {
+            name: case
+            for name, case in (cases() | table()).items()
+            if any(word in name for word in words or [""])
+        }
+        measure(llama, chosen)
+
+
+def measure(llama: Llama, chosen: dict[str, tuple[str, Any]]) -> None:
     times = LoopTimes()
     serve = uvicorn.Server.serve
 
@@ -115,32 +189,34 @@ def main(words: list[str]) -> None:
 
     uvicorn.Server.serve = watched  # type: ignore[method-assign]
     server = Server(
-        "demo", host="127.0.0.1", port=0, api_keys=[], limits=Limits(),
+        "demo", host="127.0.0.1", port=0, api_keys=["k"], limits=Limits(),
         tool_format=ToolFormat("llama3.1"),
     )  # fmt: skip
-    llama = Llama.build(str(DEMO), max_seq_len=512, max_batch_size=32, dtype="fp32", device="cpu")
     server.start()
     is_done = threading.Event()
     server.open(llama)
     thread = threading.Thread(target=server.serve, args=(5.0, is_done.is_set))
     thread.start()
     try:
-        for name, (path, body) in cases().items():
-            if not words or any(word in name for word in words):
-                _measure(server.port, times, name, path, body)
+        for name, (path, body) in chosen.items():
+            _measure(server.port, times, name, path, body)
     finally:
         is_done.set()
         thread.join()
 
 
 def _measure(port: int, times: LoopTimes, name: str, path: str, body: Any) -> None:
+    if path == _CHAT and isinstance(body, dict):
+        body = {"max_tokens": 16} | body  # a chat's own default is the context
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     time.sleep(2 * _TICK_S)
     times.reset()
-    connection.request("POST", path, data, {"Content-Type": "application/json"})
+    connection.request("POST", path, data, {"Content-Type": "application/json"} | KEY)
     response = connection.getresponse()
-    response.read()
+    answer = response.read()
+    if response.status >= 500:
+        print(answer.decode(), file=sys.stderr)
     time.sleep(4 * _TICK_S)
     found = {"name": name, "status": response.status}
     found |= {"wall_ms": round(times.wall_s * 1e3), "cpu_ms": round(times.cpu_s * 1e3)}

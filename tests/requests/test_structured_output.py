@@ -6,15 +6,18 @@ The oracles: Python's re, the package jsonschema, and the rules of each grammar,
 import json
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from llama_models.llama3 import tokenizer as oracle_module
 
 from llama import SamplingParams
 from llama.requests.grammar import GrammarCompiler
 from llama.structured_output import StructuredOutput
+from llama.tokenizer import Tokenizer
 
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"regex": r"[0-9]{3}-[a-z]{1,9}"}, r"[0-9]{3}-[a-z]{1,9}"),
@@ -172,6 +175,19 @@ def test_a_form_is_compiled_once_and_a_broken_matcher_allows_nothing(demo, monke
     assert 0 < np.unpackbits(bits.view(np.uint8)).sum() < 2000
     matcher.fill_allowed(demo.tokenizer.encode("x", bos=False, eos=False), bits)
     assert not bits.any()
+
+
+def test_an_object_of_many_properties_goes_on_after_its_brace():
+    """With the real vocabulary: the package's own limits ended the answer there."""
+    tokenizer = Tokenizer(Path(oracle_module.__file__).with_name("tokenizer.model"))
+    compiler = GrammarCompiler(tokenizer)
+    properties = {f"p{i}": {"type": "string"} for i in range(400)}
+    form = StructuredOutput(json={"type": "object", "properties": properties})
+    bits = np.zeros(-(-tokenizer.n_words // 32), np.int32)
+    for text in ("{", "{\n"):
+        output = tokenizer.encode(text, bos=False, eos=False)
+        compiler.matcher(form).fill_allowed(output, bits)
+        assert bits.any(), text
 
 
 def test_a_constraint_that_fails_ends_its_own_request_only(demo):

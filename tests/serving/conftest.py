@@ -33,12 +33,14 @@ def browser_context() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser_context) -> Iterator[Callable[..., Any]]:
-    """Opens an address in a tab of its own; at the end, the page's script must not have failed."""
+    """Opens an address in a tab of its own, after `prepare(tab)`; at the end, the page's script
+    must not have failed."""
     pages: list[Any] = []
     errors: list[str] = []
 
-    def open_page(url: str) -> Any:
+    def open_page(url: str, prepare: Callable[[Any], None] = lambda page: None) -> Any:
         page = browser_context.new_page()
+        prepare(page)
         pages.append(page)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)

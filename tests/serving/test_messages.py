@@ -4,7 +4,6 @@ tool calls, the real app with a model that follows a script."""
 import asyncio
 import contextlib
 import json
-import re
 from typing import Any
 
 import anthropic
@@ -123,7 +122,8 @@ def test_the_client_sync_and_async(server):
         assert final.stop_reason == whole.stop_reason == "max_tokens"
         assert client.messages.count_tokens(model="demo", messages=STORY).input_tokens > 10
         with pytest.raises(anthropic.BadRequestError, match="thinking must have") as error:
-            client.messages.create(**asked, thinking={"type": "adaptive"})
+            enabled: Any = {"type": "enabled", "budget_tokens": 1024}
+            client.messages.create(**asked, thinking=enabled)
         assert error.value.type == "invalid_request_error"
 
     async def ask() -> tuple[str, str]:
@@ -133,6 +133,55 @@ def test_the_client_sync_and_async(server):
                 return whole.content[0].text, await stream.get_final_text()
 
     assert asyncio.run(ask()) == (text, text)
+
+
+def test_what_coding_agents_send(server):
+    """More max_tokens than the context has, hints for a cache and for thinking, an address with a
+    query, headers of betas: the answer is that of the plain dialog."""
+    system = ["You are a storyteller.", "Be kind."]
+    cached: Any = {"type": "ephemeral", "ttl": "1h"}
+    thought = {"type": "thinking", "thinking": "Hm <|eot_id|>", "signature": "abc"}
+    dialog: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": cached}]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "Hello!"}]},
+        *STORY,
+    ]
+    plain: Any = [
+        {"role": "system", "content": "\n".join(system)},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        *STORY,
+    ]
+    chat = {"messages": plain, "temperature": 0}
+    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    (choice,), counts = wanted["choices"], wanted["usage"]
+    assert choice["finish_reason"] == "stop"
+    asked: Any = {
+        "model": "demo",
+        "system": [{"type": "text", "text": text, "cache_control": cached} for text in system],
+        "messages": dialog,
+        "thinking": {"type": "adaptive", "budget_tokens": 0},
+        "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14"],
+    }
+    more: Any = {
+        "max_tokens": 32000,
+        "metadata": {"user_id": "user_1_account__session_2"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "extra_body": {"temperature": 1, "top_k": 1},
+    }
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        messages = client.beta.messages
+        assert messages.count_tokens(**asked).input_tokens == counts["prompt_tokens"]
+        with messages.stream(**asked, **more) as stream:
+            streamed: Any = stream.get_final_message()
+        whole: Any = messages.create(**asked, **more, timeout=60)
+        short: Any = messages.create(**{**asked, **more, "max_tokens": 3})
+    for message in (streamed, whole):
+        assert message.content[0].text == choice["message"]["content"]
+        assert message.stop_reason == "end_turn"
+        assert message.usage.output_tokens == counts["completion_tokens"]
+    assert short.stop_reason == "max_tokens" and short.usage.output_tokens == 3
 
 
 def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
@@ -157,85 +206,6 @@ def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
     found = httpx.post(f"{server.url}/v1/messages", json=body).json()
     assert found["stop_reason"] == "end_turn"
     jsonschema.validate(json.loads(found["content"][0]["text"]), schema)
-
-
-def user(*blocks: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": list(blocks)}]}
-
-
-TEXT = {"type": "text", "text": "x"}
-USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-CALLED = {"role": "assistant", "content": [USE]}
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens is needed"),
-    ({"max_tokens": 512}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"messages": None}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": [7]}, r"messages\[0\]"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
-    ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\].content"),
-    ({"messages": [{"role": "user"}]}, r"messages\[0\].content"),
-    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, r"messages\[0\].name"),
-    (user({"type": "image", "source": {}}), r"messages\[0\].content\[0\] is 'image'"),
-    (user(TEXT, {"type": "document"}), r"messages\[0\].content\[1\] is 'document'"),
-    (user({"type": "text"}), r"messages\[0\].content\[0\].text"),
-    (user({**TEXT, "other": 1}), r"messages\[0\].content\[0\].other"),
-    (user({**TEXT, "cache_control": 1}), r"messages\[0\].content\[0\].cache_control"),
-    (user({"type": "tool_result", "tool_use_id": "b"}), r"messages\[0\].content\[0\].tool_use_id"),
-    ({"messages": [*STORY, CALLED]}, r"messages\[1\]"),
-    ({"messages": [*STORY, CALLED, *STORY]}, r"messages\[1\]: tool_calls cannot be used"),
-    ({"messages": [*STORY, {"role": "assistant", "content": "x "}]}, r"messages\[1\]: the begin"),
-    ({"system": 7}, "system"),
-    ({"system": [{"type": "image"}]}, r"system\[0\]"),
-    ({"temperature": -1}, "temperature"),
-    ({"top_p": 2}, "top_p"),
-    ({"top_k": 1.5}, "top_k"),
-    ({"stop_sequences": "x"}, "stop_sequences"),
-    ({"stop_sequences": [""]}, r"stop_sequences"),
-    ({"stream": 1}, "stream"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ({"metadata": 1}, "metadata"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"container": "x"}, "'container'"),
-    ({"n": 2}, "'n'"),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_conf"),
-    ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
-    ({"tools": 1}, "tools"),
-    ({"tools": [{"name": "f"}]}, r"tools\[0\].input_schema"),
-    ({"tools": [{"name": "f g", "input_schema": {}}]}, r"tools\[0\].name"),
-    ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, r"tools\[0\].input_schema"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type"),
-    ({"tools": [WEATHER]}, "tools cannot be used with this model"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "f"}}, "tool_choice.type"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-]
-
-
-def test_a_bad_request_has_anthropics_error_that_names_its_field(server):
-    url = f"{server.url}/v1/messages"
-    for change, pattern in BAD:
-        body = {"messages": STORY, "max_tokens": 5, **change}
-        found = httpx.post(url, json=body)
-        assert found.status_code == 400, (change, found.text)
-        assert found.json().keys() == {"type", "error"} and found.json()["type"] == "error"
-        error = found.json()["error"]
-        assert error["type"] == "invalid_request_error" and len(found.content) < 4096
-        assert re.search(pattern, error["message"]), (change, error)
-    for answer, status, kind in [
-        (httpx.post(url, content=b"{"), 400, "invalid_request_error"),
-        (httpx.post(f"{url}/batches", json={}), 404, "not_found_error"),
-        (httpx.get(url), 405, "invalid_request_error"),
-        (httpx.post(f"{url}/count_tokens", json={"messages": STORY, "max_tokens": 1}), 400,
-         "invalid_request_error"),
-    ]:  # fmt: skip
-        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
-    good = httpx.post(url, json={"messages": STORY, "max_tokens": 2})
-    assert good.status_code == 200
 
 
 class MessagesServer(ScriptedServer):
@@ -302,6 +272,17 @@ def test_calls_and_words(scripted):
     assert blocks_of(message) == [("weather", {"city": "Bern"})], "what is whole of what was cut"
 
 
+def test_an_answer_ends_with_the_context(scripted):
+    """A client may ask for more than there is; the reason says which end it was."""
+    scripted.says("and on " * 1200)
+    for most, reason in ((32000, "model_context_window_exceeded"), (9, "max_tokens")):
+        message = scripted.message(max_tokens=most, timeout=60)
+        usage = message.usage
+        assert message.stop_reason == reason
+        total = usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens
+        assert total == 2048 if most == 32000 else usage.output_tokens == most
+
+
 def test_the_dialog_goes_back_in(scripted):
     """The client's own message and its results: the prompt is that of the same chat."""
     scripted.says(f"I will look. {CALL}")
@@ -331,6 +312,29 @@ def test_the_dialog_goes_back_in(scripted):
         assert blocks_of(second) == ["It is warm."]
         usage = second.usage
         assert usage.input_tokens + usage.cache_read_input_tokens == wanted
+
+
+def test_several_calls_of_another_model_go_in(scripted):
+    """One message with two calls, as agents send it back, where the format has one call in each."""
+    uses = [
+        {"type": "tool_use", "id": each, "name": "weather", "input": {"city": each}}
+        for each in "ab"
+    ]
+    results = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in "ba"]
+    dialog = [
+        *QUESTION,
+        {"role": "assistant", "content": uses},
+        {"role": "user", "content": results},
+    ]
+    chat: list[dict[str, Any]] = [*QUESTION]
+    for each in "ab":
+        function = {"name": "weather", "arguments": {"city": each}}
+        chat.append({"role": "assistant", "tool_calls": [{"id": each, "function": function}]})
+        chat.append({"role": "tool", "tool_call_id": each, "content": each})
+    scripted.says("Both are warm.")
+    usage = scripted.message(messages=dialog).usage
+    wanted = len(encode_chat(scripted.llama.tokenizer, chat, [OPENAI_WEATHER]))
+    assert usage.input_tokens + usage.cache_read_input_tokens == wanted
 
 
 def test_a_forced_call_fits_its_schema(scripted):

@@ -37,7 +37,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
         def work() -> None:
             reports.append(run_server_batch(url, str(tmp_path / "in"), str(out)))
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=work, daemon=True)  # it may try again for minutes
         thread.start()
         end = time.monotonic() + 60
         while not out.exists() or out.read_bytes().count(b"\n") < 40:

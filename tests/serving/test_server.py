@@ -10,7 +10,6 @@ import jsonschema
 import openai
 import pytest
 
-from helpers.launch import environment
 from helpers.server import raw_events, run_server
 from llama import Llama, SamplingParams
 
@@ -208,76 +207,6 @@ def assert_same(found: Any, wanted: Any) -> None:
         assert found == wanted
 
 
-BAD: list[tuple[str, Any, int, str | None]] = [
-    ("/v1/completions", {}, 400, "prompt"),
-    ("/v1/completions", [], 400, None),
-    ("/v1/completions", {"prompt": "x", "temperature": 1e9}, 400, "temperature"),
-    ("/v1/completions", {"prompt": "x", "unknown": 1}, 400, "unknown"),
-    ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
-    ("/v1/completions", {"prompt": "x" * 3000}, 400, "prompt"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 512}, 400, "max_tokens"),
-    ("/v1/completions", {"prompt": [2**40]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": [[1], [-1]]}, 400, "prompt"),
-    ("/v1/completions", {"prompt": "x", "stop": "y" * 5000}, 400, "stop"),
-    ("/v1/completions", {"prompt": "x", "logit_bias": {"2048": 1}}, 400, "logit_bias"),
-    ("/v1/completions", {"prompt": "x", "n": 65}, 400, "n"),
-    (
-        "/v1/completions",
-        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
-        400,
-        "response_format",
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": STORY, "structured_outputs": {"json": {"$ref": "http://127.0.0.1/x"}}},
-        400,
-        "structured_outputs",
-    ),
-    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages"),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        400,
-        "messages",
-    ),
-    ("/v1/chat/completions", {"messages": STORY, "top_logprobs": 2}, 400, "top_logprobs"),
-    (
-        "/v1/chat/completions",
-        {"messages": STORY, "continue_final_message": True},
-        400,
-        "continue_final_message",
-    ),
-    ("/tokenize", {"messages": STORY, "continue_final_message": 1}, 400, "continue_final_message"),
-    (
-        "/tokenize",
-        {"messages": STORY, "continue_final_message": True},
-        400,
-        "continue_final_message",
-    ),
-    ("/v1/chat/completions", {"messages": STORY, "tools": [NOW]}, 400, "tools"),
-    ("/tokenize", {"prompt": 7}, 400, "prompt"),
-    ("/tokenize", {"prompt": "x", "other": 7}, 400, "other"),
-    ("/detokenize", {"tokens": [2**40]}, 400, "tokens"),
-    ("/nowhere", {}, 404, None),
-    ("/health", {}, 405, None),
-]
-
-
-def test_a_bad_request_is_an_error_that_names_its_field(server):
-    for path, body, status, param in BAD:
-        found = httpx.post(server.url + path, json=body)
-        error = found.json()["error"]
-        assert (found.status_code, error["param"]) == (status, param), (path, body, error)
-        assert len(found.content) < 4096 and "Traceback" not in found.text
-        assert found.headers["x-request-id"]
-    for content in (b"{", b'{"prompt": NaN}', b"\xff", b"[" * 100_000):
-        found = httpx.post(f"{server.url}/v1/completions", content=content)
-        assert found.status_code == 400 and "not JSON" in found.json()["error"]["message"]
-    good = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
-    assert good.status_code == 200
-
-
 def test_what_it_says_of_itself(server, demo):
     get = lambda path, **kw: httpx.get(server.url + path, **kw)  # noqa: E731
     (card,) = get("/v1/models").json()["data"]
@@ -288,7 +217,6 @@ def test_what_it_says_of_itself(server, demo):
     assert get("/load").json() == {"server_load": 0}
     figures = get("/metrics").text
     assert "llama:num_requests_running 0.0" in figures
-    assert get("/health", headers={"Host": "evil.example"}).status_code == 400
     assert get("/health", headers={"X-Request-Id": "abc"}).headers["x-request-id"] == "abc"
     text = "Hello <|eot_id|> 🎈"
     post = lambda path, body: httpx.post(server.url + path, json=body).json()  # noqa: E731
@@ -297,6 +225,16 @@ def test_what_it_says_of_itself(server, demo):
     assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 512)
     plain = post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
     assert post("/detokenize", {"tokens": plain}) == {"prompt": text}
+    info = get("/tokenizer_info").json()
+    for name, wanted in (
+        ("bos_token", demo.tokenizer.bos_id),
+        ("eos_token", demo.tokenizer.eos_id),
+    ):
+        alone = {"prompt": info[name], "add_special_tokens": False}
+        assert post("/tokenize", alone)["tokens"] == [wanted], "as lm-eval asks for its id"
+        for other in (info[name] + " ", info[name] * 2, "<|eot_id|>"):
+            ids = post("/tokenize", {"prompt": other, "add_special_tokens": False})["tokens"]
+            assert ids == demo.tokenizer.encode(other, bos=False, eos=False)
     dialog = post("/tokenize", {"messages": STORY})["tokens"]
     assert dialog == demo.formatter.encode_dialog_prompt(STORY)
     assert get("/tokenizer_info").json()["bos_token"] == "<|begin_of_text|>"
@@ -334,10 +272,7 @@ def test_signals_drain_and_a_full_queue_is_refused():
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True}
     with run_server(*flags, "--api_key", "k", "--tool_format", "llama3.2") as server:
         url, headers = f"{server.url}/v1/completions", {"Authorization": "Bearer k"}
-        assert httpx.post(url, json=body).status_code == 401
         messages = f"{server.url}/v1/messages"
-        error = httpx.post(messages, json={}).json()
-        assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
         assert httpx.post(messages, json={}, headers={"x-api-key": "k"}).status_code == 400
         assert httpx.get(f"{server.url}/ready").status_code == 200
         chat = {"messages": STORY, "tools": [NOW]}
@@ -368,31 +303,3 @@ def test_signals_drain_and_a_full_queue_is_refused():
         assert [answer.status_code for answer in answers] == [200, 200]
         assert all(answer.json()["usage"]["completion_tokens"] == 300 for answer in answers)
         assert server.process.wait(30) == 0, server.log
-
-
-@pytest.mark.dist
-def test_several_ranks_answer_as_one_and_end_in_order(server):
-    """Rank 0 leads: the same bytes as of one process. After SIGTERM to torchrun, which then ends
-    with 1 whatever its ranks do, what runs is answered, and nothing is left."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu")
-    body = {"prompt": ["Once upon a time", "The dog"], "max_tokens": 40, "temperature": 0}
-    path = "/v1/completions"
-    wanted = httpx.post(server.url + path, json=body, timeout=60).json()
-    with run_server(*flags, launcher=launcher, env=environment()) as ranks:
-        found = httpx.post(ranks.url + path, json=body, timeout=60).json()
-        assert (found["choices"], found["usage"]) == (wanted["choices"], wanted["usage"])
-        form = body | {"structured_outputs": {"regex": "[0-9]{5,40}x"}}
-        found, wanted = (
-            httpx.post(url + path, json=form, timeout=60).json() for url in (ranks.url, server.url)
-        )
-        assert [c["text"] for c in found["choices"]] == [c["text"] for c in wanted["choices"]]
-        long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", ranks.url + path, json=long, timeout=60) as response:
-            parts = response.iter_text()
-            first = next(parts)
-            ranks.process.terminate()
-            events = first + "".join(parts)
-        assert events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
-        ranks.process.wait(60)
-        assert "error:" not in "".join(ranks.log), "".join(ranks.log)

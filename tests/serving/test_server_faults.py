@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -43,6 +44,24 @@ def test_a_row_that_fails_touches_no_other():
         assert "made to fail" in log and log.count("a step failed: the server ends") == 1
 
 
+def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
+    """The one that sent the request leaves while the step runs: nobody is there to be told of its
+    failure, but /health says it, and the process ends."""
+    go_on = tmp_path / "go_on"
+    env = environment(FAULT="raise", FAULT_FILE=str(go_on))
+    with run_server(*FLAGS, program=PROGRAM, env=env) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"prompt": [5, RAISE], "max_tokens": 4}
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
+            _wait_until(lambda: client.get("/load").json() == {"server_load": 0})
+            assert client.get("/health").status_code == 200, "the step still runs"
+            go_on.touch()
+            _wait_until(lambda: client.get("/health").status_code == 503)
+        assert server.process.wait(LIMIT_S) == 1
+        assert "made to fail" in "".join(server.log), "".join(server.log)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("fault", "rank"), [("raise", None), ("kill", "1")])
 def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
@@ -56,6 +75,13 @@ def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
         assert server.process.wait(LIMIT_S) != 0
         log = "".join(server.log)
         assert log.count("\nerror: ") == 1, log
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def _check_that_a_step_fails(server: RunningServer) -> None:

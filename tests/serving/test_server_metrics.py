@@ -2,7 +2,11 @@
 
 import json
 import re
+import subprocess
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -10,6 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.launch import REPO
 from helpers.server import run_server
+from llama.parallel.peers import Peers
+from llama.parallel.watch import Watch
+from llama.serving.server.metrics import _ranks_alive
 
 NAMES = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
@@ -69,7 +76,10 @@ def test_figures_count_requests_and_tokens(own_server):
         assert 0 < now["kv_cache_usage_perc",] <= 1
     assert httpx.post(url, json={"prompt": "Xylophone", "n": 99}).status_code == 400
     assert "Xylophone" not in "".join(own_server.log)
-    assert any(": 400, for 'n', POST '/v1/completions'" in line for line in own_server.log)
+    end = time.monotonic() + 20  # for the thread that reads the log
+    while not any(": 400, for 'n', POST '/v1/completions'" in line for line in own_server.log):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_name_of_a_request_may_come_twice(own_server):
@@ -87,6 +97,29 @@ def test_a_name_of_a_request_may_come_twice(own_server):
     for thread in threads:
         thread.join()
     assert answers == [200] * 3
+
+
+def test_a_rank_that_left_or_was_killed_is_not_alive():
+    """As rank 0 sees it: rank 1 is heard to leave, rank 2 is another process, and gone."""
+    zero, one = Peers(0), Peers(1)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        other = json.dumps([zero.host, process.pid, zero.machine, "", ""]).encode()
+        for peers in (zero, one):
+            peers.meet([zero.introduction(), one.introduction(), other])
+        watch = Watch(zero, range(3), None)
+        parallel: Any = SimpleNamespace(size=3, watch=watch)
+        assert _ranks_alive(parallel) == [True, True, True]
+        one.tell(kind="left")
+        for told in zero.read():
+            watch._heard(*told)
+        assert zero.newly_gone() == [] and _ranks_alive(parallel) == [True, False, True]
+        process.kill()
+        process.wait()
+        assert len(zero.newly_gone()) == 1 and _ranks_alive(parallel) == [True, False, False]
+    for peers in (zero, one):
+        peers.close()
+    alone: Any = SimpleNamespace(size=1, watch=None)
+    assert _ranks_alive(alone) == [True]
 
 
 def test_the_dashboard_asks_for_figures_that_are_there(own_server):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama.serving.tools import CallArguments, CallStart, Content, Event, ToolCallParser, Tools
+from llama.serving.tools.values import Source
 
 
 def function(name: str) -> dict[str, Any]:
@@ -155,6 +156,47 @@ def test_nothing_is_too_deep_or_too_long():
         assert parse(text) == [Content(text)]
     long = "x" * 500_000
     assert parse(f"[f(a='{long}')]", [1000] * 500) == calls(("f", {"a": long}))
+
+
+HOSTILE = [
+    "[", "{", '{"a":', "[ ", "\\", "[f(", "[f()]", '{"name": "f", ', '{"type": "function", ',
+    "<function=", TAG, "brave_search.call(", "''x", "\\u12", "1,", '"type": "function", ',
+    '{"name": "f", "parameters": {',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "start", ["", "{", "[f(a=", "[f(a='", '{"name": "f", "parameters": {"a": "', TAG]
+)
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_the_work_grows_with_the_text_alone(monkeypatch, start, piece):
+    """Text that begins calls without end, in one piece and by characters. Counted are the looks at
+    a character and the characters that are copied when more come: twice the text, twice of them."""
+    work = 0
+    peek, add = Source.peek, Source.add
+
+    def counted_peek(self):
+        nonlocal work
+        work += 1
+        return peek(self)
+
+    def counted_add(self, text):
+        nonlocal work
+        add(self, text)
+        work += len(self._text)
+
+    monkeypatch.setattr(Source, "peek", counted_peek)
+    monkeypatch.setattr(Source, "add", counted_add)
+    for size in (1, 10**6):
+        counts = []
+        for length in (1000, 2000):
+            work, text = 0, start + piece * (length // len(piece))
+            parser = ToolCallParser(ALL)
+            for at in range(0, len(text), size):
+                parser.push(text[at : at + size])
+            parser.flush()
+            counts.append(work)
+        assert counts[1] < 2.5 * counts[0] + 500, (size, counts)
 
 
 PIECES = st.sampled_from(

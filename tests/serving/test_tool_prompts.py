@@ -214,8 +214,9 @@ def test_no_text_becomes_a_special_token(tokenizer, tool_format):
 
 
 def test_the_generation_is_told_by_the_files(tokenizer):
-    def format_of(**params: Any) -> ToolFormat:
-        llama: Any = SimpleNamespace(model=SimpleNamespace(params=ModelArgs(**params)))
+    def format_of(is_guard: bool = False, **params: Any) -> ToolFormat:
+        model = SimpleNamespace(params=ModelArgs(**params))
+        llama: Any = SimpleNamespace(model=model, is_guard=is_guard)
         return tool_format_of(llama)
 
     assert format_of(dim=4096) is ToolFormat.NONE
@@ -223,6 +224,7 @@ def test_the_generation_is_told_by_the_files(tokenizer):
     assert format_of(dim=8192, use_scaled_rope=True) is ToolFormat.LLAMA_3_1
     assert format_of(dim=2048, use_scaled_rope=True) is PYTHON
     assert format_of(dim=4096, use_scaled_rope=True, rope_scale_factor=32.0) is PYTHON
+    assert format_of(is_guard=True, dim=4096, use_scaled_rope=True) is ToolFormat.NONE
     none = ToolFormat.NONE
     with pytest.raises(ValueError, match="tools cannot be used with this model"):
         encode_chat(tokenizer, [user("?")], [WEATHER], tool_format=none)

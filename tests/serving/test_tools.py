@@ -81,6 +81,29 @@ def test_without_a_system_message_its_header_ends_in_an_empty_line(tokenizer):
     assert "2024\n\n<|eot_id|>" in text
 
 
+@pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, {"name": "brave_search"}]])
+def test_calls_of_one_message_are_encoded_one_after_the_other(tokenizer, tools):
+    """Meta's template refuses two calls in a message; with one in each, and its result after it, it
+    is the dialog of a model that calls again. Results come in any order; their ids tell."""
+    question = {"role": "user", "content": "And Bern?"}
+    calls = [
+        {"id": name, "function": {"name": "weather", "arguments": {"city": name}}}
+        for name in ("Zürich", "Bern", "Basel")
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": name, "content": f"{name} <|eot_id|>"}
+        for name in ("Zürich", "Bern", "Basel")
+    ]
+    said: dict[str, Any] = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    together = [question, said, results[2], results[0], results[1], question]
+    apart: list[dict[str, Any]] = [question]
+    for i in range(3):
+        text = "I look." if i == 0 else None
+        apart += [{"role": "assistant", "content": text, "tool_calls": [calls[i]]}, results[i]]
+    wanted = encode_chat(tokenizer, [*apart, question], tools)
+    assert encode_chat(tokenizer, together, tools) == wanted
+
+
 def test_without_tools_it_is_the_chat_format(tokenizer):
     chat = ChatFormat(tokenizer)
     dialog: list[Any] = [{"role": "user", "content": " Hi <|eot_id|> "}]
@@ -99,7 +122,9 @@ BAD: list[tuple[Any, Any, str]] = [
     ([{"role": "user", "content": [{"type": "image_url"}]}], None, "parts of type text"),
     ([{"role": "bot", "content": "x"}], None, "unknown role 'bot'"),
     ([{"role": "user"}], None, "message 0: content must be a str"),
-    ([{"role": "assistant", "tool_calls": [CALL, CALL]}], None, "tool_calls must have one call"),
+    ([{"role": "assistant", "tool_calls": [CALL, CALL]}], None, "message 0: tool_calls has 2"),
+    ([{"role": "assistant", "tool_calls": [CALL, CALL]}, {"role": "tool", "content": "1"},
+      {"role": "user", "content": "2"}], None, "message 0: tool_calls has 2"),
     ([{"role": "user", "tool_calls": [CALL]}], None, "tool_calls need the role assistant"),
     ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], None,
      "arguments as a dict or as JSON"),

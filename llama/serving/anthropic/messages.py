@@ -1,7 +1,8 @@
 """The dialog of Anthropic's Messages API: messages with blocks in, a chat's messages out.
 
-In: `messages` and `system` of a body. Out: a `Dialog`. Blocks are text, tool_use and tool_result;
-TypeError or ValueError names the place of any other. It knows no network, and runs nothing.
+In: `messages` and `system` of a body. Out: a `Dialog`. Blocks are text, tool_use and tool_result,
+and thinking, which is left out, as Anthropic's API does with that of earlier turns; TypeError or
+ValueError names the place of any other. It knows no network, and runs nothing.
 """
 
 from typing import Any
@@ -13,10 +14,13 @@ _BLOCKS: dict[str, set[str]] = {
     "text": {"text", "citations"},
     "tool_use": {"id", "name", "input", "caller"},
     "tool_result": {"tool_use_id", "content", "is_error"},
+    "thinking": {"thinking", "signature"},
+    "redacted_thinking": {"data"},
 }
+_THINKING = ("thinking", "redacted_thinking")  # of another model: a dialog may have begun with one
 _OF_ROLE = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "tool_use"),
+    "assistant": ("text", "tool_use", *_THINKING),
     "system": ("text",),
 }
 
@@ -70,11 +74,12 @@ def _blocks(content: Any, kinds: tuple[str, ...], where: str) -> list[dict[str, 
         kind = of_type(block, dict, place).get("type")
         if not isinstance(kind, str) or kind not in kinds:
             named = repr(kind[:40]) if isinstance(kind, str) else "no type"
-            raise ValueError(f"{place} is {named}: only {' and '.join(kinds)} can be used here")
+            raise ValueError(f"{place} is {named}: only {', '.join(kinds)} can be used here")
         given = object_at(block, {"type", "cache_control"} | _BLOCKS[kind], place)
         of_type(given.get("cache_control", {}), dict, f"{place}.cache_control")
         _check_block(given, kind, place)
-        blocks.append(given)
+        if kind not in _THINKING:
+            blocks.append(given)
     return blocks
 
 
@@ -88,9 +93,12 @@ def _check_block(given: dict[str, Any], kind: str, place: str) -> None:
             of_type(given.get(name), of, f"{place}.{name}")
         if given.get("caller", {"type": "direct"}) != {"type": "direct"}:
             raise ValueError(f"{place}.caller must have the type 'direct'")
-    else:
+    elif kind == "tool_result":
         of_type(given.get("tool_use_id"), str, f"{place}.tool_use_id")
         of_type(given.get("is_error", False), bool, f"{place}.is_error")
+    else:
+        for name in _BLOCKS[kind]:
+            of_type(given.get(name, ""), str, f"{place}.{name}")
 
 
 def _text(content: Any, where: str) -> str | list[dict[str, str]]:

@@ -17,7 +17,7 @@ MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
 # Of a prompt, and of the answer. Prefixes are always cached, so cache_control changes nothing.
 COUNT_FIELDS = {
     "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config",
-    "cache_control", "speed",
+    "cache_control", "speed", "context_management",
 }  # fmt: skip
 FIELDS = COUNT_FIELDS | {
     "max_tokens", "stop_sequences", "temperature", "top_p", "top_k", "stream", "metadata",
@@ -25,7 +25,7 @@ FIELDS = COUNT_FIELDS | {
 }  # fmt: skip
 _SAME = {"model", "max_tokens", "temperature", "top_p", "top_k", "stream"}
 _TYPES: dict[str, type] = {
-    "model": str, "cache_control": dict, "metadata": dict, "thinking": dict,
+    "model": str, "cache_control": dict, "metadata": dict,
     "stop_sequences": list, "messages": list, "stream": bool,
 }  # fmt: skip
 ONLY: dict[str, tuple[str, ...]] = {
@@ -40,7 +40,13 @@ _TOOL_ONLY = {
     "type": ("custom",), "defer_loading": (False,), "allowed_callers": (["direct"],),
     "eager_input_streaming": (True,),
 }  # fmt: skip
+# Thinking, which Llama does not: "adaptive" leaves it to the model.
+EFFORTS = ("high",)  # Anthropic's default: what leaving it out means
+_THINKING = {"type", "budget_tokens", "display"}
+CLEAR_THINKING = "clear_thinking_20251015"  # of earlier turns: the prompt never has it
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
+# In Anthropic's words, which agents look for: they shorten the dialog then.
+_TOO_LONG = r"messages: prompt is too long: \1 tokens > \2 maximum"
 # The names of a chat's fields, and of this API's.
 _WORDS = {
     r"^stop\b": "stop_sequences",
@@ -48,6 +54,7 @@ _WORDS = {
     r"\.function\b": "",
     r"^response_format(\.json_schema)?": "output_config.format",
     r"\bresponse_format\b": "output_config",
+    r"^prompt \d+ has (\d+) tokens, but max_seq_len is (\d+).*": _TOO_LONG,
 }
 
 
@@ -62,8 +69,7 @@ def parse_messages_body(body: Any, defaults: SamplingParams, *, counts: bool = F
         if name in given:
             of_type(given[name], kind, name)
     only(given, ONLY)
-    if given.get("thinking", {"type": "disabled"}) != {"type": "disabled"}:
-        raise ValueError("thinking must have the type 'disabled': this model has no thinking")
+    _check_thinking(given)
     if not counts and "max_tokens" not in given:
         raise ValueError("max_tokens is needed: the most tokens that the answer may have")
     chat = {name: given[name] for name in _SAME & given.keys()}
@@ -74,6 +80,22 @@ def parse_messages_body(body: Any, defaults: SamplingParams, *, counts: bool = F
     form_field = "output_config" if "response_format" in chat else "tools"
     asked = translate(chat, dialog, defaults, _WORDS, form_field, continues=continues)
     return _continued(asked) if continues else asked
+
+
+def _check_thinking(given: dict[str, Any]) -> None:
+    """Thinking that is left to the model is never done, so there is none to clear either."""
+    thinking = object_at(given.get("thinking", {"type": "disabled"}), _THINKING, "thinking")
+    if thinking.get("type") not in ("disabled", "adaptive"):
+        raise ValueError(
+            "thinking must have the type 'disabled' or 'adaptive': this model has no thinking"
+        )
+    management = object_at(given.get("context_management", {}), {"edits"}, "context_management")
+    edits = of_type(management.get("edits", []), list, "context_management.edits")
+    for i, edit in enumerate(edits):
+        place = f"context_management.edits[{i}]"
+        if object_at(edit, {"type", "keep"}, place).get("type") != CLEAR_THINKING:
+            raise ValueError(f"{place} must have the type {CLEAR_THINKING!r}: shorten the dialog "
+                             "on your side")  # fmt: skip
 
 
 def _continued(asked: Translated) -> Translated:
@@ -137,7 +159,9 @@ def _form(config: Any) -> dict[str, Any]:
     """response_format of a chat."""
     if config is None:
         return {}
-    wanted = object_at(config, {"format"}, "output_config").get("format")
+    given = object_at(config, {"format", "effort"}, "output_config")
+    only(given, {"effort": EFFORTS}, "output_config.")
+    wanted = given.get("format")
     if wanted is None:
         return {}
     given = object_at(wanted, {"type", "schema"}, "output_config.format")

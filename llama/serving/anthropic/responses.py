@@ -30,7 +30,7 @@ def message_body(
     return {
         **_head(request, heading),
         "content": [_content(block) for block in blocks.blocks],
-        **_end(blocks, output),
+        **_end(request, blocks, output),
         "usage": _usage(output),
     }
 
@@ -66,7 +66,7 @@ class MessageEvents:
         """After all outputs: why it ended, and the counts of tokens."""
         output = self._blocks.output
         assert output is not None
-        delta = _end(self._blocks, output)
+        delta = _end(self._request, self._blocks, output)
         yield {"type": "message_delta", "delta": delta, "usage": _usage(output)}
         yield {"type": "message_stop"}
 
@@ -109,12 +109,15 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _end(blocks: Blocks, output: RequestOutput) -> dict[str, Any]:
+def _end(request: OpenAIRequest, blocks: Blocks, output: RequestOutput) -> dict[str, Any]:
     """stop_reason and stop_sequence. The model's own stop tokens are ids, and no sequences."""
     (answer,) = output.outputs
     if isinstance(answer.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
     reason = _REASONS.get(blocks.finish_reason or "", "end_turn")
+    most = request.params.max_tokens
+    if reason == "max_tokens" and most is not None and output.usage.completion_tokens < most:
+        reason = "model_context_window_exceeded"  # Anthropic's word for the end of the context
     return {"stop_reason": reason, "stop_sequence": None}
 
 

@@ -6,7 +6,7 @@ In: the limits that `parse_messages_body` holds requests to. Out: a schema for e
 from typing import Any
 
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
-from llama.serving.anthropic.requests import COUNT_FIELDS, FIELDS, ONLY
+from llama.serving.anthropic.requests import CLEAR_THINKING, COUNT_FIELDS, EFFORTS, FIELDS, ONLY
 from llama.serving.openai.schema import record
 from llama.serving.openai.tool_fields import MOST_TOOLS
 
@@ -45,6 +45,11 @@ _TOOL_RESULT = record(
 )  # fmt: skip
 
 
+_THINKING = record(
+    {"type": {"const": "thinking"}, "thinking": _TEXT, "signature": _TEXT}, "type", "thinking"
+)
+
+
 def _message(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
     items = {"anyOf": [_TEXT_BLOCK, *blocks]}
     content = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": items}]}
@@ -70,7 +75,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         "items": {
             "anyOf": [
                 _message("user", _TOOL_RESULT),
-                _message("assistant", _TOOL_USE),
+                _message("assistant", _TOOL_USE, _THINKING),
                 _message("system"),
             ]
         },
@@ -85,9 +90,13 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         },
         "type",
     ),
-    "thinking": record({"type": {"const": "disabled"}}, "type"),
+    "thinking": record({"type": {"enum": ["disabled", "adaptive"]}}, "type"),
+    "context_management": record(
+        {"edits": {"type": "array", "items": record({"type": {"const": CLEAR_THINKING}}, "type")}}
+    ),
     "output_config": record(
         {
+            "effort": {"enum": list(EFFORTS)},
             "format": record(
                 {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "type", "schema"
             )

@@ -1,18 +1,31 @@
 """What a JSON value is, in the words of errors: a value or names in, text or an error out."""
 
+import heapq
 from typing import Any, TypeVar
 
+from llama.checks import brief
+
 _T = TypeVar("_T")
+_MOST_NAMED = 8  # fields in one error
 _NAMES = {
     dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a whole number"
 }  # fmt: skip
 
 
+class UnknownField(ValueError):
+    """field: the name as the client wrote it, or None where another place says it."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def refuse_fields(unknown: set[str], place: str) -> None:
-    """ValueError that names the fields, if there are any."""
+    """UnknownField that names the fields, if there are any; of many the first ones."""
     if unknown:
-        names = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{names} cannot be used in {place}: leave it out")
+        first = heapq.nsmallest(_MOST_NAMED, unknown)
+        names = ", ".join(brief(name) for name in first) + ", ..." * (len(unknown) > len(first))
+        raise UnknownField(f"{names} cannot be used in {place}: leave it out", first[0])
 
 
 def json_type(value: object) -> str:

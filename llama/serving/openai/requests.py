@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from llama.checks import brief
-from llama.sampling_params import SamplingParams
+from llama.checks import brief, whole_number
+from llama.sampling_params import WHOLE_NUMBERS, SamplingParams
+from llama.serving.openai.json_types import UnknownField
 from llama.serving.openai.json_types import json_type as json_type
 from llama.serving.openai.json_types import refuse_fields as refuse_fields
 from llama.serving.openai.tool_fields import TOOL_FIELDS, ToolRequest, read_tools
@@ -92,6 +93,8 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
 
 def field_of(error: Exception, body: Any) -> str | None:
     """The field of the body that an error of `parse_body` is about, if it is about one."""
+    if isinstance(error, UnknownField) and error.field is not None:
+        return error.field
     found = re.match(r"'?([a-z_]+)", str(error))
     if found is None or not isinstance(body, dict):
         return None
@@ -163,7 +166,9 @@ def _params(body: dict[str, Any], chat: bool, defaults: SamplingParams) -> Sampl
     if "max_completion_tokens" in body:
         if "max_tokens" in body:
             raise ValueError("max_tokens and max_completion_tokens are the same: give one")
-        changes["max_tokens"] = body["max_completion_tokens"]
+        changes["max_tokens"] = whole_number(
+            "max_completion_tokens", body["max_completion_tokens"], *WHOLE_NUMBERS["max_tokens"][:2]
+        )
     if "logit_bias" in body:
         changes["logit_bias"] = _logit_bias(body["logit_bias"])
     if _FORMS & body.keys():
@@ -182,7 +187,7 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
         raise ValueError("top_logprobs needs logprobs to be true")
     if not wanted:
         return None
-    return 0 if top is None else top
+    return 0 if top is None else whole_number("top_logprobs", top, *WHOLE_NUMBERS["logprobs"][:2])
 
 
 def _logit_bias(value: object) -> dict[int, Any]:

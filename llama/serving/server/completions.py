@@ -23,11 +23,10 @@ from llama.serving.openai.responses import Chunks, Heading, response_body
 from llama.serving.openai.schema import body_schema
 from llama.serving.server.dialogs import CHAT_DEFAULTS, prepare_chat
 from llama.serving.server.errors import ApiError
-from llama.serving.server.exchange import described, last_outputs, parts, read_json
+from llama.serving.server.exchange import answered, described, last_outputs, parts, read_json
 from llama.serving.server.responses import (
     DONE,
     EventStream,
-    JsonResponse,
     event,
 )
 from llama.serving.server.service import Service
@@ -59,7 +58,12 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
         request = parse_body(body, CHAT_DEFAULTS if chat else _TEXT_DEFAULTS, chat=chat)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param=field_of(e, body)) from None
-    requests = await _prepare(service, request, body)
+    try:
+        requests = await _prepare(service, request, body)
+    except ApiError as e:
+        if e.param == "max_tokens" and "max_completion_tokens" in body:
+            e.param = "max_completion_tokens"  # the newer name of the same
+        raise
     heading = Heading(http.state.request_id, service.model_name, service.now())
     outputs = service.outputs(requests, http.state.request_id)
     tokenizer = service.loaded().tokenizer
@@ -72,7 +76,7 @@ async def _answer(service: Service, http: Request, *, chat: bool) -> Response:
         )
         return EventStream(events, _error_events)
     last = await unless_client_leaves(last_outputs(outputs), http.receive)
-    return JsonResponse(response_body(request, last, tokenizer, heading))
+    return await answered(lambda: response_body(request, last, tokenizer, heading))
 
 
 async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[EngineRequest]:

@@ -17,6 +17,7 @@ from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.serving.openai.chat_prompt import chat_params, chat_prompt
 from llama.serving.openai.dialog import Translated
+from llama.serving.openai.json_types import UnknownField
 from llama.serving.openai.requests import OpenAIRequest, field_of
 from llama.serving.openai.responses import Heading
 from llama.serving.server.errors import ApiError
@@ -29,7 +30,13 @@ CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 async def prepare_chat(
-    service: Service, request: OpenAIRequest, body: Any, form_field: str, *, continues: bool = False
+    service: Service,
+    request: OpenAIRequest,
+    body: Any,
+    form_field: str,
+    *,
+    continues: bool = False,
+    ends_with_context: bool = False,
 ) -> EngineRequest:
     """The engine's request for a dialog; ApiError 400 names a field of a chat."""
     tokenizer = service.loaded().tokenizer
@@ -40,7 +47,13 @@ async def prepare_chat(
         params = chat_params(request, service.tool_format)
     except (TypeError, ValueError) as e:
         raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
-    return await service.prepare(ids, params, param="messages", form_field=form_field)
+    return await service.prepare(
+        ids,
+        params,
+        param="messages",
+        form_field=form_field,
+        ends_with_context=ends_with_context,
+    )
 
 
 def read_as_chat(
@@ -50,17 +63,28 @@ def read_as_chat(
     try:
         return parse(body, CHAT_DEFAULTS)
     except (TypeError, ValueError) as e:
-        raise ApiError(400, str(e), param=_first_name(str(e), fields, body)) from None
+        field = e.field if isinstance(e, UnknownField) else None
+        param = field or _first_name(str(e), fields, body)
+        raise ApiError(400, str(e), param=param) from None
 
 
 async def prepare_translated(
     service: Service, asked: Translated, fields: Collection[str]
 ) -> EngineRequest:
-    """The engine's request; ApiError 400 names a field of the body's own API."""
+    """The engine's request; ApiError 400 names a field of the body's own API.
+
+    Both APIs say how an answer ends that has reached the end of the context, so their limit of
+    tokens may be larger than what is left of it: agents ask for 32,000 whatever the model is.
+    """
     names = dict.fromkeys(["messages", "tools", "tool_choice"])
     try:
         return await prepare_chat(
-            service, asked.chat, names, asked.form_field, continues=asked.continues
+            service,
+            asked.chat,
+            names,
+            asked.form_field,
+            continues=asked.continues,
+            ends_with_context=True,
         )
     except ApiError as e:
         message = re.sub(r"^structured_output\.\w+", asked.form_field, e.message)

@@ -5,11 +5,13 @@ In: an exception. Out: an `ApiError`, and its JSON. No path, no trace and no lon
 request reaches a client.
 """
 
+import json
 import logging
 from typing import Any
 
 log = logging.getLogger("llama.server")
-_MAX_MESSAGE = 1000  # characters: a message may quote what the client sent
+# A message may quote what the client sent, and the field may be of the client's own making.
+_MAX_MESSAGE_BYTES, _MAX_PARAM_BYTES = 2000, 500  # of JSON
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -22,7 +24,8 @@ _ANTHROPIC_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
-    """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503."""
+    """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503.
+    challenge: with 401, how a key is given."""
 
     def __init__(
         self,
@@ -32,13 +35,15 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        challenge: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message[:_MAX_MESSAGE]
-        self.param = param
+        self.message = _cut(message, _MAX_MESSAGE_BYTES)
+        self.param = None if param is None else _cut(param, _MAX_PARAM_BYTES)
         self.code = code
         self.retry_after = retry_after
+        self.challenge = challenge
         self.is_logged = False  # the request has its line in the log
 
     @property
@@ -56,7 +61,22 @@ class ApiError(Exception):
         return anthropic_body(self) if is_anthropic else self.body()
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        given = {"Retry-After": self.retry_after, "WWW-Authenticate": self.challenge}
+        return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """As much of the beginning as has at most so many bytes in JSON, where a character has up to
+    six."""
+    sizes = (
+        len(json.dumps(char, ensure_ascii=False).encode(errors="replace")) - 2 for char in text
+    )
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if total > most_bytes:
+            return text[:count]
+    return text
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:

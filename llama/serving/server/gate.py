@@ -4,6 +4,7 @@ In: an ASGI app. Out: the same app, behind these checks. A request that fails on
 API's error object, and no work is done for it.
 """
 
+import base64
 import hmac
 import re
 import time
@@ -14,20 +15,22 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama.serving.server.errors import ApiError, log_refusal
+from llama.serving.server.protocol import MAX_HEADER_BYTES, too_large
 from llama.serving.server.responses import JsonResponse
 
-# A load balancer has no key, nor has a browser that opens the page, which is the same for all.
-_OPEN = {"/health", "/ready", "/"}
+_OPEN = {"/health", "/ready"}  # a load balancer has no key
+_PAGE = "/"
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BODY_S = 60.0  # for a client to send its request
-# To read JSON holds every thread up: 100,000 lists take as long as a million numbers, 0.1 s. The
-# signs are counted in texts, too, which have them rarely.
-_MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b",": 1_000_000}
+# To read JSON holds every thread up: 100,000 lists or fields of objects take as long as a million
+# numbers, 0.1 s. The signs are counted in texts, too, which have them rarely.
+_MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
 
 
 class Gate:
-    """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", if any.
+    """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", or from a
+    browser as the password of HTTP's Basic scheme, if there are any.
     loopback: the server listens on this machine alone; then only its names are accepted as Host, so
     that no web page can reach it by a name of its own (DNS rebinding)."""
 
@@ -64,19 +67,25 @@ class Gate:
         await self._app(scope, _replay(body, receive), send_with_id)
 
     def _check(self, path: str, headers: Headers) -> None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise too_large()
         if self._loopback:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if host.lower() not in _LOOPBACK:
                 raise ApiError(400, "the Host header must name this machine: use localhost")
         if self._api_keys and path not in _OPEN:
-            kind, _, key = headers.get("authorization", "").partition(" ")
-            key = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
-            matches = [hmac.compare_digest(key.encode(), known) for known in self._api_keys]
+            key = _key_of(headers)
+            matches = [hmac.compare_digest(key, known) for known in self._api_keys]
             if not any(matches):
+                # A browser asks for a password where it reads Basic, and would ask in the middle
+                # of the page, too, if its requests got that: those name the field for the key.
                 raise ApiError(
                     401,
                     "give the server's key as Authorization: Bearer KEY",
                     code="invalid_api_key",
+                    challenge='Basic realm="the password is the API key", charset="UTF-8"'
+                    if path == _PAGE
+                    else "Bearer",
                 )
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
@@ -100,6 +109,26 @@ class Gate:
                 return _checked(b"".join(parts))
             if time.monotonic() > end:
                 raise ApiError(408, f"the request did not come within {_BODY_S:.0f} s")
+
+
+def _key_of(headers: Headers) -> bytes:
+    """The key that a request brings; b"" if none.
+
+    A browser sends a password with whatever asks this server, so it counts for the page's own
+    requests alone: other sites' have another Origin (RFC 6454, RFC 7617).
+    """
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return value.encode()
+    if "x-api-key" in headers:
+        return headers["x-api-key"].encode()
+    host = headers.get("origin", "").partition("://")[2]
+    if kind.lower() != "basic" or ("origin" in headers and host != headers.get("host")):
+        return b""
+    try:
+        return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _checked(body: bytes) -> bytes:

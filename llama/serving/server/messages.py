@@ -17,7 +17,7 @@ from llama.serving.asgi import unless_client_leaves
 from llama.serving.openai.chat_prompt import chat_prompt
 from llama.serving.server.dialogs import read_as_chat, start
 from llama.serving.server.errors import ApiError, anthropic_body
-from llama.serving.server.exchange import described, last_outputs, named, parts, read_json
+from llama.serving.server.exchange import answered, described, last_outputs, named, parts, read_json
 from llama.serving.server.responses import (
     EventStream,
     JsonResponse,
@@ -63,7 +63,7 @@ async def _answer(service: Service, http: Request) -> Response:
         )
         return EventStream(stream, _error_event, keep_alive=_PING)
     (last,) = await unless_client_leaves(last_outputs(started.outputs), http.receive)
-    return JsonResponse(message_body(chat, last, tokenizer, heading))
+    return await answered(lambda: message_body(chat, last, tokenizer, heading))
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from llama.serving.server.app import make_app
+from llama.serving.server.protocol import MAX_HEADER_BYTES, bounded_protocol
 from llama.serving.server.service import Limits, Service
 from llama.serving.tools import ToolFormat
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 _BROKEN_S = 1.0  # for everyone's 500 after a step that failed, and for a load balancer to see it
 _LAST_WORDS_S = 2.0  # for responses that are being sent when the server ends
-_MAX_HEADERS = 64 * 1024  # bytes
 
 
 class Server:
@@ -57,10 +57,11 @@ class Server:
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 make_app(self.service, api_keys=api_keys, loopback=loopback),
+                http=bounded_protocol(),
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=int(_LAST_WORDS_S),
-                h11_max_incomplete_event_size=_MAX_HEADERS,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
         self._thread = threading.Thread(target=self._serve, name="llama-http", daemon=True)
@@ -73,6 +74,7 @@ class Server:
 
     def open(self, llama: "Llama") -> None:
         """Requests may come."""
+        llama.llm_engine.grammars.warm_up()
         gc.collect()
         gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
         self.service.start(llama)
@@ -96,8 +98,9 @@ class Server:
         assert service.engine is not None
         service.engine.close()
         self.stop()
-        if failed:
-            raise RuntimeError("a step of the model failed, so the server ends")
+        if failed:  # its clients may all have left: then nobody else says what it was
+            cause = service.engine.failure
+            raise RuntimeError("a step of the model failed, so the server ends") from cause
 
     def _break_off(self, *, is_failure: bool = True) -> None:
         """Everyone gets 500, or 503 after a second signal, if it can be sent soon: this is the end.

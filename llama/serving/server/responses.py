@@ -25,9 +25,11 @@ _COMMENT = b": the answer is not ready yet\n\n"
 
 
 def to_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(
-        errors="surrogatepass"
-    )
+    """In UTF-8; half of a surrogate pair, which a client may have sent, as its escape."""
+    try:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
 class JsonResponse(Response):

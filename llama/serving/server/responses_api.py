@@ -17,10 +17,9 @@ from llama.serving.openai.responses_api.requests import (
 from llama.serving.openai.responses_api.schema import responses_schema
 from llama.serving.server.dialogs import start
 from llama.serving.server.errors import ApiError
-from llama.serving.server.exchange import described, last_outputs, named, parts
+from llama.serving.server.exchange import answered, described, last_outputs, named, parts
 from llama.serving.server.responses import (
     EventStream,
-    JsonResponse,
 )
 from llama.serving.server.service import Service
 
@@ -52,4 +51,4 @@ async def _answer(service: Service, http: Request) -> Response:
         )
         return EventStream(stream, failed)
     (last,) = await unless_client_leaves(last_outputs(started.outputs), http.receive)
-    return JsonResponse(whole_response(body, chat, last, tokenizer, heading))
+    return await answered(lambda: whole_response(body, chat, last, tokenizer, heading))

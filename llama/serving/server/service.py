@@ -146,9 +146,11 @@ class Service:
         index: int = 0,
         param: str = "prompt",
         form_field: str | None = None,
+        ends_with_context: bool = False,
     ) -> Request:
         """A checked request. ApiError 400 names the field of the body where the prompt was, or the
-        form of the answer."""
+        form of the answer. ends_with_context: where prompt and max_tokens are more than the
+        context, the answer ends with the context; else that is an error."""
         tokenizer = self.loaded().tokenizer
         if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
             names = {i: name for name, i in tokenizer.special_tokens.items()}
@@ -173,17 +175,21 @@ class Service:
             ) from None
         except RuntimeError:
             raise shutting_down() from None
-        num_prompt = request.answers[0].sequence.num_prompt
+        if not ends_with_context:
+            self._check_context(request.answers[0].sequence.num_prompt, params.max_tokens)
+        return request
+
+    def _check_context(self, num_prompt: int, max_tokens: int | None) -> None:
+        """ApiError 400 where the context has no room for all that was asked for."""
         most = self.loaded().model.params.max_seq_len
-        if params.max_tokens is not None and num_prompt + params.max_tokens > most:
+        if max_tokens is not None and num_prompt + max_tokens > most:
             raise ApiError(
                 400,
-                f"{num_prompt} prompt tokens and max_tokens={params.max_tokens} are more than the "
-                f"context of {most} tokens: ask for fewer",
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
+                f"of {most} tokens: ask for fewer",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        return request
 
     def _check_room(self, count: int) -> None:
         """ApiError 503 where the queue has no room for so many sequences."""

@@ -38,7 +38,7 @@ _DETOKENIZE = {
 }
 
 
-_LONGEST = 1_000_000  # characters to encode: the answer is JSON, whose making holds everyone up
+_LONGEST = 1_000_000  # characters or ids: the answer is JSON, whose making holds everyone up
 
 
 def routes(service: Service) -> APIRouter:
@@ -131,7 +131,7 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
         given = {name: body.get(name, default) for name, default in flags.items()}
         try:
             tools = read_tools(body)
-            return encode_messages(
+            ids = encode_messages(
                 tokenizer,
                 body["messages"],
                 None if tools is None else tools.tools,
@@ -140,9 +140,23 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
             )
         except (TypeError, ValueError) as e:
             raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
+        if len(ids) > _LONGEST:
+            raise ApiError(413, f"messages have more than {_LONGEST} tokens", param="messages")
+        return ids
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise ApiError(400, f"prompt must be a string, got {json_type(prompt)}", param="prompt")
     if len(prompt) > _LONGEST:
         raise ApiError(413, f"prompt has more than {_LONGEST} characters", param="prompt")
-    return tokenizer.encode(prompt, bos=body.get("add_special_tokens", True), eos=False)
+    has_bos = body.get("add_special_tokens", True)
+    if not has_bos and prompt in (names := _ends(tokenizer)):
+        return [names[prompt]]
+    return tokenizer.encode(prompt, bos=has_bos, eos=False)
+
+
+def _ends(tokenizer: Tokenizer) -> dict[str, int]:
+    """The ids of bos_token and eos_token: a client that has their names from /tokenizer_info, as
+    lm-eval has, can ask for their ids here alone. Beside other text they are text, as all others
+    are, so that encoded text of a user opens nothing."""
+    ids = (tokenizer.bos_id, tokenizer.eos_id)
+    return {name: i for name, i in tokenizer.special_tokens.items() if i in ids}

@@ -68,11 +68,14 @@ class CallForms:
 
     def _json(self) -> Scan[None]:
         """{"name": "f", "parameters": {...}}, with or without "type": "function"."""
-        source, name = self._source, ""
+        source, name, keys = self._source, "", set[str]()
         yield from source.expect("{")
         while True:
             yield from source.spaces()
             key = yield from self._in_quotes(_KEYS)
+            if key in keys:  # again and again, the text would be held back without bound
+                raise Broken
+            keys.add(key)
             yield from source.spaces()
             yield from source.expect(":")
             char = yield from source.spaces()

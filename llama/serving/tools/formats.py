@@ -4,6 +4,7 @@ In: the sizes of a model, and JSON objects that describe functions. Out: a `Tool
 `Tools`. It knows no tokens and no text of an answer.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,9 +30,11 @@ def tool_format_of(llama: "Llama") -> ToolFormat:
     """The format that the checkpoint's files tell.
 
     3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
-    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard's files
-    are those of the model that it was made from.
+    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard has the
+    sizes of the model that it was made from; `llama.checkpoint.guard` knows it by other files.
     """
+    if llama.is_guard:
+        return ToolFormat.NONE
     factor = llama.model.params.rope_factor
     if factor is None:
         return ToolFormat.NONE
@@ -60,7 +63,7 @@ class Tools:
         for i, tool in enumerate(given):
             if not isinstance(tool, dict):
                 raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
-            check_depth(f"tools[{i}]", tool)
+            check_json(f"tools[{i}]", tool)
             function = function_of(tool)
             name = function.get("name")
             if name in (CODE, *SEARCHES) and len(function) == 1:
@@ -88,10 +91,13 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, dict) else tool
 
 
-def check_depth(name: str, value: Any, most: int = 64) -> None:
-    """ValueError where JSON is nested so deeply that writing it could fail."""
+def check_json(name: str, value: Any, most: int = 64) -> None:
+    """ValueError where a value of JSON is nested so deeply that writing it could fail, or has a
+    number that JSON cannot write, such as 1e999."""
     level = [value]
     for _ in range(most):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise ValueError(f"{name}: a number is too large, or none of JSON")
         level = [
             child
             for each in level

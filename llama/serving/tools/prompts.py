@@ -7,12 +7,12 @@ placed as ids, so that no text of a user, a tool or an argument can become one. 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from llama.checks import brief
 from llama.serving.tools.calls import is_of_name
-from llama.serving.tools.formats import CODE, ToolFormat, Tools, check_depth, function_of
+from llama.serving.tools.formats import CODE, ToolFormat, Tools, check_json, function_of
+from llama.serving.tools.turns import Turn, in_order, one_call_each
 from llama.tokenizer import ChatFormat, Message, Role, Tokenizer
 
 # What the models were trained on, word by word: without a space after the two full stops.
@@ -36,18 +36,6 @@ _PYTHON_INSTRUCTION = (
 )
 _LABELS = {"tool_call_id", "name", "refusal"}  # of OpenAI's messages; the format has no place
 _ROLES: dict[str, Role] = {"tool": "ipython", "developer": "system"}
-
-
-@dataclass
-class _Turn:
-    """A message as the model sees it: texts, after <|python_tag|> or not, and the token that ends
-    it. number: of the call that it is the result of."""
-
-    role: Role
-    texts: list[str]
-    has_tag: bool = False
-    ends_message: bool = False  # <|eom_id|>: the model waits for a result
-    number: int = 0
 
 
 def encode_chat(
@@ -80,8 +68,9 @@ def encode_chat(
     check_tools(tokenizer, tools, tool_format)
     reader = _Reader(tools, tool_format)
     turns = [reader.turn(message, f"message {i}") for i, message in enumerate(messages)]
+    turns = one_call_each(in_order(turns))
     if tools:
-        turns = _with_tools(_in_order(turns), tools, tool_format, date)
+        turns = _with_tools(turns, tools, tool_format, date)
     chat = ChatFormat(tokenizer)
     ids = [tokenizer.bos_id]
     for turn in turns:
@@ -107,7 +96,7 @@ def check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> 
         )
 
 
-def _encode(tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn) -> Iterator[int]:
+def _encode(tokenizer: Tokenizer, chat: ChatFormat, turn: Turn) -> Iterator[int]:
     message: Message = {"role": turn.role, "content": ""}
     yield from chat.encode_header(message)
     if turn.has_tag and tokenizer.python_tag_id is not None:
@@ -126,7 +115,7 @@ class _Reader:
         self._format = tool_format
         self._numbers: dict[str, int] = {}  # of the calls of the last message that had any, by id
 
-    def turn(self, message: Any, where: str) -> _Turn:
+    def turn(self, message: Any, where: str) -> Turn:
         if not isinstance(message, dict):
             kind = type(message).__name__
             raise TypeError(f"{where} must be a dict of role and content, got {kind}")
@@ -146,44 +135,55 @@ class _Reader:
             return self._calls(given, where)
         if role == "ipython":
             return self._result(given, where)
-        return _Turn(role, [_text(given.get("content"), where).strip()])  # type: ignore[arg-type]
+        return Turn(role, [_text(given.get("content"), where).strip()])  # type: ignore[arg-type]
 
-    def _result(self, given: dict[str, Any], where: str) -> _Turn:
+    def _result(self, given: dict[str, Any], where: str) -> Turn:
         content = given.get("content", "")
         text = _text(content, where) if isinstance(content, list) else content
         # Meta's pages write what a built-in tool returned as it is, and the template all as JSON.
         if not isinstance(text, str):
-            check_depth(f"{where}: content", text)
+            check_json(f"{where}: content", text)
         is_raw = self._tools.built_in and not self._tools.functions and isinstance(text, str)
         number = self._numbers.get(str(given.get("tool_call_id")), len(self._numbers))
-        return _Turn("ipython", [text if is_raw else _to_json(text)], number=number)
+        return Turn("ipython", [text if is_raw else _to_json(text)], number=number)
 
-    def _calls(self, given: dict[str, Any], where: str) -> _Turn:
+    def _calls(self, given: dict[str, Any], where: str) -> Turn:
         calls = given["tool_calls"]
         if self._format is ToolFormat.NONE:
             raise ValueError(f"{where}: tool_calls cannot be used: this model has no tools")
         if not isinstance(calls, list):
             raise TypeError(f"{where}: tool_calls must be a list of calls")
-        if len(calls) > 1 and self._format is ToolFormat.LLAMA_3_1:
-            raise ValueError(f"{where}: tool_calls must have one call: Llama 3.1's format has no "
-                             "more")  # fmt: skip
         pairs = [_name_and_arguments(call, where) for call in calls]
         self._numbers = {str(call.get("id")): i for i, call in enumerate(calls)}
         content = given.get("content")
         texts = [_text(content, where).lstrip()] if content else []
-        turn = _Turn("assistant", texts)
-        if any(name in self._tools.built_in for name, _ in pairs):
-            if len(pairs) > 1:
-                raise ValueError(f"{where}: tool_calls: the call of a built-in tool stands alone")
-            texts.append(_built_in_call(*pairs[0], where))
-            turn.has_tag = turn.ends_message = True
-        elif self._format is ToolFormat.LLAMA_3_2:
-            texts.append(f"[{', '.join(_python_call(*pair) for pair in pairs)}]")
-        else:
-            ((name, arguments),) = pairs
-            texts.append(f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}')
-            turn.ends_message = bool(self._tools.built_in)  # as the template has it
+        if self._format is ToolFormat.LLAMA_3_2:
+            return self._python_calls(texts, pairs, where)
+        first, *more = [self._call(name, arguments, where) for name, arguments in pairs]
+        first.texts[:0] = texts
+        first.more, first.where = tuple(more), where
+        return first
+
+    def _python_calls(
+        self, texts: list[str], pairs: list[tuple[str, dict[str, Any]]], where: str
+    ) -> Turn:
+        if not any(name in self._tools.built_in for name, _ in pairs):
+            calls = ", ".join(_python_call(*pair) for pair in pairs)
+            return Turn("assistant", [*texts, f"[{calls}]"])
+        if len(pairs) > 1:
+            raise ValueError(f"{where}: tool_calls: the call of a built-in tool stands alone")
+        turn = self._call(*pairs[0], where)
+        turn.texts[:0] = texts
         return turn
+
+    def _call(self, name: str, arguments: dict[str, Any], where: str) -> Turn:
+        """One call, of a built-in tool or as JSON."""
+        if name in self._tools.built_in:
+            text = _built_in_call(name, arguments, where)
+            return Turn("assistant", [text], has_tag=True, ends_message=True)
+        text = f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}'
+        ends_message = bool(self._tools.built_in)  # as the template has it
+        return Turn("assistant", [text], ends_message=ends_message)
 
 
 def _name_and_arguments(call: Any, where: str) -> tuple[str, dict[str, Any]]:
@@ -201,7 +201,7 @@ def _name_and_arguments(call: Any, where: str) -> tuple[str, dict[str, Any]]:
             f"{where}: a tool call must be {{'function': {{'name': ..., 'arguments': ...}}}}, with "
             f"arguments as a dict or as JSON ({type(error).__name__}: {error})"
         ) from None
-    check_depth(f"{where}: arguments", arguments)
+    check_json(f"{where}: arguments", arguments)
     return name, arguments
 
 
@@ -246,22 +246,7 @@ def _python(value: Any) -> str:
     return str(value) if value is None or isinstance(value, bool) else _to_json(value)
 
 
-def _in_order(turns: list[_Turn]) -> list[_Turn]:
-    """Results in the order of their calls: the format has no ids, so the order tells them apart."""
-    ordered: list[_Turn] = []
-    for turn in turns:
-        place = len(ordered)
-        while turn.role == "ipython" and place and ordered[place - 1].role == "ipython":
-            if ordered[place - 1].number <= turn.number:
-                break
-            place -= 1
-        ordered.insert(place, turn)
-    return ordered
-
-
-def _with_tools(
-    turns: list[_Turn], tools: Tools, tool_format: ToolFormat, date: str
-) -> list[_Turn]:
+def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: str) -> list[Turn]:
     """The dialog with the tools in its system message, and in 3.1's format before the question."""
     system = ""
     if turns[0].role == "system":
@@ -269,12 +254,12 @@ def _with_tools(
     dates = _DATES.format(date=date)
     if not tools.functions:
         text = _environment(tools) + dates + (f"\n{system}\n" if system else "")
-        return [_Turn("system", [text]), *turns]
+        return [Turn("system", [text]), *turns]
     if tool_format is ToolFormat.LLAMA_3_2:
         head = _environment(tools) if tools.built_in else ""
         listed = [_described(tool) for tool in tools.functions]
         text = head + _PYTHON_INSTRUCTION + _to_json(listed, indent=4)
-        return [_Turn("system", [f"{text}\n{system}" if system else text]), *turns]
+        return [Turn("system", [f"{text}\n{system}" if system else text]), *turns]
     if not turns or turns[0].role != "user":
         raise ValueError(
             "tools need a first message of the user, after the system's: there is none"
@@ -282,8 +267,8 @@ def _with_tools(
     built_in = f"Tools: {', '.join(tools.searches)}\n\n" if tools.built_in else ""
     text = f"Environment: ipython\n{built_in}{dates}\n{system}"
     listed_text = "".join(_to_json(tool, indent=4) + "\n\n" for tool in tools.functions)
-    question = _Turn("user", [_INSTRUCTION + listed_text + turns[0].texts[0]])
-    return [_Turn("system", [text]), question, *turns[1:]]
+    question = Turn("user", [_INSTRUCTION + listed_text + turns[0].texts[0]])
+    return [Turn("system", [text]), question, *turns[1:]]
 
 
 def _environment(tools: Tools) -> str:

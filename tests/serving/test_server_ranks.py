@@ -1,0 +1,143 @@
+"""Servers on two and four ranks: the bytes of one process, whatever a request asks for."""
+
+import json
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.launch import environment
+from helpers.server import RunningServer, run_server
+
+# The demo model has no tools of its own.
+FLAGS = ["--max_seq_len", "1024", "--dtype", "fp32", "--device", "cpu"]
+FLAGS += ["--tool_format", "llama3.2"]
+STORY: Any = [{"role": "user", "content": "Tell me a story about a cat"}]
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Zürich", "Bern"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FORECAST: Any = {"type": "function", "function": {"name": "forecast", "parameters": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "forecast"}}
+FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+GREEDY = {"max_tokens": 40, "temperature": 0}
+FORCED: dict[str, Any] = {"messages": STORY, "tools": [FORECAST], "max_tokens": 120}
+SCORED = {"max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 2}
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": ["Once upon a time", "The dog"], **GREEDY}),
+    (TEXT, {"prompt": "Once", "max_tokens": 40, "seed": 7, "n": 2}),
+    (TEXT, {"prompt": "One day", "max_tokens": 60, "seed": 2, "n": 2, "stream": True}),
+    (TEXT, {"prompt": "The", **GREEDY, "structured_outputs": {"regex": "[0-9]{5,40}x"}}),
+    (TEXT, {"prompt": "The", "max_tokens": 9, "temperature": 0, "echo": True, "logprobs": 2}),
+    (CHAT, {"messages": STORY, **GREEDY}),
+    (CHAT, {"messages": STORY, **GREEDY, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": STORY, "max_tokens": 30, "seed": 5, "logprobs": True, "stream": True}),
+    (CHAT, {"messages": STORY, "max_tokens": 90, "seed": 6, "response_format": FORM}),
+    (CHAT, {**FORCED, "tool_choice": NAMED, "temperature": 0}),
+    (CHAT, {**FORCED, "tool_choice": "required", "seed": 3}),
+    (CHAT, {**FORCED, "tool_choice": "required", "seed": 4, "stream": True}),
+    (MESSAGES, {"messages": STORY, **GREEDY}),
+    (MESSAGES, {"messages": STORY, **GREEDY, "system": "x", "stream": True}),
+    (RESPONSES, {"input": "The dog", "max_output_tokens": 40, "temperature": 0}),
+    (RESPONSES, {"input": "A cat", "max_output_tokens": 40, "temperature": 0, "stream": True}),
+]
+ALONE = [REQUESTS[0], REQUESTS[3]]
+# What each answer has of its own: names, times, and what was cached when it came.
+_OWN = {"id", "created", "created_at", "call_id", "item_id", "input_tokens", "sequence_number"}
+_OWN |= {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens"}
+_LABELS = {"type", "object", "model", "role"}  # that every part of a stream may repeat
+
+
+def answers(url: str) -> list[Any]:
+    """To all requests at once: rows with and without a grammar, greedy and drawn, share steps. Then
+    to the greedy ones alone: where a step has no others, ranks exchange their top ids only."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        found = list(pool.map(lambda request: _answer(url, *request), REQUESTS))
+    return found + [_answer(url, *request) for request in ALONE]
+
+
+def _answer(url: str, path: str, body: dict[str, Any]) -> Any:
+    found = httpx.post(url + path, json=body, timeout=60)
+    assert found.status_code == 200, found.text
+    if not body.get("stream"):
+        return found.json()
+    events = [line[6:] for line in found.text.splitlines() if line.startswith("data: {")]
+    assert len(events) > 5, "it streams"
+    joined: dict[str, Any] = defaultdict(str)
+    for event in events:
+        _join(json.loads(event), "", joined)
+    return joined
+
+
+def _join(value: Any, place: str, joined: dict[str, Any]) -> None:
+    """Add each string and number of a part of a stream to those of the same place: how many tokens
+    a part brings is a matter of time."""
+    if isinstance(value, dict):
+        place += f"[{value.get('index', '')}]"
+        for key in value.keys() - _OWN - _LABELS:
+            _join(value[key], f"{place}.{key}", joined)
+    elif isinstance(value, list):
+        for each in value:
+            _join(each, place, joined)
+    elif isinstance(value, str):
+        joined[place] += value
+    elif isinstance(value, float):
+        joined[f"{place} (numbers)"] = [*joined[f"{place} (numbers)"], value]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Log-probabilities are sums, which ranks add up in parts; all else is equal."""
+    if isinstance(wanted, float):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted.keys() - _OWN:
+            assert_same(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for pair in zip(found, wanted, strict=True):
+            assert_same(*pair)
+    else:
+        assert found == wanted
+
+
+@pytest.fixture(scope="module")
+def of_one_process() -> list[Any]:
+    with run_server(*FLAGS) as server:
+        wanted = answers(server.url)
+    forms = [wanted[index] for index, (_, body) in enumerate(REQUESTS) if "tools" in body]
+    assert "forecast" in str(forms[0]) and "forecast" in str(forms[1])
+    return wanted
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
+    """Rank 0 leads: the same bytes as of one process. After SIGTERM to torchrun, which then ends
+    with 1 whatever its ranks do, what runs is answered, and no rank complains."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}")
+    with run_server(*FLAGS, launcher=launcher, env=environment()) as ranks:
+        for found, wanted in zip(answers(ranks.url), of_one_process, strict=True):
+            assert_same(found, wanted)
+        if size == 2:
+            _ends_in_order(ranks)
+
+
+def _ends_in_order(ranks: RunningServer) -> None:
+    long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", ranks.url + TEXT, json=long, timeout=60) as response:
+        parts = response.iter_text()
+        first = next(parts)
+        ranks.process.terminate()
+        events = first + "".join(parts)
+    assert events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
+    ranks.process.wait(60)
+    assert "error:" not in "".join(ranks.log), "".join(ranks.log)
