@@ -3,7 +3,8 @@
 In: the queries of all sequences one after the other, and the pages that hold each one's past. Out:
 one row per query. It knows nothing of requests or of who owns a page. bf16 on the CPU has a kernel,
 attention.cpp, that reads the pages in place; a query gives the same bytes there alone as in any
-batch, as part of a prefill as in a decode step, on any number of threads.
+batch, as part of a prefill as in a decode step, on any number of threads. bf16 and fp16 on a GPU
+have kernels in gpu/attention.py.
 
 Example, with S = 4 slots per page: sequences of 5, 7 and 2 tokens, of which 1, 1 and 2 are new.
 queries are (4, H, D): one row, one row, two rows; page_table is
@@ -14,6 +15,7 @@ Shapes: T tokens, B sequences, H query heads, K kv heads, D head dim, P pages, S
 M pages per sequence, G = H / K.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence as Seq
 
 import torch
@@ -21,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 
 MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
 
@@ -37,17 +40,23 @@ def paged_attention(
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
 
     page_table (B, M), query_starts (B + 1) and seq_lens (B) are int64 on the queries' device, see
-    `llama.model.Batch`. The same lengths are wanted on the host, so that nothing here waits for the
-    device. In the torch body, the leading sequences with one query go through one call, and each
-    longer one has its own.
+    `llama.model.Batch`; sequences with one query come first. The same lengths are wanted on the
+    host, so that nothing here waits for the device. In the torch body, the sequences with one query
+    go through one call, and each longer one has its own.
     """
+    n = bisect_right(query_lens_cpu, 1)
+    if kernels.has_kernel("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
+        from llama.ops.gpu import attention
+
+        return attention.paged_attention(
+            queries, kv_cache, page_table, query_starts, seq_lens, num_decodes=n
+        )
     can_run = queries.shape[-1] <= MAX_HEAD_DIM and kv_cache.is_contiguous()
     if can_run and native.has_kernel(queries, kv_cache):
         slots = page_table.shape[1] * kv_cache.shape[2]
         assert max(seq_lens_cpu) <= slots, (seq_lens_cpu, page_table.shape, kv_cache.shape)
         return _native(queries.contiguous(), kv_cache, page_table, query_starts, seq_lens)
     out = torch.empty_like(queries)
-    n = next((i for i, new in enumerate(query_lens_cpu) if new > 1), len(query_lens_cpu))
     if n:
         num_pages = -(-max(seq_lens_cpu[:n]) // kv_cache.shape[2])
         out[:n] = _decode(queries[:n], kv_cache, page_table[:n, :num_pages], seq_lens[:n])
@@ -57,6 +66,12 @@ def paged_attention(
         out[start:end] = _prefill(queries[start:end], kv_cache, page_table[row], seq_lens_cpu[row])
         start = end
     return out
+
+
+def _suits_gpu(queries: Tensor, kv_cache: Tensor) -> bool:
+    """Whether the sizes are those of gpu/attention.py: its tiles are powers of two."""
+    head_dim = queries.shape[-1]
+    return 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
 
 
 def _native(
