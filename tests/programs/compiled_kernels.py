@@ -2,8 +2,9 @@
 
 For capability 8.0 and 9.0, in bfloat16, at the shapes of real models. Each line on stdout is JSON:
 the kernel, the shape and the capability, the registers of a thread, bytes of its stack and accesses
-to what was spilled there, bytes of shared memory, the kinds of matrix products, and how many copies
-to shared memory go past the registers. TRITON_INTERPRET must not be set.
+to what was spilled there, bytes of shared memory, the kinds of matrix products, how many loads read
+16 bytes at once, and how many of these go to shared memory past the registers. TRITON_INTERPRET
+must not be set.
 """
 
 import json
@@ -18,18 +19,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llama.ops.gpu import attention
+from llama.ops.gpu import attention, elementwise
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {  # of arguments, by name
-    **dict.fromkeys(("queries", "kv_cache", "out"), "*bf16"),
-    **dict.fromkeys(("table", "query_starts", "seq_lens"), "*i64"),
-    **dict.fromkeys(("partial", "logsumexp"), "*fp32"),
+    **dict.fromkeys(
+        ("queries", "kv_cache", "out", "x", "delta", "weight", "total", "qkv"), "*bf16"
+    ),
+    **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
+    **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
     **dict.fromkeys(("width", "num_decodes", "num_prefills"), "i32"),
     "plane": "i64",
-    "scale": "fp32",
+    **dict.fromkeys(("scale", "eps"), "fp32"),
 }
 _HEADS = {"8B": (32, 8, 128), "1B": (32, 8, 64), "70B of 8 ranks": (8, 1, 128)}  # H, K, D
+_WIDTHS = {"8B": (4096, 14336), "1B": (2048, 8192), "70B of 8 ranks": (8192, 3584)}  # E, F
 
 
 class Job(NamedTuple):
@@ -42,6 +46,10 @@ class Job(NamedTuple):
 
 
 def jobs(capability: int) -> list[Job]:
+    return attention_jobs(capability) + elementwise_jobs(capability)
+
+
+def attention_jobs(capability: int) -> list[Job]:
     found = []
     for shape, (n_heads, n_kv_heads, head_dim) in _HEADS.items():
         group = n_heads // n_kv_heads
@@ -62,6 +70,22 @@ def jobs(capability: int) -> list[Job]:
     found.append(Job(attention.merge_kernel, "8B", capability, merge))
     far = dict(found[0].constants, WIDE=True)  # a cache beyond offsets of 32 bits
     found.append(found[0]._replace(shape="8B, 64 bits", constants=far))
+    return found
+
+
+def elementwise_jobs(capability: int) -> list[Job]:
+    found = []
+    for shape, (width, ffn) in _WIDTHS.items():
+        n_heads, n_kv_heads, head_dim = _HEADS[shape]
+        norm = {"E": width, "BLOCK": width, "HAS_DELTA": True}
+        rope = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "HEADS": elementwise.ROPE_HEADS}
+        silu = {"F": ffn, "BLOCK": elementwise.SILU_BLOCK}
+        warps = elementwise.norm_warps(width), elementwise.rope_warps(head_dim)
+        found += [
+            Job(elementwise.norm_kernel, shape, capability, norm, warps[0]),
+            Job(elementwise.rope_kernel, shape, capability, rope, warps[1]),
+            Job(elementwise.silu_mul_kernel, shape, capability, silu),
+        ]
     return found
 
 
@@ -92,6 +116,7 @@ def compiled(job: Job) -> dict[str, Any]:
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "shared": kernel.metadata.shared,
         "products": sorted(set(re.findall(r"\bHG?MMA\b", code))),
+        "vectors": len(re.findall(r"\bLDG\.\S*128\b", code)),
         "copies": len(re.findall(r"\bLDGSTS\S*128\b", code)),
     }  # fmt: skip
 

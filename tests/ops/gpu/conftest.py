@@ -3,11 +3,15 @@
 float16 and float32 only: the interpreter multiplies the raw bits of bfloat16 (triton #11584).
 """
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
@@ -28,3 +32,25 @@ def gpu_kernels() -> Iterator[None]:
 @pytest.fixture(params=[torch.float16, torch.float32], ids=["fp16", "fp32"])
 def dtype(request) -> torch.dtype:
     return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
+    """with poisoned(): memory that is asked for is full of NaN, so what is not written shows."""
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **options: Any) -> Tensor:
+            out = make(*args, **options)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        return made
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", filled(torch.empty))
+            patch.setattr(torch, "empty_like", filled(torch.empty_like))
+            patch.setattr(Tensor, "new_empty", filled(Tensor.new_empty))
+            yield
+
+    return context
