@@ -1,8 +1,10 @@
-"""When the layers of a model run as one native call, and when their modules run one by one.
+"""When the layers of a model run as a stack of weights, and when their modules run one by one.
 
-In: the layers, as modules. Out: a `LayerStack` of their weights, or None: where the kernels do not
-take the weights, and where somebody wants to see or change what happens inside the layers (a hook,
-another forward, another module). The modules are the definition; the call gives the same bytes.
+In: the layers, as modules. Out: a stack of their weights, or None. On a CPU with kernels it is a
+`LayerStack`, one native call, if the kernels take the weights. On a CUDA device, and wherever
+Triton's kernels are in use, it is an `OpStack`, a sequence of ops. Where somebody wants to see or
+change what happens inside the layers (a hook, another forward, another module) there is none. The
+modules are the definition; a stack gives the same bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 from llama.ops.layers import LayerStack, LayerWeights, Packed
+from llama.ops.op_stack import OpStack
 
 Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer, as defined
 
@@ -26,18 +30,24 @@ class FusedLayers:
     def __init__(self, layers: nn.ModuleList, definitions: Forwards) -> None:
         self._layers = layers
         self._definitions = definitions
-        self._stack: LayerStack | None = None
+        self._stack: LayerStack | OpStack | None = None
         self._hooks: list[Mapping] = []  # all empty
         self._places: list[tuple[Mapping, str, object]] = []  # what lies where
         self._weights: list[tuple[Tensor, int]] = []  # and where its numbers are
         self._kinds: list[tuple[nn.Module, type]] = []
 
-    def find(self) -> LayerStack | None:
+    def find(self) -> LayerStack | OpStack | None:
         """Asked at each step: what has not changed is not looked at twice."""
-        if native.kernels() is None:
+        device = next(self._layers.parameters()).device
+        kind: type[LayerStack | OpStack]
+        if device.type == "cuda" or kernels.in_use(device):
+            kind = OpStack
+        elif native.kernels() is not None:
+            kind = LayerStack
+        else:
             return None
-        if self._stack is None or not self._is_current():
-            self._stack = self._make()
+        if type(self._stack) is not kind or not self._is_current():
+            self._stack = self._make(kind)
         return self._stack if self._is_as_defined() else None
 
     def _is_as_defined(self) -> bool:
@@ -53,13 +63,13 @@ class FusedLayers:
             and all(type(module) is kind for module, kind in self._kinds)
         )
 
-    def _make(self) -> LayerStack | None:
+    def _make(self, kind: type[LayerStack | OpStack]) -> LayerStack | OpStack | None:
         modules = list(self._layers.modules())
         if any(type(x) not in self._definitions or "forward" in vars(x) for x in modules[1:]):
             return None
         self._watch(modules)
         try:
-            return _stack_of(list(self._layers))
+            return _stack_of(list(self._layers), kind)
         except ValueError:
             return None
 
@@ -76,7 +86,7 @@ class FusedLayers:
             self._weights += [(x, x.data_ptr()) for x in module.parameters(recurse=False)]
 
 
-def _stack_of(layers: list[Any]) -> LayerStack:
+def _stack_of(layers: list[Any], kind: type[LayerStack | OpStack]) -> LayerStack | OpStack:
     """ValueError where the kernels do not take the weights."""
     weights = []
     for layer in layers:
@@ -88,12 +98,15 @@ def _stack_of(layers: list[Any]) -> LayerStack:
         if {layer.attention_norm.eps, layer.ffn_norm.eps} != {layers[0].attention_norm.eps}:
             raise ValueError("the norms of a stack have one eps")
         weights.append(LayerWeights(norms[0], wqkv, wo, norms[1], w13, w2))
-    attention = layers[0].attention
+    attention, eps = layers[0].attention, layers[0].attention_norm.eps
+    n_kv_heads, head_dim = attention.n_kv_heads, attention.head_dim
+    if kind is OpStack:
+        return OpStack(weights, n_kv_heads=n_kv_heads, head_dim=head_dim, eps=eps)
     return LayerStack(
         weights,
         n_heads=attention.n_heads,
-        n_kv_heads=attention.n_kv_heads,
-        head_dim=attention.head_dim,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
         ffn=layers[0].feed_forward.rows["w1"],
-        eps=layers[0].attention_norm.eps,
+        eps=eps,
     )
