@@ -15,17 +15,21 @@ Shapes: T tokens, B sequences, H query heads, K kv heads, D head dim, P pages, S
 M pages per sequence, G = H / K.
 """
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.cpu import native
 from llama.ops.gpu import kernels
 
 MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def paged_attention(
@@ -108,11 +112,12 @@ def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Ten
     queries (N, H, D), page_table (N, M), seq_lens (N) -> (N, H, D).
     """
     n, n_heads, head_dim = queries.shape
-    keys, values = kv_cache[:, page_table].flatten(2, 3)  # 2 x (N, M * S, K, D)
+    # One after the other: torch gathers whole rows of a tensor fast, and parts of rows slowly.
+    keys, values = (part[page_table].flatten(1, 2) for part in kv_cache)  # (N, M * S, K, D)
     _, length, n_kv_heads, _ = keys.shape
     attn_mask = torch.arange(length, device=queries.device) < seq_lens[:, None]
     grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(
+    out = _sdpa(
         grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=attn_mask[:, None, None]
     )
     return out.reshape(n, n_heads, head_dim)
@@ -122,17 +127,41 @@ def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> 
     """The last `count` tokens of one sequence: each sees the past, and the chunk up to itself."""
     count, n_heads, _ = queries.shape
     num_pages = -(-seq_len // kv_cache.shape[2])
-    keys, values = kv_cache[:, pages[:num_pages]].flatten(1, 2)[:, :seq_len]  # 2 x (L, K, D)
-    groups = n_heads // keys.shape[1]
+    # (L, K, D)
+    keys, values = (part[pages[:num_pages]].flatten(0, 1)[:seq_len] for part in kv_cache)
+    group = n_heads // keys.shape[1]
     attn_mask = None
     if seq_len > count:
         positions = torch.arange(seq_len, device=queries.device)
         attn_mask = positions <= positions[-count:, None]
-    out = F.scaled_dot_product_attention(
+    if attn_mask is not None or not _has_flash(queries):
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    out = _sdpa(
         queries.transpose(0, 1)[None],
-        keys.repeat_interleave(groups, 1).transpose(0, 1)[None],
-        values.repeat_interleave(groups, 1).transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
         attn_mask=attn_mask,
         is_causal=attn_mask is None,
+        enable_gqa=keys.shape[1] < n_heads,
     )
     return out[0].transpose(0, 1)  # (count, H, D)
+
+
+def _has_flash(queries: Tensor) -> bool:
+    """Whether torch has FlashAttention for them: of its kernels without a mask, the one that needs
+    no copy of the keys for each query head."""
+    is_narrow = queries.dtype in (torch.bfloat16, torch.float16)
+    return queries.is_cuda and is_narrow and _capability(queries.device) >= (8, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    if not queries.is_cuda:
+        return F.scaled_dot_product_attention(queries, keys, values, **options)
+    # Without cuDNN's, which takes 0.1 to 0.4 s to plan for each new shape; lengths make shapes.
+    with sdpa_kernel(_BACKENDS):
+        return F.scaled_dot_product_attention(queries, keys, values, **options)

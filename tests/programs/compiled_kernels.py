@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llama.ops.gpu import attention, elementwise
+from llama.ops.gpu import attention, elementwise, linear
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {  # of arguments, by name
@@ -28,7 +28,7 @@ _TYPES = {  # of arguments, by name
     ),
     **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
     **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
-    **dict.fromkeys(("width", "num_decodes", "num_prefills"), "i32"),
+    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n"), "i32"),
     "plane": "i64",
     **dict.fromkeys(("scale", "eps"), "fp32"),
 }
@@ -46,7 +46,7 @@ class Job(NamedTuple):
 
 
 def jobs(capability: int) -> list[Job]:
-    return attention_jobs(capability) + elementwise_jobs(capability)
+    return attention_jobs(capability) + elementwise_jobs(capability) + linear_jobs(capability)
 
 
 def attention_jobs(capability: int) -> list[Job]:
@@ -89,6 +89,17 @@ def elementwise_jobs(capability: int) -> list[Job]:
     return found
 
 
+def linear_jobs(capability: int) -> list[Job]:
+    """Every tile, for the w2 of 8B."""
+    found = []
+    for tile in linear.candidates(4096, 14336, 1):
+        kernel = linear.dot_kernel if tile.uses_dot else linear.vector_kernel
+        sizes = {"K": 14336, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        shape = f"8B, {tuple(tile)}"
+        found.append(Job(kernel, shape, capability, sizes, tile.warps, tile.stages))
+    return found
+
+
 def compiled(job: Job) -> dict[str, Any]:
     names = job.kernel.arg_names
     signature = {x: "constexpr" if x in job.constants else _TYPES[x] for x in names}
@@ -96,7 +107,7 @@ def compiled(job: Job) -> dict[str, Any]:
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, x in enumerate(names)
-        if (signature[x].startswith("*") and x not in unaligned) or x == "plane"
+        if (signature[x].startswith("*") and x not in unaligned) or x in ("plane", "n")
     }
     source = ASTSource(
         fn=job.kernel, signature=signature, constexprs=dict(job.constants), attrs=attrs

@@ -37,13 +37,14 @@ def test_kernels_keep_their_numbers_in_registers(compiled):
 
 
 @pytest.mark.slow
-def test_attention_uses_the_matrix_units_and_loads_ahead(compiled):
-    """Keys and values come as 16 bytes at a time, past the registers, while others are used; what
-    the small ops read, too, is 16 bytes at a time."""
+def test_products_use_the_matrix_units_and_load_ahead(compiled):
+    """Keys, values and weights come 16 bytes at a time, past the registers, while others are used;
+    what the small ops read, too, comes 16 bytes at a time."""
     for x in compiled:
-        if x["kernel"] in ("decode_kernel", "prefill_kernel"):
-            wide = x["kernel"] == "prefill_kernel" and x["capability"] == 90
+        wide = x["kernel"] == "prefill_kernel" and x["capability"] == 90
+        if x["kernel"] in ("decode_kernel", "prefill_kernel", "dot_kernel"):
             assert x["products"] == ["HGMMA" if wide else "HMMA"], x
+        if x["kernel"] in ("decode_kernel", "prefill_kernel", "dot_kernel", "vector_kernel"):
             assert x["copies"] >= 4, x
         elif x["kernel"] != "merge_kernel":
             assert x["vectors"], x
