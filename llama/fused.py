@@ -8,6 +8,7 @@ modules are the definition; a stack gives the same bytes.
 """
 
 from collections.abc import Callable, Mapping
+from operator import eq, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,9 +33,13 @@ class FusedLayers:
         self._definitions = definitions
         self._stack: LayerStack | OpStack | None = None
         self._hooks: list[Mapping] = []  # all empty
-        self._places: list[tuple[Mapping, str, object]] = []  # what lies where
-        self._weights: list[tuple[Tensor, int]] = []  # and where its numbers are
-        self._kinds: list[tuple[nn.Module, type]] = []
+        self._places: list[dict] = []  # where things lie, by which name, and what lies there
+        self._names: list[str] = []
+        self._things: list[object] = []
+        self._weights: list[Tensor] = []  # and where the numbers of each are
+        self._addresses: list[int] = []
+        self._modules: list[nn.Module] = []
+        self._kinds: list[type] = []
 
     def find(self) -> LayerStack | OpStack | None:
         """Asked at each step: what has not changed is not looked at twice."""
@@ -57,10 +62,12 @@ class FusedLayers:
         return all(kind.forward is forward for kind, forward in self._definitions.items())
 
     def _is_current(self) -> bool:
+        """Some 2,000 comparisons for 32 layers, none of them in Python's own loop."""
+        there = map(dict.get, self._places, self._names)
         return (
-            all(place.get(name) is x for place, name, x in self._places)
-            and all(weight.data_ptr() == at for weight, at in self._weights)
-            and all(type(module) is kind for module, kind in self._kinds)
+            all(map(is_, there, self._things))
+            and all(map(eq, map(Tensor.data_ptr, self._weights), self._addresses))
+            and all(map(is_, map(type, self._modules), self._kinds))
         )
 
     def _make(self, kind: type[LayerStack | OpStack]) -> LayerStack | OpStack | None:
@@ -75,15 +82,19 @@ class FusedLayers:
 
     def _watch(self, modules: list[nn.Module]) -> None:
         self._hooks = [h for x in modules for h in (x._forward_hooks, x._forward_pre_hooks)]
-        self._places, self._weights, self._kinds = [], [], []
+        self._modules, self._kinds = modules, [type(x) for x in modules]
+        self._weights = [x for module in modules for x in module.parameters(recurse=False)]
+        self._addresses = [x.data_ptr() for x in self._weights]
+        watched: list[tuple[dict, str, object]] = []
         for module in modules:
             own = vars(module)
-            self._kinds.append((module, type(module)))
             for part in (module._modules, module._parameters):
-                self._places += [(part, name, x) for name, x in part.items()]
+                watched += [(part, name, x) for name, x in part.items()]
             names = ["forward", *(name for name in ("scales", "eps") if name in own)]
-            self._places += [(own, name, own.get(name)) for name in names]
-            self._weights += [(x, x.data_ptr()) for x in module.parameters(recurse=False)]
+            watched += [(own, name, own.get(name)) for name in names]
+        self._places = [place for place, _, _ in watched]
+        self._names = [name for _, name, _ in watched]
+        self._things = [thing for _, _, thing in watched]
 
 
 def _stack_of(layers: list[Any], kind: type[LayerStack | OpStack]) -> LayerStack | OpStack:
