@@ -101,6 +101,18 @@ def num_splits(num_decodes: int, n_kv_heads: int) -> int:
     return min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
+def decode_variants(n_kv_heads: int) -> list[int]:
+    """Of each number of parts, the largest num_decodes that gets it, the fewest parts last.
+
+    A kernel is compiled for each number of parts: whoever runs these has compiled all of them.
+    """
+    most = num_splits(1, n_kv_heads)
+    return [
+        _PROGRAMS // (splits * n_kv_heads)
+        for splits in (most >> i for i in range(most.bit_length()))
+    ]
+
+
 def decode_tile(group: int, head_dim: int) -> Tile:
     rows = max(16, triton.next_power_of_2(group))
     # With three stages, page numbers are read a block ahead of the keys that they lead to.

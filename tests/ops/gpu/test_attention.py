@@ -168,3 +168,8 @@ def test_splits_fill_the_device_and_depend_on_the_batch_alone():
         64, 64, 32, 16, 4, 2, 1, 1, 1
     ]  # fmt: skip
     assert attention.num_splits(64, 1) == 16
+    for n_kv_heads in (1, 2, 8):
+        sizes = attention.decode_variants(n_kv_heads)
+        parts = [attention.num_splits(n, n_kv_heads) for n in sizes]
+        assert parts == [64, 32, 16, 8, 4, 2, 1]
+        assert parts == sorted({attention.num_splits(n, n_kv_heads) for n in range(1, 3000)})[::-1]
