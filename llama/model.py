@@ -290,7 +290,8 @@ class Transformer(nn.Module):
                 batch.page_table,
                 batch.query_starts,
                 batch.seq_lens,
-                max(batch.seq_lens_cpu),
+                batch.query_lens_cpu,
+                batch.seq_lens_cpu,
                 self.parallel.all_reduce if self.parallel.size > 1 else None,
             )
         return self.norm(h[batch.logit_rows])

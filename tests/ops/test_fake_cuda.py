@@ -1,0 +1,113 @@
+"""The torch bodies on a CUDA device that is not there: shapes and types, and what torch is asked.
+
+FakeTensorMode computes no numbers. It needs a torch that was built for CUDA, though no GPU.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llama import ModelArgs, Transformer
+from llama.model import Batch
+from llama.ops import attention
+from llama.ops.linear import linear
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="this torch is not built for CUDA"
+)
+CUDA = torch.device("cuda", 0)
+
+
+class Operators(TorchDispatchMode):
+    """The names of torch's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda() -> Iterator[None]:
+    with FakeTensorMode(), torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 64), (0, 64)])
+def test_float32_logits_are_the_sums_as_they_are(dtype, shape):
+    """They were rounded to 16 bits first, so that 3 % of rows tied at the top."""
+    x, weight = (torch.empty(*s, dtype=dtype, device=CUDA) for s in (shape, (96, 64)))
+    with Operators() as called:
+        logits = linear(x, weight, dtype=torch.float32)
+    assert logits.shape == (*shape[:-1], 96) and logits.dtype is torch.float32
+    assert ("aten.mm.dtype" in called.names) == (dtype is not torch.float32)
+    assert linear(x, weight).dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("query_lens, seq_lens", [([1, 1], [6, 17]), ([1, 5, 20], [3, 5, 30])])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_step_without_cudnn(monkeypatch, dtype, query_lens, seq_lens):
+    """cuDNN's attention would be planned anew for each length."""
+    sdpa, enabled = F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled
+    allowed: list[bool] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        allowed.append(enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    before = enabled()
+    sizes: dict[str, Any] = {
+        "dim": 256,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "vocab_size": 512,
+    }
+    model = Transformer(ModelArgs(**sizes, max_seq_len=64), dtype=dtype, device=CUDA)
+    kv_cache = model.new_kv_cache(9, 16)
+
+    def ids(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=CUDA)
+
+    t, b = sum(query_lens), len(query_lens)
+    batch = Batch(ids(t), ids(t), ids(b, 2), ids(b + 1), ids(b), ids(b), query_lens, seq_lens)
+    tokens = ids(t)
+    with Operators() as called:
+        logits = model.logits(model.hidden_states(tokens, batch, kv_cache))
+    assert logits.shape == (b, 512) and logits.dtype is torch.float32
+    assert allowed and not any(allowed) and enabled() == before
+    assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & set(called.names)
+
+
+@pytest.mark.parametrize("capability, copies", [((9, 0), False), ((8, 0), False), ((7, 5), True)])
+def test_flash_attention_reads_keys_once_for_their_group(monkeypatch, capability, copies):
+    monkeypatch.setattr(attention, "_capability", lambda _: capability)
+    shapes: list[tuple[int, ...]] = []
+    sdpa = F.scaled_dot_product_attention
+
+    def noted(queries: Any, keys: Any, *args: Any, **options: Any) -> Any:
+        shapes.append(tuple(keys.shape))
+        return sdpa(queries, keys, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    queries = torch.empty(9, 8, 64, dtype=torch.bfloat16, device=CUDA)
+    kv_cache = torch.empty(2, 4, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
+    table = torch.zeros(1, 2, dtype=torch.int64, device=CUDA)
+    starts, lens = (torch.zeros(n, dtype=torch.int64, device=CUDA) for n in (2, 1))
+    for seq_len in (9, 20):
+        out = attention.paged_attention(queries, kv_cache, table, starts, lens, [9], [seq_len])
+        assert out.shape == queries.shape
+    assert shapes == [(1, 8 if copies else 2, 9, 64), (1, 8, 20, 64)]
