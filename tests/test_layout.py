@@ -32,6 +32,7 @@ BELOW = {
     "llama/parallel": {"ops", "parallel", "signals"},
     "llama/layers.py": {"ops", "parallel"},
     "llama/fused.py": {"ops"},
+    "llama/gpu_kernels.py": {"args", "device", "ops", "parallel"},
     "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
     "llama/checkpoint": {
         "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
@@ -43,7 +44,7 @@ BELOW = {
         "tokenizer",
     },
     "llama/loading.py": {
-        "args", "checkpoint", "checks", "device", "engine", "model", "parallel",
+        "args", "checkpoint", "checks", "device", "engine", "gpu_kernels", "model", "parallel",
         "tokenizer",
     },
     "llama/predictions.py": {"tokenizer"},
