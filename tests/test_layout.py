@@ -32,9 +32,10 @@ BELOW = {
     "llama/parallel": {"ops", "parallel", "signals"},
     "llama/layers.py": {"ops", "parallel"},
     "llama/fused.py": {"ops"},
+    "llama/gpu_kernels.py": {"args", "device", "ops", "parallel"},
     "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
     "llama/checkpoint": {
-        "args", "checkpoint", "checks", "downloads", "model", "parallel", "tokenizer",
+        "args", "checkpoint", "checks", "device", "downloads", "model", "parallel", "tokenizer",
     },
     "llama/engine/params.py": {"sampling_params"},  # an old name, for those who import it there
     "llama/engine": {"device", "engine", "model", "openmp", "ops", "parallel"},
@@ -43,7 +44,7 @@ BELOW = {
         "tokenizer",
     },
     "llama/loading.py": {
-        "args", "checkpoint", "checks", "device", "engine", "model", "parallel",
+        "args", "checkpoint", "checks", "device", "engine", "gpu_kernels", "model", "parallel",
         "tokenizer",
     },
     "llama/predictions.py": {"tokenizer"},
@@ -102,7 +103,7 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel/(groups|hierarchy|rendezvous)\.py"),
+        ("torch.distributed", r"llama/parallel/(groups|hierarchy|one_shot|rendezvous)\.py"),
         ("fairscale", r"llama/parallel/groups\.py"),
         ("triton", r"llama/ops/gpu/"),
         ("fastapi", r"llama/serving/server/"),

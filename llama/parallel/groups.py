@@ -1,8 +1,8 @@
 """Process groups, and what ranks do together: reduce, gather, broadcast, agree.
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
-which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py and
-rendezvous.py import torch.distributed, and this one alone fairscale.
+which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py, one_shot.py
+and rendezvous.py import torch.distributed, and this one alone fairscale.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.

@@ -8,7 +8,6 @@ replayed ("graphs"), and replayed with the Triton kernels that passed their chec
 in Triton's interpreter: what is shown is that every line of this runs.
 """
 
-import functools
 import json
 import os
 import random

@@ -16,6 +16,7 @@ from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
 DTYPES = (torch.bfloat16, torch.float16)  # products of float32 would be rounded to TF32
+LOGITS = (torch.float32,)  # what "sample" takes, whatever the model's type
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,6 @@ def has_kernel(name: str, *tensors: Tensor) -> bool:
     return (
         found is not None
         and name in found.names
-        and first.dtype in found.dtypes
+        and first.dtype in (LOGITS if name == "sample" else found.dtypes)
         and all(x.device == first.device and x.dtype is first.dtype for x in tensors[1:])
     )

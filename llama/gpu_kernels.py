@@ -1,0 +1,86 @@
+"""Which kernels of this project a model runs on its GPU: those that the self-check has let pass.
+
+In: a rank's device, type and sizes. Out: the kernels are in use on every rank alike, with at most
+one warning that names what was dropped and why. `llama.ops.gpu.stamp` does the work.
+
+LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,sample all others.
+"""
+
+import os
+import warnings
+
+import torch
+
+from llama.args import ModelArgs
+from llama.device import DTYPES
+from llama.ops.gpu import kernels
+from llama.ops.gpu.cases import Sizes
+from llama.parallel import ModelParallel
+
+VARIABLE = "LLAMA_GPU_KERNELS"
+
+
+def asked_for() -> frozenset[str]:
+    """The kernels that the user allows. ValueError if LLAMA_GPU_KERNELS names one that is not."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return frozenset(kernels.NAMES)
+    names = frozenset() if text == "none" else frozenset(text.replace(" ", "").split(","))
+    if unknown := sorted(names - set(kernels.NAMES)):
+        raise ValueError(
+            f"{VARIABLE} names {unknown}: give 'none', or some of {', '.join(kernels.NAMES)}"
+        )
+    return names
+
+
+def use_kernels(
+    params: ModelArgs,
+    parallel: ModelParallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int,
+    allowed: frozenset[str],
+) -> None:
+    """Check the kernels, or read what a check has found, and use those that pass on all ranks.
+
+    Nothing happens off CUDA. The first time on a machine it takes ten seconds or more.
+    """
+    if device.type != "cuda":
+        return
+    from llama.ops.gpu import stamp
+
+    name = next(name for name, value in DTYPES.items() if value is dtype)
+    verdict = stamp.Verdict({}, [])
+    if allowed and stamp.not_for(device) is None:
+        sizes = sizes_of(params, parallel.size, page_size)
+        verdict = stamp.settle(stamp.Job(str(device), name, sizes, stamp.names_for(name)))
+    own = [x for x in verdict.passed if x in allowed]
+    everywhere = [x for x in kernels.NAMES if parallel.all_reduce_min(int(x in own))]
+    stamp.use(device, dtype, verdict, everywhere)
+    dropped = dict.fromkeys(set(own) - set(everywhere), "another rank dropped it")
+    dropped |= {x: reason for x, reason in verdict.dropped.items() if x in allowed}
+    if dropped and parallel.global_rank == 0:
+        reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))
+        warnings.warn(f"torch runs in place of kernels for the GPU: {reasons}", stacklevel=2)
+
+
+def sizes_of(params: ModelArgs, ranks: int, page_size: int) -> Sizes:
+    """What one of `ranks` ranks computes with."""
+    return Sizes(
+        dim=params.dim,
+        n_heads=params.n_heads // ranks,
+        n_kv_heads=max(1, params.kv_heads // ranks),
+        head_dim=params.head_dim,
+        ffn_dim=params.ffn_dim // ranks,
+        vocab_size=params.vocab_size,
+        page_size=page_size,
+        eps=params.norm_eps,
+    )
+
+
+def describe(device: torch.device) -> str:
+    """The kernels in use on a GPU, for the line that a build prints; nothing on other devices."""
+    if device.type != "cuda":
+        return ""
+    names = [name for name in kernels.NAMES if name in kernels.in_use(device)]
+    return f", kernels {'+'.join(names)}" if names else ", torch's kernels"
