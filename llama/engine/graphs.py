@@ -45,6 +45,10 @@ class Recorder(Protocol):
     def close(self) -> None: ...
 
 
+class CaptureError(RuntimeError):
+    """A step could not be recorded; it can still be run operator by operator."""
+
+
 class CudaRecorder:
     """CUDA graphs of one device, which share one pool of memory: one of them runs at a time."""
 
@@ -206,20 +210,12 @@ class DecodeGraphs:
         *,
         wants_logits: bool,
     ) -> Decoded:
-        """The rows of `scheduled` come first; what the graph holds beyond them means nothing."""
-        rows = bucket_of(len(scheduled))
-        longest = max(item.start for item in scheduled) + 1
-        width = _width_of(-(-longest // self._page_size), self._most_pages)
-        batch = self._batches.get((rows, width))
-        if batch is None:
-            batch = self._batches[rows, width] = StaticBatch(
-                rows,
-                width,
-                page_size=self._page_size,
-                trash=self._trash,
-                device=self._kv_cache.device,
-            )
-        batch.fill(tokens, sources, scheduled)
+        """The rows of `scheduled` come first; what the graph holds beyond them means nothing.
+
+        CaptureError where the shape cannot be recorded.
+        """
+        rows, width = self._shape_of(scheduled)
+        batch = self._filled((rows, width), tokens, sources, scheduled)
         key = rows, width, wants_logits
         if key not in self._graphs:
             self._graphs[key] = self._record(batch, wants_logits)
@@ -227,11 +223,44 @@ class DecodeGraphs:
         replay()
         return decoded
 
+    def run_eagerly(
+        self,
+        tokens: Seq[int],
+        sources: Seq[int],
+        scheduled: Seq[Scheduled],
+        *,
+        wants_logits: bool,
+    ) -> Decoded:
+        """The same step of the same shape, operator by operator."""
+        shape = self._shape_of(scheduled)
+        return _decoded(self._step(self._filled(shape, tokens, sources, scheduled), wants_logits))
+
+    def _shape_of(self, scheduled: Seq[Scheduled]) -> tuple[int, int]:
+        longest = max(item.start for item in scheduled) + 1
+        width = _width_of(-(-longest // self._page_size), self._most_pages)
+        return bucket_of(len(scheduled)), width
+
+    def _filled(
+        self, shape: tuple[int, int], tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled]
+    ) -> StaticBatch:
+        batch = self._batches.get(shape)
+        if batch is None:
+            batch = self._batches[shape] = StaticBatch(
+                *shape,
+                page_size=self._page_size,
+                trash=self._trash,
+                device=self._kv_cache.device,
+            )
+        batch.fill(tokens, sources, scheduled)
+        return batch
+
     def _record(self, batch: StaticBatch, wants_logits: bool) -> tuple[Decoded, Callable]:
         inputs = [*batch.tensors(), self._kv_cache, self._last_ids]
-        outputs, replay = self._recorder.record(lambda: self._step(batch, wants_logits), inputs)
-        ids, *logits = outputs
-        return Decoded(ids, logits[0] if logits else None), replay
+        try:
+            outputs, replay = self._recorder.record(lambda: self._step(batch, wants_logits), inputs)
+        except RuntimeError as e:
+            raise CaptureError(f"a step of {len(batch.tokens)} rows was not captured: {e}") from e
+        return _decoded(outputs), replay
 
     def _step(self, batch: StaticBatch, wants_logits: bool) -> Outputs:
         """The work of one step, of fixed shape: what is captured.
@@ -249,6 +278,11 @@ class DecodeGraphs:
     def close(self) -> None:
         self._graphs.clear()
         self._recorder.close()
+
+
+def _decoded(outputs: Outputs) -> Decoded:
+    ids, *logits = outputs
+    return Decoded(ids, logits[0] if logits else None)
 
 
 def bucket_of(num_rows: int) -> int:

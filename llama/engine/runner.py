@@ -10,6 +10,7 @@ this one sampled from the device. Steps of single tokens are replayed as graphs,
 `llama.engine.graphs`; all others run operator by operator.
 """
 
+import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor
 from llama import openmp
 from llama.device import current
 from llama.engine.constraints import Allowed, AllowedTokens
-from llama.engine.graphs import DecodeGraphs, Recorder
+from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder
 from llama.engine.sampler import (
     Sampled,
     needs_top_only,
@@ -107,9 +108,8 @@ class ModelRunner:
         allowed = self._allowed_tokens.begin(sampling)
         is_greedy = needs_top_only(sampling)
         prompts: list[PromptScores] = []
-        if self._graphs is not None and self._graphs.takes(scheduled):
-            sampled = self._decode(self._graphs, scheduled, sampling, is_greedy, allowed)
-        else:
+        sampled = self._replayed(scheduled, sampling, is_greedy, allowed)
+        if sampled is None:
             hidden = self._hidden(scheduled)
             prompts = self._score(scheduled, hidden[len(sampling) :])
             if not sampling:
@@ -121,6 +121,30 @@ class ModelRunner:
             self._last_rows = {seq: row for row, seq in enumerate(sampling)}
         read = _to_host(columns)
         return lambda: _output(read(), prompts)
+
+    def _replayed(
+        self,
+        scheduled: list[Scheduled],
+        sampling: list[Sequence],
+        is_greedy: bool,
+        allowed: Allowed | None,
+    ) -> Sampled | None:
+        """The step by a graph; None where there are none, or not for this kind of step.
+
+        A step that cannot be recorded, for want of memory say, is the end of graphs in this
+        process. Ranks could not all know of it, so there the error goes on.
+        """
+        graphs = self._graphs
+        if graphs is None or not graphs.takes(scheduled):
+            return None
+        try:
+            return self._decode(graphs, scheduled, sampling, is_greedy, allowed)
+        except CaptureError as e:
+            if self.model.parallel.size > 1:
+                raise
+            warnings.warn(f"steps run without graphs from now on: {e}", stacklevel=2)
+            self.close()
+            return None
 
     def _decode(
         self,

@@ -2,6 +2,7 @@
 those of the steps that run operator by operator; what a graph cannot capture is found."""
 
 import random
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.engine.core import EngineCore
+from llama.engine.graph_check import compare
 from llama.engine.graphs import DecodeGraphs, StaticBatch, bucket_of
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
@@ -234,3 +236,57 @@ def test_only_steps_of_single_tokens_that_sample_are_recorded():
     assert not DecodeGraphs.takes([Scheduled(seq, 1, 2, True)])
     assert not DecodeGraphs.takes([Scheduled(seq, 1, 1, False)])
     assert not DecodeGraphs.takes([Scheduled(scored, 2, 1, True)])
+
+
+def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
+    """One warning; the answers are those of steps without graphs."""
+
+    class NoRoom(TapeRecorder):
+        def record(self, function, inputs):
+            raise torch.OutOfMemoryError("no room")
+
+    prompts = [[5, 6, 7], [9, 8]]
+    found = []
+    for recorder in (None, NoRoom([])):
+        core = EngineCore.for_model(model, num_pages=20, page_size=PAGE, recorder=recorder)
+        sequences = [Sequence(list(p), TokenParams(temperature=0.0), 12) for p in prompts]
+        for seq in sequences:
+            core.add(seq)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            while core.has_unfinished():
+                core.step()
+        assert [str(w.message) for w in said if "no room" in str(w.message)] == (
+            [] if recorder is None else [str(said[0].message)]
+        )
+        found.append([seq.tokens for seq in sequences])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fault", [None, "ids", "logits", "cache"])
+def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
+    """What is tried before graphs are used on a GPU, with a tape that is right and three that are
+    not: each of these fails."""
+
+    class Tape(TapeRecorder):
+        def record(self, function, inputs):
+            outputs, replay = super().record(function, inputs)
+            kv_cache = next(x for x in inputs if x.dim() == 6)
+
+            def wrong() -> None:
+                replay()
+                if fault == "ids":
+                    outputs[0].add_(1)
+                elif fault == "logits" and len(outputs) > 1:
+                    outputs[1][0, 3] += 0.5
+                elif fault == "cache":
+                    kv_cache[1, 1, 2, 0] += 1.0
+
+            return outputs, wrong
+
+    recorder = Tape([*model.parameters(), model.freqs_cis])
+    if fault is None:
+        compare(model, recorder, PAGE)
+    else:
+        with pytest.raises(ArithmeticError, match={"cache": "keys"}.get(fault, fault)):
+            compare(model, recorder, PAGE)

@@ -40,6 +40,7 @@ class Job:
     dtype: str  # one of llama.device.DTYPES
     sizes: Sizes
     names: tuple[str, ...]
+    in_use: tuple[str, ...] = ()  # kernels that run while something else is checked
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -49,7 +50,8 @@ class Job:
         values = json.loads(text)
         sizes = values["sizes"]
         sizes = Sizes(**sizes | {"lengths": tuple(sizes["lengths"])})
-        return cls(**values | {"sizes": sizes, "names": tuple(values["names"])})
+        names, in_use = tuple(values["names"]), tuple(values["in_use"])
+        return cls(**values | {"sizes": sizes, "names": names, "in_use": in_use})
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
-    _say(started=True)
+    say(started=True)
     for name in job.names:
         extra: dict[str, Any] = {}
         try:
@@ -69,9 +71,9 @@ def main(arguments: Sequence[str]) -> int:
                 check_kernel(name, job)
             reason = None
         except Exception as e:  # whatever it is: this kernel is not used
-            reason = _words(e)
+            reason = words_of(e)
         is_lost = not _is_usable(device)
-        _say(kernel=name, reason=reason or ("the device is lost after it" if is_lost else None),
+        say(kernel=name, reason=reason or ("the device is lost after it" if is_lost else None),
              **extra)  # fmt: skip
         if is_lost:
             return LOST
@@ -93,7 +95,7 @@ def check_kernel(name: str, job: Job) -> None:
                 kernels.use(device, ())
                 compare(found, *_expected(case), dtype)
             except Exception as e:
-                raise RuntimeError(f"{case.what}: {_words(e)}") from e
+                raise RuntimeError(f"{case.what}: {words_of(e)}") from e
 
 
 def _place(job: Job) -> Place:
@@ -191,14 +193,14 @@ def _is_usable(device: torch.device) -> bool:
     return True
 
 
-def _words(e: BaseException) -> str:
+def words_of(e: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(e).split())[:300]
     is_own = isinstance(e, ArithmeticError | NotImplementedError) or type(e) is RuntimeError
     return text if is_own and text else f"{type(e).__name__}: {text}"
 
 
-def _say(**record: Any) -> None:
+def say(**record: Any) -> None:
     print(json.dumps(record), flush=True)
 
 

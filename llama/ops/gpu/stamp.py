@@ -45,8 +45,10 @@ def names_for(dtype: str) -> tuple[str, ...]:
     return ("sample",) if dtype == "fp32" else _ORDER
 
 
-def settle(job: Job) -> Verdict:
+def settle(job: Job, command: Sequence[str] = ()) -> Verdict:
     """What the stamp says of the job's kernels, or what children find now; then it is written.
+
+    command: of the children, see `children.measure`.
 
     Processes that want it at once let one measure. Never raises for what a kernel does.
     """
@@ -60,7 +62,7 @@ def settle(job: Job) -> Verdict:
             f"{e}. Set XDG_CACHE_HOME to a folder that only you can write.",
             stacklevel=2,
         )
-        return children.measure(job)
+        return children.measure(job, command)
     path = folder / f"gpu-{hashlib.sha256(_bytes(key)).hexdigest()[:16]}.json"
     verdict = _read(path, key)
     if verdict is not None:
@@ -68,7 +70,7 @@ def settle(job: Job) -> Verdict:
     with _locked(path.with_suffix(".lock")):
         verdict = _read(path, key)  # somebody has measured it meanwhile
         if verdict is None:
-            verdict = children.measure(job)
+            verdict = children.measure(job, command)
             with contextlib.suppress(OSError):  # a full disk: measured again next time
                 _write(path, key, verdict)
     return verdict
