@@ -141,4 +141,5 @@ def _plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         # The sums as they are: rounded to 16 bits, 3 % of rows of logits tie at the top.
         sums = torch.mm(x.reshape(-1, k), weight.t(), out_dtype=dtype)
         return sums.view(*x.shape[:-1], n)
-    return F.linear(x, weight).to(dtype)
+    out = F.linear(x, weight)
+    return out if out.dtype is dtype else out.to(dtype)

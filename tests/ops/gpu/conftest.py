@@ -62,3 +62,24 @@ def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
             yield
 
     return context
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """The kernels that are launched, in order."""
+    from llama.ops.gpu import attention, elementwise, linear
+
+    names: list[str] = []
+
+    class Noted:
+        def __init__(self, module: Any, name: str) -> None:
+            self.name, self.kernel = name, getattr(module, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for module in (attention, elementwise, linear):
+        for name in [x for x in vars(module) if x.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Noted(module, name))
+    return names

@@ -1,7 +1,5 @@
 """Paged attention by the Triton kernels, interpreted, against float64 and the torch body."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -71,24 +69,6 @@ def check(case: Case, poisoned) -> None:
         got = case.run()
     assert got.dtype is case.queries.dtype
     assert (got - want).abs().max() <= TOLERANCE[got.dtype] * want.abs().max()
-
-
-@pytest.fixture
-def launches(monkeypatch) -> list[str]:
-    """The kernels that are launched, in order."""
-    names: list[str] = []
-
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(attention, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            names.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("decode_kernel", "merge_kernel", "prefill_kernel"):
-        monkeypatch.setattr(attention, name, Counted(name))
-    return names
 
 
 @pytest.mark.parametrize("shape, page_size, splits", SHAPES)

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from llama import ModelArgs, Transformer
+from llama import Llama, ModelArgs, Transformer
 from llama.model import Batch
-from llama.ops.gpu import attention, elementwise, kernels
+from llama.ops.gpu import attention, kernels
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -44,25 +43,6 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
         return [model.hidden_states(tokens, batch, kv_cache), kv_cache]
 
 
-@pytest.fixture
-def launches(monkeypatch) -> list[str]:
-    """The kernels that are launched, in order."""
-    names: list[str] = []
-
-    class Counted:
-        def __init__(self, module: Any, name: str) -> None:
-            self.name, self.kernel = name, getattr(module, name)
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            names.append(self.name)
-            return self.kernel[grid]
-
-    for module in (attention, elementwise):
-        for name in [x for x in vars(module) if x.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Counted(module, name))
-    return names
-
-
 def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
     """Through the same kernels; and nearly the numbers of the torch bodies."""
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
@@ -86,3 +66,16 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
             assert torch.equal(got, same)
             atol = 2e-2 if dtype is torch.float16 else 1e-5
             torch.testing.assert_close(got, near, atol=atol, rtol=1e-2)
+
+
+def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):
+    """Prompts of several lengths, in steps that mix prefill and decode, and in chunks."""
+    prompts = [[1, 5, 9], [2] * 21, [7], [3, 4] * 9]
+    model = Llama.build(str(checkpoint_dir[0]), None, 64, 2, device="cpu", dtype="fp32")
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    got, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
+    assert launches.count("decode_kernel") and launches.count("prefill_kernel")
+    launches.clear()
+    kernels.use(CPU, ())
+    want, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
+    assert got == want and not launches
