@@ -70,6 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             reason = None
         except Exception as e:  # whatever it is: this kernel is not used
             reason = _words(e)
+            extra["is_final"] = not _is_out_of_memory(e)
         is_lost = not _is_usable(device)
         _say(kernel=name, reason=reason or ("the device is lost after it" if is_lost else None),
              **extra)  # fmt: skip
@@ -124,11 +125,11 @@ def _poisoned(case: Case, device: torch.device, dtype: torch.dtype, name: str) -
     """What the op gives with its kernel, where all new memory holds NaN first."""
     inputs = _copies(case.inputs) if case.reference is None else list(case.inputs)
     kernels.use(device, [name], [dtype])
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory
+    torch.set_deterministic_debug_mode("warn")  # fills new memory
     try:
         return _results(case, inputs)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def _expected(case: Case) -> tuple[list[Tensor], list[Tensor]]:
@@ -179,6 +180,13 @@ def _row_error(x: Tensor, exact: Tensor) -> float:
     difference.masked_fill_(x.double() == exact, 0)  # infinities
     lengths = exact.nan_to_num(0, 0, 0).norm(dim=-1).clamp(min=1e-6)
     return float((difference.norm(dim=-1) / lengths).max())
+
+
+def _is_out_of_memory(e: BaseException | None) -> bool:
+    """Whether a later try may come to another result."""
+    return e is not None and (
+        isinstance(e, torch.OutOfMemoryError) or _is_out_of_memory(e.__cause__)
+    )
 
 
 def _is_usable(device: torch.device) -> bool:

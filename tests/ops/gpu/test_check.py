@@ -27,7 +27,10 @@ time.sleep({pause})
 print(json.dumps({{"started": True}}), flush=True)
 for name in json.loads(sys.argv[1])["names"]:
     tiles = {{"tiles": [[64, 32, 1, [16, 32]]]}} if name == "linear" else {{}}
-    print(json.dumps({{"kernel": name, "reason": {reasons!r}.get(name), **tiles}}), flush=True)
+    reason = {reasons!r}.get(name)
+    is_final = reason != "out of memory"
+    record = {{"kernel": name, "reason": reason, "is_final": is_final, **tiles}}
+    print(json.dumps(record), flush=True)
 """
 
 
@@ -88,9 +91,11 @@ def test_a_child_that_cannot_run_is_not_run_again_for_each_kernel(tmp_path, monk
     log = tmp_path / "log"
     program.write_text(f"import sys; open({str(log)!r}, 'a').write('x'); sys.exit('no torch')")
     monkeypatch.setattr(children, "CHILD", (str(program),))
-    reasons = children.measure(job()).reasons
+    reasons = stamp.settle(job()).reasons
     assert set(reasons.values()) == {"the check ended with exit code 1: no torch"}
     assert log.read_text() == "x"
+    stamp.settle(job())  # the remedy is not the kernels': nothing was kept
+    assert log.read_text() == "xx"
 
 
 def test_children_that_always_die_come_to_an_end(tmp_path, monkeypatch):
@@ -181,6 +186,12 @@ def test_processes_that_want_it_at_once_measure_it_once(quick):
     for thread in threads:
         thread.join(30)
     assert count() == 1
+
+
+def test_short_memory_is_not_kept_as_a_fault_of_the_kernel(quick):
+    count = quick(reasons={"sample": "out of memory"})
+    assert stamp.settle(job()).dropped == stamp.settle(job()).dropped == {"sample": "out of memory"}
+    assert count() == 2
 
 
 def test_a_folder_that_cannot_keep_it_is_one_warning(quick, cache):
