@@ -3,8 +3,9 @@
     python -m llama.ops.gpu.check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
 In: a job, as JSON. Out: a line of JSON at the start, and one per kernel as soon as it is known,
-with the reason why it must not be used, or null. An illegal access or a hang in a kernel ends or
-holds up this process alone. After an error that leaves the device unusable it exits with LOST.
+with the reason why it must not be used, or null; lines between say that it goes on. An illegal
+access or a hang in a kernel ends or holds up this process alone. After an error that leaves the
+device unusable it exits with LOST.
 
 Each op runs with its kernel and without. The torch body in float64 says what is right, and the one
 in the model's type how far rounding leads from it; a kernel may be a few times as far. Memory that
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         extra: dict[str, Any] = {}
         try:
             if name == "linear":
-                extra["tiles"] = check_and_time(job.sizes, _place(job))
+                extra["tiles"] = check_and_time(job.sizes, _place(job), _goes_on)
             else:
                 check_kernel(name, job)
             reason = None
@@ -93,6 +94,7 @@ def check_kernel(name: str, job: Job) -> None:
                     raise NotImplementedError("the op does not run it")
                 kernels.use(device, ())
                 compare(found, *_expected(case), dtype)
+                _goes_on()
             except Exception as e:
                 raise RuntimeError(f"{case.what}: {_words(e)}") from e
 
@@ -204,6 +206,11 @@ def _words(e: BaseException) -> str:
     text = " ".join(str(e).split())[:300]
     is_own = isinstance(e, ArithmeticError | NotImplementedError) or type(e) is RuntimeError
     return text if is_own and text else f"{type(e).__name__}: {text}"
+
+
+def _goes_on() -> None:
+    """Tell whoever waits that nothing hangs."""
+    _say(goes_on=True)
 
 
 def _say(**record: Any) -> None:

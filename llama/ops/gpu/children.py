@@ -24,7 +24,7 @@ from llama.ops.gpu.tiles import Choice
 
 CHILD = ("-m", "llama.ops.gpu.check")
 START_S = 60.0  # until a child's first word, for which it loads torch
-LIMIT_S = 60.0  # until its next one, for which it compiles and checks one kernel
+LIMIT_S = 60.0  # until its next one, for which it compiles and checks a part of a kernel
 MAX_CHILDREN = 4
 _PACKAGE = Path(__file__).resolve().parents[2]
 

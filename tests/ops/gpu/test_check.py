@@ -16,7 +16,7 @@ from llama.ops.gpu.check import Job
 
 CPU = torch.device("cpu")
 PROGRAMS = Path(__file__).resolve().parents[2] / "programs"
-SIZES = Sizes(32, 4, 2, 8, 64, 300, 16, 1e-5, lengths=(1, 15, 16, 17, 40))
+SIZES = Sizes(32, 4, 2, 8, 64, 300, 300, 16, 1e-5, lengths=(1, 15, 16, 17, 40))
 
 # A child that finds that all is well, or what its own list says, and counts how often it was run.
 QUICK_CHILD = """
