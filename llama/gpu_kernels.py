@@ -73,6 +73,7 @@ def sizes_of(params: ModelArgs, ranks: int, page_size: int) -> Sizes:
         head_dim=params.head_dim,
         ffn_dim=params.ffn_dim // ranks,
         vocab_size=params.vocab_size,
+        vocab_rows=params.vocab_size // ranks,
         page_size=page_size,
         eps=params.norm_eps,
     )

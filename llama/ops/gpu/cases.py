@@ -37,6 +37,7 @@ class Sizes:
     head_dim: int
     ffn_dim: int
     vocab_size: int
+    vocab_rows: int  # of the head on this rank
     page_size: int
     eps: float
     lengths: tuple[int, ...] = LENGTHS

@@ -3,8 +3,9 @@
     python -m llama.ops.gpu.check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
 In: a job, as JSON. Out: a line of JSON at the start, and one per kernel as soon as it is known,
-with the reason why it must not be used, or null. An illegal access or a hang in a kernel ends or
-holds up this process alone. After an error that leaves the device unusable it exits with LOST.
+with the reason why it must not be used, or null; lines between say that it goes on. An illegal
+access or a hang in a kernel ends or holds up this process alone. After an error that leaves the
+device unusable it exits with LOST.
 
 Each op runs with its kernel and without. The torch body in float64 says what is right, and the one
 in the model's type how far rounding leads from it; a kernel may be a few times as far. Memory that
@@ -66,12 +67,13 @@ def main(arguments: Sequence[str]) -> int:
         extra: dict[str, Any] = {}
         try:
             if name == "linear":
-                extra["tiles"] = check_and_time(job.sizes, _place(job))
+                extra["tiles"] = check_and_time(job.sizes, _place(job), _goes_on)
             else:
                 check_kernel(name, job)
             reason = None
         except Exception as e:  # whatever it is: this kernel is not used
             reason = words_of(e)
+            extra["is_final"] = not _is_out_of_memory(e)
         is_lost = not _is_usable(device)
         say(kernel=name, reason=reason or ("the device is lost after it" if is_lost else None),
              **extra)  # fmt: skip
@@ -94,6 +96,7 @@ def check_kernel(name: str, job: Job) -> None:
                     raise NotImplementedError("the op does not run it")
                 kernels.use(device, ())
                 compare(found, *_expected(case), dtype)
+                _goes_on()
             except Exception as e:
                 raise RuntimeError(f"{case.what}: {words_of(e)}") from e
 
@@ -126,11 +129,11 @@ def _poisoned(case: Case, device: torch.device, dtype: torch.dtype, name: str) -
     """What the op gives with its kernel, where all new memory holds NaN first."""
     inputs = _copies(case.inputs) if case.reference is None else list(case.inputs)
     kernels.use(device, [name], [dtype])
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory
+    torch.set_deterministic_debug_mode("warn")  # fills new memory
     try:
         return _results(case, inputs)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")
 
 
 def _expected(case: Case) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,6 +186,13 @@ def _row_error(x: Tensor, exact: Tensor) -> float:
     return float((difference.norm(dim=-1) / lengths).max())
 
 
+def _is_out_of_memory(e: BaseException | None) -> bool:
+    """Whether a later try may come to another result."""
+    return e is not None and (
+        isinstance(e, torch.OutOfMemoryError) or _is_out_of_memory(e.__cause__)
+    )
+
+
 def _is_usable(device: torch.device) -> bool:
     """False after an illegal access: every later call fails too."""
     try:
@@ -198,6 +208,11 @@ def words_of(e: BaseException) -> str:
     text = " ".join(str(e).split())[:300]
     is_own = isinstance(e, ArithmeticError | NotImplementedError) or type(e) is RuntimeError
     return text if is_own and text else f"{type(e).__name__}: {text}"
+
+
+def _goes_on() -> None:
+    """Tell whoever waits that nothing hangs."""
+    say(goes_on=True)
 
 
 def say(**record: Any) -> None:

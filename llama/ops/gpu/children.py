@@ -24,17 +24,21 @@ from llama.ops.gpu.tiles import Choice
 
 CHILD = ("-m", "llama.ops.gpu.check")
 START_S = 60.0  # until a child's first word, for which it loads torch
-LIMIT_S = 60.0  # until its next one, for which it compiles and checks one kernel
+LIMIT_S = 60.0  # until its next one, for which it compiles and checks a part of a kernel
 MAX_CHILDREN = 4
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why each kernel that was checked must not be used, None where it may, and chosen tiles."""
+    """Why each kernel that was checked must not be used, None where it may, and chosen tiles.
+
+    is_final: a later check would say the same; not so where memory was short or no child ran.
+    """
 
     reasons: dict[str, str | None]
     tiles: list[Choice]
+    is_final: bool = True
 
     @property
     def passed(self) -> list[str]:
@@ -53,6 +57,7 @@ def measure(job: Job, command: Sequence[str] = ()) -> Verdict:
     print(f"llama: checking the kernels of {job.device}, once on this machine ...", file=sys.stderr)
     reasons: dict[str, str | None] = {}
     choices: list[Choice] = []
+    is_final = True
     for _ in range(MAX_CHILDREN):
         left = tuple(name for name in job.names if name not in reasons)
         if not left:
@@ -63,13 +68,15 @@ def measure(job: Job, command: Sequence[str] = ()) -> Verdict:
             if record.get("kernel") in left:
                 reasons[record["kernel"]] = record["reason"]
                 choices += record.get("tiles", [])
+                is_final &= record.get("is_final", True)
         if not any(record.get("started") for record in records):
             reasons |= dict.fromkeys(left, end)  # the child itself cannot run
+            is_final = False
         elif end and (at := next((name for name in left if name not in reasons), None)):
             reasons[at] = end
     for name in job.names:
         reasons.setdefault(name, f"not checked: {MAX_CHILDREN} checks have ended before it")
-    return Verdict(reasons, choices)
+    return Verdict(reasons, choices, is_final)
 
 
 def _run_child(command: list[str]) -> tuple[list[dict[str, Any]], str]:

@@ -3,7 +3,8 @@
 In: a device, a type and a model's sizes. Out: for each kernel whether it passed, or why it did not.
 The first build on a GPU has the kernels checked, see children.py. The result lies as JSON in the
 folder of the CPU kernels, under a name that follows from everything that it depends on: GPU,
-driver, torch, Triton, the sources of the kernels and of the ops that define them, type and sizes.
+driver, torch, Triton and the C compiler that it needs, the sources of the kernels and of the ops
+that define them, type and sizes.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import tempfile
 import time
 import warnings
@@ -48,9 +50,8 @@ def names_for(dtype: str) -> tuple[str, ...]:
 def settle(job: Job, command: Sequence[str] = ()) -> Verdict:
     """What the stamp says of the job's kernels, or what children find now; then it is written.
 
-    command: of the children, see `children.measure`.
-
-    Processes that want it at once let one measure. Never raises for what a kernel does.
+    Processes that want it at once let one measure. Never raises for what a kernel does. command: of
+    the children, see `children.measure`; names that are no kernels' are those of OTHERS.
     """
     key = _key(job)
     try:
@@ -71,8 +72,9 @@ def settle(job: Job, command: Sequence[str] = ()) -> Verdict:
         verdict = _read(path, key)  # somebody has measured it meanwhile
         if verdict is None:
             verdict = children.measure(job, command)
-            with contextlib.suppress(OSError):  # a full disk: measured again next time
-                _write(path, key, verdict)
+            if verdict.is_final:
+                with contextlib.suppress(OSError):  # a full disk: measured again next time
+                    _write(path, key, verdict)
     return verdict
 
 
@@ -115,6 +117,7 @@ def _versions(device: torch.device) -> dict[str, str]:
         "driver": _driver(device),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         "source": _source_hash(),
     }
 

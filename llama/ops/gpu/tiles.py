@@ -25,10 +25,13 @@ _GAIN = 0.97  # of cuBLAS's time that a tile must stay below, to be worth it
 _FLOORS = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}
 
 
-def check_and_time(sizes: Sizes, place: Place) -> list[Choice]:
+def check_and_time(
+    sizes: Sizes, place: Place, goes_on: Callable[[], None] = lambda: None
+) -> list[Choice]:
     """The fastest tile per shape and bucket. ArithmeticError if any tile is wrong.
 
-    A tile that does not compile here, for want of shared memory say, is no candidate.
+    A tile that does not compile here, for want of shared memory say, is no candidate. `goes_on` is
+    called now and then, as there are many to compile.
     """
     try:
         linear = importlib.import_module(_KERNEL)
@@ -50,6 +53,7 @@ def check_and_time(sizes: Sizes, place: Place) -> list[Choice]:
                     continue
                 _check(found, x, weight)
                 tiles.append(tile)
+                goes_on()
             num_right += len(tiles)
             choices.append((n, k, m, _fastest(linear.run, x, weight, tiles)))
     if errors and not num_right:
@@ -68,17 +72,18 @@ def use(device: torch.device, choices: Iterable[Choice]) -> None:
 
 
 def _shapes(sizes: Sizes) -> set[tuple[int, int]]:
-    """(N, K) of a layer's weights: wqkv, wo, w13 and w2."""
+    """(N, K) of a layer's weights, wqkv, wo, w13 and w2, and of the head."""
     inner = sizes.n_heads * sizes.head_dim
     qkv = (sizes.n_heads + 2 * sizes.n_kv_heads) * sizes.head_dim
     return {
         (qkv, sizes.dim), (sizes.dim, inner), (2 * sizes.ffn_dim, sizes.dim),
-        (sizes.dim, sizes.ffn_dim),
+        (sizes.dim, sizes.ffn_dim), (sizes.vocab_rows, sizes.dim),
     }  # fmt: skip
 
 
 def _check(found: Tensor, x: Tensor, weight: Tensor) -> None:
-    exact = x.double() @ weight.double().t()
+    parts = weight.split(2**14)  # the whole head in float64 would be 4 GB
+    exact = torch.cat([x.double() @ part.double().t() for part in parts], dim=-1)
     error = float(((found.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
     allowed = _FLOORS[x.dtype]
     if not error <= allowed:  # NaN is not

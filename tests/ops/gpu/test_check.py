@@ -16,7 +16,7 @@ from llama.ops.gpu.check import Job
 
 CPU = torch.device("cpu")
 PROGRAMS = Path(__file__).resolve().parents[2] / "programs"
-SIZES = Sizes(32, 4, 2, 8, 64, 300, 16, 1e-5, lengths=(1, 15, 16, 17, 40))
+SIZES = Sizes(32, 4, 2, 8, 64, 300, 300, 16, 1e-5, lengths=(1, 15, 16, 17, 40))
 
 # A child that finds that all is well, or what its own list says, and counts how often it was run.
 QUICK_CHILD = """
@@ -27,7 +27,10 @@ time.sleep({pause})
 print(json.dumps({{"started": True}}), flush=True)
 for name in json.loads(sys.argv[1])["names"]:
     tiles = {{"tiles": [[64, 32, 1, [16, 32]]]}} if name == "linear" else {{}}
-    print(json.dumps({{"kernel": name, "reason": {reasons!r}.get(name), **tiles}}), flush=True)
+    reason = {reasons!r}.get(name)
+    is_final = reason != "out of memory"
+    record = {{"kernel": name, "reason": reason, "is_final": is_final, **tiles}}
+    print(json.dumps(record), flush=True)
 """
 
 
@@ -59,8 +62,9 @@ def test_a_job_is_the_same_after_its_way_to_a_child():
     assert Job.from_json(job().to_json()) == job()
 
 
-def test_the_sampling_kernel_passes_and_an_op_without_its_kernel_does_not():
-    """The program itself, in Triton's interpreter."""
+def test_the_sampling_kernel_passes_and_a_name_without_cases_does_not(monkeypatch):
+    """The program itself, in Triton's interpreter. No g++: the CPU kernels are not for this."""
+    monkeypatch.setenv("PATH", "")
     verdict = children.measure(job("sample", "made_up"))
     assert verdict.reasons == {"sample": None, "made_up": "there is no check for it"}
 
@@ -88,9 +92,11 @@ def test_a_child_that_cannot_run_is_not_run_again_for_each_kernel(tmp_path, monk
     log = tmp_path / "log"
     program.write_text(f"import sys; open({str(log)!r}, 'a').write('x'); sys.exit('no torch')")
     monkeypatch.setattr(children, "CHILD", (str(program),))
-    reasons = children.measure(job()).reasons
+    reasons = stamp.settle(job()).reasons
     assert set(reasons.values()) == {"the check ended with exit code 1: no torch"}
     assert log.read_text() == "x"
+    stamp.settle(job())  # the remedy is not the kernels': nothing was kept
+    assert log.read_text() == "xx"
 
 
 def test_children_that_always_die_come_to_an_end(tmp_path, monkeypatch):
@@ -181,6 +187,12 @@ def test_processes_that_want_it_at_once_measure_it_once(quick):
     for thread in threads:
         thread.join(30)
     assert count() == 1
+
+
+def test_short_memory_is_not_kept_as_a_fault_of_the_kernel(quick):
+    count = quick(reasons={"sample": "out of memory"})
+    assert stamp.settle(job()).dropped == stamp.settle(job()).dropped == {"sample": "out of memory"}
+    assert count() == 2
 
 
 def test_a_folder_that_cannot_keep_it_is_one_warning(quick, cache):

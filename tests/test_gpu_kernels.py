@@ -1,0 +1,121 @@
+"""Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
+
+import warnings
+
+import pytest
+import torch
+
+from llama import gpu_kernels
+from llama.args import ModelArgs
+from llama.cli import doctor
+from llama.ops.gpu import kernels, stamp
+from llama.parallel import ModelParallel
+
+GPU = torch.device("cuda", 7)
+PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
+ALL = frozenset(kernels.NAMES)
+
+
+class Rank(ModelParallel):
+    """A rank beside others that have dropped some kernels, by their places in NAMES."""
+
+    def __init__(self, *others_drop: int) -> None:
+        super().__init__()
+        self.places = iter(range(len(kernels.NAMES)))
+        self.others_drop = others_drop
+
+    def all_reduce_min(self, value: int) -> int:
+        return min(value, next(self.places) not in self.others_drop)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(reasons): the self-check finds that -> the jobs that it got."""
+    jobs: list[stamp.Job] = []
+
+    def install(reasons: dict[str, str]) -> list[stamp.Job]:
+        def settle(job: stamp.Job) -> stamp.Verdict:
+            jobs.append(job)
+            return stamp.Verdict({name: reasons.get(name) for name in job.names}, [])
+
+        monkeypatch.setattr(stamp, "settle", settle)
+        return jobs
+
+    monkeypatch.setattr(stamp, "not_for", lambda device: None)
+    monkeypatch.setattr(stamp.tiles, "use", lambda device, choices: None)
+    yield install
+    kernels._in_use.pop(GPU, None)
+
+
+def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> None:
+    gpu_kernels.use_kernels(PARAMS, parallel, GPU, dtype, 16, allowed)
+
+
+def test_what_fails_is_dropped_with_one_warning(gpu):
+    jobs = gpu({"linear": "off by 1", "sample": "it hangs"})
+    with pytest.warns(UserWarning, match="linear: off by 1; sample: it hangs") as warned:
+        use(Rank())
+    assert len(warned) == 1
+    assert kernels.in_use(GPU) == ALL - {"linear", "sample"}
+    assert gpu_kernels.describe(GPU) == ", kernels attention+add_norm+rope_and_store+silu_mul"
+    (job,) = jobs
+    assert job.names == stamp.names_for("bf16")
+    assert (job.sizes.n_heads, job.sizes.n_kv_heads, job.sizes.head_dim) == (8, 2, 16)
+
+
+def test_ranks_use_the_same_kernels(gpu):
+    gpu({})
+    with pytest.warns(UserWarning, match="add_norm: another rank dropped it"):
+        use(Rank(1))
+    assert kernels.in_use(GPU) == ALL - {"add_norm"}
+
+
+def test_float32_has_the_sampling_kernel_only(gpu):
+    jobs = gpu({})
+    use(Rank(), torch.float32)
+    assert [job.names for job in jobs] == [("sample",)]
+    assert kernels.in_use(GPU) == {"sample"}
+
+
+def test_the_variable_turns_kernels_off(gpu, monkeypatch):
+    jobs = gpu({"linear": "off by 1"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what is not wanted is no loss
+        use(Rank(), allowed=frozenset({"attention", "sample"}))
+    assert kernels.in_use(GPU) == {"attention", "sample"}
+    use(Rank(), allowed=frozenset())
+    assert kernels.in_use(GPU) == frozenset() and len(jobs) == 1
+    assert gpu_kernels.describe(GPU) == ", torch's kernels"
+    for text, names in {"": ALL, "none": set(), "linear, sample": {"linear", "sample"}}.items():
+        monkeypatch.setenv(gpu_kernels.VARIABLE, text)
+        assert gpu_kernels.asked_for() == names
+    monkeypatch.setenv(gpu_kernels.VARIABLE, "atention")
+    with pytest.raises(ValueError, match=r"LLAMA_GPU_KERNELS names \['atention'\]: give 'none'"):
+        gpu_kernels.asked_for()
+
+
+def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
+    jobs = gpu({})
+    gpu_kernels.use_kernels(PARAMS, Rank(), torch.device("cpu"), torch.bfloat16, 16, ALL)
+    assert gpu_kernels.describe(torch.device("cpu")) == ""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    use(Rank())
+    assert not jobs and kernels.in_use(GPU) == frozenset()
+
+
+def test_doctor_shows_the_stamps(monkeypatch):
+    monkeypatch.setattr(stamp, "not_for", lambda device: None)
+    monkeypatch.setattr(stamp, "gpu_name", lambda device: "a GPU")
+    monkeypatch.setattr(stamp, "stamps", list)
+    assert "not checked yet" in next(doctor._gpu_kernels(GPU)).text
+    key = {"gpu": "a GPU", "dtype": "bf16", "sizes": {"dim": 128, "n_heads": 8}}
+    verdict = stamp.Verdict({"attention": None, "sample": "it hangs"}, [])
+    monkeypatch.setattr(stamp, "stamps", lambda: [(key, verdict), (key | {"gpu": "b"}, verdict)])
+    monkeypatch.setattr(stamp, "is_current", lambda key, device: True)
+    facts = list(doctor._gpu_kernels(GPU))
+    assert [fact.text for fact in facts] == [
+        "bf16, dim 128, 8 heads: attention",
+        "bf16, dim 128, 8 heads: torch runs in place of sample: it hangs",
+    ]
+    assert [fact.problem for fact in facts] == [False, True]
