@@ -304,6 +304,16 @@ class Transformer(nn.Module):
             h = layer(h, freqs_cis, batch, pages)
         return h
 
+    def way(self) -> object:
+        """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
+
+        The same object means the same operators on the same weights.
+        """
+        ends = (self.tok_embeddings, self.norm, self.output)
+        if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
+            return None
+        return self._fused.find()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., E) -> (..., V) float32, whole on every rank."""
         return self.output(hidden, dtype=torch.float32)

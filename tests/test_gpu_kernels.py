@@ -1,13 +1,15 @@
 """Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from llama import gpu_kernels
 from llama.args import ModelArgs
 from llama.cli import doctor
+from llama.engine import graph_check
+from llama.gpu import VARIABLE, asked_for, describe, recorder_for, sizes_of, use_kernels
 from llama.ops.gpu import kernels, stamp
 from llama.parallel import ModelParallel
 
@@ -34,7 +36,7 @@ def gpu(monkeypatch):
     jobs: list[stamp.Job] = []
 
     def install(reasons: dict[str, str]) -> list[stamp.Job]:
-        def settle(job: stamp.Job) -> stamp.Verdict:
+        def settle(job: stamp.Job, command: tuple[str, ...] = ()) -> stamp.Verdict:
             jobs.append(job)
             return stamp.Verdict({name: reasons.get(name) for name in job.names}, [])
 
@@ -48,7 +50,7 @@ def gpu(monkeypatch):
 
 
 def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> None:
-    gpu_kernels.use_kernels(PARAMS, parallel, GPU, dtype, 16, allowed)
+    use_kernels(PARAMS, parallel, GPU, dtype, 16, allowed)
 
 
 def test_what_fails_is_dropped_with_one_warning(gpu):
@@ -57,7 +59,7 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
         use(Rank())
     assert len(warned) == 1
     assert kernels.in_use(GPU) == ALL - {"linear", "sample"}
-    assert gpu_kernels.describe(GPU) == ", kernels attention+add_norm+rope_and_store+silu_mul"
+    assert describe(GPU) == ", kernels attention+add_norm+rope_and_store+silu_mul"
     (job,) = jobs
     assert job.names == stamp.names_for("bf16")
     assert (job.sizes.n_heads, job.sizes.n_kv_heads, job.sizes.head_dim) == (8, 2, 16)
@@ -85,19 +87,23 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
     assert kernels.in_use(GPU) == {"attention", "sample"}
     use(Rank(), allowed=frozenset())
     assert kernels.in_use(GPU) == frozenset() and len(jobs) == 1
-    assert gpu_kernels.describe(GPU) == ", torch's kernels"
-    for text, names in {"": ALL, "none": set(), "linear, sample": {"linear", "sample"}}.items():
-        monkeypatch.setenv(gpu_kernels.VARIABLE, text)
-        assert gpu_kernels.asked_for() == names
-    monkeypatch.setenv(gpu_kernels.VARIABLE, "atention")
+    assert describe(GPU) == ", torch's kernels"
+    for text, names in {
+        "": ALL | {"graph"},
+        "none": set(),
+        "linear, sample": {"linear", "sample"},
+    }.items():
+        monkeypatch.setenv(VARIABLE, text)
+        assert asked_for() == names
+    monkeypatch.setenv(VARIABLE, "atention")
     with pytest.raises(ValueError, match=r"LLAMA_GPU_KERNELS names \['atention'\]: give 'none'"):
-        gpu_kernels.asked_for()
+        asked_for()
 
 
 def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
     jobs = gpu({})
-    gpu_kernels.use_kernels(PARAMS, Rank(), torch.device("cpu"), torch.bfloat16, 16, ALL)
-    assert gpu_kernels.describe(torch.device("cpu")) == ""
+    use_kernels(PARAMS, Rank(), torch.device("cpu"), torch.bfloat16, 16, ALL)
+    assert describe(torch.device("cpu")) == ""
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     use(Rank())
@@ -119,3 +125,55 @@ def test_doctor_shows_the_stamps(monkeypatch):
         "bf16, dim 128, 8 heads: torch runs in place of sample: it hangs",
     ]
     assert [fact.problem for fact in facts] == [False, True]
+
+
+class Recorder:
+    """In place of one that needs a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
+    monkeypatch.setattr("llama.gpu.CudaRecorder", Recorder)
+    weight = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    model = SimpleNamespace(norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel)
+    return recorder_for(model, 16)  # type: ignore[arg-type, return-value]
+
+
+def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
+    jobs = gpu({"linear": "off by 1"})
+    with pytest.warns(UserWarning):
+        use(Rank())
+    made = recorder(monkeypatch, Rank())
+    assert made is not None and made.device == GPU
+    assert jobs[-1].names == ("graph",)
+    assert set(jobs[-1].in_use) == ALL - {"linear"}
+
+
+def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkeypatch):
+    gpu({"graph": "logits are off by 1"})
+    with pytest.warns(UserWarning, match="without CUDA graphs: logits are off by 1") as warned:
+        assert recorder(monkeypatch, Rank()) is None
+    assert len(warned) == 1
+    gpu({})
+    with pytest.warns(UserWarning, match="another rank dropped them"):
+        assert recorder(monkeypatch, Rank(0)) is None
+
+
+def test_graphs_can_be_turned_off(gpu, monkeypatch):
+    jobs = gpu({"graph": "never asked"})
+    monkeypatch.setenv(VARIABLE, "attention,sample")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recorder(monkeypatch, Rank()) is None
+    assert not jobs
+
+
+def test_the_program_that_tries_graphs(tmp_path, monkeypatch):
+    """A real child, which tries a tape on the CPU; the next process reads what it found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = stamp.Job("cpu", "fp32", sizes_of(PARAMS, 1, 16), (graph_check.NAME,))
+    assert stamp.settle(job, graph_check.CHILD).reasons == {"graph": None}
+    monkeypatch.setattr(stamp.children, "measure", None)
+    assert stamp.settle(job, graph_check.CHILD).passed == ["graph"]

@@ -32,25 +32,26 @@ BELOW = {
     "llama/parallel": {"ops", "parallel", "signals"},
     "llama/layers.py": {"ops", "parallel"},
     "llama/fused.py": {"ops"},
-    "llama/gpu_kernels.py": {"args", "device", "ops", "parallel"},
+    "llama/gpu.py": {"args", "device", "engine", "model", "ops", "parallel"},
     "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
     "llama/checkpoint": {
         "args", "checkpoint", "checks", "device", "downloads", "model", "parallel", "tokenizer",
     },
     "llama/engine/params.py": {"sampling_params"},  # an old name, for those who import it there
+    "llama/engine/graph_check.py": {"args", "device", "engine", "model", "ops"},  # a program
     "llama/engine": {"device", "engine", "model", "openmp", "ops", "parallel"},
     "llama/requests": {
         "checks", "engine", "parallel", "requests", "sampling_params", "structured_output",
         "tokenizer",
     },
     "llama/loading.py": {
-        "args", "checkpoint", "checks", "device", "engine", "gpu_kernels", "model", "parallel",
+        "args", "checkpoint", "checks", "device", "engine", "gpu", "model", "parallel",
         "tokenizer",
     },
     "llama/predictions.py": {"tokenizer"},
     "llama/generation.py": {
         "predictions",
-        "checks", "engine", "loading", "model", "parallel", "requests", "sampling_params",
+        "checks", "engine", "gpu", "loading", "model", "parallel", "requests", "sampling_params",
         "tokenizer",
     },
     "llama/serving/fastchat_worker.py": {  # a program, as __main__

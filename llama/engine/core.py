@@ -34,6 +34,8 @@ class RunsSteps(Protocol):
 
     def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class _Started:

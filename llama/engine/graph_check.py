@@ -1,12 +1,11 @@
-"""Whether a model's decode steps may be replayed as CUDA graphs here: tried before it is done.
+"""Whether decode steps may be replayed as CUDA graphs on a device: a program that tries it.
 
     python -m llama.engine.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In: a model, or a job as JSON in a process of its own. Out: a recorder, or None where graphs are not
-for this device, were turned off, or came to something else than the same step run operator by
-operator. The child tries them on two layers of the model's sizes, as a wrong one can hang or end
-its process; `llama.ops.gpu.stamp` keeps the result. What it does not show is captured collectives:
-ranks try those together, in their own processes, where each wait has its limit.
+In: a job as JSON, as for `llama.ops.gpu.check`. Out: a line of JSON with the reason why they may
+not, or null; on a CPU, of a tape in place of graphs. Two layers of the model's sizes are run both
+ways, in a process of its own, as a wrong graph can hang or end it. What that does not show is
+captured collectives: ranks try those together, in their own processes, where each wait has a limit.
 """
 
 import sys
@@ -23,59 +22,15 @@ from llama.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from llama.engine.sampler import top_ids
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.tape import TapeRecorder
 from llama.model import Transformer
 from llama.ops.gpu import check, kernels
-from llama.ops.gpu.cases import Sizes
 
 NAME = "graph"
-_CHILD = ("-m", "llama.engine.graph_check")
+CHILD = ("-m", "llama.engine.graph_check")
 _LENGTHS = (1, 15, 16, 17, 100, 255, 300, 1025, 1500)
 _MOST_VOCABULARY = 8192  # of the model that is tried: its matrices are not what graphs get wrong
 _TOLERANCE = 2e-2  # of float32 logits of 16-bit weights, where the library may choose other sums
-
-
-def recorder_for(model: Transformer, page_size: int, allowed: bool = True) -> Recorder | None:
-    """The recorder that a model's steps may use; None off CUDA. All ranks of the model call it."""
-    device, parallel = model.norm.weight.device, model.parallel
-    if device.type != "cuda":
-        return None
-    reason: str | None = "LLAMA_GPU_KERNELS leaves them out"
-    if allowed:
-        verdict = _settle(model, page_size)
-        reason = verdict.reasons.get(NAME, "they were not checked")
-    if parallel.size > 1 and reason is None:
-        reason = _try_collectives(model)
-    if not parallel.all_reduce_min(int(reason is None)):
-        if allowed and parallel.global_rank == 0:
-            reason = reason or "another rank dropped them"
-            warnings.warn(f"steps run without CUDA graphs: {reason}", stacklevel=2)
-        return None
-    return CudaRecorder(device)
-
-
-def _settle(model: Transformer, page_size: int) -> Any:
-    from llama.ops.gpu import stamp
-
-    device, dtype = model.norm.weight.device, model.norm.weight.dtype
-    name = next(name for name, value in DTYPES.items() if value is dtype)
-    sizes = sizes_of(model.params, model.parallel.size, page_size)
-    in_use = tuple(x for x in kernels.NAMES if x in kernels.in_use(device))
-    job = check.Job(str(device), name, sizes, (NAME,), in_use)
-    return stamp.settle(job, _CHILD)
-
-
-def sizes_of(params: ModelArgs, ranks: int, page_size: int) -> Sizes:
-    """What one of `ranks` ranks computes with."""
-    return Sizes(
-        dim=params.dim,
-        n_heads=params.n_heads // ranks,
-        n_kv_heads=max(1, params.kv_heads // ranks),
-        head_dim=params.head_dim,
-        ffn_dim=params.ffn_dim // ranks,
-        vocab_size=params.vocab_size,
-        page_size=page_size,
-        eps=params.norm_eps,
-    )
 
 
 @torch.inference_mode()
@@ -138,7 +93,7 @@ def _expect_close(what: str, found: Tensor, wanted: Tensor) -> None:
         raise ArithmeticError(f"{what} are off by {float(error):.2g} of the largest")
 
 
-def _try_collectives(model: Transformer) -> str | None:
+def try_collectives(model: Transformer) -> str | None:
     """Why this group's sums cannot be part of a graph; None where they can. All ranks call it."""
     device = model.norm.weight.device
     x = torch.zeros(8, 64, dtype=model.norm.weight.dtype, device=device)
@@ -169,12 +124,15 @@ def main(arguments: Seq[str]) -> int:
         multiple_of=1, max_seq_len=2048, max_batch_size=64,
     )  # fmt: skip
     try:
-        torch.cuda.set_device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         kernels.use(device, job.in_use, [dtype])
         model = Transformer(args, dtype=dtype, device=device)
         for weight in model.parameters():
             weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
-        compare(model, CudaRecorder(device), sizes.page_size)
+        is_cuda = device.type == "cuda"
+        recorder = CudaRecorder(device) if is_cuda else TapeRecorder.of_model(model)
+        compare(model, recorder, sizes.page_size)
         reason = None
     except Exception as e:  # whatever it is: graphs are not used
         reason = check.words_of(e)

@@ -12,6 +12,8 @@ A recorder decides what recording means: torch.cuda.graph here, a tape of operat
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """
 
+import atexit
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -56,6 +58,8 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        # Before the process groups end, whose collectives the graphs may hold: last in, first out.
+        atexit.register(_close, weakref.ref(self))
 
     def record(
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
@@ -78,6 +82,11 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+def _close(recorder: "weakref.ref[CudaRecorder]") -> None:
+    if (alive := recorder()) is not None:
+        alive.close()
 
 
 @dataclass(frozen=True)
@@ -193,14 +202,16 @@ class DecodeGraphs:
         self._most_pages = -(-model.params.max_seq_len // self._page_size)
         self._batches: dict[tuple[int, int], StaticBatch] = {}
         self._graphs: dict[tuple[int, int, bool], tuple[Decoded, Callable[[], None]]] = {}
+        self._way: object = None  # of the model, when they were recorded
 
-    @staticmethod
-    def takes(scheduled: Seq[Scheduled]) -> bool:
-        """Whether every sequence has one new token and samples the next, and nothing else."""
-        return all(
-            item.count == 1 and item.samples and item.sequence.params.prompt_logprobs is None
-            for item in scheduled
-        )
+    def takes(self, scheduled: Seq[Scheduled]) -> bool:
+        """Whether this step is of a kind that is recorded, and the model runs as it did then: a
+        replay calls no hook, and reads the weights where they were."""
+        if not is_decode(scheduled):
+            return False
+        way = self._model.way()
+        is_hooked = way is None and self._kv_cache.is_cuda
+        return not is_hooked and (not self._graphs or way is self._way)
 
     def run(
         self,
@@ -255,6 +266,7 @@ class DecodeGraphs:
         return batch
 
     def _record(self, batch: StaticBatch, wants_logits: bool) -> tuple[Decoded, Callable]:
+        self._way = self._way if self._graphs else self._model.way()
         inputs = [*batch.tensors(), self._kv_cache, self._last_ids]
         try:
             outputs, replay = self._recorder.record(lambda: self._step(batch, wants_logits), inputs)
@@ -283,6 +295,14 @@ class DecodeGraphs:
 def _decoded(outputs: Outputs) -> Decoded:
     ids, *logits = outputs
     return Decoded(ids, logits[0] if logits else None)
+
+
+def is_decode(scheduled: Seq[Scheduled]) -> bool:
+    """Whether every sequence has one new token and samples the next, and nothing else."""
+    return all(
+        item.count == 1 and item.samples and item.sequence.params.prompt_logprobs is None
+        for item in scheduled
+    )
 
 
 def bucket_of(num_rows: int) -> int:

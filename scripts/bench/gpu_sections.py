@@ -331,7 +331,7 @@ def _begin(engine: LLMEngine, batch: int, context: int) -> None:
 
 def _let_go(engine: LLMEngine) -> None:
     engine.drop_all()
-    engine.core.runner.close()  # type: ignore[attr-defined]
+    engine.core.runner.close()
 
 
 def _say_decode(

@@ -11,11 +11,12 @@ import torch
 from llama.args import ModelArgs
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
-from llama.engine.graphs import DecodeGraphs, StaticBatch, bucket_of
+from llama.engine.graphs import StaticBatch, bucket_of, is_decode
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.tape import NotCapturable, TapeRecorder
 from llama.model import Batch, Transformer
+from llama.ops.gpu import kernels
 
 PAGE = 4
 
@@ -232,10 +233,10 @@ def test_shapes_are_few():
 def test_only_steps_of_single_tokens_that_sample_are_recorded():
     seq = Sequence([1, 2, 3], TokenParams(), 9)
     scored = Sequence([1, 2, 3], TokenParams(prompt_logprobs=0), 9)
-    assert DecodeGraphs.takes([Scheduled(seq, 2, 1, True)])
-    assert not DecodeGraphs.takes([Scheduled(seq, 1, 2, True)])
-    assert not DecodeGraphs.takes([Scheduled(seq, 1, 1, False)])
-    assert not DecodeGraphs.takes([Scheduled(scored, 2, 1, True)])
+    assert is_decode([Scheduled(seq, 2, 1, True)])
+    assert not is_decode([Scheduled(seq, 1, 2, True)])
+    assert not is_decode([Scheduled(seq, 1, 1, False)])
+    assert not is_decode([Scheduled(scored, 2, 1, True)])
 
 
 def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
@@ -290,3 +291,36 @@ def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
     else:
         with pytest.raises(ArithmeticError, match={"cache": "keys"}.get(fault, fault)):
             compare(model, recorder, PAGE)
+
+
+def test_a_hook_that_comes_later_is_called(model):
+    """A replay would call none: from then on steps run module by module, until it is gone."""
+    core = core_of(model, 20, graphs=True, ahead=False)
+    core.add(Sequence([1, 2], TokenParams(temperature=0.0), 60))
+    for _ in range(3):
+        core.step()
+    seen: list[int] = []
+    handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    core.runner._graphs._way = object()  # type: ignore[attr-defined]  # of a GPU: not None
+    core.step()
+    assert seen == [1]
+    handle.remove()
+
+
+def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
+    """A stack of ops, as on a GPU: found again and again, None while a module is watched."""
+    kernels.use(torch.device("cpu"), ["sample"], dtypes=())
+    try:
+        way = model.way()
+        assert way is not None and model.way() is way
+        for module in (model.norm, model.layers[1].feed_forward.w2, model.tok_embeddings):
+            handle = module.register_forward_pre_hook(lambda module, args: None)
+            assert model.way() is None
+            handle.remove()
+            assert model.way() is way
+        weight = model.layers[0].attention.wo.weight
+        model.layers[0].attention.wo.weight = torch.nn.Parameter(weight.clone(), False)
+        assert model.way() is not way
+        model.layers[0].attention.wo.weight = weight
+    finally:
+        kernels.use(torch.device("cpu"), ())

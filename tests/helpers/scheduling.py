@@ -54,6 +54,9 @@ class FakeRunner:
         """A pending token is one that the step before this one sampled."""
         return seq.tokens + ([self.last[seq]] if seq.num_pending else [])
 
+    def close(self) -> None:
+        pass
+
     def slot(self, seq: Sequence, p: int) -> int:
         return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
 

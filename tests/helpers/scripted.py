@@ -37,6 +37,9 @@ class Script:
         output = StepOutput([self.ids[len(seq.tokens) - seq.num_prompt] for seq in sampling])
         return lambda: output
 
+    def close(self) -> None:
+        pass
+
 
 class ScriptedServer:
     """`url` is of no machine: the requests go to the app in this process."""

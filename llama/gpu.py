@@ -1,9 +1,10 @@
-"""Which kernels of this project a model runs on its GPU: those that the self-check has let pass.
+"""What a model uses on its GPU: the kernels of this project, and graphs, that passed their checks.
 
-In: a rank's device, type and sizes. Out: the kernels are in use on every rank alike, with at most
-one warning that names what was dropped and why. `llama.ops.gpu.stamp` does the work.
+In: a rank's device, type and sizes, then its model. Out: kernels in use and a recorder of graphs,
+on every rank alike, with at most one warning for each that names what was dropped and why.
+`llama.ops.gpu.stamp` has them checked, in other processes, and keeps the result.
 
-LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,sample all others.
+LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph all others.
 """
 
 import os
@@ -13,23 +14,25 @@ import torch
 
 from llama.args import ModelArgs
 from llama.device import DTYPES
+from llama.engine import graph_check
+from llama.engine.graphs import CudaRecorder, Recorder
+from llama.model import Transformer
 from llama.ops.gpu import kernels
 from llama.ops.gpu.cases import Sizes
 from llama.parallel import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
+_NAMES = (*kernels.NAMES, graph_check.NAME)
 
 
 def asked_for() -> frozenset[str]:
-    """The kernels that the user allows. ValueError if LLAMA_GPU_KERNELS names one that is not."""
+    """What the user allows. ValueError if LLAMA_GPU_KERNELS names something that there is not."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
-        return frozenset(kernels.NAMES)
+        return frozenset(_NAMES)
     names = frozenset() if text == "none" else frozenset(text.replace(" ", "").split(","))
-    if unknown := sorted(names - set(kernels.NAMES)):
-        raise ValueError(
-            f"{VARIABLE} names {unknown}: give 'none', or some of {', '.join(kernels.NAMES)}"
-        )
+    if unknown := sorted(names - set(_NAMES)):
+        raise ValueError(f"{VARIABLE} names {unknown}: give 'none', or some of {', '.join(_NAMES)}")
     return names
 
 
@@ -62,6 +65,39 @@ def use_kernels(
     if dropped and parallel.global_rank == 0:
         reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))
         warnings.warn(f"torch runs in place of kernels for the GPU: {reasons}", stacklevel=2)
+
+
+def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
+    """The recorder of a model's decode steps; None off CUDA, and where graphs did not pass.
+
+    All ranks of the model call it.
+    """
+    device, parallel = model.norm.weight.device, model.parallel
+    if device.type != "cuda":
+        return None
+    is_allowed = graph_check.NAME in asked_for()
+    reason = _why_no_graphs(model, page_size) if is_allowed else f"{VARIABLE} leaves them out"
+    if parallel.size > 1 and not reason:
+        reason = graph_check.try_collectives(model)
+    if parallel.all_reduce_min(int(not reason)):
+        return CudaRecorder(device)
+    if is_allowed and parallel.global_rank == 0:
+        reason = reason or "another rank dropped them"
+        warnings.warn(f"steps run without CUDA graphs: {reason}", stacklevel=2)
+    return None
+
+
+def _why_no_graphs(model: Transformer, page_size: int) -> str | None:
+    """None where they passed, with the kernels that are in use."""
+    from llama.ops.gpu import stamp
+
+    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    name = next(name for name, value in DTYPES.items() if value is dtype)
+    sizes = sizes_of(model.params, model.parallel.size, page_size)
+    in_use = tuple(x for x in kernels.NAMES if x in kernels.in_use(device))
+    job = stamp.Job(str(device), name, sizes, (graph_check.NAME,), in_use)
+    verdict = stamp.settle(job, graph_check.CHILD)
+    return verdict.reasons.get(graph_check.NAME, "they were not checked")
 
 
 def sizes_of(params: ModelArgs, ranks: int, page_size: int) -> Sizes:
