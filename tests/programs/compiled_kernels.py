@@ -77,10 +77,11 @@ def elementwise_jobs(capability: int) -> list[Job]:
     found = []
     for shape, (width, ffn) in _WIDTHS.items():
         n_heads, n_kv_heads, head_dim = _HEADS[shape]
-        norm = {"E": width, "BLOCK": width, "HAS_DELTA": True}
+        block, norm_warps = elementwise.norm_block(width)
+        norm = {"E": width, "BLOCK": block, "HAS_DELTA": True}
         rope = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "HEADS": elementwise.ROPE_HEADS}
         silu = {"F": ffn, "BLOCK": elementwise.SILU_BLOCK}
-        warps = elementwise.norm_warps(width), elementwise.rope_warps(head_dim)
+        warps = norm_warps, elementwise.rope_warps(head_dim)
         found += [
             Job(elementwise.norm_kernel, shape, capability, norm, warps[0]),
             Job(elementwise.rope_kernel, shape, capability, rope, warps[1]),
