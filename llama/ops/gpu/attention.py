@@ -55,7 +55,8 @@ def paged_attention(
     n_kv_heads = kv_cache.shape[3]
     assert kv_cache.is_contiguous() and page_table.stride(1) == 1, (kv_cache.shape, page_table)
     assert query_starts.is_contiguous() and seq_lens.is_contiguous()
-    queries, out = queries.contiguous(), torch.empty_like(queries)
+    queries = queries.contiguous()
+    out = torch.empty_like(queries)
     width, group = page_table.stride(0), n_heads // n_kv_heads
     plane = kv_cache.numel() // 2
     scale = head_dim**-0.5 * math.log2(math.e)  # for powers of 2
