@@ -75,12 +75,14 @@ def attention_jobs(capability: int) -> list[Job]:
 
 def elementwise_jobs(capability: int) -> list[Job]:
     found = []
-    for shape, (width, ffn) in _WIDTHS.items():
+    shapes = _WIDTHS if capability >= 90 else {"8B": _WIDTHS["8B"]}
+    for shape, (width, ffn) in shapes.items():
         n_heads, n_kv_heads, head_dim = _HEADS[shape]
-        norm = {"E": width, "BLOCK": width, "HAS_DELTA": True}
+        block, norm_warps = elementwise.norm_block(width)
+        norm = {"E": width, "BLOCK": block, "HAS_DELTA": True}
         rope = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "HEADS": elementwise.ROPE_HEADS}
         silu = {"F": ffn, "BLOCK": elementwise.SILU_BLOCK}
-        warps = elementwise.norm_warps(width), elementwise.rope_warps(head_dim)
+        warps = norm_warps, elementwise.rope_warps(head_dim)
         found += [
             Job(elementwise.norm_kernel, shape, capability, norm, warps[0]),
             Job(elementwise.rope_kernel, shape, capability, rope, warps[1]),
@@ -90,9 +92,10 @@ def elementwise_jobs(capability: int) -> list[Job]:
 
 
 def linear_jobs(capability: int) -> list[Job]:
-    """Every tile, for the w2 of 8B."""
+    """Every tile, for the w2 of 8B; on the older device every second."""
     found = []
-    for tile in linear.candidates(4096, 14336, 1):
+    tiles = linear.candidates(4096, 14336, 1)
+    for tile in tiles if capability >= 90 else tiles[::2]:
         kernel = linear.dot_kernel if tile.uses_dot else linear.vector_kernel
         sizes = {"K": 14336, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
         shape = f"8B, {tuple(tile)}"

@@ -55,7 +55,8 @@ def paged_attention(
     n_kv_heads = kv_cache.shape[3]
     assert kv_cache.is_contiguous() and page_table.stride(1) == 1, (kv_cache.shape, page_table)
     assert query_starts.is_contiguous() and seq_lens.is_contiguous()
-    queries, out = queries.contiguous(), torch.empty_like(queries)
+    queries = queries.contiguous()
+    out = torch.empty_like(queries)
     width, group = page_table.stride(0), n_heads // n_kv_heads
     plane = kv_cache.numel() // 2
     scale = head_dim**-0.5 * math.log2(math.e)  # for powers of 2
@@ -113,12 +114,14 @@ def decode_variants(n_kv_heads: int) -> list[int]:
     ]
 
 
+@functools.cache
 def decode_tile(group: int, head_dim: int) -> Tile:
     rows = max(16, triton.next_power_of_2(group))
     # With three stages, page numbers are read a block ahead of the keys that they lead to.
     return Tile(rows, 64 if head_dim <= 128 else 32, 4, 3 if head_dim > 64 else 2)
 
 
+@functools.cache
 def prefill_tile(group: int, head_dim: int, is_wide: bool) -> Tile:
     """is_wide: whether the device has the products of 64 rows and more of capability 9 and 10."""
     rows = max(128 if is_wide and head_dim <= 128 else 64, triton.next_power_of_2(group))

@@ -9,6 +9,8 @@ Shapes: T rows, E model dim, F ffn, H query heads, K kv heads, D head dim, P pag
 page.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -49,15 +51,18 @@ def _launch_norm(
     rows = x.numel() // width
     assert weight.shape == (width,) and weight.is_contiguous(), (weight.shape, x.shape)
     if rows:
+        block, warps = norm_block(width)
         norm_kernel[(rows,)](
-            x, delta, weight, total, out, eps, E=width, BLOCK=triton.next_power_of_2(width),
-            HAS_DELTA=has_delta, num_warps=norm_warps(width),
+            x, delta, weight, total, out, eps, E=width, BLOCK=block, HAS_DELTA=has_delta,
+            num_warps=warps,
         )  # fmt: skip
 
 
-def norm_warps(width: int) -> int:
-    """16 numbers of a row per thread, between 1 and 16 warps."""
-    return min(16, max(1, triton.next_power_of_2(width) // (16 * 32)))
+@functools.cache
+def norm_block(width: int) -> tuple[int, int]:
+    """Numbers per program: a whole row. And warps: 16 numbers per thread, if 16 warps can."""
+    block = triton.next_power_of_2(width)
+    return block, min(16, max(1, block // (16 * 32)))
 
 
 @triton.jit
@@ -94,7 +99,7 @@ def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tens
     qkv, freqs = qkv.contiguous(), torch.view_as_real(freqs_cis.contiguous())
     queries = qkv.new_empty(num_tokens, n_heads, head_dim)
     if num_tokens:
-        grid = num_tokens, triton.cdiv(n, ROPE_HEADS)
+        grid = num_tokens, -(-n // ROPE_HEADS)
         rope_kernel[grid](
             qkv, freqs, kv_cache, slots, queries, kv_cache.numel() // 2, H=n_heads, K=n_kv_heads,
             D=head_dim, HEADS=ROPE_HEADS, num_warps=rope_warps(head_dim),
@@ -141,7 +146,7 @@ def silu_mul(x: Tensor) -> Tensor:
     out = x.new_empty(*x.shape[:-1], width)
     rows = out.numel() // width
     if rows:
-        grid = rows, triton.cdiv(width, SILU_BLOCK)
+        grid = rows, -(-width // SILU_BLOCK)
         silu_mul_kernel[grid](x, out, F=width, BLOCK=SILU_BLOCK, num_warps=4)
     return out
 

@@ -90,7 +90,7 @@ def run(x: Tensor, weight: Tensor, tile: Tile, dtype: torch.dtype | None = None)
     assert 1 <= m <= (MAX_ROWS if tile.uses_dot else 1) and k % tile.columns == 0, (m, k, tile)
     out = torch.empty(*x.shape[:-1], n, dtype=dtype or x.dtype, device=x.device)
     kernel = dot_kernel if tile.uses_dot else vector_kernel
-    kernel[(triton.cdiv(n, tile.rows),)](
+    kernel[(-(-n // tile.rows),)](
         x, weight, out, m, n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip

@@ -99,6 +99,13 @@ def test_blocks_of_queries_fall_to_their_sequences(monkeypatch, poisoned):
         check(Case([9, *lens], [1, *lens], torch.float32), poisoned)
 
 
+def test_queries_that_are_not_in_one_piece(monkeypatch, poisoned, dtype):
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    case = Case([37, 20], [1, 20], dtype)
+    case.queries = case.queries.transpose(0, 1).contiguous().transpose(0, 1)
+    check(case, poisoned)
+
+
 def test_offsets_of_64_bits(monkeypatch, poisoned, dtype):
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     monkeypatch.setattr(attention, "_MAX_OFFSET", 0)
