@@ -175,19 +175,22 @@ def silu(sizes: Sizes, place: Place) -> Iterator[Case]:
 
 
 def sample(sizes: Sizes, place: Place) -> Iterator[Case]:
-    """Ids must be equal. Peaked and flat rows, greedy, plain and filtered, and rows without one."""
+    """Ids must be equal. Filters that keep few tokens, where one too many shows, and many; ties;
+    peaked and flat rows, greedy, plain and filtered, and rows without a finite maximum."""
     kinds = [
         None, SamplingRow(), SamplingRow(0.7), SamplingRow(top_p=0.9), SamplingRow(0.6, top_p=0.95),
-        SamplingRow(top_k=40), SamplingRow(min_p=0.05), SamplingRow(1.3, 0.01, 64, 0.8),
+        SamplingRow(2.0, top_k=2), SamplingRow(2.0, top_k=3, top_p=0.5), SamplingRow(top_p=0.2),
+        SamplingRow(top_k=40), SamplingRow(min_p=0.3), SamplingRow(1.3, 0.01, 64, 0.8),
+        SamplingRow(3.0, top_k=1), SamplingRow(3.0, top_k=4), SamplingRow(3.0, top_k=5),
     ]  # fmt: skip
     repeats = 8 if place.device.type == "cuda" else 1  # Triton's interpreter is slow
     for rows in (1, repeats * len(kinds) + 2):
-        logits = place.normal(rows, sizes.vocab_size, dtype=torch.float32)
+        logits = place.normal(rows, sizes.vocab_size, dtype=torch.bfloat16).float()
         logits[::2] *= 4
         logits[-1, ::7] = -math.inf
         if rows > 1:
             logits[0, 0], logits[1] = math.nan, -math.inf
-        chosen = [kinds[(i + 3) % len(kinds)] for i in range(rows)]
+        chosen = [kinds[(i + 5) % len(kinds)] for i in range(rows)]
         inputs = (logits, chosen, [2**40 + 7 * i for i in range(rows)], list(range(rows)))
         yield Case(f"{rows} rows", choose_ids, inputs)
         yield Case(f"{rows} greedy rows", choose_ids, (logits, [None] * rows, *inputs[2:]))
