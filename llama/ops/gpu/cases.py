@@ -8,8 +8,10 @@ Shapes: T tokens, B sequences, E model dim, H query heads, K kv heads, D head di
 vocabulary, P pages, S slots per page, M pages per sequence. H, K and F are one rank's.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,8 +69,8 @@ class Place(NamedTuple):
         values = torch.randn(*shape, generator=self.generator, device=self.device)
         return values.to(dtype or self.dtype)
 
-    def whole(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def whole(self, values: Iterable[Any]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
 
 def attention(sizes: Sizes, place: Place) -> Iterator[Case]:
@@ -88,7 +90,7 @@ def attention(sizes: Sizes, place: Place) -> Iterator[Case]:
         ("prefill", table[order], mixed, mixed[0]),
     ):
         queries = place.normal(sum(counts), sizes.n_heads, sizes.head_dim)
-        starts = place.whole([0, *torch.tensor(counts).cumsum(0).tolist()])
+        starts = place.whole([0, *itertools.accumulate(counts)])
         inputs = (queries, cache, rows, starts, place.whole(lens), counts, shown)
         yield Case(what, paged_attention, inputs)
     for large, offset in _large_caches(cache, place):
@@ -104,8 +106,7 @@ def _pages(lengths: Sequence[int], page_size: int) -> tuple[list[list[int]], int
     """Pages of each sequence in a mixed order, unused entries 0, the last page for padding rows."""
     held = [-(-n // page_size) for n in lengths]
     width, total = max(held), sum(held[:-_PADDING_ROWS]) + 1
-    generator = torch.Generator().manual_seed(1)
-    order = torch.randperm(total - 1, generator=generator).tolist()
+    order = random.Random(1).sample(range(total - 1), total - 1)
     rows = [[order.pop() for _ in range(n)] for n in held[:-_PADDING_ROWS]]
     rows += [[total - 1]] * _PADDING_ROWS
     return [row + [0] * (width - len(row)) for row in rows], total
@@ -148,10 +149,8 @@ def rope(sizes: Sizes, place: Place) -> Iterator[Case]:
     freqs = precompute_freqs_cis(sizes.head_dim, max(sizes.lengths) + tokens, 5e5, None)
     positions = torch.arange(tokens) + max(sizes.lengths) - 5
     freqs = freqs[positions].to(place.device)
-    generator = torch.Generator().manual_seed(2)
-    order = torch.randperm((num_pages - 1) * sizes.page_size, generator=generator)[: tokens - 2]
     last = (num_pages - 1) * sizes.page_size
-    slots = place.whole([*order.tolist(), last, last + 1])
+    slots = place.whole([*random.Random(2).sample(range(last), tokens - 2), last, last + 1])
     qkv = place.normal(tokens, heads, sizes.head_dim)
     yield Case(f"{tokens} tokens", rope_and_store, (qkv, freqs, cache, slots))
     for large, offset in _large_caches(cache, place):
@@ -175,19 +174,22 @@ def silu(sizes: Sizes, place: Place) -> Iterator[Case]:
 
 
 def sample(sizes: Sizes, place: Place) -> Iterator[Case]:
-    """Ids must be equal. Peaked and flat rows, greedy, plain and filtered, and rows without one."""
+    """Ids must be equal. Filters that keep few tokens, where one too many shows, and many; ties;
+    peaked and flat rows, greedy, plain and filtered, and rows without a finite maximum."""
     kinds = [
         None, SamplingRow(), SamplingRow(0.7), SamplingRow(top_p=0.9), SamplingRow(0.6, top_p=0.95),
-        SamplingRow(top_k=40), SamplingRow(min_p=0.05), SamplingRow(1.3, 0.01, 64, 0.8),
+        SamplingRow(2.0, top_k=2), SamplingRow(2.0, top_k=3, top_p=0.5), SamplingRow(top_p=0.2),
+        SamplingRow(top_k=40), SamplingRow(min_p=0.3), SamplingRow(1.3, 0.01, 64, 0.8),
+        SamplingRow(3.0, top_k=1), SamplingRow(3.0, top_k=4), SamplingRow(3.0, top_k=5),
     ]  # fmt: skip
     repeats = 8 if place.device.type == "cuda" else 1  # Triton's interpreter is slow
     for rows in (1, repeats * len(kinds) + 2):
-        logits = place.normal(rows, sizes.vocab_size, dtype=torch.float32)
+        logits = place.normal(rows, sizes.vocab_size, dtype=torch.bfloat16).float()
         logits[::2] *= 4
         logits[-1, ::7] = -math.inf
         if rows > 1:
             logits[0, 0], logits[1] = math.nan, -math.inf
-        chosen = [kinds[(i + 3) % len(kinds)] for i in range(rows)]
+        chosen = [kinds[(i + 5) % len(kinds)] for i in range(rows)]
         inputs = (logits, chosen, [2**40 + 7 * i for i in range(rows)], list(range(rows)))
         yield Case(f"{rows} rows", choose_ids, inputs)
         yield Case(f"{rows} greedy rows", choose_ids, (logits, [None] * rows, *inputs[2:]))

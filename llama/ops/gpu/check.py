@@ -99,6 +99,7 @@ def check_kernel(name: str, job: Job) -> None:
                 _goes_on()
             except Exception as e:
                 raise RuntimeError(f"{case.what}: {words_of(e)}") from e
+            del case, found  # before the next one is made: caches can be large
 
 
 def _place(job: Job) -> Place:

@@ -176,7 +176,7 @@ def _read(path: Path, key: dict[str, Any]) -> Verdict | None:
 def _write(path: Path, key: dict[str, Any], verdict: Verdict) -> None:
     """All of the stamp or nothing, whoever reads meanwhile."""
     values = {"key": key, "reasons": verdict.reasons, "tiles": verdict.tiles}
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="build-", delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix="stamp-", delete=False) as file:
         file.write(_bytes(values))
     os.replace(file.name, path)
 

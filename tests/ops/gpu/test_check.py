@@ -121,7 +121,7 @@ def test_the_stamp_is_read_the_second_time(quick, cache, capfd):
     assert again.reasons == first.reasons and again.tiles == [(64, 32, 1, (16, 32))]
     assert count() == 1 and capfd.readouterr().err == ""
     (path,) = cache.glob("gpu-*.json")
-    assert not list(cache.glob("build-*"))
+    assert not list(cache.glob("stamp-*"))
     ((key, shown),) = stamp.stamps()
     assert shown.reasons == first.reasons and key["gpu"] == "cpu"
     assert stamp.is_current(key, CPU) and str(path).startswith(str(native.cache_folder()))
