@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from llama.args import ModelArgs
-from llama.device import DTYPES
+from llama.device import DTYPES, current
 from llama.engine import graph_check
 from llama.engine.graphs import CudaRecorder, Recorder
 from llama.model import Transformer
@@ -60,11 +60,30 @@ def use_kernels(
     own = [x for x in verdict.passed if x in allowed]
     everywhere = [x for x in kernels.NAMES if parallel.all_reduce_min(int(x in own))]
     stamp.use(device, dtype, verdict, everywhere)
+    compile_ahead(params, parallel.size, device, dtype)
     dropped = dict.fromkeys(set(own) - set(everywhere), "another rank dropped it")
     dropped |= {x: reason for x, reason in verdict.dropped.items() if x in allowed}
     if dropped and parallel.global_rank == 0:
         reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))
         warnings.warn(f"torch runs in place of kernels for the GPU: {reasons}", stacklevel=2)
+
+
+def compile_ahead(params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Compile the kernels of which there are several, so that no step waits for a compiler: decode
+    attention has one for each number of parts that keys are divided into."""
+    if "attention" not in kernels.in_use(device):
+        return
+    from llama.ops.gpu import attention
+
+    n_heads, n_kv_heads = params.n_heads // ranks, max(1, params.kv_heads // ranks)
+    cache = torch.zeros(2, 1, 16, n_kv_heads, params.head_dim, dtype=dtype, device=device)
+    with current(device):
+        for n in attention.decode_variants(n_kv_heads):
+            queries = torch.zeros(n, n_heads, params.head_dim, dtype=dtype, device=device)
+            table = torch.zeros(n, 1, dtype=torch.int64, device=device)
+            starts = torch.arange(n + 1, device=device)
+            lens = torch.ones(n, dtype=torch.int64, device=device)
+            attention.paged_attention(queries, cache, table, starts, lens, n)
 
 
 def recorder_for(model: Transformer, page_size: int) -> Recorder | None:

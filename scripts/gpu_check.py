@@ -50,7 +50,8 @@ def main() -> int:
 
 
 def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
-    from bench.gpu_sections import LIMITS, read_results
+    from bench.gpu_run import read_results
+    from bench.gpu_sections import LIMITS
 
     until = time.monotonic() + seconds - _GRACE_S
     for name in names:
@@ -78,6 +79,8 @@ def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
     """Run a section; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if dry:  # kernels run in Triton's interpreter; what is found of them is not kept
+        env |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(out / "cache")}
     with (out / f"{name}.log").open("a") as log:
         child = subprocess.Popen(
             command + ["--dry"] * dry, stdout=log, stderr=log, env=env, start_new_session=True

@@ -1,14 +1,11 @@
 """The sections of `scripts/gpu_check.py`: what each measures on a GPU, or tries on the CPU.
 
-In: a section's name and a folder. Out: lines of JSON in the folder's results.jsonl: {"section",
-"what", "mode", "value", "unit"}, with "of_floor" where the machine's own limit is known, and the
-"bar" and "goal" that were set. A mode is how steps run: operator by operator in torch ("torch"),
-replayed ("graphs"), and replayed with the Triton kernels that passed their check
-("graphs+kernels"). Dry, shapes and counts are tiny, a tape stands for graphs, and the kernels run
-in Triton's interpreter: what is shown is that every line of this runs.
+In: a section, see gpu_run.py. Out: its figures, with "of_floor" where the machine's own limit is
+known. Dry, shapes and counts are tiny, a tape stands for graphs, and the kernels run in Triton's
+interpreter: what is shown is that every line of this runs.
 """
 
-import json
+import functools
 import os
 import random
 import re
@@ -17,51 +14,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench import machine
+from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
 from bench.shapes import (
-    SHAPES,
     decode_bytes,
     prefill_flop,
     random_lengths,
-    random_model,
     step_roofline,
     write_checkpoint,
-    write_tokenizer,
 )
-from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
-from llama.engine.core import PAGE_SIZE, EngineCore
-from llama.engine.graphs import CudaRecorder, Outputs, Recorder
-from llama.engine.tape import TapeRecorder
-from llama.ops.gpu import kernels
+from llama import Llama, ModelArgs, SamplingParams, gpu
+from llama.engine import graph_check
+from llama.engine.core import PAGE_SIZE
+from llama.ops.gpu import stamp
 from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each section, in the order in which they run
-    "facts": 45, "kernels": 100, "tests": 110, "decode": 130, "throughput": 110, "sweeps": 70,
-    "profile": 50, "load": 90, "peers": 60,
-}  # fmt: skip
-MODES = ("torch", "graphs", "graphs+kernels")
-# Tokens a second, or seconds, on one H200 with random weights in bf16: (first bar, goal).
-BARS: dict[str, tuple[float, float]] = {
-    "8b batch 1": (225, 256),
-    "1b batch 1": (1000, 1300),
-    "8b batch 64 context 2048": (6000, 7300),
-    "8b 128 x (32, 2048)": (9500, 13_000),
-    "8b prefill 4096": (35_000, 42_000),
-    "8b 256 mixed requests": (8000, 10_600),
-    "8b load": (2.0, 0.6),
-    "times transformers, batch 1": (2.5, 4),
-    "times transformers, batch 32": (2.5, 4),
-}
-_DRY_SHAPE = {
-    "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "multiple_of": 32,
-    "norm_eps": 1e-5, "rope_theta": 500000.0,
+    "facts": 45, "checks": 120, "tests": 110, "decode": 130, "throughput": 110, "peers": 60,
+    "load": 90, "sweeps": 60, "profile": 50,
 }  # fmt: skip
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 
@@ -70,90 +47,10 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def read_results(out: Path) -> list[dict[str, Any]]:
-    path = out / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def run(name: str, out: Path, *, dry: bool) -> None:
     """Do one section, in this process."""
     torch.manual_seed(0)
     _SECTIONS[name](Section(name, out, dry=dry))
-
-
-class Section:
-    """Where a section runs, how large its work is, and what it says."""
-
-    def __init__(self, name: str, out: Path, *, dry: bool) -> None:
-        self.name, self.out, self.dry = name, out, dry
-        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
-        self.dtype = torch.float32 if dry else torch.bfloat16
-
-    def say(self, what: str, value: Any, unit: str = "", **more: Any) -> None:
-        """One figure, on disk at once."""
-        row = {"section": self.name, "what": what, "value": value, "unit": unit} | more
-        if what in BARS and more.get("mode", MODES[-1]) == MODES[-1]:
-            row["bar"], row["goal"] = BARS[what]
-        with (self.out / "results.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
-
-    def found(self, what: str, default: float) -> float:
-        """A figure of an earlier section."""
-        rows = [row for row in read_results(self.out) if row.get("what") == what]
-        return rows[-1]["value"] if rows else default
-
-    def params(self, shape: str) -> dict[str, Any]:
-        return dict(_DRY_SHAPE if self.dry else SHAPES[shape])
-
-    def size(self, real: int, dry: int) -> int:
-        return dry if self.dry else real
-
-    def model(self, shape: str, longest: int, batch: int) -> Transformer:
-        params = self.params(shape) | {"max_seq_len": longest, "max_batch_size": batch}
-        return random_model(params, self.dtype, str(self.device))
-
-    def passed_kernels(self) -> list[str]:
-        return [r["what"] for r in read_results(self.out) if r.get("passed")]
-
-    def engine(self, model: Transformer, mode: str, num_tokens: int) -> LLMEngine:
-        """A new engine over `model`, whose steps run as the mode says."""
-        names = self.passed_kernels() if "kernels" in mode else []
-        kernels.use(self.device, names, [self.dtype] if self.dry else kernels.DTYPES)
-        core = EngineCore.for_model(
-            model,
-            num_pages=-(-num_tokens // PAGE_SIZE) + 1,
-            runs_ahead=True,
-            recorder=None if mode == "torch" else self._recorder(model, names),
-        )
-        with tempfile.TemporaryDirectory() as scratch:
-            write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)
-            tokenizer = Tokenizer(path)
-        length = model.params.max_seq_len
-        return LLMEngine(core, tokenizer, max_seq_len=length, seed=0, parallel=model.parallel)
-
-    def _recorder(self, model: Transformer, names: list[str]) -> Recorder:
-        if not self.dry:
-            return CudaRecorder(self.device)
-        return Again() if names else TapeRecorder.of_model(model)  # no tape sees Triton's kernels
-
-
-class Again:
-    """A recorder that runs the function again: for kernels in the interpreter."""
-
-    def record(
-        self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
-    ) -> tuple[Outputs, Callable[[], None]]:
-        outputs = function()
-
-        def replay() -> None:
-            for kept, new in zip(outputs, function(), strict=True):
-                kept.copy_(new)
-
-        return outputs, replay
-
-    def close(self) -> None:
-        pass
 
 
 def facts(at: Section) -> None:
@@ -168,6 +65,32 @@ def facts(at: Section) -> None:
         at.say("memory free", free / 1e9, "GB", total=total / 1e9)
     at.say("read bandwidth", 1e10 if at.dry else machine.read_bandwidth(at.device), "bytes/s")
     at.say("matrix rate", 1e11 if at.dry else machine.matrix_flops(at.device, at.dtype), "FLOP/s")
+
+
+def checks(at: Section) -> None:
+    """The self-check of each kernel and of graphs, at the 8B's sizes and the 1B's."""
+    for shape in ("8b", "1b"):
+        model = at.model(shape, 64, 1)
+        sizes = gpu.sizes_of(model.params, 1, PAGE_SIZE)
+        dtype = "fp32" if at.dry else "bf16"
+        names = stamp.names_for(dtype)
+        if at.dry:
+            sizes, names = replace(sizes, lengths=(1, 17)), DRY_KERNELS
+        began = time.perf_counter()
+        verdict = stamp.settle(stamp.Job(str(at.device), dtype, sizes, names))
+        for name in names:
+            _say_checked(at, f"{shape} {name}", verdict.reasons[name])
+        for n, k, m, tile in verdict.tiles:
+            at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile) if tile else "the library's")
+        job = stamp.Job(str(at.device), dtype, sizes, (graph_check.NAME,), tuple(verdict.passed))
+        job = replace(job, in_use=()) if at.dry else job  # a tape sees no kernel of Triton's
+        graphs = stamp.settle(job, graph_check.CHILD)
+        _say_checked(at, f"{shape} graphs", graphs.reasons[graph_check.NAME])
+        at.say(f"{shape} check", time.perf_counter() - began, "s")
+
+
+def _say_checked(at: Section, what: str, reason: str | None) -> None:
+    at.say(what, "passed" if reason is None else reason)
 
 
 def decode(at: Section) -> None:
@@ -217,6 +140,56 @@ def throughput(at: Section) -> None:
             preempted=engine.core.scheduler.num_preemptions,
         )
         _let_go(engine)
+
+
+def sweeps(at: Section) -> None:
+    """Decode attention by the number of splits: where `attention.num_splits` should lie."""
+    from llama.ops.gpu import attention
+
+    args = ModelArgs(**at.params("8b"))
+    heads, kv_heads, d = args.n_heads, args.kv_heads, args.head_dim
+    dtype = at.dtype
+    chosen = attention.num_splits
+    for batch, context in ((1, 2048), (1, 8192), (8, 2048), (64, 2048)):
+        batch, context = at.size(batch, 1), at.size(context, 32)
+        width = context // PAGE_SIZE
+        cache = torch.randn(
+            2, batch * width + 1, PAGE_SIZE, kv_heads, d, device=at.device, dtype=dtype
+        )
+        queries = torch.randn(batch, heads, d, device=at.device, dtype=dtype)
+        table = torch.randperm(batch * width, device=at.device).view(batch, width)
+        starts = torch.arange(batch + 1, device=at.device)
+        lens = torch.full((batch,), context, device=at.device)
+        for splits in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
+            attention.num_splits = functools.partial(_always, splits)
+            call = functools.partial(
+                attention.paged_attention, queries, cache, table, starts, lens, batch
+            )
+            seconds = _device_seconds(at, call)
+            at.say(
+                f"attention {batch} x {context}, {splits} splits", seconds * 1e6, "us",
+                gb_per_s=2 * batch * context * kv_heads * d * dtype.itemsize / seconds / 1e9,
+                chosen=chosen(batch, kv_heads),
+            )  # fmt: skip
+    attention.num_splits = chosen
+
+
+def _always(value: int, *_: Any) -> int:
+    return value
+
+
+def _device_seconds(at: Section, call: Callable[[], Any]) -> float:
+    """Of one call on the device, without the host: the median of some, each a graph of many."""
+    if at.dry:
+        return machine.best_seconds(call, at.device)
+    call()
+    graph, count = torch.cuda.CUDAGraph(), 20
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return (
+        statistics.median(machine.best_seconds(graph.replay, at.device) for _ in range(3)) / count
+    )
 
 
 def tests(at: Section) -> None:
@@ -390,6 +363,6 @@ def _device_us(row: Any) -> float:
 
 
 _SECTIONS: dict[str, Callable[[Section], None]] = {
-    "facts": facts, "tests": tests, "decode": decode, "throughput": throughput,
-    "profile": profile, "load": load, "peers": peers,
-}  # fmt: skip
+    section.__name__: section
+    for section in (facts, checks, tests, decode, throughput, peers, load, sweeps, profile)
+}
