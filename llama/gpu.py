@@ -58,9 +58,14 @@ def use_kernels(
         sizes = sizes_of(params, parallel.size, page_size)
         verdict = stamp.settle(stamp.Job(str(device), name, sizes, stamp.names_for(name)))
     own = [x for x in verdict.passed if x in allowed]
+    stamp.use(device, dtype, verdict, own)
+    try:
+        compile_ahead(params, parallel.size, device, dtype)
+    except Exception as e:  # of a compiler or the driver: torch has an attention of its own
+        own.remove("attention")
+        verdict.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
     everywhere = [x for x in kernels.NAMES if parallel.all_reduce_min(int(x in own))]
     stamp.use(device, dtype, verdict, everywhere)
-    compile_ahead(params, parallel.size, device, dtype)
     dropped = dict.fromkeys(set(own) - set(everywhere), "another rank dropped it")
     dropped |= {x: reason for x, reason in verdict.dropped.items() if x in allowed}
     if dropped and parallel.global_rank == 0:

@@ -2,6 +2,7 @@
 
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ import torch
 from llama.args import ModelArgs
 from llama.cli import doctor
 from llama.engine import graph_check
-from llama.gpu import VARIABLE, asked_for, describe, recorder_for, sizes_of, use_kernels
+from llama.gpu import (
+    VARIABLE,
+    asked_for,
+    compile_ahead,
+    describe,
+    recorder_for,
+    sizes_of,
+    use_kernels,
+)
 from llama.ops.gpu import kernels, stamp
 from llama.parallel import ModelParallel
 
@@ -43,6 +52,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(stamp, "settle", settle)
         return jobs
 
+    monkeypatch.setattr("llama.gpu.compile_ahead", lambda *sizes: None)
     monkeypatch.setattr(stamp, "not_for", lambda device: None)
     monkeypatch.setattr(stamp.tiles, "use", lambda device, choices: None)
     yield install
@@ -141,6 +151,17 @@ def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
     return recorder_for(model, 16)  # type: ignore[arg-type, return-value]
 
 
+def test_attention_that_does_not_compile_is_dropped(gpu, monkeypatch):
+    def fail(*sizes: Any) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    gpu({})
+    monkeypatch.setattr("llama.gpu.compile_ahead", fail)
+    with pytest.warns(UserWarning, match="attention: not compiled: no such instruction$"):
+        use(Rank())
+    assert kernels.in_use(GPU) == ALL - {"attention"}
+
+
 def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
     jobs = gpu({"linear": "off by 1"})
     with pytest.warns(UserWarning):
@@ -177,3 +198,26 @@ def test_the_program_that_tries_graphs(tmp_path, monkeypatch):
     assert stamp.settle(job, graph_check.CHILD).reasons == {"graph": None}
     monkeypatch.setattr(stamp.children, "measure", None)
     assert stamp.settle(job, graph_check.CHILD).passed == ["graph"]
+
+
+def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
+    """One for each number of parts that keys are divided into; none where it is not used."""
+    attention = pytest.importorskip("llama.ops.gpu.attention")
+    compiled, run = [], attention.paged_attention
+
+    def watched(queries, cache, *more):
+        compiled.append(attention.num_splits(len(queries), cache.shape[3]))
+        return run(queries, cache, *more)
+
+    monkeypatch.setattr(attention, "_PROGRAMS", 8)
+    monkeypatch.setattr(attention, "paged_attention", watched)
+    cpu = torch.device("cpu")
+    compile_ahead(PARAMS, 1, cpu, torch.float32)
+    assert not compiled
+    kernels.use(cpu, ["attention"], [torch.float32])
+    try:
+        compile_ahead(PARAMS, 1, cpu, torch.float32)
+    finally:
+        kernels.use(cpu, ())
+    possible = {attention.num_splits(n, 2) for n in range(1, 65)}
+    assert len(possible) > 2 and set(compiled) == possible

@@ -332,8 +332,7 @@ def _make_groups(
     # fairscale passes no timeout on to its groups, and torch gives no public way to set one later.
     dist.distributed_c10d._set_pg_timeout(limit, group)
     if device.type == "cuda":
-        # nccl makes a group's buffers, up to a GiB, at its first call: before memory is measured.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _first_sum(group, device)
     data_rank, data_size = dist.get_rank() // size, world_size // size
     controls = [
         dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
@@ -361,6 +360,12 @@ def _make_groups(
         one_shot=one_shot,
         watch=current_watch(),
     )
+
+
+def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:
+    """nccl makes a group's buffers, up to a GiB, at its first call: now, as memory is measured
+    after it."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def check_carries(backends: str, device: torch.device) -> None:
