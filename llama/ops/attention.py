@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llama.ops.cpu import native
 from llama.ops.gpu import kernels
 
+_GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
 MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -109,9 +110,14 @@ def _native(
 def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Tensor) -> Tensor:
     """One query per sequence: the G heads that share a kv head are the rows of one small product.
 
-    queries (N, H, D), page_table (N, M), seq_lens (N) -> (N, H, D).
+    queries (N, H, D), page_table (N, M), seq_lens (N) -> (N, H, D). A few sequences at a time: one
+    long one would otherwise have the pages of all others copied up to its length.
     """
     n, n_heads, head_dim = queries.shape
+    at_once = max(1, _GATHERED_BYTES // (2 * page_table.shape[1] * kv_cache[0, 0].nbytes))
+    if n > at_once:
+        parts = (x.split(at_once) for x in (queries, page_table, seq_lens))
+        return torch.cat([_decode(q, kv_cache, *rest) for q, *rest in zip(*parts, strict=True)])
     # One after the other: torch gathers whole rows of a tensor fast, and parts of rows slowly.
     keys, values = (part[page_table].flatten(1, 2) for part in kv_cache)  # (N, M * S, K, D)
     _, length, n_kv_heads, _ = keys.shape
