@@ -95,9 +95,9 @@ class ModelParallel:
         path = self._path
         if path is not None and _is_on_cpu(x):
             return path.all_gather(x)
-        parts = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return parts.movedim(0, -2).flatten(-2)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
