@@ -54,7 +54,7 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
                 tokens = torch.randint(model.vocab_size, (len(lengths),), generator=draw).tolist()
                 sources = [-1 if i % 2 else i for i in range(len(lengths))]
                 asked = (tokens, sources, scheduled)
-                wanted = graphs.run_eagerly(*asked, wants_logits=wants_logits)
+                wanted = graphs.run(*asked, wants_logits=wants_logits, is_eager=True)
                 cache = kv_cache.clone()
                 kv_cache[:, :, -1] = 7.0  # nobody reads the page of rows that are not used
                 found = graphs.run(*asked, wants_logits=wants_logits)

@@ -220,31 +220,23 @@ class DecodeGraphs:
         scheduled: Seq[Scheduled],
         *,
         wants_logits: bool,
+        is_eager: bool = False,
     ) -> Decoded:
         """The rows of `scheduled` come first; what the graph holds beyond them means nothing.
 
-        CaptureError where the shape cannot be recorded.
+        is_eager: the same step of the same shape, operator by operator. CaptureError where the
+        shape cannot be recorded.
         """
         rows, width = self._shape_of(scheduled)
         batch = self._filled((rows, width), tokens, sources, scheduled)
+        if is_eager:
+            return _decoded(self._step(batch, wants_logits))
         key = rows, width, wants_logits
         if key not in self._graphs:
             self._graphs[key] = self._record(batch, wants_logits)
         decoded, replay = self._graphs[key]
         replay()
         return decoded
-
-    def run_eagerly(
-        self,
-        tokens: Seq[int],
-        sources: Seq[int],
-        scheduled: Seq[Scheduled],
-        *,
-        wants_logits: bool,
-    ) -> Decoded:
-        """The same step of the same shape, operator by operator."""
-        shape = self._shape_of(scheduled)
-        return _decoded(self._step(self._filled(shape, tokens, sources, scheduled), wants_logits))
 
     def _shape_of(self, scheduled: Seq[Scheduled]) -> tuple[int, int]:
         longest = max(item.start for item in scheduled) + 1
