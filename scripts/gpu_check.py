@@ -39,7 +39,8 @@ def main() -> int:
     from bench import gpu_sections
 
     if args.section:
-        gpu_sections.run(args.section, args.out, dry=args.dry)
+        for name in args.section.split(","):
+            gpu_sections.run(name, args.out, dry=args.dry)
         return 0
     if not args.dry and not gpu_sections.has_gpu():
         parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
@@ -54,19 +55,23 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
     from bench.gpu_sections import LIMITS
 
     until = time.monotonic() + seconds - _GRACE_S
+    ended = _ended(read_results(out))
+    todo = [name for name in names if ended.get(name) != "ok"]
     for name in names:
-        if _ended(read_results(out)).get(name) == "ok":
+        if name not in todo:
             print(f"{name}: done before", flush=True)
-            continue
-        left = until - time.monotonic()
+    # Dry, they share a process: nothing in them can hang a GPU, and each would load torch anew.
+    for group in [todo] if dry and todo else [[name] for name in todo]:
+        left, what = until - time.monotonic(), ",".join(group)
         if left < _LEAST_S:
-            print(f"{name}: no time is left for it; run the command again", flush=True)
+            print(f"{what}: no time is left for it; run the command again", flush=True)
             continue
         began = time.monotonic()
-        how = _run_child(name, out, min(LIMITS[name], left), dry=dry)
-        row = {"section": name, "ended": how, "seconds": round(time.monotonic() - began, 1)}
-        _append(out, row)
-        print(f"{name}: {how} in {row['seconds']} s", flush=True)
+        how = _run_child(what, out, min(sum(LIMITS[name] for name in group), left), dry=dry)
+        seconds = round(time.monotonic() - began, 1)
+        for name in group:
+            _append(out, {"section": name, "ended": how, "seconds": seconds})
+        print(f"{what}: {how} in {seconds} s", flush=True)
     rows = read_results(out)
     summary = _summary(rows)
     (out / "summary.txt").write_text(summary)
@@ -76,7 +81,7 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
 
 
 def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
-    """Run a section; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
+    """Run a section, or several; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if dry:  # kernels run in Triton's interpreter; what is found of them is not kept

@@ -9,14 +9,12 @@ import torch
 
 from llama.args import ModelArgs
 from llama.cli import doctor
-from llama.engine import graph_check
 from llama.gpu import (
     VARIABLE,
     asked_for,
     compile_ahead,
     describe,
     recorder_for,
-    sizes_of,
     use_kernels,
 )
 from llama.ops.gpu import kernels, stamp
@@ -189,15 +187,6 @@ def test_graphs_can_be_turned_off(gpu, monkeypatch):
         warnings.simplefilter("error")
         assert recorder(monkeypatch, Rank()) is None
     assert not jobs
-
-
-def test_the_program_that_tries_graphs(tmp_path, monkeypatch):
-    """A real child, which tries a tape on the CPU; the next process reads what it found."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    job = stamp.Job("cpu", "fp32", sizes_of(PARAMS, 1, 16), (graph_check.NAME,))
-    assert stamp.settle(job, graph_check.CHILD).reasons == {"graph": None}
-    monkeypatch.setattr(stamp.children, "measure", None)
-    assert stamp.settle(job, graph_check.CHILD).passed == ["graph"]
 
 
 def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):

@@ -73,7 +73,7 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
     ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, runs_ahead=ahead)
     ranks.thread.start()
     live: list[Sequence] = []
-    for _ in range(300):
+    for _ in range(150):
         for _ in range(rng.choice((0, 0, 1, 2))):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
             live.append(sequence(prompt, rng.randrange(1, 14), frozenset({rng.randrange(40)})))
