@@ -32,6 +32,7 @@ class FusedLayers:
         self._layers = layers
         self._definitions = definitions
         self._stack: LayerStack | OpStack | None = None
+        self._made_as: type | None = None  # what the stack, or None, was made as
         self._hooks: list[Mapping] = []  # all empty
         self._places: list[dict] = []  # where things lie, by which name, and what lies there
         self._names: list[str] = []
@@ -51,7 +52,7 @@ class FusedLayers:
             kind = LayerStack
         else:
             return None
-        if type(self._stack) is not kind or not self._is_current():
+        if self._made_as is not kind or not self._is_current():
             self._stack = self._make(kind)
         return self._stack if self._is_as_defined() else None
 
@@ -72,9 +73,11 @@ class FusedLayers:
 
     def _make(self, kind: type[LayerStack | OpStack]) -> LayerStack | OpStack | None:
         modules = list(self._layers.modules())
+        self._made_as = None
         if any(type(x) not in self._definitions or "forward" in vars(x) for x in modules[1:]):
             return None
         self._watch(modules)
+        self._made_as = kind
         try:
             return _stack_of(list(self._layers), kind)
         except ValueError:

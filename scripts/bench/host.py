@@ -21,6 +21,7 @@ from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import Outputs
+from llama.ops.gpu import kernels
 from llama.requests.llm_engine import LLMEngine
 
 _VOCABULARY = 2048
@@ -88,10 +89,11 @@ def _times(step: Callable[[], Any], count: int) -> list[float]:
 
 def _engine(batch: int, longest: int) -> LLMEngine:
     args = ModelArgs(
-        dim=64, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=_VOCABULARY, multiple_of=32,
+        dim=64, n_layers=32, n_heads=2, n_kv_heads=1, vocab_size=_VOCABULARY, multiple_of=32,
         max_seq_len=longest, max_batch_size=batch,
     )  # fmt: skip
     model = Transformer(args)
+    kernels.use(torch.device("cpu"), ["attention"], dtypes=())  # the way of a GPU, in torch
     for weight in model.parameters():
         weight.data.zero_()
     core = EngineCore.for_model(
