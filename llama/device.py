@@ -90,6 +90,12 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
     return chosen
 
 
+def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A block in which `device` is the current one: kernels, graphs and events of a GPU that are
+    not given a tensor go there. The caller's choice is restored after it."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate on `device`.
 

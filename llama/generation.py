@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from llama.checks import whole_number
-from llama.engine.core import EngineCore
+from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
+from llama.gpu import recorder_for
 from llama.loading import load_model, pages_for
 from llama.model import Transformer
 from llama.parallel.stdout import MutedStdout
@@ -129,7 +130,8 @@ class Llama:
         llama.is_guard = loaded.is_guard
         llama.load_seconds = time.perf_counter() - began
         if parallel.global_rank == 0:
-            print(f"Loaded in {llama.load_seconds:.2f} seconds: {loaded.describe()}")
+            graphs = ", CUDA graphs" if llama.has_graphs else ""
+            print(f"Loaded in {llama.load_seconds:.2f} seconds: {loaded.describe()}{graphs}")
         elif mute_ranks:
             llama._muted = MutedStdout.held()
         return llama
@@ -152,8 +154,10 @@ class Llama:
         self.is_guard = False  # Llama Guard, by its files: it has no tools
         self._muted: MutedStdout | None = None
         num_pages = num_pages or args.max_batch_size * pages_for(args.max_seq_len)
+        recorder = recorder_for(model, PAGE_SIZE)
+        self.has_graphs = recorder is not None
         self.llm_engine = LLMEngine(
-            EngineCore.for_model(model, num_pages=num_pages),
+            EngineCore.for_model(model, num_pages=num_pages, recorder=recorder),
             tokenizer,
             max_seq_len=args.max_seq_len,
             seed=seed,
@@ -174,6 +178,7 @@ class Llama:
         Calling it again does nothing. `with Llama.build(...) as llama:` closes it at the end.
         """
         self.llm_engine.close()
+        self.engine.runner.close()
         if self._muted is not None:
             self._muted.release()
             self._muted = None

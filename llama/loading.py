@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from llama import gpu
 from llama.args import ModelArgs
 from llama.checkpoint import weights
 from llama.checkpoint.find import Checkpoint, find
@@ -50,7 +51,7 @@ class Loaded:
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full "
-            "length at once"
+            f"length at once{gpu.describe(device)}"
         )
 
 
@@ -85,9 +86,11 @@ def load_model(
                 f"max_seq_len={max_seq_len} is beyond this model's limit of "
                 f"{params.longest_context} tokens: build with that or less"
             )
+        allowed = gpu.asked_for()
         must_match += [params, asked, seed, chosen_dtype, chosen_device.type]
     if chosen_device.type == "cpu":
         set_num_threads()
+    gpu.use_kernels(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
     sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, asked)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)

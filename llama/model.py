@@ -290,7 +290,8 @@ class Transformer(nn.Module):
                 batch.page_table,
                 batch.query_starts,
                 batch.seq_lens,
-                max(batch.seq_lens_cpu),
+                batch.query_lens_cpu,
+                batch.seq_lens_cpu,
                 self.parallel.all_reduce if self.parallel.size > 1 else None,
             )
         return self.norm(h[batch.logit_rows])
@@ -302,6 +303,16 @@ class Transformer(nn.Module):
         for layer, pages in zip(self.layers, kv_cache.unbind(), strict=True):
             h = layer(h, freqs_cis, batch, pages)
         return h
+
+    def way(self) -> object:
+        """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
+
+        The same object means the same operators on the same weights.
+        """
+        ends = (self.tok_embeddings, self.norm, self.output)
+        if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
+            return None
+        return self._fused.find()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., E) -> (..., V) float32, whole on every rank."""

@@ -2,9 +2,12 @@
 
 import ctypes
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
 
 import pytest
 import torch

@@ -3,11 +3,14 @@
 The control groups are folders laid out as cgroups(7) and proc_pid_mountinfo(5) document them.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,10 @@ import torch
 from helpers.launch import environment
 from llama import device as device_module
 from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
+from llama.engine.runner import ModelRunner
 from llama.loading import Sizes, load_model
+from llama.parallel import groups
+from llama.parallel.groups import check_carries
 
 RANK_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 V2 = "0::{path}\n", "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw\n"
@@ -279,3 +285,76 @@ def test_the_dtype_follows_the_gpu_that_is_used(cuda, monkeypatch, capability, d
     wrong_gpu = capability < (8, 0)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: wrong_gpu)
     assert pick_dtype(None, torch.device("cuda", 1)) is dtype
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "fits"),
+    [
+        ("cuda:nccl", "cuda:1", True),
+        ("cpu:gloo,cuda:nccl", "cpu", True),
+        ("cpu:gloo,cuda:gloo", "cuda:0", True),  # tests run two ranks on one GPU so
+        ("cuda:nccl", "cpu", False),
+        ("cpu:gloo", "cuda:0", False),
+    ],
+)
+def test_groups_that_a_program_made_must_carry_the_device(backends, device, fits):
+    """Else the first step would end in torch's "No backend type associated with device type"."""
+    if fits:
+        check_carries(backends, torch.device(device))
+    else:
+        with pytest.raises(ValueError, match=f"device='{device}', but this process joined"):
+            check_carries(backends, torch.device(device))
+
+
+def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
+    """The group is bound to the rank's GPU and used once while it is made, so that what is free
+    afterwards is free. On the CPU there is nothing to bind."""
+    done: list[Any] = []
+    group = object()
+    monkeypatch.setattr(groups, "meet_all", lambda *args: "the store")
+    monkeypatch.setenv("RANK", "1")
+    for name, value in {
+        "is_initialized": lambda: False,
+        "init_process_group": lambda backend, **more: done.append((backend, more["device_id"])),
+        "get_backend_config": lambda group: "cpu:gloo,cuda:nccl",
+        "get_backend": lambda group: "nccl",
+        "get_rank": lambda: 1,
+        "new_group": lambda *args, **more: group,
+    }.items():
+        monkeypatch.setattr(groups.dist, name, value)
+    monkeypatch.setattr(groups.dist.distributed_c10d, "_set_pg_timeout", lambda *args: None)
+    for name, value in {
+        "model_parallel_is_initialized": lambda: False,
+        "initialize_model_parallel": lambda size: None,
+        "get_model_parallel_group": lambda: group,
+        "get_model_parallel_rank": lambda: 1,
+    }.items():
+        monkeypatch.setattr(groups.fs_init, name, value)
+    monkeypatch.setattr(groups, "share_memory", lambda *args: (None, None))
+    monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))
+    gpu = torch.device("cuda", 1)
+    assert groups._join(2, 2, gpu, 60.0).group is group
+    assert done == [("nccl", gpu), gpu]
+    done.clear()
+    groups._join(2, 2, torch.device("cpu"), 60.0)
+    assert done == [("gloo", None)]
+
+
+def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
+    """Kernels, graphs and events that are given no tensor go to the current device: that of rank 0
+    otherwise. The caller's choice comes back."""
+    chosen = [0]
+
+    @contextlib.contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        before, chosen[0] = chosen[0], place.index
+        yield
+        chosen[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    seen = []
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.kv_cache = SimpleNamespace(device=torch.device("cuda", 3))  # type: ignore[assignment]
+    monkeypatch.setattr(runner, "_start", lambda scheduled: seen.append(chosen[0]))
+    runner.start([])
+    assert seen == [3] and chosen == [0]

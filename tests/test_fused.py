@@ -1,8 +1,9 @@
-"""The native call for all layers gives the bytes of the modules, and runs only where it may."""
+"""A stack of all layers gives the bytes of the modules, and runs only where it may: as one native
+call, or as a sequence of ops."""
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from llama import ModelArgs, Transformer
 from llama.model import Attention, Batch
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels as gpu_kernels
+from llama.ops.op_stack import OpStack
 from llama.parallel import ModelParallel
 
 CPU = torch.device("cpu")
@@ -32,12 +35,14 @@ BATCHES = [  # (tokens before, new tokens) of each sequence: decode, prefill, bo
 ]  # fmt: skip
 
 
-def make_model(*, int8: bool = False, ranks: int = 1, packed: bool = True) -> Transformer:
+def make_model(
+    *, int8: bool = False, ranks: int = 1, packed: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> Transformer:
     """With two ranks, the share of rank 1; what it would sum with its peer, it doubles."""
     parallel = ModelParallel(rank=ranks - 1, size=ranks)
     if ranks > 1:
         object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
-    model = Transformer(ModelArgs(**PARAMS), parallel=parallel, dtype=torch.bfloat16)
+    model = Transformer(ModelArgs(**PARAMS), parallel=parallel, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         scale = 0.1 if weight.dim() == 2 else 1.0
@@ -65,7 +70,7 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
     kv_cache.copy_(torch.randn(kv_cache.shape, generator=torch.Generator().manual_seed(2)))
     with torch.inference_mode():
         hidden = model.hidden_states(tokens, batch, kv_cache)
-    return [hidden.view(torch.int16), kv_cache.view(torch.int16)]
+    return [hidden.view(torch.uint8), kv_cache.view(torch.uint8)]
 
 
 def run_modules(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
@@ -108,6 +113,37 @@ def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, int8, ranks):
             assert calls == ["layers_workspace", *["layers_bf16"] * count, "rms_norm_bf16"]
         calls.clear()
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def op_stack(monkeypatch) -> Iterator[list[OpStack]]:
+    """Stacks of ops instead of native calls, though each op keeps its body; those that ran."""
+    ran: list[OpStack] = []
+    run_stack = OpStack.run
+
+    def counted(stack: OpStack, *args: Any) -> Tensor:
+        ran.append(stack)
+        return run_stack(stack, *args)
+
+    monkeypatch.setattr(OpStack, "run", counted)
+    gpu_kernels.use(CPU, gpu_kernels.NAMES, dtypes=())
+    yield ran
+    gpu_kernels.use(CPU, ())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_the_sequence_of_ops_gives_the_bytes_of_the_modules(op_stack, kind, ranks):
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    model = make_model(int8=kind == "int8", ranks=ranks, packed=kind != "fp32", dtype=dtype)
+    for sequences in BATCHES[2:7]:
+        wanted = run_modules(model, sequences)
+        assert not op_stack
+        assert same(run(model, sequences), wanted)
+        assert len(op_stack) == 1
+        op_stack.clear()
+    wrong = model.new_kv_cache(4, PAGE_SIZE)[1:]
+    assert not model._fused.find().takes(wrong)  # type: ignore[union-attr]
 
 
 class OtherAttention(Attention):
@@ -154,11 +190,11 @@ def patched_class(model: Any) -> Callable[[], None]:
     return patch.undo
 
 
+CHANGES = [hook, pre_hook, global_hook, other_forward, other_class, other_module, patched_class]
+
+
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
-@pytest.mark.parametrize(
-    "change",
-    [hook, pre_hook, global_hook, other_forward, other_class, other_module, patched_class],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_put_into_the_layers_is_run(kernels, calls, change):
     """And once it is gone, the call gives what it gave."""
     model = make_model()
@@ -170,6 +206,17 @@ def test_what_is_put_into_the_layers_is_run(kernels, calls, change):
     undo()
     assert same(run(model, BATCHES[3]), before)
     assert calls.count("layers_bf16") == 1
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_put_into_the_layers_is_run_in_place_of_ops(op_stack, change):
+    model = make_model(packed=False, dtype=torch.float32)
+    before = run(model, BATCHES[3])
+    op_stack.clear()
+    undo = change(model)
+    assert not same(run(model, BATCHES[3]), before) and not op_stack
+    undo()
+    assert same(run(model, BATCHES[3]), before) and len(op_stack) == 1
 
 
 def set_data(model: Any) -> None:
@@ -200,6 +247,16 @@ def test_weights_that_change_are_used(kernels, calls, change):
     after = run(model, BATCHES[3])
     assert calls.count("layers_bf16") == 1
     assert same(after, run_modules(model, BATCHES[3])) and not same(after, before)
+
+
+@pytest.mark.parametrize("change", [set_data, set_weight, load_state, set_eps])
+def test_weights_that_change_are_used_by_the_ops(op_stack, change):
+    model = make_model(packed=False, dtype=torch.float32)
+    before = run(model, BATCHES[3])
+    change(model)
+    after = run(model, BATCHES[3])
+    assert len(op_stack) == 2 and not same(after, before)
+    assert same(after, run_modules(model, BATCHES[3]))
 
 
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
@@ -245,10 +302,11 @@ def test_a_batch_that_does_not_fit_together_is_refused(kernels, fault):
     cut = parts[fault][:, :2].contiguous() if fault == "page_table" else parts[fault][1:]
     stack = model._fused.find()
     assert stack is not None
-    kv_cache, longest = model.new_kv_cache(num_pages, PAGE_SIZE), max(batch.seq_lens_cpu)
+    kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
 
     def run_stack(x: Tensor, freqs: Tensor, **rest: Any) -> None:
-        stack.run(x, freqs, kv_cache, max_seq_len=longest, **rest)
+        lens: Any = {"query_lens_cpu": batch.query_lens_cpu, "seq_lens_cpu": batch.seq_lens_cpu}
+        stack.run(x, freqs, kv_cache, **rest, **lens)
 
     run_stack(**parts)
     with pytest.raises(AssertionError):

@@ -701,15 +701,15 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch):
 def test_an_interrupted_call_leaves_nothing_behind(checkpoint_dir, monkeypatch):
     """Ctrl-C in the middle: the pages are free again, and the next call is served."""
     llama = build(checkpoint_dir[0])
-    run, calls = llama.engine.runner.run, []
+    start, calls = llama.engine.runner.start, []
 
     def interrupt(scheduled):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return run(scheduled)
+        return start(scheduled)
 
-    monkeypatch.setattr(llama.engine.runner, "run", interrupt)
+    monkeypatch.setattr(llama.engine.runner, "start", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llama.generate(prompts_of([5, 9, 4, 4, 4, 4]), 20, 0)
     pool = llama.engine.scheduler.pool

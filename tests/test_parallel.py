@@ -94,6 +94,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "led", "folder": kv4, "prompts": PROMPTS},
             {"do": "gathered", "folder": kv4},
             {"do": "shares_memory", "folder": kv4, "prompts": PROMPTS},
+            {"do": "one_shot_sums", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -220,6 +221,13 @@ def test_ranks_of_one_machine_talk_through_shared_memory(sharded, two_ranks):
             assert rank[5]["result"] == [[6, 6, 7], greedy]
 
 
+def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
+    """What is wrong on one rank, or has other bits there, is not used on any."""
+    sums = [[2 * i + 1 for i in row] for row in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    wanted = [[True, False, False], sums, [False, False, True, True, False]]
+    assert [rank[6]["result"] for rank in two_ranks["samples"]] == [wanted] * 2
+
+
 GROUPS_OF_ONE = """
 import json, os, sys
 import torch, torch.distributed as dist
@@ -257,10 +265,17 @@ def test_one_process_has_groups_without_a_port(variables):
 
 
 def test_torchrun_example_on_two_cpu_ranks():
-    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model."""
+    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model.
+
+    A GPU in the machine, which two ranks cannot share, is none of its business.
+    """
     script = REPO / "torchrun_examples" / "two_cpu_ranks.sh"
     bin_dir = str(Path(sys.executable).parent)
-    env = environment(PATH=f"{bin_dir}{os.pathsep}{os.environ['PATH']}")
+    one_gpu = REPO / "tests" / "programs" / "one_gpu"
+    env = environment(
+        PATH=f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
+        PYTHONPATH=f"{one_gpu}{os.pathsep}{REPO}",
+    )
     command = ["bash", str(script), "--dtype", "fp32", "--temperature", "0"]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=240, check=False

@@ -100,17 +100,21 @@ def read_into(tensor: Tensor, file: Path, offset: int) -> None:
     memory = tensor.view(-1).view(torch.uint8).numpy().data
 
     def read(begin: int) -> None:
-        end = min(begin + _CHUNK, len(memory))
-        while begin < end:
-            count = os.preadv(descriptor, [memory[begin:end]], offset + begin)
+        read_exactly(memory[begin : begin + _CHUNK], file, offset + begin)
+
+    with ThreadPoolExecutor(min(torch.get_num_threads(), 8)) as pool:
+        list(pool.map(read, range(0, len(memory), _CHUNK)))
+
+
+def read_exactly(memory: memoryview, file: Path, offset: int) -> None:
+    """Fill `memory` with the bytes of `file` from `offset` on; ValueError where it ends before."""
+    descriptor, done = os.open(file, os.O_RDONLY), 0
+    try:
+        while done < len(memory):
+            count = os.preadv(descriptor, [memory[done:]], offset + done)
             if not count:
                 raise broken(file, "became shorter while it was read")
-            begin += count
-
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        with ThreadPoolExecutor(min(torch.get_num_threads(), 8)) as pool:
-            list(pool.map(read, range(0, len(memory), _CHUNK)))
+            done += count
     finally:
         os.close(descriptor)
 

@@ -4,6 +4,8 @@ In: a `Checkpoint`, and a Transformer to fill. Out: filled tensors. Files are ma
 the bytes that it copies and no others, and nothing in a file is run.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +24,12 @@ from llama.checkpoint.shapes import (
     sharded_dim,
     whole_shapes,
 )
+from llama.checkpoint.staging import Staging
 from llama.checkpoint.tensor_files import offsets, open_tensors, read_into
 from llama.checks import brief
 from llama.model import Transformer
 
+Fill = Callable[[Tensor, Tensor], object]  # of a tensor with another
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq")  # computed, not learned: some files carry them
 
 
@@ -52,13 +56,29 @@ class MappedTensor(NamedTuple):
     data: Tensor
     offset: int | None  # in the file, if that is known
 
-    def copy(self, piece: Tensor, into: Tensor) -> None:
-        """Fill `into` with a piece of `data`: read where it is the same bytes, else converted."""
-        same = piece.dtype is into.dtype and piece.is_contiguous() and into.is_contiguous()
-        if self.offset is None or not same or into.device.type != "cpu":
-            into.copy_(piece)
+    def copy(
+        self, piece: Tensor, into: Tensor, fill: Fill = Tensor.copy_, staging: Staging | None = None
+    ) -> None:
+        """Fill `into` with a piece of `data`: read where it is the same bytes, else by `fill`.
+
+        With staging, a piece that is in one part of the file is read to the device, and what is to
+        be changed in it is changed there; it is done when the staging ends.
+        """
+        is_same = fill is Tensor.copy_ and piece.dtype is into.dtype and into.is_contiguous()
+        if self.offset is None or not piece.is_contiguous():
+            fill(into, piece)
             return
-        read_into(into, self.file, self.offset + piece.data_ptr() - self.data.data_ptr())
+        offset = self.offset + piece.data_ptr() - self.data.data_ptr()
+        if staging is not None:
+            if is_same:
+                staging.read(into, self.file, offset)
+            else:
+                use = functools.partial(fill, into)
+                staging.convert(piece.shape, piece.dtype, self.file, offset, use)
+        elif is_same and into.device.type == "cpu":
+            read_into(into, self.file, offset)
+        else:
+            fill(into, piece)
 
 
 def _map_file(file: Path, *, tied: bool) -> list[MappedTensor]:
@@ -142,7 +162,9 @@ class Weights:
     def dtype(self, name: str) -> torch.dtype:
         return self.shards[0][name].data.dtype
 
-    def copy(self, name: str, into: Tensor, rank: int, size: int) -> None:
+    def copy(
+        self, name: str, into: Tensor, rank: int, size: int, staging: Staging | None = None
+    ) -> None:
         """Fill `into`, of any float type and device, with what one of `size` ranks holds.
 
         For example, rank 1 of 2 takes rows 64 to 127 of 128. Of four shards with 32 rows each,
@@ -151,8 +173,11 @@ class Weights:
         dim = sharded_dim(name)
         if dim is None:
             tensor = self.shards[0][name]
-            tensor.copy(tensor.data, into)
+            tensor.copy(tensor.data, into, staging=staging)
             return
+        fill: Fill = Tensor.copy_
+        if self.layout == "hf" and name.endswith(ROTATED):
+            fill = functools.partial(hf.copy_pairs, head_dim=self.params.head_dim)
         length = self.shapes[name][dim]
         start, end = shard_range(self.params, name, length, rank, size)
         here = start
@@ -162,10 +187,7 @@ class Weights:
                 count = min(high, end) - here
                 piece = shard[name].data.narrow(dim, here - low, count)
                 target = into.narrow(dim, here - start, count)
-                if self.layout == "hf" and name.endswith(ROTATED):
-                    hf.copy_pairs(target, piece, self.params.head_dim)
-                else:
-                    shard[name].copy(piece, target)
+                shard[name].copy(piece, target, fill, staging)
                 here += count
         assert here == end, (name, rank, size)
 
@@ -182,17 +204,21 @@ def load(
     The checkpoint may have any number of shards, and the model's group any size that divides it.
     Every file is checked before anything is copied: ValueError names what is wrong. Host memory
     beside the model: at most one tensor. `filled` is called with each module of
-    `model.loading_order` once it is whole; `progress` draws a bar on stderr.
+    `model.loading_order` once it is whole, on a GPU once its bytes are on their way; `progress`
+    draws a bar on stderr.
 
     The values are not compared with a checksum here; `llama.checkpoint.verify` does that. Of 500 MB
     in the page cache, reading takes 0.5 s of CPU time and their CRC-32 another 0.4 s.
     """
     weights, rank, size = Weights(checkpoint), model.parallel.rank, model.parallel.size
     total = sum(weight.nbytes for weight in model.parameters())
-    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress) as bar:
+    device = model.norm.weight.device
+    staged = Staging(device) if device.type == "cuda" else contextlib.nullcontext()
+    bar = tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress)
+    with bar, staged as staging:
         for module, shards in model.loading_order():
             for name, shard in shards.items():
-                weights.copy(name, shard, rank, size)
+                weights.copy(name, shard, rank, size, staging)
                 bar.update(shard.nbytes)
             filled(module)
 

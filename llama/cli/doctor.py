@@ -125,6 +125,29 @@ def _device(name: str | None) -> Iterator[Fact]:
     others = torch.cuda.device_count()
     yield Fact("device", f"{device} ({title}); CUDA devices: {others}")
     yield Fact("memory", f"{free_bytes(device) / 2**30:.1f} GiB free for a process on {device}")
+    if device.type == "cuda":
+        yield from _gpu_kernels(device)
+
+
+def _gpu_kernels(device: "torch.device") -> Iterator[Fact]:
+    """What the self-check has found on such a GPU, for each model and type that was built."""
+    from llama.ops.gpu import stamp
+
+    if reason := stamp.not_for(device):
+        yield Fact("gpu kernels", f"torch's: this project's are not used, as {reason}")
+        return
+    found = [(key, verdict) for key, verdict in stamp.stamps()
+             if key["gpu"] == stamp.gpu_name(device)]  # fmt: skip
+    if not found:
+        yield Fact("gpu kernels", "not checked yet: the first build on this GPU does it")
+    for key, verdict in found:
+        current = "" if stamp.is_current(key, device) else ", of an older version"
+        sizes = key["sizes"]
+        what = f"{key['dtype']}, dim {sizes['dim']}, {sizes['n_heads']} heads{current}"
+        yield Fact("gpu kernels", f"{what}: {', '.join(verdict.passed) or 'none'}")
+        for name, why in verdict.dropped.items():
+            yield Fact("gpu kernels", f"{what}: torch runs in place of {name}: {why}",
+                       problem=not current)  # fmt: skip
 
 
 def _device_or_cpu(name: str | None) -> "torch.device":

@@ -1,14 +1,18 @@
 """The one step: schedule, run, update. Sequences in; sequences with more tokens out.
 
+Where the runner works ahead (a GPU), a step is scheduled and started before the one in flight is
+read, so that the device does not wait for the host: `step` starts one and reads the one before.
+
 Every rank runs the same core on the same sequences and so decides alike. It knows ids only, and
 one thread at a time may use it: `llama.requests` makes text of ids and orders the threads.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from llama.engine.graphs import Recorder
 from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner, StepOutput
 from llama.engine.scheduler import Scheduled, Scheduler
@@ -20,9 +24,25 @@ TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between 
 
 
 class RunsSteps(Protocol):
-    """What the core needs of a runner; a fake one tests the core without a model."""
+    """What the core needs of a runner; a fake one tests the core without a model.
 
-    def run(self, scheduled: list[Scheduled]) -> StepOutput: ...
+    start: begin a step; what it returns waits for the output. Steps run in the order of the calls.
+    runs_ahead: a step may be started while the one before it is not read.
+    """
+
+    runs_ahead: bool
+
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Started:
+    """A step that the device works at."""
+
+    scheduled: list[Scheduled]
+    read: Callable[[], StepOutput]
 
 
 @dataclass
@@ -35,6 +55,19 @@ class Stats:
     prompt_seconds: float = 0.0
     generate_seconds: float = 0.0
 
+    def count(self, scheduled: list[Scheduled], seconds: float) -> None:
+        if not scheduled:
+            return
+        self.steps += 1
+        self.generated_tokens += sum(item.samples for item in scheduled)
+        self.prompt_tokens += sum(
+            max(0, min(item.count, item.sequence.num_prompt - item.start)) for item in scheduled
+        )
+        if any(item.count > 1 for item in scheduled):
+            self.prompt_seconds += seconds
+        else:
+            self.generate_seconds += seconds
+
 
 class EngineCore:
     def __init__(self, runner: RunsSteps, scheduler: Scheduler) -> None:
@@ -46,6 +79,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = scheduler
         self.stats = Stats()
+        self._in_flight: _Started | None = None
 
     @classmethod
     def for_model(
@@ -55,15 +89,27 @@ class EngineCore:
         num_pages: int,
         page_size: int = PAGE_SIZE,
         token_budget: int | None = None,
+        runs_ahead: bool | None = None,
+        recorder: Recorder | None = None,
     ) -> "EngineCore":
-        """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it."""
+        """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
+
+        runs_ahead, recorder: those of `ModelRunner`.
+        """
         batch_size = model.params.max_batch_size
         scheduler = Scheduler(
             PagePool(num_pages, page_size),
             max_batch_size=batch_size,
             token_budget=token_budget or max(TOKEN_BUDGET, batch_size),
         )
-        return cls(ModelRunner(model, num_pages=num_pages, page_size=page_size), scheduler)
+        runner = ModelRunner(
+            model,
+            num_pages=num_pages,
+            page_size=page_size,
+            runs_ahead=runs_ahead,
+            recorder=recorder,
+        )
+        return cls(runner, scheduler)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; ValueError as `check`."""
@@ -89,9 +135,15 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is in flight that the next one will read."""
+        return self._in_flight is not None
+
     def step(self) -> list[Sequence]:
         """One pass of the model. Returns the sequences that got a token or ended.
 
+        Where the runner works ahead, those are of the pass before: none, at the first one.
         If the runner fails, every sequence ends with "error" and its pages are freed before the
         exception goes on: the core is then empty, and takes new ones. After an interrupt, call
         `restart`.
@@ -99,47 +151,57 @@ class EngineCore:
         began = time.perf_counter()
         scheduled = self.scheduler.schedule()
         self.before_run(scheduled)
-        if not scheduled:
+        if not scheduled and not self.is_ahead:
             assert not self.has_unfinished(), "sequences wait, and none can run"
             return []
         try:
-            output = self.runner.run(scheduled)
+            due = [] if self._in_flight is None else [self._in_flight]
+            self._in_flight = None
+            if scheduled:
+                started = self._start(scheduled)
+                if self.runner.runs_ahead and all(x.sequence.can_go_ahead for x in scheduled):
+                    self._in_flight = started
+                else:
+                    due.append(started)
+            moved = [seq for step in due for seq in self._finish_step(step, step.read())]
         except Exception:
             self.clear("error")
             raise
-        self._count(scheduled, time.perf_counter() - began)
-        _keep_scores([item.sequence for item in scheduled if item.samples], output)
-        self.scheduler.update(scheduled, output.ids)
-        return [item.sequence for item in scheduled if item.samples or item.sequence.finished]
+        self.stats.count(scheduled, time.perf_counter() - began)
+        if not self.has_unfinished():
+            self._in_flight = None  # nobody wants what it computes
+        return list(dict.fromkeys(moved))
+
+    def _start(self, scheduled: list[Scheduled]) -> _Started:
+        started = _Started(scheduled, self.runner.start(scheduled))
+        for item in scheduled:
+            item.sequence.num_pending += item.samples
+        return started
+
+    def _finish_step(self, step: _Started, output: StepOutput) -> list[Sequence]:
+        """Give the sequences what a step came to; those that ended while it ran are left out."""
+        live = [item for item in step.scheduled if not item.sequence.finished]
+        _keep_scores(step.scheduled, output)
+        self.scheduler.update(step.scheduled, output.ids)
+        return [item.sequence for item in live if item.samples or item.sequence.finished]
 
     def before_run(self, scheduled: list[Scheduled]) -> None:
         """Called in each step before the model runs: where rank 0 leads, it tells the others."""
 
     def clear(self, reason: str) -> None:
         """End every sequence; what is in the pages is forgotten, as a step may have broken off."""
+        self._in_flight = None
         for seq in list(self.scheduler.live()):
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.restart(())
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """After an interrupt: compute these again, in their order; all others are forgotten."""
+        self._in_flight = None
         self.scheduler.restart(sequences)
 
-    def _count(self, scheduled: list[Scheduled], seconds: float) -> None:
-        stats = self.stats
-        stats.steps += 1
-        stats.generated_tokens += sum(item.samples for item in scheduled)
-        stats.prompt_tokens += sum(
-            max(0, min(item.count, item.sequence.num_prompt - item.sequence.num_computed))
-            for item in scheduled
-        )
-        if any(item.count > 1 for item in scheduled):
-            stats.prompt_seconds += seconds
-        else:
-            stats.generate_seconds += seconds
 
-
-def _keep_scores(sampling: list[Sequence], output: StepOutput) -> None:
+def _keep_scores(scheduled: list[Scheduled], output: StepOutput) -> None:
     """Log-probabilities come before their tokens: what has no token is dropped by a restart.
 
     One entry per chosen token: the id that stops a sequence has one too, the last.
@@ -149,8 +211,9 @@ def _keep_scores(sampling: list[Sequence], output: StepOutput) -> None:
         scores.sequence.prompt_top_logprobs += scores.tops
     if not output.logprobs:
         return
+    sampling = [item.sequence for item in scheduled if item.samples]
     rows = zip(sampling, output.ids, output.logprobs, output.tops, strict=True)
     for seq, token, logprob, top in rows:
-        if seq.params.logprobs is not None and token >= 0:
+        if seq.params.logprobs is not None and token >= 0 and not seq.finished:
             seq.logprobs.append(logprob)
             seq.top_logprobs.append(top[: seq.params.logprobs])

@@ -171,7 +171,7 @@ class LeadingCore(EngineCore):
 
     def before_run(self, scheduled: list[Scheduled]) -> None:
         message = self._message
-        if not (scheduled or message.came or message.gone):
+        if not (scheduled or message.came or message.gone or self.is_ahead):
             return
         message.step, message.checksum = self._num_steps, checksum(scheduled)
         self._num_steps += 1
@@ -243,7 +243,7 @@ def checksum(scheduled: list[Scheduled]) -> int:
     row = array("q")
     for item in scheduled:
         seq = item.sequence
-        row.extend((item.count, len(seq.tokens), seq.num_computed, len(seq.pages)))
+        row.extend((item.count, len(seq.tokens), item.start, len(seq.pages)))
         row.extend((seq.tokens[-1], seq.pages[-1] if seq.pages else -1))
     return zlib.crc32(row.tobytes())
 

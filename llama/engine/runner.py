@@ -1,11 +1,17 @@
 """From what the scheduler chose to sampled ids: packs one flat batch, runs the model, samples.
 
 In: `Scheduled` items. Out: a `StepOutput` of plain lists, the same on every rank. It owns the KV
-cache. The host waits for the device once per step, in `_to_host`, where ids and log-probabilities
-come over together; once more per _SCORED_ROWS prompt rows that are scored. On a GPU, rows with
-top_p, top_k or min_p cost two more waits, in `llama.ops.sample`.
+cache. `start` begins a step, and what it returns waits for the device: once, where ids and
+log-probabilities come over together. Scoring prompts waits in `start`, once per _SCORED_ROWS rows.
+On a GPU without the kernel for sampling, rows with top_p, top_k or min_p cost two more waits.
+
+On a GPU it works ahead: the next step begins before this one is read, and takes the tokens that
+this one sampled from the device. Steps of single tokens are replayed as graphs, see
+`llama.engine.graphs`; all others run operator by operator.
 """
 
+import warnings
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -13,12 +19,15 @@ import torch
 from torch import Tensor
 
 from llama import openmp
-from llama.engine.constraints import AllowedTokens
+from llama.device import current
+from llama.engine.constraints import Allowed, AllowedTokens
+from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder
 from llama.engine.sampler import (
     Sampled,
     needs_top_only,
     sample,
     score,
+    top_ids,
     top_of_all,
     top_of_share,
 )
@@ -52,119 +61,247 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates."""
+    """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates.
 
-    def __init__(self, model: Transformer, *, num_pages: int, page_size: int) -> None:
+    runs_ahead: whether a step may start while the one before it is not read; by default on a GPU.
+    recorder: of graphs; None runs every step operator by operator.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_pages: int,
+        page_size: int,
+        runs_ahead: bool | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.model = model
         self.page_size = page_size
-        self.kv_cache = model.new_kv_cache(num_pages, page_size)
+        # One page more than the scheduler knows: a graph's unused rows write there.
+        self.kv_cache = model.new_kv_cache(num_pages + (recorder is not None), page_size)
+        device = self.kv_cache.device
+        self.runs_ahead = device.type == "cuda" if runs_ahead is None else runs_ahead
         self._allowed_tokens = AllowedTokens(model.vocab_size)
+        self._last_ids = torch.zeros(_most_rows(model), dtype=torch.int64, device=device)
+        self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self._graphs = DecodeGraphs(
+                model,
+                self.kv_cache,
+                recorder,
+                last_ids=self._last_ids,
+                choose=top_ids,
+                choose_from_share=self._top_of_ranks,
+            )
 
     @torch.inference_mode()
-    def run(self, scheduled: list[Scheduled]) -> StepOutput:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        """Begin a step; what is returned waits until its output is on the host."""
         openmp.adapt()
-        sampling = [item.sequence for item in scheduled if item.samples]
-        wanted = [
-            (item.sequence, offsets)
-            for item in scheduled
-            if (offsets := item.sequence.rows_to_score(item.count))
-        ]
-        allowed = self._allowed_tokens.begin(sampling)
-        hidden = self._hidden(scheduled)
-        prompts = self._score(wanted, hidden[len(sampling) :])
-        if not sampling:
-            return StepOutput([], prompts=prompts)
-        rows = hidden[: len(sampling)]
-        if self.model.parallel.size > 1 and needs_top_only(sampling):
-            return StepOutput(self._top_ids(rows), prompts=prompts)
-        sampled = sample(self.model.logits(rows), sampling, allowed)
-        is_constrained = any(seq.is_constrained for seq in sampling)
-        return self._to_host(sampled, prompts, is_alike=not is_constrained)
+        with current(self.kv_cache.device):
+            return self._start(scheduled)
 
-    def _top_ids(self, hidden: Tensor) -> list[int]:
-        """hidden (B, E) -> the ids that `sample` would choose, in one exchange of 8 bytes a row.
+    def _start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        sampling = [item.sequence for item in scheduled if item.samples]
+        allowed = self._allowed_tokens.begin(sampling)
+        is_greedy = needs_top_only(sampling)
+        prompts: list[PromptScores] = []
+        sampled = self._replayed(scheduled, sampling, is_greedy, allowed)
+        if sampled is None:
+            hidden = self._hidden(scheduled)
+            prompts = self._score(scheduled, hidden[len(sampling) :])
+            if not sampling:
+                return lambda: StepOutput([], prompts=prompts)
+            sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, allowed)
+        columns = self._columns(sampled, sampling, is_greedy)
+        if self.runs_ahead:
+            self._last_ids[: len(sampling)] = columns[:, 0]
+            self._last_rows = {seq: row for row, seq in enumerate(sampling)}
+        read = _to_host(columns)
+        return lambda: _output(read(), prompts)
+
+    def _replayed(
+        self,
+        scheduled: list[Scheduled],
+        sampling: list[Sequence],
+        is_greedy: bool,
+        allowed: Allowed | None,
+    ) -> Sampled | None:
+        """The step by a graph; None where there are none, or not for this kind of step.
+
+        A step that cannot be recorded, for want of memory say, is the end of graphs in this
+        process. Ranks could not all know of it, so there the error goes on.
+        """
+        graphs = self._graphs
+        if graphs is None or not graphs.takes(scheduled):
+            return None
+        try:
+            return self._decode(graphs, scheduled, sampling, is_greedy, allowed)
+        except CaptureError as e:
+            if self.model.parallel.size > 1:
+                raise
+            warnings.warn(f"steps run without graphs from now on: {e}", stacklevel=2)
+            self.close()
+            return None
+
+    def _decode(
+        self,
+        graphs: DecodeGraphs,
+        scheduled: list[Scheduled],
+        sampling: list[Sequence],
+        is_greedy: bool,
+        allowed: Allowed | None,
+    ) -> Sampled:
+        n, is_alone = len(sampling), self.model.parallel.size == 1
+        tokens = [seq.tokens[-1] for seq in sampling]
+        sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sampling]
+        wants_logits = is_alone or not is_greedy
+        decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
+        if is_greedy or decoded.logits is None:
+            return Sampled(decoded.ids[:n])
+        return sample(decoded.logits[:n], sampling, allowed)
+
+    def _sample(
+        self, rows: Tensor, sampling: list[Sequence], is_greedy: bool, allowed: Allowed | None
+    ) -> Sampled:
+        if self.model.parallel.size > 1 and is_greedy:
+            return Sampled(self._top_of_ranks(rows))
+        return sample(self.model.logits(rows), sampling, allowed)
+
+    def _top_of_ranks(self, hidden: Tensor) -> Tensor:
+        """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row.
 
         All ranks hold the same pairs then, and only compare them: no rank's word is needed after
         it, not even between unlike machines.
         """
         parallel, share = self.model.parallel, self.model.logits_share(hidden)
         own = top_of_share(share, parallel.rank * share.shape[-1])
-        return top_of_all(parallel.all_gather(own)).tolist()
+        return top_of_all(parallel.all_gather(own))
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
         """(R, E): the last row of each that samples, then the rows that score prompt tokens."""
         tokens: list[int] = []
         last_rows: list[int] = []
         scored_rows: list[int] = []
+        pending: list[int] = []  # places in tokens that the device alone knows
         for item in scheduled:
             seq, first = item.sequence, len(tokens)
-            tokens += seq.tokens[seq.num_computed : seq.num_computed + item.count]
+            tokens += seq.tokens[item.start : item.start + item.count]
+            if len(tokens) < first + item.count:
+                pending.append(len(tokens))
+                tokens.append(0)
             if item.samples:
                 last_rows.append(len(tokens) - 1)
-            scored_rows += [first + offset for offset in seq.rows_to_score(item.count)]
+            scored_rows += [first + o for o in seq.rows_to_score(item.start, item.count)]
         ids, batch = Batch.pack(
             tokens,
-            [item.sequence.num_computed for item in scheduled],
+            [item.start for item in scheduled],
             [item.count for item in scheduled],
             [item.sequence.pages for item in scheduled],
             self.page_size,
             last_rows + scored_rows,
             self.kv_cache.device,
         )
+        if pending:
+            rows = [self._last_rows[x.sequence] for x in scheduled if x.sequence.num_pending]
+            places, sources = on_device_of(ids, pending), on_device_of(ids, rows)
+            ids[places] = self._last_ids[sources]
         return self.model.hidden_states(ids, batch, self.kv_cache)
 
-    def _score(self, wanted: list[tuple[Sequence, range]], hidden: Tensor) -> list[PromptScores]:
+    def _score(self, scheduled: list[Scheduled], hidden: Tensor) -> list[PromptScores]:
         """Chunk by chunk, since a row of logits is far wider than a row of hidden states."""
+        wanted = [
+            (item, offsets)
+            for item in scheduled
+            if (offsets := item.sequence.rows_to_score(item.start, item.count))
+        ]
         if not wanted:
             return []
-        targets = [seq.tokens[seq.num_computed + o + 1] for seq, offsets in wanted for o in offsets]
-        k = max(seq.params.prompt_logprobs or 0 for seq, _ in wanted)
+        targets = [x.sequence.tokens[x.start + o + 1] for x, offsets in wanted for o in offsets]
+        k = max(item.sequence.params.prompt_logprobs or 0 for item, _ in wanted)
         logprobs: list[float] = []
         tops: list[TopLogprobs] = []
         for start in range(0, len(targets), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
             target = on_device_of(hidden, targets[rows])
             scored = Sampled(target, *score(self.model.logits(hidden[rows]), target, k))
-            output = self._to_host(scored)
+            output = _output(_to_host(self._columns(scored, [], is_greedy=False))(), [])
             logprobs += output.logprobs
             tops += output.tops
         scores, start = [], 0
-        for seq, offsets in wanted:
+        for item, offsets in wanted:
             rows = slice(start, start + len(offsets))
-            k = seq.params.prompt_logprobs or 0
-            scores.append(PromptScores(seq, logprobs[rows], [top[:k] for top in tops[rows]]))
+            k = item.sequence.params.prompt_logprobs or 0
+            scores.append(
+                PromptScores(item.sequence, logprobs[rows], [top[:k] for top in tops[rows]])
+            )
             start += len(offsets)
         return scores
 
-    def _to_host(
-        self, sampled: Sampled, prompts: Seq[PromptScores] = (), *, is_alike: bool = True
-    ) -> StepOutput:
-        """Rank 0's values on every rank: unlike machines could round differently.
+    def _columns(self, sampled: Sampled, sampling: list[Sequence], is_greedy: bool) -> Tensor:
+        """(B, 1), (B, 2) or (B, 2 + 2K) int32: ids, log-probabilities, top ids and theirs.
 
-        is_alike: every rank chose by the same rules; constraints can be rank 0's alone.
-        All of them go through one broadcast and one copy, for which the host waits: as int32,
-        where floats keep their bits. Ids alone need no broadcast between CPU ranks that share
-        memory: the logits that were gathered are the same bits on each, the machine is one, and
-        `llama.ops.sample` adds whole numbers, so that the threads of a rank do not matter.
-        Log-probabilities are sums of floats, whose order depends on the threads.
+        Floats keep their bits. Rank 0's values on every rank: unlike machines could round
+        differently. All of them go through one broadcast, and then one copy to the host. Ids alone
+        need no broadcast where the ranks compared their top tokens, nor between CPU ranks that
+        share memory: the logits that were gathered are the same bits on each, the machine is one,
+        and `llama.ops.sample` adds whole numbers, so that the threads of a rank do not matter. But
+        constraints can be rank 0's alone. Log-probabilities are sums of floats, whose order depends
+        on the threads.
         """
-        ids, logprobs = sampled.ids.int()[:, None], sampled.logprobs
-        if logprobs is None:
-            if not (is_alike and self.model.parallel.shares_memory_of(ids)):
-                ids = self._from_rank_0(ids)
-            return StepOutput(ids[:, 0].tolist(), prompts=list(prompts))
-        columns = [ids, logprobs[:, None].view(torch.int32)]
+        parallel = self.model.parallel
+        ids = sampled.ids.int()[:, None]
+        if sampled.logprobs is None:
+            is_alike = parallel.shares_memory_of(ids) and not any(
+                s.is_constrained for s in sampling
+            )
+            return ids if is_greedy or is_alike else parallel.broadcast(ids.contiguous())
+        columns = [ids, sampled.logprobs[:, None].view(torch.int32)]
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
             columns += [sampled.top_ids.int(), sampled.top_logprobs.view(torch.int32)]
-        host = self._from_rank_0(torch.cat(columns, dim=1))
-        k = (host.shape[1] - 2) // 2
-        rows = zip(host[:, 2 : 2 + k].tolist(), _as_floats(host[:, 2 + k :]), strict=True)
-        tops = [list(zip(*row, strict=True)) for row in rows]
-        logprobs_cpu = [value for (value,) in _as_floats(host[:, 1:2])]
-        return StepOutput(host[:, 0].tolist(), logprobs_cpu, tops, list(prompts))
+        return parallel.broadcast(torch.cat(columns, dim=1))
 
-    def _from_rank_0(self, x: Tensor) -> Tensor:
-        return self.model.parallel.broadcast(x.contiguous()).cpu()
+    def close(self) -> None:
+        """Free the graphs: they hold collectives of groups that are about to end."""
+        if self._graphs is not None:
+            self._graphs.close()
+            self._graphs = None
+
+
+def _most_rows(model: Transformer) -> int:
+    """Rows of a step that can sample, padding included."""
+    return -(-max(model.params.max_batch_size, 64) // 64) * 64
+
+
+def _to_host(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy; what is returned waits for the copy."""
+    if x.device.type != "cuda":
+        host = x.cpu()
+        return lambda: host
+    host = torch.empty_like(x, device="cpu", pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return read
+
+
+def _output(columns: Tensor, prompts: Seq[PromptScores]) -> StepOutput:
+    """From what `ModelRunner._columns` made, on the host."""
+    ids = columns[:, 0].tolist()
+    if columns.shape[1] == 1:
+        return StepOutput(ids, prompts=list(prompts))
+    k = (columns.shape[1] - 2) // 2
+    rows = zip(columns[:, 2 : 2 + k].tolist(), _as_floats(columns[:, 2 + k :]), strict=True)
+    tops = [list(zip(*row, strict=True)) for row in rows]
+    logprobs = [value for (value,) in _as_floats(columns[:, 1:2])]
+    return StepOutput(ids, logprobs, tops, list(prompts))
 
 
 def _as_floats(bits: Tensor) -> list[list[float]]:

@@ -23,10 +23,18 @@ from torch import Tensor
 
 from llama.engine.constraints import Allowed
 from llama.engine.sequence import Sequence
-from llama.ops.sample import SamplingRow, on_device_of, sample_ids
+from llama.ops.sample import SamplingRow, choose_ids, on_device_of, top_tokens, uniform
 
-_BLOCK = 256  # tokens, at most, whose maximum is found first
-_LOW_32 = 2**32 - 1
+__all__ = [
+    "Sampled",
+    "needs_top_only",
+    "sample",
+    "sample_top_p",
+    "score",
+    "top_of_all",
+    "top_of_share",
+    "uniform",
+]
 
 
 @dataclass(frozen=True)
@@ -73,15 +81,18 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     What filters a draw (top_p, top_k, min_p) never removes the top token.
     """
     return all(
-        p.greedy
+        p.takes_top
         and not seq.is_constrained
-        and p.logprobs is None
-        and p.repetition_penalty == 1
-        and not (p.presence_penalty or p.frequency_penalty)
-        and not _bias(seq)
+        and not ((p.bad_words or p.min_tokens) and _bias(seq))
         for seq in sequences
         for p in (seq.params,)
     )
+
+
+def top_ids(logits: Tensor) -> Tensor:
+    """(B, V) -> (B) ids: the lowest of each row's top ones, or -1, see `Sampled`."""
+    row_max, ids = top_tokens(logits)
+    return ids.where(row_max.isfinite(), -1)
 
 
 def top_of_share(logits: Tensor, first: int) -> Tensor:
@@ -89,7 +100,7 @@ def top_of_share(logits: Tensor, first: int) -> Tensor:
 
     Of each row: the bits of its largest logit, NaN where there is one, and that logit's lowest id.
     """
-    row_max, ids = _row_max(logits)
+    row_max, ids = top_tokens(logits)
     return torch.stack((row_max.view(torch.int32), (ids + first).int()), dim=-1)
 
 
@@ -128,22 +139,6 @@ def sample_top_p(probs: Tensor, p: float) -> Tensor:
     return ids.gather(-1, torch.multinomial(nucleus, num_samples=1))
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) per (seed, position), from a counter: no state, the same on every device.
-
-    seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B, 2) int64, two words h and l of 31
-    bits that stand for (h * 2**31 + l) / 2**62. Philox2x32-10 (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", SC 2011), the counter (position, seed's high word), the key its
-    low word. The product may wrap: its low 64 bits are all that is used.
-    """
-    left, right, key = positions, (seeds >> 32) & _LOW_32, seeds & _LOW_32
-    for _ in range(10):
-        product = left * 0xD256D193
-        left, right = ((product >> 32) ^ key ^ right) & _LOW_32, product & _LOW_32
-        key = key + 0x9E3779B9
-    return torch.stack((left >> 1, right >> 1), dim=-1)
-
-
 def _added(logits: Tensor, amounts: Seq[dict[int, float]]) -> Tensor:
     """Logits (B, V) plus each row's amounts, by token id; the same tensor if no row has any."""
     if not any(amounts):
@@ -156,7 +151,7 @@ def _bias(seq: Sequence) -> dict[int, float]:
     """logit_bias, and -inf for bad_words and for stop ids before min_tokens."""
     params = seq.params
     banned = [word[-1] for word in params.bad_words if _ends_with(seq.tokens, word[:-1])]
-    if seq.num_output < params.min_tokens:
+    if seq.num_known - seq.num_prompt < params.min_tokens:
         banned += sorted(seq.stop_ids)
     return dict(params.logit_bias) | dict.fromkeys(banned, -math.inf)
 
@@ -193,28 +188,9 @@ def _cells(logits: Tensor, ids: Seq[Collection[int]]) -> tuple[Tensor, Tensor]:
 
 def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
     """(B, V) -> (B) ids: the first of the top ones in greedy rows, a draw in the others."""
-    params = [seq.params for seq in sequences]
-    greedy = [p.greedy for p in params]
-    row_max, ids = _row_max(logits)
-    if not all(greedy):
-        rows = [
-            SamplingRow() if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
-            for p in params
-        ]
-        seeds = torch.tensor([seq.seed for seq in sequences])
-        positions = torch.tensor([len(seq.tokens) for seq in sequences])
-        # Philox takes some 70 tiny operations: on the host, while the model runs.
-        drawn = sample_ids(logits, row_max, rows, uniform(seeds, positions))
-        ids = ids.where(on_device_of(logits, greedy), drawn)
-    return ids.where(row_max.isfinite(), -1)
-
-
-def _row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, V) -> (B) maxima, NaN where there is one, and their first places.
-
-    First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
-    """
-    blocks = logits.unflatten(1, (-1, math.gcd(logits.shape[1], _BLOCK)))
-    row_max, block = blocks.amax(dim=-1).max(dim=-1)
-    rows = torch.arange(len(logits), device=logits.device)
-    return row_max, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)
+    rows = [
+        None if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
+        for p in (seq.params for seq in sequences)
+    ]
+    seeds, positions = [seq.seed for seq in sequences], [seq.num_known for seq in sequences]
+    return choose_ids(logits, rows, seeds, positions)

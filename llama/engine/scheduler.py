@@ -16,13 +16,14 @@ from llama.engine.pages import PagePool, page_hash
 from llama.engine.sequence import Sequence, no_pages
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Scheduled:
-    """The next `count` uncomputed tokens of a sequence; if `samples`, they are its last known ones,
-    and one more token is sampled.
+    """`count` tokens of a sequence from `start` on, the first that were not computed; if `samples`,
+    they are its last known ones, and one more token is sampled.
     """
 
     sequence: Sequence
+    start: int
     count: int
     samples: bool
 
@@ -45,28 +46,26 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, wherever it is, and free its pages."""
-        if seq in self.running:
-            self.running.remove(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq)
         seq.finish_reason = reason
-        self._release(seq)
+        self._leave(seq)
 
     def schedule(self) -> list[Scheduled]:
         """Running sequences first, oldest first; then the queue, while budget and pages last.
 
-        The items come back with the single tokens in front, as `Batch` wants them.
+        The items come back with the single tokens in front, as `Batch` wants them. Their tokens
+        count as computed from now on: steps run in the order in which they are scheduled.
         """
         budget = self.token_budget
         chosen: list[Scheduled] = []
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
-            count = min(seq.num_new, budget)
+            count = 0 if seq.ends_with_pending else min(seq.num_new, budget)
             if not self._grow(seq, count):
                 break  # it was preempted, as everyone after it was before
-            chosen.append(self._schedule(seq, count))
-            budget -= count
+            if count:
+                chosen.append(self._schedule(seq, count))
+                budget -= count
             row += 1
         while budget > 0 and self.waiting and len(self.running) < self.max_batch_size:
             seq = self.waiting[0]
@@ -78,18 +77,24 @@ class Scheduler:
         return sorted(chosen, key=lambda item: item.count > 1)
 
     def update(self, scheduled: list[Scheduled], tokens: list[int]) -> None:
-        """After a step: `tokens` has one id for each item that samples; what ended is let go."""
+        """After a step: `tokens` has one id for each item that samples; what ended is let go.
+
+        What ended while the step ran gets nothing of it. Pages are let go at once, even where the
+        step after it has begun: what is written there next is written by a later step.
+        """
         sampled = iter(tokens)
         for item in scheduled:
             seq = item.sequence
-            seq.num_computed += item.count
-            if item.samples:
-                seq.append(next(sampled))
-            elif seq.num_computed == seq.max_len:
+            token = next(sampled) if item.samples else None
+            if seq.finished:
+                continue
+            if token is not None:
+                seq.num_pending -= 1
+                seq.append(token)
+            elif item.start + item.count == seq.max_len:
                 seq.finish_reason = "length"  # the prompt filled it: it was only scored
             if seq.finished:
-                self.running.remove(seq)
-                self._release(seq)
+                self._leave(seq)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Take these sequences, in their order of arrival, and compute them from the beginning.
@@ -102,6 +107,13 @@ class Scheduler:
             seq.forget_computed()
         self.waiting = deque(seq for seq in live if not seq.finished)
 
+    def _leave(self, seq: Sequence) -> None:
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        self._release(seq)
+
     def live(self) -> Iterator[Sequence]:
         return chain(self.running, self.waiting)
 
@@ -109,7 +121,7 @@ class Scheduler:
         """Assert that every page is held by a live sequence or free, and lengths are in order."""
         self.pool.check(seq.pages for seq in self.live())
         for seq in self.live():
-            assert 0 <= seq.num_computed <= len(seq.tokens) <= seq.max_len, vars(seq)
+            assert 0 <= seq.num_computed <= seq.num_known <= seq.max_len, vars(seq)
             assert seq.num_computed <= len(seq.pages) * self.pool.page_size, vars(seq)
 
     def _schedule(self, seq: Sequence, count: int) -> Scheduled:
@@ -117,18 +129,26 @@ class Scheduler:
 
         That is safe within the step: each layer stores the keys and values of all tokens before any
         token attends. So the answers of one request, and prompts that arrive together, share what
-        their prompts have in common.
+        their prompts have in common. A page that a pending token fills has no hash yet: the next
+        step looks at it again.
         """
-        before = seq.num_computed // self.pool.page_size
-        after = (seq.num_computed + count) // self.pool.page_size
+        start = seq.num_computed
         if self.pool.reuse:
-            hashes = self._hashes(seq, after)
+            known = min(start + count, len(seq.tokens))
+            before, after = max(start - 1, 0) // self.pool.page_size, known // self.pool.page_size
             for i in range(before, after):
-                self.pool.cache(seq.pages[i], hashes[i])
-        return Scheduled(seq, count, count == seq.num_new and len(seq.tokens) < seq.max_len)
+                self.pool.cache(seq.pages[i], self._hashes(seq, after)[i])
+        samples = count == seq.num_new and seq.num_known < seq.max_len
+        seq.num_computed += count
+        return Scheduled(seq, start, count, samples)
 
     def _admit(self, seq: Sequence) -> bool:
-        """Move the head of the queue to running, if all its known tokens have room now."""
+        """Move the head of the queue to running, if all its known tokens have room now.
+
+        One that was preempted while a token of it was pending waits for that token.
+        """
+        if seq.num_pending:
+            return False
         found = self.pool.match_prefix(self._reusable_hashes(seq))
         wanted = self.pool.pages_for(len(seq.tokens)) - len(found)
         if wanted > self.pool.num_free_without(found):
@@ -162,6 +182,8 @@ class Scheduler:
 
         False if `seq` itself was preempted.
         """
+        if seq.num_computed + count <= len(seq.pages) * self.pool.page_size:
+            return True
         wanted = self.pool.pages_for(seq.num_computed + count)
         while len(seq.pages) < wanted:
             if self.pool.num_free:

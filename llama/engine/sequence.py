@@ -1,10 +1,12 @@
 """One request inside the engine: its tokens, how far they are computed, and the pages they hold.
 
-Ids in a list; no torch, no text. The whole state is three lengths:
-`0 <= num_computed <= len(tokens) <= max_len`. A step lets num_computed catch up with len(tokens);
-when it has, one token is sampled.
+Ids in a list; no torch, no text. The whole state is four lengths:
+`0 <= num_computed <= len(tokens) + num_pending <= max_len`. A step lets num_computed catch up with
+the known tokens; when it has, one token is sampled. It is pending until the host reads it, and the
+next step may begin before that: the device knows it.
 """
 
+import functools
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -40,6 +42,19 @@ class TokenParams:
         """Whether the top token is always taken."""
         return self.temperature < _GREEDY_BELOW
 
+    @functools.cached_property
+    def takes_top(self) -> bool:
+        """Whether the top token is all that is asked for, where no token is banned."""
+        changes = self.logit_bias or self.repetition_penalty != 1
+        penalties = self.presence_penalty or self.frequency_penalty
+        return self.greedy and self.logprobs is None and not (changes or penalties)
+
+    @functools.cached_property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know every token before it can choose the next one."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalties or self.bad_words or self.prompt_logprobs is not None)
+
 
 class Constraint(Protocol):
     """Says which tokens may follow."""
@@ -66,7 +81,8 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     is_constrained: bool = False  # also where rank 0 alone has the constraint
-    num_computed: int = 0  # leading tokens whose keys and values are in pages
+    num_computed: int = 0  # leading tokens whose keys and values are in pages, or will be
+    num_pending: int = 0  # tokens behind these that are sampled and not read yet: 0 or 1
     num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     pages: "array[int]" = field(default_factory=no_pages)  # int64: the runner copies it as it is
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, in order
@@ -93,9 +109,24 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_known(self) -> int:
+        """Tokens that the device knows; the host does not know a pending one."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_new(self) -> int:
         """Tokens that are known and not yet computed: what a step may be given."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def ends_with_pending(self) -> bool:
+        """Whether the token that is pending is its last by length: nothing is left to compute."""
+        return self.num_pending > 0 and self.num_known == self.max_len
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether its next step may begin before the token of this one is read."""
+        return not (self.is_constrained or self.params.needs_tokens)
 
     @property
     def finished(self) -> bool:
@@ -114,12 +145,13 @@ class Sequence:
             if len(self.tokens) == self.max_len:
                 self.finish_reason = "length"
 
-    def rows_to_score(self, count: int) -> range:
-        """Offsets in its next `count` tokens whose logits score a prompt token not scored yet."""
+    def rows_to_score(self, start: int, count: int) -> range:
+        """Offsets in its `count` tokens from `start` on whose logits score a prompt token that is
+        not scored yet."""
         if self.params.prompt_logprobs is None:
             return range(0)
-        first = max(len(self.prompt_logprobs) - 1 - self.num_computed, 0)
-        last = min(count, self.num_prompt - 1 - self.num_computed)
+        first = max(len(self.prompt_logprobs) - 1 - start, 0)
+        last = min(count, self.num_prompt - 1 - start)
         return range(first, max(first, last))
 
     def forget_computed(self) -> None:
@@ -127,7 +159,7 @@ class Sequence:
 
         An interrupt can come between any two statements, so lists that grow together may differ.
         """
-        self.pages, self.num_computed = no_pages(), 0
+        self.pages, self.num_computed, self.num_pending = no_pages(), 0, 0
         del self.logprobs[self.num_output :], self.top_logprobs[self.num_output :]
         scored = min(len(self.prompt_logprobs), len(self.prompt_top_logprobs))
         del self.prompt_logprobs[scored:], self.prompt_top_logprobs[scored:]

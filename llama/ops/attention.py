@@ -3,7 +3,8 @@
 In: the queries of all sequences one after the other, and the pages that hold each one's past. Out:
 one row per query. It knows nothing of requests or of who owns a page. bf16 on the CPU has a kernel,
 attention.cpp, that reads the pages in place; a query gives the same bytes there alone as in any
-batch, as part of a prefill as in a decode step, on any number of threads.
+batch, as part of a prefill as in a decode step, on any number of threads. bf16 and fp16 on a GPU
+have kernels in gpu/attention.py.
 
 Example, with S = 4 slots per page: sequences of 5, 7 and 2 tokens, of which 1, 1 and 2 are new.
 queries are (4, H, D): one row, one row, two rows; page_table is
@@ -14,15 +15,22 @@ Shapes: T tokens, B sequences, H query heads, K kv heads, D head dim, P pages, S
 M pages per sequence, G = H / K.
 """
 
+import functools
+from bisect import bisect_right
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 
+_GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
 MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def paged_attention(
@@ -37,17 +45,23 @@ def paged_attention(
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
 
     page_table (B, M), query_starts (B + 1) and seq_lens (B) are int64 on the queries' device, see
-    `llama.model.Batch`. The same lengths are wanted on the host, so that nothing here waits for the
-    device. In the torch body, the leading sequences with one query go through one call, and each
-    longer one has its own.
+    `llama.model.Batch`; sequences with one query come first. The same lengths are wanted on the
+    host, so that nothing here waits for the device. In the torch body, the sequences with one query
+    go through one call, and each longer one has its own.
     """
+    n = bisect_right(query_lens_cpu, 1)
+    if kernels.has_kernel("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
+        from llama.ops.gpu import attention
+
+        return attention.paged_attention(
+            queries, kv_cache, page_table, query_starts, seq_lens, num_decodes=n
+        )
     can_run = queries.shape[-1] <= MAX_HEAD_DIM and kv_cache.is_contiguous()
     if can_run and native.has_kernel(queries, kv_cache):
         slots = page_table.shape[1] * kv_cache.shape[2]
         assert max(seq_lens_cpu) <= slots, (seq_lens_cpu, page_table.shape, kv_cache.shape)
         return _native(queries.contiguous(), kv_cache, page_table, query_starts, seq_lens)
     out = torch.empty_like(queries)
-    n = next((i for i, new in enumerate(query_lens_cpu) if new > 1), len(query_lens_cpu))
     if n:
         num_pages = -(-max(seq_lens_cpu[:n]) // kv_cache.shape[2])
         out[:n] = _decode(queries[:n], kv_cache, page_table[:n, :num_pages], seq_lens[:n])
@@ -57,6 +71,12 @@ def paged_attention(
         out[start:end] = _prefill(queries[start:end], kv_cache, page_table[row], seq_lens_cpu[row])
         start = end
     return out
+
+
+def _suits_gpu(queries: Tensor, kv_cache: Tensor) -> bool:
+    """Whether the sizes are those of gpu/attention.py: its tiles are powers of two."""
+    head_dim = queries.shape[-1]
+    return 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
 
 
 def _native(
@@ -90,14 +110,20 @@ def _native(
 def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Tensor) -> Tensor:
     """One query per sequence: the G heads that share a kv head are the rows of one small product.
 
-    queries (N, H, D), page_table (N, M), seq_lens (N) -> (N, H, D).
+    queries (N, H, D), page_table (N, M), seq_lens (N) -> (N, H, D). A few sequences at a time: one
+    long one would otherwise have the pages of all others copied up to its length.
     """
     n, n_heads, head_dim = queries.shape
-    keys, values = kv_cache[:, page_table].flatten(2, 3)  # 2 x (N, M * S, K, D)
+    at_once = max(1, _GATHERED_BYTES // (2 * page_table.shape[1] * kv_cache[0, 0].nbytes))
+    if n > at_once:
+        parts = (x.split(at_once) for x in (queries, page_table, seq_lens))
+        return torch.cat([_decode(q, kv_cache, *rest) for q, *rest in zip(*parts, strict=True)])
+    # One after the other: torch gathers whole rows of a tensor fast, and parts of rows slowly.
+    keys, values = (part[page_table].flatten(1, 2) for part in kv_cache)  # (N, M * S, K, D)
     _, length, n_kv_heads, _ = keys.shape
     attn_mask = torch.arange(length, device=queries.device) < seq_lens[:, None]
     grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(
+    out = _sdpa(
         grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=attn_mask[:, None, None]
     )
     return out.reshape(n, n_heads, head_dim)
@@ -107,17 +133,41 @@ def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> 
     """The last `count` tokens of one sequence: each sees the past, and the chunk up to itself."""
     count, n_heads, _ = queries.shape
     num_pages = -(-seq_len // kv_cache.shape[2])
-    keys, values = kv_cache[:, pages[:num_pages]].flatten(1, 2)[:, :seq_len]  # 2 x (L, K, D)
-    groups = n_heads // keys.shape[1]
+    # (L, K, D)
+    keys, values = (part[pages[:num_pages]].flatten(0, 1)[:seq_len] for part in kv_cache)
+    group = n_heads // keys.shape[1]
     attn_mask = None
     if seq_len > count:
         positions = torch.arange(seq_len, device=queries.device)
         attn_mask = positions <= positions[-count:, None]
-    out = F.scaled_dot_product_attention(
+    if attn_mask is not None or not _has_flash(queries):
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    out = _sdpa(
         queries.transpose(0, 1)[None],
-        keys.repeat_interleave(groups, 1).transpose(0, 1)[None],
-        values.repeat_interleave(groups, 1).transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
         attn_mask=attn_mask,
         is_causal=attn_mask is None,
+        enable_gqa=keys.shape[1] < n_heads,
     )
     return out[0].transpose(0, 1)  # (count, H, D)
+
+
+def _has_flash(queries: Tensor) -> bool:
+    """Whether torch has FlashAttention for them: of its kernels without a mask, the one that needs
+    no copy of the keys for each query head."""
+    is_narrow = queries.dtype in (torch.bfloat16, torch.float16)
+    return queries.is_cuda and is_narrow and _capability(queries.device) >= (8, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+    if not queries.is_cuda:
+        return F.scaled_dot_product_attention(queries, keys, values, **options)
+    # Without cuDNN's, which takes 0.1 to 0.4 s to plan for each new shape; lengths make shapes.
+    with sdpa_kernel(_BACKENDS):
+        return F.scaled_dot_product_attention(queries, keys, values, **options)

@@ -42,6 +42,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class LayerWeights:
+    """One layer's; the matrices may also be plain (N, K) where `OpStack` runs them."""
+
     attention_norm: Tensor  # (E)
     wqkv: Packed  # ((H + 2K) D, E)
     wo: Packed  # (E, H D)
@@ -115,19 +117,21 @@ class LayerStack:
         page_table: Tensor,
         query_starts: Tensor,
         seq_lens: Tensor,
-        max_seq_len: int,
+        query_lens_cpu: Seq[int],
+        seq_lens_cpu: Seq[int],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
 
-        The rest as for `rope_and_store` and `paged_attention`; max_seq_len is the largest of
-        seq_lens. all_reduce: sums over the ranks in place, where each has a share of the weights;
+        The rest as for `rope_and_store` and `paged_attention`; the lists on the host are only
+        checked. all_reduce: sums over the ranks in place, where each has a share of the weights;
         then there are two native calls a layer, with a sum after each.
         """
         (t, e), (b, width) = x.shape, page_table.shape
         x = x.clone(memory_format=torch.contiguous_format)
         num_pages, page_size = kv_cache.shape[2:4]
-        assert self.takes(kv_cache) and max_seq_len <= width * page_size, (kv_cache.shape, width)
+        fits = len(query_lens_cpu) == b and max(seq_lens_cpu) <= width * page_size
+        assert self.takes(kv_cache) and fits, (kv_cache.shape, page_table.shape)
         assert e == self.dim and freqs_cis.shape == (t, self.heads[2] // 2), (x.shape, e)
         assert len(slots) == t and len(query_starts) == b + 1 and len(seq_lens) == b, (t, b)
         freqs_cis, slots, page_table, query_starts, seq_lens = (

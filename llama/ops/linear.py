@@ -5,7 +5,8 @@ same memory, or by `pack_int8` at half the size, with one scale per row. `pack_i
 where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_bf16 or AMX. The
 tiles of AMX are compared with a plain loop at first use, and not used if they differ or if Linux
 does not grant them. Elsewhere weights stay as they are and torch does the product. A row of x gives
-the same bytes alone as in any batch, on any number of threads.
+the same bytes alone as in any batch, on any number of threads. For a few rows on a GPU there are
+kernels in gpu/linear.py, which run where they were found to be faster.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 
 N_BLOCK = 32  # rows of a weight that are packed together, as in packed_weight.h
 
@@ -108,7 +110,7 @@ def linear(
     """
     dtype = dtype or x.dtype
     if weight.dim() == 2:
-        return F.linear(x, weight).to(dtype)
+        return _plain(x, weight, dtype)
     assert x.dtype is torch.bfloat16 and dtype in (torch.bfloat16, torch.float32), (x.dtype, dtype)
     if native.kernels() is None:
         plain = unpack(weight, scales)
@@ -125,3 +127,19 @@ def linear(
     else:
         native.call("linear_int8", x, weight, scales, out, workspace, *sizes)
     return out
+
+
+def _plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    n, k = weight.shape
+    if kernels.has_kernel("linear", x, weight):
+        from llama.ops.gpu import linear as gpu
+
+        tile = gpu.chosen(x.device, n, k, x.numel() // k)
+        if tile is not None:
+            return gpu.run(x, weight, tile, dtype)
+    if x.is_cuda and dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+        # The sums as they are: rounded to 16 bits, 3 % of rows of logits tie at the top.
+        sums = torch.mm(x.reshape(-1, k), weight.t(), out_dtype=dtype)
+        return sums.view(*x.shape[:-1], n)
+    out = F.linear(x, weight)
+    return out if out.dtype is dtype else out.to(dtype)

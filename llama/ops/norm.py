@@ -1,16 +1,21 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019): rows in, rows of the same type out.
 
-bf16 on the CPU has a kernel, in elementwise.cpp.
+bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU in gpu/elementwise.py.
 """
 
 import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., E), weight (E) -> (..., E) in x's type; the mean of squares is taken in float32."""
+    if kernels.has_kernel("add_norm", x, weight):
+        from llama.ops.gpu import elementwise
+
+        return elementwise.rms_norm(x, weight, eps)
     if native.has_kernel(x, weight):
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
@@ -21,3 +26,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * scale).type_as(x) * weight
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and delta (..., E), weight (E) -> x + delta, and its `rms_norm`, both in x's type."""
+    if kernels.has_kernel("add_norm", x, delta, weight):
+        from llama.ops.gpu import elementwise
+
+        return elementwise.add_norm(x, delta, weight, eps)
+    x = x + delta
+    return x, rms_norm(x, weight, eps)

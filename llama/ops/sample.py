@@ -1,4 +1,4 @@
-"""The next token of each row: logits and how to choose in, ids sampled at random out.
+"""The next token of each row: logits and how to choose in, ids out, the top ones or sampled.
 
 Fixed-point probabilities: each becomes a whole number, so that sums are exact in any order. The id
 depends on its own row of logits, its filters and its uniform alone, not on the batch or on how a
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 
 UNIT = 2**40  # of the likeliest token; one under 2**-40 of it becomes 0 and is never sampled
-_LOW_31 = 2**31 - 1
+_LOW_31, _LOW_32 = 2**31 - 1, 2**32 - 1
+MAX_KERNEL_VOCAB = 2**19  # of gpu/sample.py, whose blocks are at most 128 per row
+_BLOCK = 256  # tokens, at most, whose maximum is found first
 
 
 class SamplingRow(NamedTuple):
@@ -35,6 +38,64 @@ class SamplingRow(NamedTuple):
         return self.top_p < 1 or self.min_p > 0 or self.top_k > 0
 
 
+def choose_ids(
+    logits: Tensor, rows: Seq[SamplingRow | None], seeds: Seq[int], positions: Seq[int]
+) -> Tensor:
+    """(B, V) float32 logits -> (B) ids: in rows that are None the top token, else a sampled one.
+
+    What is sampled follows from the row's seed, from 0, and position, below 2**32. A row without a
+    finite maximum has the id -1: no token is allowed, or its logits hold NaN or +inf.
+    """
+    if _has_kernel(logits):
+        from llama.ops.gpu import sample
+
+        params = sample.pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
+        return sample.choose(
+            logits,
+            params.to(logits.device, non_blocking=logits.device.type == "cuda"),
+            has_draws=any(row is not None for row in rows),
+            has_filters=any(row is not None and row.is_filtered for row in rows),
+        )
+    row_max, ids = top_tokens(logits)
+    if any(row is not None for row in rows):
+        # Philox takes some 70 tiny operations: on the host, while the model runs.
+        words = uniform(torch.tensor(seeds), torch.tensor(positions))
+        sampled = sample_ids(logits, row_max, [row or SamplingRow() for row in rows], words)
+        ids = ids.where(on_device_of(logits, [row is None for row in rows]), sampled)
+    return ids.where(row_max.isfinite(), -1)
+
+
+def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, V) -> (B) maxima, NaN where there is one, and their first places.
+
+    First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
+    """
+    if _has_kernel(logits):
+        from llama.ops.gpu import sample
+
+        return sample.top_tokens(logits)
+    blocks = logits.unflatten(1, (-1, math.gcd(logits.shape[1], _BLOCK)))
+    row_max, block = blocks.amax(dim=-1).max(dim=-1)
+    rows = torch.arange(len(logits), device=logits.device)
+    return row_max, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) per (seed, position), from a counter: no state, the same on every device.
+
+    seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B, 2) int64, two words h and l of 31
+    bits that stand for (h * 2**31 + l) / 2**62. Philox2x32-10 (Salmon et al., "Parallel random
+    numbers: as easy as 1, 2, 3", SC 2011), the counter (position, seed's high word), the key its
+    low word. The product may wrap: its low 64 bits are all that is used.
+    """
+    left, right, key = positions, (seeds >> 32) & _LOW_32, seeds & _LOW_32
+    for _ in range(10):
+        product = left * 0xD256D193
+        left, right = ((product >> 32) ^ key ^ right) & _LOW_32, product & _LOW_32
+        key = key + 0x9E3779B9
+    return torch.stack((left >> 1, right >> 1), dim=-1)
+
+
 def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     """(B, V) float32 logits, left as they are, and their row maxima (B) -> (B) ids.
 
@@ -47,6 +108,13 @@ def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms
     last one, those with the lowest ids are kept. A row without a finite maximum gets any id.
     """
     assert logits.dtype is torch.float32, logits.dtype
+    if _has_kernel(logits):
+        from llama.ops.gpu import sample
+
+        params = sample.pack_params(rows, uniforms)
+        params = params.to(logits.device, non_blocking=logits.device.type == "cuda")
+        is_filtered = [row.is_filtered for row in rows]
+        return sample.sample_ids(logits, row_max, params, has_filters=any(is_filtered))
     if logits.device.type == "cpu" and native.kernels() is not None:
         return _native(logits, row_max, rows, uniforms)
     uniforms = uniforms.to(logits.device, non_blocking=logits.device.type == "cuda")
@@ -67,6 +135,12 @@ def on_device_of(tensor: Tensor, values: Seq | np.ndarray) -> Tensor:
     # asynchronous: the memory may be freed before it is read (pytorch #189690).
     is_cuda = tensor.device.type == "cuda"
     return torch.from_numpy(np.array(values, dtype)).to(tensor.device, non_blocking=is_cuda)
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    if not kernels.has_kernel("sample", logits):
+        return False
+    return 0 < logits.shape[1] <= MAX_KERNEL_VOCAB and len(logits) > 0
 
 
 def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:

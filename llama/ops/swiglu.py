@@ -1,16 +1,21 @@
 """The gate of the feed-forward block (SwiGLU; Shazeer, 2020): gate and up in, their product out.
 
-bf16 on the CPU has a kernel, in elementwise.cpp.
+bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU in gpu/elementwise.py.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.gpu import kernels
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """x (..., 2F), the gate's columns first -> silu(gate) * up (..., F)."""
+    if kernels.has_kernel("silu_mul", x):
+        from llama.ops.gpu import elementwise
+
+        return elementwise.silu_mul(x)
     if native.has_kernel(x) and x.shape[-1] % 64 == 0:
         x = x.contiguous()
         width = x.shape[-1] // 2

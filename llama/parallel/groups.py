@@ -1,8 +1,8 @@
 """Process groups, and what ranks do together: reduce, gather, broadcast, agree.
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
-which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py and
-rendezvous.py import torch.distributed, and this one alone fairscale.
+which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py, one_shot.py
+and rendezvous.py import torch.distributed, and this one alone fairscale.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
@@ -28,6 +28,7 @@ from torch import Tensor
 from llama.parallel.errors import RankError
 from llama.parallel.hierarchy import Hierarchy, broadcast_bytes, share_memory
 from llama.parallel.machines import check_interfaces, warn_if_groups_span
+from llama.parallel.one_shot import OneShot
 from llama.parallel.rendezvous import LATER_S, errors_of_groups, meet_all
 from llama.parallel.shared_memory import SharedMemory
 from llama.parallel.watch import Watch, current_watch, stop_watch
@@ -51,6 +52,7 @@ class ModelParallel:
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
     hierarchy: Hierarchy | None = None  # where they are on several
+    one_shot: OneShot | None = None  # small sums of its GPUs, where they can do it
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
@@ -80,6 +82,8 @@ class ModelParallel:
         path = self._path
         if path is not None and _is_on_cpu(x) and path.can_sum(x):
             path.all_reduce(x)
+        elif self.one_shot is not None and self.one_shot.takes(x):
+            self.one_shot.all_reduce(x)
         else:
             dist.all_reduce(x, group=self.group)
         return x
@@ -309,7 +313,12 @@ def _make_groups(
         backend = "nccl" if device.type == "cuda" else "gloo"
         rank = int(os.environ["RANK"])
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
         )
     if not fs_init.model_parallel_is_initialized():
         _make_fairscale_groups(size)
@@ -319,8 +328,11 @@ def _make_groups(
             f"{fs_init.get_model_parallel_world_size()}: use one size a process"
         )
     group = fs_init.get_model_parallel_group()
+    check_carries(dist.get_backend_config(group), device)
     # fairscale passes no timeout on to its groups, and torch gives no public way to set one later.
     dist.distributed_c10d._set_pg_timeout(limit, group)
+    if device.type == "cuda":
+        _first_sum(group, device)
     data_rank, data_size = dist.get_rank() // size, world_size // size
     controls = [
         dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
@@ -331,6 +343,9 @@ def _make_groups(
     shared, hierarchy = None, None
     if size > 1:
         shared, hierarchy = share_memory(control, lambda own: _meet(control, own), limit)
+    one_shot = None
+    if device.type == "cuda" and shared is not None and dist.get_backend(group) == "nccl":
+        one_shot = OneShot.join(group, control, device)
     return ModelParallel(
         rank=rank,
         size=size,
@@ -342,8 +357,26 @@ def _make_groups(
         world=world,
         shared=shared,
         hierarchy=hierarchy,
+        one_shot=one_shot,
         watch=current_watch(),
     )
+
+
+def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:
+    """nccl makes a group's buffers, up to a GiB, at its first call: now, as memory is measured
+    after it."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def check_carries(backends: str, device: torch.device) -> None:
+    """ValueError where a group with these backends, as "cpu:gloo,cuda:nccl", cannot exchange
+    tensors of `device`: the program may have made the groups before this runtime came."""
+    if device.type not in {part.split(":")[0] for part in backends.split(",")}:
+        raise ValueError(
+            f"device='{device}', but this process joined process groups that carry other tensors "
+            f"({backends}): choose a device of theirs, or init_process_group with "
+            f"'{'nccl' if device.type == 'cuda' else 'gloo'}'"
+        )
 
 
 def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:

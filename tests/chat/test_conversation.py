@@ -260,15 +260,15 @@ def test_a_question_too_long_is_not_kept_and_the_chat_goes_on(demo, piped):
 
 
 def test_an_error_in_an_answer_is_not_the_end(demo, piped, monkeypatch):
-    run, calls = demo.engine.runner.run, []
+    start, calls = demo.engine.runner.start, []
 
     def fail_once(scheduled):
         calls.append(scheduled)
         if len(calls) == 3:
             raise ValueError("no token to choose")
-        return run(scheduled)
+        return start(scheduled)
 
-    monkeypatch.setattr(demo.engine.runner, "run", fail_once)
+    monkeypatch.setattr(demo.engine.runner, "start", fail_once)
     out, err = piped(f"{STORY}\n{FRANCE}\n/stats\n", temperature=0.0)
     assert out[-1].endswith(replies(demo, FRANCE)[0])
     assert "error: no token to choose. The question was not kept." in err and "turns 1" in err

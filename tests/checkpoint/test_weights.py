@@ -12,7 +12,7 @@ from torch import Tensor
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
 from llama.args import ModelArgs
-from llama.checkpoint import weights
+from llama.checkpoint import convert, staging, weights
 from llama.checkpoint.find import find
 from llama.checkpoint.shapes import shard_shapes
 from llama.checkpoint.tensor_files import read_into
@@ -67,6 +67,51 @@ def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, monke
     read.clear()
     loaded(found, dtype=torch.bfloat16)
     assert not read
+
+
+@pytest.fixture
+def staged(monkeypatch) -> list[int]:
+    """Weights are loaded as for a GPU: its bytes go through buffers of 100 bytes. The list gets the
+    size of each piece that went that way."""
+    read, pieces = staging.Staging.read, []
+
+    def watched(self, into, file, offset, then=None):
+        pieces.append(into.nbytes)
+        read(self, into, file, offset, then)
+
+    monkeypatch.setattr(staging, "_CHUNK", 100)
+    monkeypatch.setattr(staging.Staging, "read", watched)
+    copy = weights.Weights.copy
+
+    def copy_staged(self, name, into, rank, size, unused=None):
+        with staging.Staging(torch.device("cpu")) as stage:
+            copy(self, name, into, rank, size, stage)
+
+    monkeypatch.setattr(weights.Weights, "copy", copy_staged)
+    return pieces
+
+
+@pytest.mark.parametrize("layout", ["meta", "hf"])
+def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, layout):
+    """Whole tensors, rows and columns of shards, other types, Hugging Face's order of q and k."""
+    found = find(write_meta(tmp_path / "meta", PARAMS, STATE, 2))
+    if layout == "hf":
+        convert.convert(tmp_path / "meta", tmp_path / "hf")
+        found = find(tmp_path / "hf")
+    for dtype in (torch.float32, torch.bfloat16):
+        for rank, size in ((0, 1), (1, 2), (3, 4)):
+            staged.clear()
+            expect_shards(loaded(found, rank, size, dtype), STATE, PARAMS)
+            assert len(staged) > 10
+
+
+def test_a_file_that_ends_while_it_is_staged_is_named(tmp_path):
+    (tmp_path / "weights.pth").write_bytes(b"12345678")
+    with (
+        pytest.raises(ValueError, match=r"weights\.pth \(8 bytes\) became shorter"),
+        staging.Staging(torch.device("cpu")) as stage,
+    ):
+        stage.read(torch.zeros(3), tmp_path / "weights.pth", 0)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (8, torch.bfloat16)])

@@ -65,14 +65,15 @@ def known(core: EngineCore) -> list[tuple[list[int], int, list[int]]]:
     return [(s.tokens, s.num_computed, list(s.pages)) for s in core.scheduler.live()]
 
 
-def test_the_follower_holds_what_the_leader_holds_after_each_step() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -> None:
     """Sequences come, end and are aborted at random, on a cache so small that some are preempted.
     Whatever rank 0 decides, the follower has the same tokens, counts and pages after the step."""
     rng = random.Random(3)
-    ranks = Ranks(num_pages=9, max_batch_size=3, budget=7)
+    ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, runs_ahead=ahead)
     ranks.thread.start()
     live: list[Sequence] = []
-    for _ in range(300):
+    for _ in range(150):
         for _ in range(rng.choice((0, 0, 1, 2))):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
             live.append(sequence(prompt, rng.randrange(1, 14), frozenset({rng.randrange(40)})))
@@ -144,7 +145,7 @@ def test_after_a_failed_step_the_ranks_do_not_meet_again(monkeypatch) -> None:
     def fail(scheduled: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(ranks.leader.runner, "run", fail)
+    monkeypatch.setattr(ranks.leader.runner, "start", fail)
     ranks.leader.add(sequence([1, 2], 3))
     with pytest.raises(MemoryError):
         ranks.leader.step()
@@ -160,13 +161,13 @@ def test_an_interrupt_takes_effect_after_the_step(monkeypatch) -> None:
     """Ctrl-C in the middle of a step on rank 0 alone would leave the other ranks waiting in it."""
     ranks = Ranks()
     ranks.thread.start()
-    run, seq = ranks.leader.runner.run, sequence([1, 2, 3], 4)
+    start, seq = ranks.leader.runner.start, sequence([1, 2, 3], 4)
 
     def interrupted(scheduled):
         os.kill(os.getpid(), signal.SIGINT)
-        return run(scheduled)
+        return start(scheduled)
 
-    monkeypatch.setattr(ranks.leader.runner, "run", interrupted)
+    monkeypatch.setattr(ranks.leader.runner, "start", interrupted)
     ranks.leader.add(seq)
     with pytest.raises(KeyboardInterrupt):
         ranks.leader.step()

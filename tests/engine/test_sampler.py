@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from llama.engine import sampler
 from llama.engine.sampler import (
     needs_top_only,
     sample,
@@ -25,6 +24,7 @@ from llama.engine.sampler import (
     uniform,
 )
 from llama.engine.sequence import Sequence, TokenParams
+from llama.ops import sample as op
 
 INF = float("inf")
 PROMPT, OUTPUT = [1, 2, 3, 2], [3, 4, 4]
@@ -72,7 +72,7 @@ def distribution(monkeypatch) -> Callable[[Tensor, Sequence], Tensor]:
         ids = sample(logits.expand(n, -1), [seq] * n).ids
         return ids.bincount(minlength=len(logits)) / n
 
-    monkeypatch.setattr(sampler, "uniform", spread)
+    monkeypatch.setattr(op, "uniform", spread)
     return measure
 
 
@@ -367,7 +367,7 @@ def test_nothing_filtered_is_ever_drawn(params) -> None:
 @pytest.mark.parametrize(("word", "end"), [(0, 0), (2**31 - 1, -1)])
 def test_the_least_and_the_greatest_number_stay_inside(monkeypatch, params, word, end) -> None:
     """The ends of the vocabulary have no probability, and rounding must not give them any."""
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, _: torch.full((len(seeds), 2), word))
+    monkeypatch.setattr(op, "uniform", lambda seeds, _: torch.full((len(seeds), 2), word))
     logits = torch.cat((torch.full((9,), -INF), torch.zeros(700), torch.full((9,), -INF)))
     kept = naive(logits, sequence(**params)).nonzero().squeeze(1)
     assert sample(logits[None], [sequence(**params)]).ids.tolist() == [kept[end]]

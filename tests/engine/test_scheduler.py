@@ -1,6 +1,9 @@
 """The page pool and the scheduler, without a model: nothing is lost, repeated, or left behind."""
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -34,12 +37,14 @@ requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10))  # prompt,
     st.integers(1, 6),
     st.integers(1, 20),
     st.booleans(),
+    st.booleans(),
     st.sets(st.integers(0, VOCAB - 1), max_size=1),
 )
-def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, stops):
+def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, ahead, stops):
     """Random arrivals, lengths, budgets and page counts, preemption included: each sequence comes
-    to exactly what it would alone, and the pool ends as it began."""
-    tried = engine(num_pages, 4, batch, max(budget, batch), reuse)
+    to exactly what it would alone, and the pool ends as it began. Ahead of the device too, where a
+    step is scheduled before the tokens of the last one are known."""
+    tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead)
     stop_ids = frozenset(stops)
     pending = sorted(
         ((when, sequence(prompt, count, stop_ids)) for prompt, count, when in arrivals),
@@ -66,10 +71,12 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(requests, min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_aborts_leave_the_pool_as_it_was(arrivals, rng: random.Random):
+@given(
+    st.lists(requests, min_size=1, max_size=12), st.booleans(), st.randoms(use_true_random=False)
+)
+def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Random):
     """Sequences aborted at random moments, waiting or running, give back every page."""
-    tried = engine(num_pages=9)
+    tried = engine(num_pages=9, runs_ahead=ahead)
     sequences = [sequence(prompt, count) for prompt, count, _ in arrivals]
     for seq in sequences:
         tried.add(seq)
@@ -85,9 +92,10 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, rng: random.Random):
     assert tried.scheduler.pool.num_free == 9
 
 
-def test_preemption_happens_and_is_invisible(monkeypatch):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preemption_happens_and_is_invisible(monkeypatch, ahead):
     """Six sequences that all grow to 7 of 9 pages: some must give up their pages and come back."""
-    tried = engine(num_pages=9, max_batch_size=6)
+    tried = engine(num_pages=9, max_batch_size=6, runs_ahead=ahead)
     given_up = watch_releases(tried.scheduler, monkeypatch)
     sequences = [sequence([i], 27) for i in range(6)]
     for seq in sequences:
@@ -192,19 +200,26 @@ def test_a_page_freed_twice_is_caught():
         pool.release([page])
 
 
-def test_a_failing_runner_leaves_an_empty_engine(monkeypatch):
+@pytest.mark.parametrize("moment", ["start", "read", "read, ahead"])
+def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
     """The error reaches the caller, every request is aborted, and the next one is served."""
-    tried = engine()
+    tried = engine(runs_ahead="ahead" in moment)
 
-    def fail(scheduled: list[Scheduled]) -> StepOutput:
+    def fail() -> NoReturn:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(tried.runner, "run", fail)
+    def start(scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        return fail() if moment == "start" else fail
+
+    monkeypatch.setattr(tried.runner, "start", start)
     victims = [sequence([1, 2], 3) for _ in range(6)]
     for seq in victims:
         tried.add(seq)
+    if tried.runner.runs_ahead:
+        assert tried.step() == [], "nothing is read of the first step"
     with pytest.raises(MemoryError):
         tried.step()
+    assert not tried.is_ahead
     assert [seq.finish_reason for seq in victims] == ["error"] * 6
     assert tried.scheduler.pool.num_free == 8
     monkeypatch.undo()
@@ -223,3 +238,36 @@ def test_what_can_never_run_is_refused():
         tried.add(sequence([], 3))
     with pytest.raises(ValueError, match="token budget of 3"):
         engine(budget=3, max_batch_size=4)
+
+
+def test_a_step_is_started_before_the_last_one_is_read():
+    """Ahead, the runner has two steps at a time; a sequence whose next token depends on all tokens
+    before it, by a penalty, waits for them, and so does whoever runs with it."""
+    tried = engine(num_pages=20, runs_ahead=True)
+    started: list[int] = []
+    read: list[int] = []
+    start = tried.runner.start
+
+    def watched(scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+        number, output = len(started), start(scheduled)
+        started.append(len(read))
+
+        def wait() -> StepOutput:
+            read.append(number)
+            return output()
+
+        return wait
+
+    tried.runner.start = watched  # type: ignore[method-assign]
+    plain, penalized = sequence([1, 2], 9), sequence([2, 1], 3)
+    penalized.params = replace(penalized.params, presence_penalty=0.5)
+    tried.add(plain)
+    for _ in range(3):
+        tried.step()
+    assert started == [0, 0, 1], "each step but the first began with one unread"
+    tried.add(penalized)
+    while tried.has_unfinished():
+        tried.step()
+    assert started == [0, 0, 1, 2, 4, 5, 6, 6, 7], started
+    assert plain.tokens == alone([1, 2], 9, frozenset())
+    assert penalized.tokens == alone([2, 1], 3, frozenset())

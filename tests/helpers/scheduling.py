@@ -1,5 +1,7 @@
 """An engine with a made-up model, and a look into the scheduler: who was preempted?"""
 
+from collections.abc import Callable
+
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
 from llama.engine.runner import StepOutput
@@ -15,31 +17,45 @@ def next_token(tokens: list[int]) -> int:
 
 
 class FakeRunner:
-    """Holds what was written in each slot, as the page tensor would, and checks what is read."""
+    """Holds what was written in each slot, as the page tensor would, and checks what is read.
 
-    def __init__(self, page_size: int) -> None:
+    Like a device, it knows the token that it sampled last for each sequence, read or not.
+    """
+
+    def __init__(self, page_size: int, *, runs_ahead: bool = False) -> None:
         self.page_size = page_size
+        self.runs_ahead = runs_ahead
+        self.last: dict[Sequence, int] = {}
         self.slots: dict[int, tuple[int, ...]] = {}
         self.computed = 0
         self.budgets: list[int] = []
 
-    def run(self, scheduled: list[Scheduled]) -> StepOutput:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         ids = []
         self.budgets.append(sum(item.count for item in scheduled))
         counts = [item.count for item in scheduled]
         assert counts == sorted(counts, key=lambda c: c > 1), "single tokens come first"
         for item in scheduled:
-            seq = item.sequence
-            for p in range(seq.num_computed, seq.num_computed + item.count):
-                self.slots[self.slot(seq, p)] = tuple(seq.tokens[: p + 1])
+            seq, tokens = item.sequence, self.known(item.sequence)
+            for p in range(item.start, item.start + item.count):
+                self.slots[self.slot(seq, p)] = tuple(tokens[: p + 1])
                 self.computed += 1
         for item in scheduled:  # after all writes: a page shared by mistake would show
-            seq = item.sequence
-            for p in range(seq.num_computed + item.count):
-                assert self.slots[self.slot(seq, p)] == tuple(seq.tokens[: p + 1]), "foreign page"
+            seq, tokens = item.sequence, self.known(item.sequence)
+            for p in range(item.start + item.count):
+                assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
             if item.samples:
-                ids.append(next_token(seq.tokens))
-        return StepOutput(ids)
+                ids.append(next_token(tokens))
+        sampling = [item.sequence for item in scheduled if item.samples]
+        self.last = dict(zip(sampling, ids, strict=True))
+        return lambda: StepOutput(ids)
+
+    def known(self, seq: Sequence) -> list[int]:
+        """A pending token is one that the step before this one sampled."""
+        return seq.tokens + ([self.last[seq]] if seq.num_pending else [])
+
+    def close(self) -> None:
+        pass
 
     def slot(self, seq: Sequence, p: int) -> int:
         return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
@@ -49,10 +65,12 @@ class FakeEngine(EngineCore):
     runner: FakeRunner
 
 
-def engine(num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True) -> FakeEngine:
+def engine(
+    num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True, runs_ahead=False
+) -> FakeEngine:
     pool = PagePool(num_pages, page_size, reuse=reuse)
     scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
-    return FakeEngine(FakeRunner(page_size), scheduler)
+    return FakeEngine(FakeRunner(page_size, runs_ahead=runs_ahead), scheduler)
 
 
 def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:

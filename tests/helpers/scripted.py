@@ -30,10 +30,15 @@ class Script:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.runs_ahead = False
 
-    def run(self, scheduled: list[Scheduled]) -> StepOutput:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         sampling = [item.sequence for item in scheduled if item.samples]
-        return StepOutput([self.ids[len(seq.tokens) - seq.num_prompt] for seq in sampling])
+        output = StepOutput([self.ids[len(seq.tokens) - seq.num_prompt] for seq in sampling])
+        return lambda: output
+
+    def close(self) -> None:
+        pass
 
 
 class ScriptedServer:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llama.model import Batch
+from llama.ops import attention
 from llama.ops.attention import paged_attention
 
 CPU = torch.device("cpu")
@@ -209,3 +210,21 @@ def test_a_page_table_too_short_for_its_sequence_is_refused(kernels):
     object.__setattr__(case.batch, "seq_lens_cpu", [49])
     with pytest.raises(AssertionError):
         case.run()
+
+
+def test_the_torch_body_copies_few_pages_at_once(no_kernels, monkeypatch):
+    """One sequence after the other, or all together: the same numbers, within a bounded memory."""
+    case = Case([70, 1, 33, 200, 17], [1] * 5)
+    whole = case.run()
+    gathered = []
+    sdpa = attention._sdpa
+
+    def watched(queries, keys, *rest, **more):
+        gathered.append(2 * keys.nbytes)
+        return sdpa(queries, keys, *rest, **more)
+
+    monkeypatch.setattr(attention, "_sdpa", watched)
+    width = case.batch.page_table.shape[1] * case.kv_cache[0, 0].nbytes * 2
+    monkeypatch.setattr(attention, "_GATHERED_BYTES", 2 * width + 1)
+    assert torch.equal(case.run(), whole)
+    assert gathered == [2 * width, 2 * width, width]

@@ -20,14 +20,14 @@ def main(weights: str, size: str, folder: str) -> None:
     torch.set_num_threads(1)
     llama = Llama.build(weights, None, 128, 4, int(size), dtype="fp32", device="cpu")
     parallel = llama.model.parallel
-    run = llama.engine.runner.run
+    start = llama.engine.runner.start
 
-    def run_late(scheduled):
+    def start_late(scheduled):
         while parallel.data_rank == 0 and out.read_bytes().count(b"\n") < 80:
             time.sleep(0.01)
-        return run(scheduled)
+        return start(scheduled)
 
-    llama.engine.runner.run = run_late  # type: ignore[method-assign]
+    llama.engine.runner.start = start_late  # type: ignore[method-assign]
     reports = []
     for name, resume in (("out", False), ("out", True), ("again", False)):
         out = Path(folder, name)

@@ -102,15 +102,15 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         folder, None, 128, 4, dtype="fp32", device="cpu", timeout_s=case["timeout_s"]
     )
     runner, steps = llama.engine.runner, llama.engine.stats
-    run = runner.run
+    start = runner.start
     at = {"prefill": 0, "decode": 3}.get(when)
 
-    def run_and_fail(scheduled):
+    def start_and_fail(scheduled):
         if is_faulty and steps.steps == at:
             fail(case["fault"], mark)
-        return run(scheduled)
+        return start(scheduled)
 
-    runner.run = run_and_fail  # type: ignore[method-assign]
+    runner.start = start_and_fail  # type: ignore[method-assign]
     prompts = [[256, 65 + i] for i in range(2)]
     if when == "script" and is_faulty:
         fail(case["fault"], mark)

@@ -18,10 +18,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llama import AsyncLLMEngine, Llama
 from llama.parallel import ModelParallel, RankError
 from llama.parallel.measure import clock_offsets
+from llama.parallel.one_shot import MOST_BYTES, OneShot
 from llama.sampling_params import SamplingParams
 from llama.serving import vllm_api
 
@@ -145,6 +147,39 @@ def shares_memory(folder: str, prompts: list) -> list:
         llama.generate([[256, 65, 66]], 1, **settings)
         turns.append(shared.turns()[shared.rank] - before)
     return [turns, llama.generate(prompts, 8, 0.0)[0]]
+
+
+def one_shot_sums(folder: str) -> list:
+    """Whether a one-shot all-reduce is taken: right, wrong on one rank, other bits on one rank; and
+    what it then sums. gloo stands for the GPUs' kernels."""
+    parallel = build(folder).model.parallel
+    assert parallel.group is not None and parallel.control is not None
+    group, control = parallel.group, parallel.control
+
+    def reduce(own: Tensor, out: Tensor) -> None:
+        out.copy_(own)
+        dist.all_reduce(out, group=group)
+
+    def wrong(own: Tensor, out: Tensor) -> None:
+        reduce(own, out)
+        out[0] += RANK
+
+    def unlike(own: Tensor, out: Tensor) -> None:
+        reduce(own, out)
+        if out[0] % 1:
+            out *= 1 + RANK * 1e-2
+
+    taken = []
+    for body in (reduce, wrong, unlike):
+        tried = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), body)
+        taken.append(tried.is_right(group, control))
+    one_shot = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), reduce)
+    x = torch.arange(8.0).view(2, 4) + RANK
+    sizes = [
+        one_shot.takes(torch.empty(n)) for n in (0, 3, 4, MOST_BYTES // 4, MOST_BYTES // 4 + 4)
+    ]
+    one_shot.all_reduce(x)
+    return [taken, x.tolist(), sizes]
 
 
 def spans_machines(folder: str) -> list:

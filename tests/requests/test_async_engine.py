@@ -123,7 +123,7 @@ class StrangeError(BaseException):
 )
 def test_who_arrives_in_a_failing_step_is_not_in_it(kind, told, served, shared_llama, monkeypatch):
     """An error of any kind ends those in the step. One that came meanwhile is served after it."""
-    run = shared_llama.engine.runner.run
+    start = shared_llama.engine.runner.start
     in_step, may_fail = threading.Event(), threading.Event()
 
     def fail_once(scheduled):
@@ -133,7 +133,7 @@ def test_who_arrives_in_a_failing_step_is_not_in_it(kind, told, served, shared_l
         raise kind("no room")
 
     async def main() -> list[int]:
-        monkeypatch.setattr(shared_llama.engine.runner, "run", fail_once)
+        monkeypatch.setattr(shared_llama.engine.runner, "start", fail_once)
         victim = asyncio.create_task(all_of(served, 0))
         await asyncio.to_thread(in_step.wait, 60)
         late = asyncio.create_task(all_of(served, 1))
@@ -145,7 +145,7 @@ def test_who_arrives_in_a_failing_step_is_not_in_it(kind, told, served, shared_l
         return await late
 
     assert asyncio.run(main()) == wanted(shared_llama, 1)
-    assert shared_llama.engine.runner.run == run
+    assert shared_llama.engine.runner.start == start
 
 
 def test_a_long_prompt_does_not_hold_the_loop_up(served, shared_llama, monkeypatch):

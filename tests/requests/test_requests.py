@@ -561,7 +561,7 @@ def test_an_error_in_a_step_reaches_every_waiter(engine, llama, monkeypatch):
     async def main() -> None:
         served = AsyncLLMEngine(llama)
         with monkeypatch.context() as patch:
-            patch.setattr(llama.engine.runner, "run", fail)
+            patch.setattr(llama.engine.runner, "start", fail)
             for _ in range(2):
                 with pytest.raises(MemoryError):
                     await anext(served.generate([256, 65], SamplingParams(), "a"))

@@ -107,15 +107,15 @@ def test_threads_are_one_batch(shared_llama, engine):
 
 
 def test_a_failing_step_reaches_everyone_in_it_and_nobody_after(shared_llama, engine, monkeypatch):
-    run, arrived = engine.core.runner.run, threading.Event()
+    start, arrived = engine.core.runner.start, threading.Event()
 
     def fail(scheduled):
         if len(scheduled) == 2:
             arrived.set()
             raise MemoryError("no room")
-        return run(scheduled)
+        return start(scheduled)
 
-    monkeypatch.setattr(engine.core.runner, "run", fail)
+    monkeypatch.setattr(engine.core.runner, "start", fail)
     prompts = prompts_of([5, 6], seed=52)
     found = in_threads([partial(shared_llama.generate, [p], 100, 0.0) for p in prompts], 2)
     assert found == ["MemoryError: no room"] * 2

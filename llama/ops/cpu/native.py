@@ -84,7 +84,7 @@ def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
     compiler = _compiler()
     name = f"{build.fingerprint(compiler, instruction_set)}.so"
     try:
-        _make_private(folder)
+        make_private(folder)
     except OSError as e:
         warnings.warn(
             f"the CPU kernels are compiled again in every process, as they cannot be kept: {e}. "
@@ -102,7 +102,7 @@ def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Libraries in this folder are run: OSError unless this user owns it and alone can write."""
     if not folder.is_absolute():
         raise FileNotFoundError(f"{folder}: this user has no home")

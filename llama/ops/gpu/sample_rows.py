@@ -1,0 +1,141 @@
+"""Kernels that read rows of logits block by block: top tokens, sums, and draws without filters.
+
+In: logits, row maxima and parameters, see sample.py, which launches them and explains the method.
+Out: maxima, sums and ids. The functions at the top are those that sample_filters.py shares.
+
+Shapes: B rows, V vocabulary, N blocks per row.
+"""
+
+import triton
+import triton.language as tl
+
+NUM_PARAMS = tl.constexpr(6)  # int64 numbers per row, see `pack_params`
+UNIT = tl.constexpr(float(2**40))
+ALL = tl.constexpr(2**62)  # a share of one
+LOW_31 = tl.constexpr(2**31 - 1)
+LOW_32 = tl.constexpr(2**32 - 1)
+
+
+@triton.jit
+def rate_of(params, row):
+    """What a row's logits are multiplied with to be powers of 2; 0 where it is greedy."""
+    return tl.load(params + row * NUM_PARAMS).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def filters_of(params, row):
+    """min_p as the least probability, top_k, and top_p of 2**62; 0, 0 and ALL without."""
+    at = params + row * NUM_PARAMS
+    return tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def is_sampled(top, rate):
+    """Whether a row with this maximum and rate is sampled."""
+    return (tl.abs(top) < float("inf")) & (rate > 0)  # NaN is less than nothing
+
+
+@triton.jit
+def probs_of(x, top, rate):
+    """Logits -> probabilities over that of the likeliest, as the torch body computes them."""
+    return tl.exp2((x - top) * rate)
+
+
+@triton.jit
+def to_fixed(probs):
+    return (probs * UNIT).to(tl.int64)
+
+
+@triton.jit
+def share_of(whole, share):
+    """floor(whole * share / 2**62), for a whole below 2**60."""
+    high, low = share >> 31, share & LOW_31
+    a, b = whole >> 31, whole & LOW_31
+    return high * a + ((high * b + low * a + ((low * b) >> 31)) >> 31)
+
+
+@triton.jit
+def uniform_of(params, row, SEEDED: tl.constexpr):
+    """A row's number of 2**62: as it is given, or by Philox2x32-10, as in the sampler."""
+    number = tl.load(params + row * NUM_PARAMS + 4)
+    if SEEDED:
+        left = tl.load(params + row * NUM_PARAMS + 5)
+        right, key = (number >> 32) & LOW_32, number & LOW_32
+        for _ in tl.static_range(10):
+            product = left * 0xD256D193
+            left = ((product >> 32) ^ key ^ right) & LOW_32
+            right = product & LOW_32
+            key = key + 0x9E3779B9
+        number = ((left >> 1) << 31) + (right >> 1)
+    return number
+
+
+@triton.jit
+def block_tops(logits, maxima, places, stride, v, BLOCK: tl.constexpr):
+    """The maximum of each block, NaN where there is one, and its first place."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
+    is_nan = x != x
+    top = tl.max(tl.where(is_nan, -float("inf"), x), 0)
+    place = tl.min(tl.where((x == top) & (cols < v), cols, v), 0)
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    at = row * tl.num_programs(1) + block
+    tl.store(maxima + at, tl.where(has_nan, float("nan"), top))
+    tl.store(places + at, tl.minimum(place, v - 1))
+
+
+@triton.jit
+def row_tops(maxima, places, row_max, ids, n, CHECKED: tl.constexpr, N: tl.constexpr):
+    """Of each row, from those of its blocks."""
+    row = tl.program_id(0)
+    blocks = tl.arange(0, N)
+    x = tl.load(maxima + row * n + blocks, mask=blocks < n, other=-float("inf"))
+    is_nan = x != x
+    top = tl.max(tl.where(is_nan, -float("inf"), x), 0)
+    first = tl.min(tl.where((x == top) & (blocks < n), blocks, n), 0)
+    place = tl.load(places + row * n + tl.minimum(first, n - 1)).to(tl.int64)
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    if CHECKED:
+        place = tl.where(has_nan | (tl.abs(top) == float("inf")), -1, place)
+    tl.store(row_max + row, tl.where(has_nan, float("nan"), top))
+    tl.store(ids + row, place)
+
+
+@triton.jit
+def block_sums(logits, row_max, params, sums, maxima, counts, stride, v, BLOCK: tl.constexpr):
+    """Of each block of a row that draws: the sum of probabilities, and the largest as a float."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top, rate = tl.load(row_max + row), rate_of(params, row)
+    if block == 0:
+        tl.store(counts + row, 0)  # for `gather`
+    if is_sampled(top, rate):
+        cols = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
+        probs = probs_of(x, top, rate)
+        at = row * tl.num_programs(1) + block
+        tl.store(sums + at, tl.sum(to_fixed(probs), 0))
+        tl.store(maxima + at, tl.max(probs, 0))
+
+
+@triton.jit
+def pick_of_all(
+    logits, row_max, params, sums, ids, stride, v, n, SEEDED: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The id of a row that draws and has no filters: first its block, then its place there."""
+    row = tl.program_id(0).to(tl.int64)
+    top, rate = tl.load(row_max + row), rate_of(params, row)
+    floor, top_k, top_p = filters_of(params, row)
+    if is_sampled(top, rate) & (floor == 0) & (top_k == 0) & (top_p >= ALL):
+        blocks = tl.arange(0, N)
+        mass = tl.load(sums + row * n + blocks, mask=blocks < n, other=0)
+        target = share_of(tl.sum(mass, 0), uniform_of(params, row, SEEDED))
+        block = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
+        block = tl.minimum(block, n - 1)
+        before = tl.sum(tl.where(blocks < block, mass, 0), 0)
+        cols = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
+        through = tl.cumsum(to_fixed(probs_of(x, top, rate)), 0) + before
+        place = tl.sum((through <= target).to(tl.int32), 0)
+        tl.store(ids + row, tl.minimum(block * BLOCK + place, v - 1).to(tl.int64))

@@ -1,0 +1,76 @@
+"""Layers of a model over one step's batch, as a sequence of ops called from Python.
+
+In and out: as `llama.ops.layers.LayerStack`, which does the same in one native call of the CPU. On
+a GPU a layer is four products and five kernels here. The bytes are those of the modules: the same
+ops in the same order, but that a residual and the norm after it are one op. It knows nothing of
+modules: `llama.fused` decides when this runs in their place.
+
+Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn, B sequences,
+P pages, S slots per page, M pages per sequence. H, K and F are this rank's.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from llama.ops.attention import paged_attention
+from llama.ops.layers import LayerWeights
+from llama.ops.linear import linear
+from llama.ops.norm import add_norm, rms_norm
+from llama.ops.rope import rope_and_store
+from llama.ops.swiglu import silu_mul
+
+
+class OpStack:
+    """Layers whose weights stay where they are, on any device and in any layout."""
+
+    def __init__(
+        self, weights: Seq[LayerWeights], *, n_kv_heads: int, head_dim: int, eps: float
+    ) -> None:
+        self.weights = weights
+        self.n_kv_heads, self.head_dim, self.eps = n_kv_heads, head_dim, eps
+
+    def takes(self, kv_cache: Tensor) -> bool:
+        """Whether the cache is one for these layers: (L, 2, P, S, K, D)."""
+        sizes = kv_cache.shape
+        wanted = (len(self.weights), 2, self.n_kv_heads, self.head_dim)
+        return kv_cache.dim() == 6 and (*sizes[:2], *sizes[4:]) == wanted
+
+    def run(
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        query_starts: Tensor,
+        seq_lens: Tensor,
+        query_lens_cpu: Seq[int],
+        seq_lens_cpu: Seq[int],
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
+
+        The rest as for `rope_and_store` and `paged_attention`. all_reduce: sums over the ranks,
+        in place or not, where each has a share of the weights.
+        """
+        assert self.takes(kv_cache), kv_cache.shape
+        lens = query_starts, seq_lens, query_lens_cpu, seq_lens_cpu
+        reduced = all_reduce or (lambda part: part)
+        following = [*(layer.attention_norm for layer in self.weights[1:]), None]
+        normed = rms_norm(x, self.weights[0].attention_norm, self.eps)
+        for layer, pages, next_norm in zip(self.weights, kv_cache.unbind(), following, strict=True):
+            qkv = linear(normed, layer.wqkv.weight, layer.wqkv.scales)
+            queries = rope_and_store(
+                qkv.unflatten(-1, (-1, self.head_dim)), freqs_cis, pages, slots
+            )
+            out = paged_attention(queries, pages, page_table, *lens).flatten(1)
+            part = reduced(linear(out, layer.wo.weight, layer.wo.scales))
+            x, normed = add_norm(x, part, layer.ffn_norm, self.eps)
+            gated = silu_mul(linear(normed, layer.w13.weight, layer.w13.scales))
+            part = reduced(linear(gated, layer.w2.weight, layer.w2.scales))
+            if next_norm is None:
+                return x + part
+            x, normed = add_norm(x, part, next_norm, self.eps)
+        raise AssertionError("a stack has at least one layer")

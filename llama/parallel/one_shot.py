@@ -1,0 +1,103 @@
+"""Small sums between the GPUs of one machine: each rank reads the memory of all others at once.
+
+In: a group's ranks on one machine. Out: an all-reduce for tensors of at most MOST_BYTES, or None
+where these GPUs cannot do it, or did it wrongly when they were tried beside nccl. torch's kernels
+over symmetric memory do the work (the one-shot algorithm): one pass over the peers' buffers, where
+nccl's ring goes round twice. A decode step makes two such sums a layer, of a few kilobytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MOST_BYTES = 256 << 10  # beyond, each rank reads too much: size times what a ring does
+_ALIGNED = 16  # bytes that the kernels move at once
+_TRIED = (64, 4096, 16_384)  # numbers
+
+Reduce = Callable[[Tensor, Tensor], Any]  # (own part of the symmetric buffer, out) -> sums into out
+
+
+class OneShot:
+    """One rank's end."""
+
+    def __init__(self, buffer: Tensor, reduce: Reduce) -> None:
+        self._buffer, self._reduce = buffer, reduce
+
+    @classmethod
+    def join(
+        cls, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
+    ) -> "OneShot | None":
+        """One for this rank, or None on every rank. All ranks of the group call it."""
+        if not _agree(control, _reaches_peers(device)):
+            return None
+        try:
+            made = _torch_s(group, device)
+        except Exception:  # of torch, the driver or the machine: nccl does the work then
+            made = None
+        if not _agree(control, made is not None) or made is None:
+            return None
+        return made if made.is_right(group, control) else None
+
+    def is_right(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> bool:
+        """Try it: on every rank the sums that the group's backend gives, and the same bits."""
+        right, device = True, self._buffer.device
+        draw = torch.Generator().manual_seed(dist.get_rank(group))
+        for count in _TRIED:
+            for dtype in (torch.bfloat16, torch.float32):
+                whole = torch.randint(-8, 9, (count,), generator=draw).to(device, dtype)
+                drawn = torch.randn(count, generator=draw).to(device, dtype)
+                for x, is_exact in ((whole, True), (drawn, False)):
+                    wanted, found = x.clone(), x.clone()
+                    dist.all_reduce(wanted, group=group)
+                    self.all_reduce(found)
+                    close = torch.allclose(found.float(), wanted.float(), rtol=0.02, atol=0.05)
+                    right &= torch.equal(found, wanted) if is_exact else close
+                    right &= _is_same(found, control)
+        return _agree(control, right)
+
+    def takes(self, x: Tensor) -> bool:
+        return (
+            x.device == self._buffer.device
+            and 0 < x.nbytes <= MOST_BYTES
+            and x.nbytes % _ALIGNED == 0
+            and x.is_contiguous()
+        )
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum over the ranks, in place. The kernel ends when all ranks have read the buffer."""
+        own = self._buffer.view(x.dtype)[: x.numel()]
+        own.copy_(x.view(-1))
+        self._reduce(own, x.view(-1))
+
+
+def _torch_s(group: dist.ProcessGroup, device: torch.device) -> OneShot:
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+    symmetric.rendezvous(buffer, group)
+    name, op = group.group_name, torch.ops.symm_mem.one_shot_all_reduce_out
+    return OneShot(buffer, lambda own, out: op(own, "sum", name, out))
+
+
+def _reaches_peers(device: torch.device) -> bool:
+    """Whether this GPU can read the memory of the machine's other GPUs."""
+    others = (i for i in range(torch.cuda.device_count()) if i != device.index)
+    return all(torch.cuda.can_device_access_peer(device, i) for i in others)
+
+
+def _agree(control: dist.ProcessGroup, holds: bool) -> bool:
+    """Whether it holds on every rank."""
+    least = torch.tensor([int(holds)])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=control)
+    return bool(least)
+
+
+def _is_same(x: Tensor, control: dist.ProcessGroup) -> bool:
+    """Whether all ranks hold the same bits."""
+    bits = x.cpu().view(torch.uint8)
+    everyone = [torch.empty_like(bits) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(everyone, bits, group=control)
+    return all(torch.equal(other, bits) for other in everyone)

@@ -1,0 +1,126 @@
+"""A section of `scripts/gpu_check.py`: where it runs, how large its work is, and what it says.
+
+In: a section's name and a folder. Out: models and engines whose steps run as a mode says, and lines
+of JSON in the folder's results.jsonl: {"section", "what", "mode", "value", "unit"}, with the "bar"
+and the "goal" that were set for it. A mode is how steps run: operator by operator in torch
+("torch"), replayed ("graphs"), and replayed with the Triton kernels that passed their check
+("graphs+kernels").
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.shapes import SHAPES, random_model, write_tokenizer
+from llama import Tokenizer, Transformer, gpu
+from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.engine.graphs import CudaRecorder, Outputs, Recorder
+from llama.engine.tape import TapeRecorder
+from llama.ops.gpu import kernels
+from llama.requests.llm_engine import LLMEngine
+
+MODES = ("torch", "graphs", "graphs+kernels")
+DRY_KERNELS = ("add_norm", "rope_and_store", "silu_mul", "sample")  # quick in the interpreter
+# Tokens a second, or seconds, on one H200 with random weights in bf16: (first bar, goal).
+BARS: dict[str, tuple[float, float]] = {
+    "8b batch 1": (225, 256),
+    "1b batch 1": (1000, 1300),
+    "8b batch 64 context 2048": (6000, 7300),
+    "8b 128 x (32, 2048)": (9500, 13_000),
+    "8b prefill 4096": (35_000, 42_000),
+    "8b 256 mixed requests": (8000, 10_600),
+    "8b load": (2.0, 0.6),
+    "times transformers, batch 1": (2.5, 4),
+    "times transformers, batch 32": (2.5, 4),
+}
+_DRY_SHAPE = {
+    "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "multiple_of": 32,
+    "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    path = out / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Section:
+    """Where a section runs, how large its work is, and what it says."""
+
+    def __init__(self, name: str, out: Path, *, dry: bool) -> None:
+        self.name, self.out, self.dry = name, out, dry
+        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
+        self.dtype = torch.float32 if dry else torch.bfloat16
+
+    def say(self, what: str, value: Any, unit: str = "", **more: Any) -> None:
+        """One figure, on disk at once."""
+        row = {"section": self.name, "what": what, "value": value, "unit": unit} | more
+        if what in BARS and more.get("mode", MODES[-1]) == MODES[-1]:
+            row["bar"], row["goal"] = BARS[what]
+        with (self.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+    def found(self, what: str, default: float) -> float:
+        """A figure of an earlier section."""
+        rows = [row for row in read_results(self.out) if row.get("what") == what]
+        return rows[-1]["value"] if rows else default
+
+    def params(self, shape: str) -> dict[str, Any]:
+        return dict(_DRY_SHAPE if self.dry else SHAPES[shape])
+
+    def size(self, real: int, dry: int) -> int:
+        return dry if self.dry else real
+
+    def model(self, shape: str, longest: int, batch: int) -> Transformer:
+        params = self.params(shape) | {"max_seq_len": longest, "max_batch_size": batch}
+        return random_model(params, self.dtype, str(self.device))
+
+    def engine(self, model: Transformer, mode: str, num_tokens: int) -> LLMEngine:
+        """A new engine over `model`, whose steps run as the mode says."""
+        has_kernels = "kernels" in mode
+        if self.dry:
+            kernels.use(self.device, DRY_KERNELS if has_kernels else (), [self.dtype])
+        else:
+            allowed = gpu.asked_for() if has_kernels else frozenset()
+            parallel = model.parallel
+            gpu.use_kernels(model.params, parallel, self.device, self.dtype, PAGE_SIZE, allowed)
+        core = EngineCore.for_model(
+            model,
+            num_pages=-(-num_tokens // PAGE_SIZE) + 1,
+            runs_ahead=True,
+            recorder=None if mode == "torch" else self._recorder(model, has_kernels),
+        )
+        with tempfile.TemporaryDirectory() as scratch:
+            write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)
+            tokenizer = Tokenizer(path)
+        length = model.params.max_seq_len
+        return LLMEngine(core, tokenizer, max_seq_len=length, seed=0, parallel=model.parallel)
+
+    def _recorder(self, model: Transformer, has_kernels: bool) -> Recorder:
+        if not self.dry:
+            return CudaRecorder(self.device)
+        return Again() if has_kernels else TapeRecorder.of_model(model)
+
+
+class Again:
+    """A recorder that runs the function again: for kernels in the interpreter."""
+
+    def record(
+        self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
+    ) -> tuple[Outputs, Callable[[], None]]:
+        outputs = function()
+
+        def replay() -> None:
+            for kept, new in zip(outputs, function(), strict=True):
+                kept.copy_(new)
+
+        return outputs, replay
+
+    def close(self) -> None:
+        pass

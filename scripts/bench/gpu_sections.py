@@ -1,0 +1,368 @@
+"""The sections of `scripts/gpu_check.py`: what each measures on a GPU, or tries on the CPU.
+
+In: a section, see gpu_run.py. Out: its figures, with "of_floor" where the machine's own limit is
+known. Dry, shapes and counts are tiny, a tape stands for graphs, and the kernels run in Triton's
+interpreter: what is shown is that every line of this runs.
+"""
+
+import functools
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import machine
+from bench.gpu_run import DRY_KERNELS, MODES, Section, read_results
+from bench.shapes import (
+    decode_bytes,
+    prefill_flop,
+    random_lengths,
+    step_roofline,
+    write_checkpoint,
+)
+from llama import Llama, ModelArgs, SamplingParams, gpu
+from llama.engine import graph_check
+from llama.engine.core import PAGE_SIZE
+from llama.ops.gpu import stamp
+from llama.requests.llm_engine import LLMEngine
+
+LIMITS = {  # seconds of each section, in the order in which they run
+    "facts": 45, "checks": 120, "tests": 110, "decode": 130, "throughput": 110, "peers": 60,
+    "load": 90, "sweeps": 60, "profile": 50,
+}  # fmt: skip
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def run(name: str, out: Path, *, dry: bool) -> None:
+    """Do one section, in this process."""
+    torch.manual_seed(0)
+    _SECTIONS[name](Section(name, out, dry=dry))
+
+
+def facts(at: Section) -> None:
+    """The machine, and the limits that all else is compared with."""
+    for key, value in machine.facts(at.device).items():
+        at.say(key, value)
+    if not at.dry:
+        import triton
+
+        at.say("triton", triton.__version__)
+        free, total = torch.cuda.mem_get_info(at.device)
+        at.say("memory free", free / 1e9, "GB", total=total / 1e9)
+    at.say("read bandwidth", 1e10 if at.dry else machine.read_bandwidth(at.device), "bytes/s")
+    at.say("matrix rate", 1e11 if at.dry else machine.matrix_flops(at.device, at.dtype), "FLOP/s")
+
+
+def checks(at: Section) -> None:
+    """The self-check of each kernel and of graphs, at the 8B's sizes and the 1B's."""
+    for shape in ("8b", "1b"):
+        model = at.model(shape, 64, 1)
+        sizes = gpu.sizes_of(model.params, 1, PAGE_SIZE)
+        dtype = "fp32" if at.dry else "bf16"
+        names = stamp.names_for(dtype)
+        if at.dry:
+            sizes, names = replace(sizes, lengths=(1, 17)), DRY_KERNELS
+        began = time.perf_counter()
+        verdict = stamp.settle(stamp.Job(str(at.device), dtype, sizes, names))
+        for name in names:
+            _say_checked(at, f"{shape} {name}", verdict.reasons[name])
+        for n, k, m, tile in verdict.tiles:
+            at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile) if tile else "the library's")
+        job = stamp.Job(str(at.device), dtype, sizes, (graph_check.NAME,), tuple(verdict.passed))
+        job = replace(job, in_use=()) if at.dry else job  # a tape sees no kernel of Triton's
+        graphs = stamp.settle(job, graph_check.CHILD)
+        _say_checked(at, f"{shape} graphs", graphs.reasons[graph_check.NAME])
+        at.say(f"{shape} check", time.perf_counter() - began, "s")
+
+
+def _say_checked(at: Section, what: str, reason: str | None) -> None:
+    at.say(what, "passed" if reason is None else reason)
+
+
+def decode(at: Section) -> None:
+    """The 8B shape, mode by mode: the step at batch 1, 32 and 64, and a prompt of 4,096."""
+    context = at.size(2048, 40)
+    steps, prompt = at.size(96, 3), at.size(4096, 60)
+    model = at.model("8b", max(context + 2 * steps, prompt) + 64, at.size(64, 4))
+    for mode in MODES:
+        engine = at.engine(model, mode, at.size(64, 4) * (context + 2 * steps + 64))
+        for what, batch, length in (
+            ("8b batch 1", 1, at.size(128, 20)),
+            ("8b batch 32", at.size(32, 3), at.size(128, 20)),
+            ("8b batch 64 context 2048", at.size(64, 4), context),
+        ):
+            _say_decode(at, what, mode, engine, batch, length, steps)
+        seconds = _prefill_seconds(engine, prompt, repeats=at.size(3, 1))
+        floor = prefill_flop(model.params, prompt) / at.found("matrix rate", 7.9e14)
+        at.say("8b prefill 4096", prompt / seconds, "tokens/s", mode=mode, of_floor=floor / seconds)
+        _let_go(engine)
+
+
+def throughput(at: Section) -> None:
+    """The 1B shape at batch 1; the 8B shape with many requests at once."""
+    steps = at.size(256, 3)
+    small = at.model("1b", 1024, 1)
+    for mode in MODES:
+        engine = at.engine(small, mode, 2048)
+        _say_decode(at, "1b batch 1", mode, engine, 1, at.size(128, 20), steps)
+        _let_go(engine)
+    del small
+    model = at.model("8b", at.size(2200, 128), at.size(256, 4))
+    mode = MODES[-1]
+    answers = at.size(2048, 4)
+    many = [(at.size(32, 5), answers)] * at.size(128, 3)
+    mixed = random_lengths(at.size(256, 4), at.size(100, 3), at.size(1024, 6), seed=0)
+    for what, lengths in (("8b 128 x (32, 2048)", many), ("8b 256 mixed requests", mixed)):
+        engine = at.engine(model, mode, sum(p + n for p, n in lengths) + 4096)
+        began = time.perf_counter()
+        _answer(engine, lengths)
+        seconds = time.perf_counter() - began
+        out = sum(n for _, n in lengths)
+        at.say(
+            what,
+            out / seconds,
+            "tokens/s",
+            mode=mode,
+            preempted=engine.core.scheduler.num_preemptions,
+        )
+        _let_go(engine)
+
+
+def sweeps(at: Section) -> None:
+    """Decode attention by the number of splits: where `attention.num_splits` should lie."""
+    from llama.ops.gpu import attention
+
+    args = ModelArgs(**at.params("8b"))
+    heads, kv_heads, d = args.n_heads, args.kv_heads, args.head_dim
+    dtype = at.dtype
+    chosen = attention.num_splits
+    for batch, context in ((1, 2048), (1, 8192), (8, 2048), (64, 2048)):
+        batch, context = at.size(batch, 1), at.size(context, 32)
+        width = context // PAGE_SIZE
+        cache = torch.randn(
+            2, batch * width + 1, PAGE_SIZE, kv_heads, d, device=at.device, dtype=dtype
+        )
+        queries = torch.randn(batch, heads, d, device=at.device, dtype=dtype)
+        table = torch.randperm(batch * width, device=at.device).view(batch, width)
+        starts = torch.arange(batch + 1, device=at.device)
+        lens = torch.full((batch,), context, device=at.device)
+        for splits in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
+            attention.num_splits = functools.partial(_always, splits)
+            call = functools.partial(
+                attention.paged_attention, queries, cache, table, starts, lens, batch
+            )
+            seconds = _device_seconds(at, call)
+            at.say(
+                f"attention {batch} x {context}, {splits} splits", seconds * 1e6, "us",
+                gb_per_s=2 * batch * context * kv_heads * d * dtype.itemsize / seconds / 1e9,
+                chosen=chosen(batch, kv_heads),
+            )  # fmt: skip
+    attention.num_splits = chosen
+
+
+def _always(value: int, *_: Any) -> int:
+    return value
+
+
+def _device_seconds(at: Section, call: Callable[[], Any]) -> float:
+    """Of one call on the device, without the host: the median of some, each a graph of many."""
+    if at.dry:
+        return machine.best_seconds(call, at.device)
+    call()
+    graph, count = torch.cuda.CUDAGraph(), 20
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return (
+        statistics.median(machine.best_seconds(graph.replay, at.device) for _ in range(3)) / count
+    )
+
+
+def tests(at: Section) -> None:
+    """The suite's tests that are marked for a GPU."""
+    where = ["tests/ops/test_sample.py"] if at.dry else ["--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rf", "-p", "no:cacheprovider"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command + where, cwd=root, capture_output=True, text=True, check=False,
+        timeout=LIMITS["tests"],
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    counts = {
+        k: int(n) for n, k in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)
+    }
+    for kind in ("passed", "failed", "skipped", "error", "errors"):
+        if kind in counts or kind == "passed":
+            at.say(f"tests {kind}", counts.get(kind, 0))
+    if counts.get("failed") or done.returncode not in (0, 5):
+        raise SystemExit(f"pytest -m gpu ended with {done.returncode}")
+
+
+def profile(at: Section) -> None:
+    """Where the device's time goes in a step at batch 1 and 64, kernel by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    batch, context = at.size(64, 2), at.size(2048, 20)
+    model = at.model("8b", context + 256, batch)
+    activity = ProfilerActivity.CPU if at.dry else ProfilerActivity.CUDA
+    for n in (1, batch):
+        engine = at.engine(model, MODES[-1], n * (context + 256))
+        _begin(engine, n, context)
+        count = at.size(16, 2)
+        with profiler(activities=[activity]) as seen:
+            for _ in range(count):
+                engine.core.step()
+            machine.wait_for(at.device)
+        rows = sorted(seen.key_averages(), key=_device_us, reverse=True)[:12]
+        for row in rows:
+            us = _device_us(row) / count
+            at.say(f"batch {n}: {row.key[:80]}", us, "us/step", calls=row.count / count)
+        _let_go(engine)
+
+
+def load(at: Section) -> None:
+    """Llama.build of the 8B shape from files that the page cache holds."""
+    shared = Path("/dev/shm")
+    room = shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize > 20e9
+    with tempfile.TemporaryDirectory(dir=shared if room and not at.dry else None) as scratch:
+        params = at.params("8b")
+        folder = write_checkpoint(Path(scratch, "model"), params, at.dtype)
+        for _ in range(2):
+            began = time.perf_counter()
+            llama = Llama.build(str(folder), None, 512, 1, device=str(at.device), dtype=at.dtype)
+            machine.wait_for(at.device)
+            seconds = time.perf_counter() - began
+            llama.close()
+            weights = sum(w.nbytes for w in llama.model.parameters())
+            del llama
+        at.say("8b load", seconds, "s", gb_per_s=weights / seconds / 1e9)
+
+
+def peers(at: Section) -> None:
+    """transformers on the same shape: the step at batch 1 and 32, eager, with its own cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = ModelArgs(**at.params("8b"))
+    config = LlamaConfig(
+        hidden_size=args.dim, intermediate_size=args.ffn_dim, num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads, num_key_value_heads=args.kv_heads,
+        vocab_size=args.vocab_size, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.set_default_dtype(at.dtype)  # of this process, which ends with the section
+    with torch.device(at.device):
+        model = LlamaForCausalLM(config).eval()
+    for batch, what in ((1, "8b batch 1"), (at.size(32, 3), "8b batch 32")):
+        ids = torch.randint(args.vocab_size, (batch, at.size(128, 20)), device=at.device)
+        with torch.inference_mode():
+            out, times = model(ids, use_cache=True, logits_to_keep=1), []
+            for _ in range(at.size(24, 2)):
+                latest = out.logits[:, -1].argmax(-1, keepdim=True)
+                machine.wait_for(at.device)
+                began = time.perf_counter()
+                out = model(latest, past_key_values=out.past_key_values, use_cache=True)
+                machine.wait_for(at.device)
+                times.append(time.perf_counter() - began)
+        theirs = batch / statistics.median(times)
+        at.say(f"transformers {what}", theirs, "tokens/s")
+        ours = [
+            row["value"] for row in read_results(at.out)
+            if row.get("what") == what and row.get("mode") == MODES[-1]
+        ]  # fmt: skip
+        if ours:
+            at.say(f"times transformers, {what[3:]}", ours[-1] / theirs)
+
+
+def _begin(engine: LLMEngine, batch: int, context: int) -> None:
+    """`batch` sequences, all of which decode."""
+    draw = random.Random(batch)
+    ids = range(engine.tokenizer.n_words - 256)
+    for i in range(batch):
+        engine.add_request(f"{time.monotonic_ns()}-{i}", draw.choices(ids, k=context), _GREEDY)
+    core = engine.core
+    while (
+        engine.core.scheduler.waiting
+        or not core.scheduler.running
+        or any(seq.num_output == 0 for seq in core.scheduler.running)
+    ):
+        engine.step()
+
+
+def _let_go(engine: LLMEngine) -> None:
+    engine.drop_all()
+    engine.core.runner.close()
+
+
+def _say_decode(
+    at: Section, what: str, mode: str, engine: LLMEngine, batch: int, context: int, steps: int
+) -> None:
+    """Tokens a second of greedy steps, and the fraction of what the machine's limits allow."""
+    args = engine.core.runner.model.params  # type: ignore[attr-defined]
+    _begin(engine, batch, context)
+    for _ in range(2):
+        engine.step()
+    machine.wait_for(at.device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    machine.wait_for(at.device)
+    step = (time.perf_counter() - began) / steps
+    engine.drop_all()
+    contexts = [context + steps // 2] * batch
+    bandwidth, flops = at.found("read bandwidth", 4.3e12), at.found("matrix rate", 7.9e14)
+    floor = step_roofline(args, at.dtype.itemsize, contexts, bandwidth, flops)
+    read = decode_bytes(args, at.dtype.itemsize, contexts)
+    at.say(
+        what, batch / step, "tokens/s", mode=mode, of_floor=floor / step, step_ms=step * 1e3,
+        gb_per_s=read / step / 1e9,
+    )  # fmt: skip
+
+
+def _prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
+    """Of one prompt that nothing is known of, to its first token; the least of some."""
+    times = []
+    for i in range(repeats + 1):
+        draw = random.Random(1000 + i)
+        prompt = draw.choices(range(engine.tokenizer.n_words - 256), k=tokens)
+        began = time.perf_counter()
+        request = engine.prepare("", prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        engine.run([request])
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _answer(engine: LLMEngine, lengths: list[tuple[int, int]]) -> None:
+    draw = random.Random(0)
+    ids = range(engine.tokenizer.n_words - 256)
+    requests = [
+        engine.prepare(
+            "", draw.choices(ids, k=prompt),
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count),
+        )
+        for prompt, count in lengths
+    ]  # fmt: skip
+    engine.run(requests)
+
+
+def _device_us(row: Any) -> float:
+    return row.device_time_total or row.cpu_time_total
+
+
+_SECTIONS: dict[str, Callable[[Section], None]] = {
+    section.__name__: section
+    for section in (facts, checks, tests, decode, throughput, peers, load, sweeps, profile)
+}

@@ -1,0 +1,110 @@
+"""The host's share of a decode step: what it would take on a GPU that computes in no time.
+
+In: batch sizes. Out: a table of milliseconds and one JSON line. The engine is the real one, with
+steps of a fixed shape and a step in flight; the recorder's replays do nothing, so that scheduling,
+packing, reading and text are all that is left. What a driver takes to launch a graph and to copy
+ids, some 30 microseconds, is not in it.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.report import Column
+from bench.run import Bench, Row, whole
+from bench.shapes import write_tokenizer
+from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
+from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.engine.graphs import Outputs
+from llama.ops.gpu import kernels
+from llama.requests.llm_engine import LLMEngine
+
+_VOCABULARY = 2048
+_COLUMNS: list[Column] = [
+    ("batch", "batch", ""), ("context", "context", ""), ("engine ms", "core_ms", ".3f"),
+    ("least", "core_ms_min", ".3f"), ("with text ms", "step_ms", ".3f"),
+    ("least", "step_ms_min", ".3f"),
+]  # fmt: skip
+
+
+class NoDevice:
+    """A recorder whose replays do nothing: every row samples token 0 for ever."""
+
+    def record(
+        self, function: Callable[[], Outputs], inputs: Any
+    ) -> tuple[Outputs, Callable[[], None]]:
+        rows = len(inputs[-3])
+        return (torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 1)), lambda: None
+
+    def close(self) -> None:
+        pass
+
+
+def host(
+    batches: tuple[int, ...] = (1, 64, 256),
+    context: tuple[int, ...] = (512,),
+    steps: int = 200,
+    **flags: Any,
+) -> None:
+    """What the host does in a greedy decode step, with a device that does nothing.
+
+    "engine" is scheduling, packing and reading ids; "with text" is the public request API, which
+    also makes text of them. Medians, and the least, of `steps` steps of each.
+    """
+    bench = Bench(**flags)
+    sizes, length = [whole("batches", n) for n in batches], whole("context", context[0])
+    rows = [_measure(n, length, whole("steps", steps)) for n in sizes]
+    bench.report(_COLUMNS, rows, None)
+
+
+def _measure(batch: int, context: int, steps: int) -> Row:
+    engine = _engine(batch, context + 2 * steps + 32)
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+    for i in range(batch):
+        engine.add_request(str(i), [65 + i % 64] * context, greedy)
+    while engine.core.scheduler.waiting or engine.core.stats.generated_tokens < 8 * batch:
+        engine.step()
+    text = _times(engine.step, steps)
+    core = _times(engine.core.step, steps)
+    return {
+        "batch": batch, "context": context,
+        "core_ms": statistics.median(core), "core_ms_min": min(core),
+        "step_ms": statistics.median(text), "step_ms_min": min(text),
+    }  # fmt: skip
+
+
+def _times(step: Callable[[], Any], count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        found.append((time.perf_counter() - began) * 1e3)
+    return found
+
+
+def _engine(batch: int, longest: int) -> LLMEngine:
+    args = ModelArgs(
+        dim=64, n_layers=32, n_heads=2, n_kv_heads=1, vocab_size=_VOCABULARY, multiple_of=32,
+        max_seq_len=longest, max_batch_size=batch,
+    )  # fmt: skip
+    model = Transformer(args)
+    kernels.use(torch.device("cpu"), ["attention"], dtypes=())  # the way of a GPU, in torch
+    for weight in model.parameters():
+        weight.data.zero_()
+    core = EngineCore.for_model(
+        model,
+        num_pages=batch * (longest // PAGE_SIZE + 2),
+        runs_ahead=True,
+        recorder=NoDevice(),
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "tokenizer.model")
+        write_tokenizer(path, _VOCABULARY)
+        return LLMEngine(
+            core, Tokenizer(path), max_seq_len=longest, seed=0, parallel=model.parallel
+        )

@@ -1,0 +1,134 @@
+"""Everything that a GPU can show of this runtime, in one command and a fixed time.
+
+    python scripts/gpu_check.py --minutes 9.5 --out DIR
+    python scripts/gpu_check.py --dry --out DIR        # all of it on the CPU, with the demo shape
+
+In: a machine with a GPU, and minutes. Out: DIR/results.jsonl, one line a figure, written as they
+come; DIR/summary.txt, a table; DIR/NAME.log for each section. The sections (bench/gpu_sections.py)
+are processes of their own with limits of their own, the most telling first: one that hangs or
+crashes costs its own time and no more. A second run with the same DIR does what is left.
+Exit code: 0, or 1 where a section failed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(SCRIPTS.parent))
+
+_LEAST_S = 5.0  # a section is not started with less time than this
+_GRACE_S = 3.0  # kept at the end for the summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all sections together")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, with the demo shape")
+    parser.add_argument("--only", default="", help="names of sections, with commas between them")
+    parser.add_argument("--section", default="", help=argparse.SUPPRESS)  # in a child
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    from bench import gpu_sections
+
+    if args.section:
+        for name in args.section.split(","):
+            gpu_sections.run(name, args.out, dry=args.dry)
+        return 0
+    if not args.dry and not gpu_sections.has_gpu():
+        parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
+    names = [name for name in gpu_sections.LIMITS if name in (args.only or name).split(",")]
+    if not names:
+        parser.error(f"--only {args.only}: there are {', '.join(gpu_sections.LIMITS)}")
+    return _run_all(names, args.out, args.minutes * 60, dry=args.dry)
+
+
+def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
+    from bench.gpu_run import read_results
+    from bench.gpu_sections import LIMITS
+
+    until = time.monotonic() + seconds - _GRACE_S
+    ended = _ended(read_results(out))
+    todo = [name for name in names if ended.get(name) != "ok"]
+    for name in names:
+        if name not in todo:
+            print(f"{name}: done before", flush=True)
+    # Dry, they share a process: nothing in them can hang a GPU, and each would load torch anew.
+    for group in [todo] if dry and todo else [[name] for name in todo]:
+        left, what = until - time.monotonic(), ",".join(group)
+        if left < _LEAST_S:
+            print(f"{what}: no time is left for it; run the command again", flush=True)
+            continue
+        began = time.monotonic()
+        how = _run_child(what, out, min(sum(LIMITS[name] for name in group), left), dry=dry)
+        seconds = round(time.monotonic() - began, 1)
+        for name in group:
+            _append(out, {"section": name, "ended": how, "seconds": seconds})
+        print(f"{what}: {how} in {seconds} s", flush=True)
+    rows = read_results(out)
+    summary = _summary(rows)
+    (out / "summary.txt").write_text(summary)
+    print(summary, end="", flush=True)
+    ended = _ended(rows)
+    return int(any(ended.get(name) != "ok" for name in names))
+
+
+def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
+    """Run a section, or several; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
+    command = [sys.executable, __file__, "--out", str(out), "--section", name]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if dry:  # kernels run in Triton's interpreter; what is found of them is not kept
+        env |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(out / "cache")}
+    with (out / f"{name}.log").open("a") as log:
+        child = subprocess.Popen(
+            command + ["--dry"] * dry, stdout=log, stderr=log, env=env, start_new_session=True
+        )
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, 9)
+            child.wait()
+            return f"stopped at its limit of {limit_s:.0f} s"
+        except BaseException:
+            os.killpg(child.pid, 9)
+            raise
+    return "ok" if code == 0 else f"failed (exit code {code}, see {name}.log)"
+
+
+def _append(out: Path, row: dict[str, Any]) -> None:
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _ended(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """How each section ended the last time."""
+    return {row["section"]: row["ended"] for row in rows if "ended" in row}
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    """A line for each figure: the last one of each name and mode."""
+    last: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        if "what" in row:
+            last[row["section"], row["what"], row.get("mode")] = row
+    lines = []
+    for row in last.values():
+        value = f"{row['value']:,.4g}" if isinstance(row["value"], float) else str(row["value"])
+        known = (f"{key} {row[key]:,.4g}" for key in ("of_floor", "bar", "goal") if row.get(key))
+        lines.append(
+            f"{row['what']:<34} {row.get('mode') or '':<16} {value:>12} {row.get('unit', ''):<10} "
+            f"{', '.join(known)}".rstrip()
+        )
+    lines += [f"{name}: {how}" for name, how in _ended(rows).items() if how != "ok"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

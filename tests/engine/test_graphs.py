@@ -1,0 +1,326 @@
+"""Steps of fixed shape, without a GPU: a tape replays what a CUDA graph would, and the answers are
+those of the steps that run operator by operator; what a graph cannot capture is found."""
+
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from llama.args import ModelArgs
+from llama.engine.core import EngineCore
+from llama.engine.graph_check import compare
+from llama.engine.graphs import StaticBatch, bucket_of, is_decode
+from llama.engine.scheduler import Scheduled
+from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.tape import NotCapturable, TapeRecorder
+from llama.model import Batch, Transformer
+from llama.ops.gpu import kernels
+
+PAGE = 4
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    """fp32, so that no native kernel is used, which a tape would not see."""
+    args = ModelArgs(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=32,
+        max_seq_len=512, max_batch_size=7,
+    )  # fmt: skip
+    made = Transformer(args)
+    torch.manual_seed(0)
+    for weight in made.parameters():
+        weight.data.normal_(0, 0.3 if weight.dim() > 1 else 1.0)
+    return made
+
+
+def core_of(model: Transformer, num_pages: int, *, graphs: bool, ahead: bool) -> EngineCore:
+    recorder = TapeRecorder.of_model(model) if graphs else None
+    return EngineCore.for_model(
+        model, num_pages=num_pages, page_size=PAGE, token_budget=24, runs_ahead=ahead,
+        recorder=recorder,
+    )  # fmt: skip
+
+
+def random_sequences(rng: random.Random) -> list[tuple[int, Sequence]]:
+    """(step of arrival, sequence), with parameters of every kind and prompts that share a start."""
+    found = []
+    for i in range(14):
+        start = [7] * rng.choice((0, 0, 9))
+        prompt = start + [rng.randrange(512) for _ in range(rng.randrange(1, 30))]
+        params = rng.choice(
+            [
+                TokenParams(temperature=0.0),
+                TokenParams(temperature=0.0, logprobs=3),
+                TokenParams(temperature=0.8, top_p=0.9),
+                TokenParams(temperature=1.0, top_k=20, logprobs=1),
+                TokenParams(temperature=0.0, presence_penalty=0.4),
+                TokenParams(temperature=0.0, prompt_logprobs=2),
+                TokenParams(temperature=0.7, min_tokens=6),
+            ]
+        )
+        stops = frozenset(rng.sample(range(512), 20))
+        max_len = len(prompt) + rng.randrange(0 if params.prompt_logprobs else 1, 40)
+        found.append((rng.randrange(12), Sequence(prompt, params, max_len, i, stops)))
+    return found
+
+
+def answers(core: EngineCore, seed: int) -> list:
+    arriving = sorted(random_sequences(random.Random(seed)), key=lambda pair: pair[0])
+    everyone = [seq for _, seq in arriving]
+    step = 0
+    while arriving or core.has_unfinished():
+        while arriving and arriving[0][0] <= step:
+            core.add(arriving.pop(0)[1])
+        core.step()
+        core.scheduler.check()
+        step += 1
+    return [
+        (seq.tokens, seq.finish_reason, seq.logprobs, seq.top_logprobs, seq.prompt_logprobs)
+        for seq in everyone
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> Callable[[int, int], list]:
+    found: dict = {}
+
+    def answers_of(seed: int, num_pages: int) -> list:
+        if (seed, num_pages) not in found:
+            core = core_of(model, num_pages, graphs=False, ahead=False)
+            found[seed, num_pages] = answers(core, seed), core.scheduler.num_preemptions
+        return found[seed, num_pages]
+
+    return answers_of
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead):
+    """Random arrivals, lengths and parameters, on a cache with room and on one where sequences
+    are preempted: ids are equal, log-probabilities to the sixth digit."""
+    if not (graphs or ahead):
+        return
+    preempted = 0
+    for seed, num_pages in ((1, 200), (2, 26), (3, 26)):
+        core = core_of(model, num_pages, graphs=graphs, ahead=ahead)
+        found = answers(core, seed)
+        wanted, preemptions = plain(seed, num_pages)
+        preempted += preemptions
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours[:2] == theirs[:2]
+            for values, known in ((ours[2], theirs[2]), (ours[4], theirs[4])):
+                assert values == pytest.approx(known, abs=1e-5)
+            tops, known_tops = ours[3], theirs[3]
+            assert [[i for i, _ in t] for t in tops] == [[i for i, _ in t] for t in known_tops]
+        if graphs:
+            recorded = core.runner._graphs._graphs  # type: ignore[attr-defined]
+            assert {rows for rows, _, _ in recorded} >= {2, 4}, "the graphs were not used"
+    assert preempted, "nobody was preempted: the test tests less than it says"
+
+
+def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
+    """Three sequences in a graph of four rows: the fourth writes to the page behind the last."""
+    core = core_of(model, 12, graphs=True, ahead=False)
+    for i in range(3):
+        core.add(Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i))
+    core.step()
+    cache = core.runner.kv_cache  # type: ignore[attr-defined]
+    assert cache.shape[2] == 13
+    held = {page for seq in core.scheduler.running for page in seq.pages}
+    free = [page for page in range(12) if page not in held]
+    cache[:, :, free] = 7.0
+    core.step()
+    still_held = {page for seq in core.scheduler.running for page in seq.pages}
+    untouched = [page for page in free if page not in still_held]
+    assert untouched and (cache[:, :, untouched] == 7.0).all()
+    assert cache[:, :, 12, 0].count_nonzero() and not cache[:, :, 12, 1:].count_nonzero()
+
+
+def test_the_page_table_on_the_device_is_that_of_the_sequences():
+    """Rows come, go, move and grow; a table that is kept from step to step shows what one made
+    anew shows."""
+    rng = random.Random(5)
+    batch = StaticBatch(8, 16, page_size=PAGE, trash=99, device=torch.device("cpu"))
+    live: list[Sequence] = []
+    for _ in range(200):
+        live = [seq for seq in live if rng.random() < 0.9]
+        while len(live) < rng.randrange(1, 9):
+            live.append(Sequence([1] * 70, TokenParams(), 70))
+        if rng.random() < 0.1:
+            rng.shuffle(live)
+        scheduled = []
+        for seq in live:
+            if rng.random() < 0.05:  # preempted and back
+                seq.pages = seq.pages[:0]
+            seq.pages.append(rng.randrange(90))
+            if len(seq.pages) > 16:
+                seq.pages = seq.pages[:1]
+            start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
+            scheduled.append(Scheduled(seq, start, 1, True))
+        batch.fill([3] * len(live), [-1] * len(live), scheduled)
+        _, packed = Batch.pack(
+            [3] * len(live), [x.start for x in scheduled], [1] * len(live),
+            [seq.pages for seq in live], PAGE, range(len(live)), torch.device("cpu"),
+        )  # fmt: skip
+        n, static = len(live), batch.batch
+        assert torch.equal(static.positions[:n], packed.positions)
+        assert torch.equal(static.slots[:n], packed.slots)
+        assert torch.equal(static.seq_lens[:n], packed.seq_lens)
+        for row, seq in enumerate(live):
+            assert static.page_table[row, : len(seq.pages)].tolist() == list(seq.pages)
+        assert static.slots[n:].tolist() == [99 * PAGE] * (8 - n)
+        assert static.seq_lens[n:].tolist() == [1] * (8 - n)
+        assert static.page_table[n:, 0].tolist() == [99] * (8 - n)
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        (lambda x: (x[x > 0],), "mask"),
+        (lambda x: (x + x.sum().item(),), "local_scalar_dense"),
+        (lambda x: (x.nonzero(),), "nonzero"),
+        (lambda x: (x + torch.tensor([1.0, 2.0]),), "made on the host"),
+        (lambda x: (torch.masked_select(x, x > 0),), "masked_select"),
+    ],
+)
+def test_what_a_graph_cannot_capture_is_named(step, named):
+    x = torch.tensor([1.0, -2.0])
+    with pytest.raises(NotCapturable, match=named):
+        TapeRecorder([]).record(lambda: step(x), [x])
+
+
+def test_a_replay_repeats_the_recording_and_nothing_else():
+    """As a graph does: it reads its inputs where they are, its numbers are those of the recording,
+    what it made is made again, and its outputs stay where they were."""
+    x, offset = torch.zeros(2), [1.0]
+
+    def step() -> tuple[torch.Tensor]:
+        y = x * 2
+        y += offset[0]
+        return (y.cumsum(0),)
+
+    (out,), replay = TapeRecorder([]).record(step, [x])
+    assert out.isnan().all(), "a recording computes nothing that is kept"
+    address = out.data_ptr()
+    x += 5
+    offset[0] = 100.0
+    replay()
+    assert out.tolist() == [11.0, 22.0] and out.data_ptr() == address
+    x.zero_()
+    replay()
+    assert out.tolist() == [1.0, 2.0]
+
+
+def test_memory_that_nobody_wrote_shows():
+    def step() -> tuple[torch.Tensor]:
+        return (torch.empty(3) * 0,)
+
+    (out,), replay = TapeRecorder([]).record(step, [])
+    replay()
+    assert out.isnan().all()
+
+
+def test_shapes_are_few():
+    """So are the recordings: a batch of any size up to 256 runs in one of 12."""
+    assert {bucket_of(n) for n in range(1, 257)} == {
+        1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 192, 256
+    }  # fmt: skip
+    assert all(n <= bucket_of(n) <= max(2 * n, 1) for n in range(1, 600))
+
+
+def test_only_steps_of_single_tokens_that_sample_are_recorded():
+    seq = Sequence([1, 2, 3], TokenParams(), 9)
+    scored = Sequence([1, 2, 3], TokenParams(prompt_logprobs=0), 9)
+    assert is_decode([Scheduled(seq, 2, 1, True)])
+    assert not is_decode([Scheduled(seq, 1, 2, True)])
+    assert not is_decode([Scheduled(seq, 1, 1, False)])
+    assert not is_decode([Scheduled(scored, 2, 1, True)])
+
+
+def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
+    """One warning; the answers are those of steps without graphs."""
+
+    class NoRoom(TapeRecorder):
+        def record(self, function, inputs):
+            raise torch.OutOfMemoryError("no room")
+
+    prompts = [[5, 6, 7], [9, 8]]
+    found = []
+    for recorder in (None, NoRoom([])):
+        core = EngineCore.for_model(model, num_pages=20, page_size=PAGE, recorder=recorder)
+        sequences = [Sequence(list(p), TokenParams(temperature=0.0), 12) for p in prompts]
+        for seq in sequences:
+            core.add(seq)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            while core.has_unfinished():
+                core.step()
+        assert [str(w.message) for w in said if "no room" in str(w.message)] == (
+            [] if recorder is None else [str(said[0].message)]
+        )
+        found.append([seq.tokens for seq in sequences])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fault", [None, "ids", "logits", "cache"])
+def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
+    """What is tried before graphs are used on a GPU, with a tape that is right and three that are
+    not: each of these fails."""
+
+    class Tape(TapeRecorder):
+        def record(self, function, inputs):
+            outputs, replay = super().record(function, inputs)
+            kv_cache = next(x for x in inputs if x.dim() == 6)
+
+            def wrong() -> None:
+                replay()
+                if fault == "ids":
+                    outputs[0].add_(1)
+                elif fault == "logits" and len(outputs) > 1:
+                    outputs[1][0, 3] += 0.5
+                elif fault == "cache":
+                    kv_cache[1, 1, 2, 0] += 1.0
+
+            return outputs, wrong
+
+    recorder = Tape([*model.parameters(), model.freqs_cis])
+    if fault is None:
+        compare(model, recorder, PAGE)
+    else:
+        with pytest.raises(ArithmeticError, match={"cache": "keys"}.get(fault, fault)):
+            compare(model, recorder, PAGE)
+
+
+def test_a_hook_that_comes_later_is_called(model):
+    """A replay would call none: from then on steps run module by module, until it is gone."""
+    core = core_of(model, 20, graphs=True, ahead=False)
+    core.add(Sequence([1, 2], TokenParams(temperature=0.0), 60))
+    for _ in range(3):
+        core.step()
+    seen: list[int] = []
+    handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    core.runner._graphs._way = object()  # type: ignore[attr-defined]  # of a GPU: not None
+    core.step()
+    assert seen == [1]
+    handle.remove()
+
+
+def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
+    """A stack of ops, as on a GPU: found again and again, None while a module is watched."""
+    kernels.use(torch.device("cpu"), ["sample"], dtypes=())
+    try:
+        way = model.way()
+        assert way is not None and model.way() is way
+        for module in (model.norm, model.layers[1].feed_forward.w2, model.tok_embeddings):
+            handle = module.register_forward_pre_hook(lambda module, args: None)
+            assert model.way() is None
+            handle.remove()
+            assert model.way() is way
+        weight = model.layers[0].attention.wo.weight
+        model.layers[0].attention.wo.weight = torch.nn.Parameter(weight.clone(), False)
+        assert model.way() is not way
+        model.layers[0].attention.wo.weight = weight
+    finally:
+        kernels.use(torch.device("cpu"), ())

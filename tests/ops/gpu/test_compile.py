@@ -1,0 +1,51 @@
+"""Machine code of the Triton kernels for real shapes: made without a GPU, and without spills."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+PROGRAM = REPO / "tests" / "programs" / "compiled_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict[str, Any]]:
+    """One line for each kernel, shape and capability."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {
+        "PYTHONPATH": str(REPO),
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+    }
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_kernels_keep_their_numbers_in_registers(compiled):
+    """At most 200 registers, so that a processor holds several programs, and nothing spilled."""
+    assert {x["capability"] for x in compiled} == {80, 90}
+    bad = [x for x in compiled if x["spills"] or x["stack"] or x["registers"] > 200]
+    assert not bad, bad
+
+
+@pytest.mark.slow
+def test_products_use_the_matrix_units_and_load_ahead(compiled):
+    """Keys, values and weights come 16 bytes at a time, past the registers, while others are used;
+    what the small ops read, too, comes 16 bytes at a time."""
+    for x in compiled:
+        wide = x["kernel"] == "prefill_kernel" and x["capability"] == 90
+        if x["kernel"] in ("decode_kernel", "prefill_kernel", "dot_kernel"):
+            assert x["products"] == ["HGMMA" if wide else "HMMA"], x
+        if x["kernel"] in ("decode_kernel", "prefill_kernel", "dot_kernel", "vector_kernel"):
+            assert x["copies"] >= 4, x
+        elif x["kernel"] != "merge_kernel":
+            assert x["vectors"], x
+        assert x["shared"] <= 99 * 1024, x  # the smallest limit of these devices

@@ -1,0 +1,29 @@
+"""The sampling kernels, compiled for GPUs without one: their registers, and nothing spilled."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton's kernels need Triton")
+def test_registers_suffice_for_the_real_vocabulary():
+    program = str(ROOT / "tests" / "programs" / "compile_sample.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, program, "80", "90"], capture_output=True, text=True, timeout=120,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 24
+    for kernel in kernels:
+        assert kernel["stack"] == kernel["local"] == 0, kernel
+        assert kernel["registers"] <= 128, kernel

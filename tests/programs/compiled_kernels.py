@@ -1,0 +1,151 @@
+"""Compiles the Triton kernels to machine code, with no GPU, and prints what each of them takes.
+
+For capability 8.0 and 9.0, in bfloat16, at the shapes of real models. Each line on stdout is JSON:
+the kernel, the shape and the capability, the registers of a thread, bytes of its stack and accesses
+to what was spilled there, bytes of shared memory, the kinds of matrix products, how many loads read
+16 bytes at once, and how many of these go to shared memory past the registers. TRITON_INTERPRET
+must not be set.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llama.ops.gpu import attention, elementwise, linear
+
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_TYPES = {  # of arguments, by name
+    **dict.fromkeys(
+        ("queries", "kv_cache", "out", "x", "delta", "weight", "total", "qkv"), "*bf16"
+    ),
+    **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
+    **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
+    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n"), "i32"),
+    "plane": "i64",
+    **dict.fromkeys(("scale", "eps"), "fp32"),
+}
+_HEADS = {"8B": (32, 8, 128), "1B": (32, 8, 64), "70B of 8 ranks": (8, 1, 128)}  # H, K, D
+_WIDTHS = {"8B": (4096, 14336), "1B": (2048, 8192), "70B of 8 ranks": (8192, 3584)}  # E, F
+
+
+class Job(NamedTuple):
+    kernel: Any
+    shape: str
+    capability: int
+    constants: dict[str, int]
+    warps: int = 4
+    stages: int = 2
+
+
+def jobs(capability: int) -> list[Job]:
+    return attention_jobs(capability) + elementwise_jobs(capability) + linear_jobs(capability)
+
+
+def attention_jobs(capability: int) -> list[Job]:
+    found = []
+    for shape, (n_heads, n_kv_heads, head_dim) in _HEADS.items():
+        group = n_heads // n_kv_heads
+        sizes = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16, "WIDE": False}
+        for splits in {1, attention.num_splits(1, n_kv_heads)}:
+            tile = attention.decode_tile(group, head_dim)
+            tiled = {"ROWS": tile.rows, "KEYS": tile.keys, "SPLITS": splits}
+            found.append(
+                Job(attention.decode_kernel, f"{shape}, {splits} parts", capability,
+                    sizes | tiled, tile.warps, tile.stages)
+            )  # fmt: skip
+        tile = attention.prefill_tile(group, head_dim, capability >= 90)
+        tiled = {"ROWS": tile.rows, "KEYS": tile.keys}
+        found.append(
+            Job(attention.prefill_kernel, shape, capability, sizes | tiled, tile.warps, tile.stages)
+        )
+    merge = {"D": 128, "SPLITS": 64}
+    found.append(Job(attention.merge_kernel, "8B", capability, merge))
+    far = dict(found[0].constants, WIDE=True)  # a cache beyond offsets of 32 bits
+    found.append(found[0]._replace(shape="8B, 64 bits", constants=far))
+    return found
+
+
+def elementwise_jobs(capability: int) -> list[Job]:
+    found = []
+    shapes = _WIDTHS if capability >= 90 else {"8B": _WIDTHS["8B"]}
+    for shape, (width, ffn) in shapes.items():
+        n_heads, n_kv_heads, head_dim = _HEADS[shape]
+        block, norm_warps = elementwise.norm_block(width)
+        norm = {"E": width, "BLOCK": block, "HAS_DELTA": True}
+        rope = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "HEADS": elementwise.ROPE_HEADS}
+        silu = {"F": ffn, "BLOCK": elementwise.SILU_BLOCK}
+        warps = norm_warps, elementwise.rope_warps(head_dim)
+        found += [
+            Job(elementwise.norm_kernel, shape, capability, norm, warps[0]),
+            Job(elementwise.rope_kernel, shape, capability, rope, warps[1]),
+            Job(elementwise.silu_mul_kernel, shape, capability, silu),
+        ]
+    return found
+
+
+def linear_jobs(capability: int) -> list[Job]:
+    """Every tile, for the w2 of 8B; on the older device every second."""
+    found = []
+    tiles = linear.candidates(4096, 14336, 1)
+    for tile in tiles if capability >= 90 else tiles[::2]:
+        kernel = linear.dot_kernel if tile.uses_dot else linear.vector_kernel
+        sizes = {"K": 14336, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
+        shape = f"8B, {tuple(tile)}"
+        found.append(Job(kernel, shape, capability, sizes, tile.warps, tile.stages))
+    return found
+
+
+def compiled(job: Job) -> dict[str, Any]:
+    names = job.kernel.arg_names
+    signature = {x: "constexpr" if x in job.constants else _TYPES[x] for x in names}
+    unaligned = job.kernel.do_not_specialize_on_alignment or ()
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, x in enumerate(names)
+        if (signature[x].startswith("*") and x not in unaligned) or x in ("plane", "n")
+    }
+    source = ASTSource(
+        fn=job.kernel, signature=signature, constexprs=dict(job.constants), attrs=attrs
+    )
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", job.capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        use = _objdump("-res-usage", file.name)
+        code = _objdump("-sass", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", use)
+    assert found, use
+    return {
+        "kernel": job.kernel.__name__, "shape": job.shape, "capability": job.capability,
+        "registers": int(found[1]), "stack": int(found[2]),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "shared": kernel.metadata.shared,
+        "products": sorted(set(re.findall(r"\bHG?MMA\b", code))),
+        "vectors": len(re.findall(r"\bLDG\.\S*128\b", code)),
+        "copies": len(re.findall(r"\bLDGSTS\S*128\b", code)),
+    }  # fmt: skip
+
+
+def _objdump(flag: str, path: str) -> str:
+    command = [str(_CUOBJDUMP), flag, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def main() -> None:
+    chosen = [job for capability in (90, 80) for job in jobs(capability)]
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(compiled, chosen):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

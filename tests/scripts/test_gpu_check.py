@@ -1,0 +1,64 @@
+"""`scripts/gpu_check.py` without a GPU: all of it runs, so that on one it is not what fails."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="its kernels need Triton")
+
+import gpu_check
+
+from bench.gpu_run import BARS, MODES
+from bench.gpu_sections import LIMITS
+from helpers.launch import REPO, environment
+
+COMMAND = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
+
+
+@pytest.mark.slow
+def test_all_sections_run_dry_and_only_once(tmp_path, monkeypatch, capsys):
+    """Every figure that has a bar is there in its last mode, and those of decode in each mode; a
+    second run finds nothing left to do."""
+    command = [*COMMAND, "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=280, check=False
+    )
+    logs = "\n".join(path.read_text()[-2000:] for path in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["section"]: row["ended"] for row in rows if "ended" in row} == dict.fromkeys(
+        LIMITS, "ok"
+    )
+    found = {(row["what"], row.get("mode")) for row in rows if "what" in row}
+    for what in BARS:
+        assert {(what, None), (what, MODES[-1])} & found, f"{what} was not measured"
+    assert {("8b batch 1", mode) for mode in MODES} <= found
+    assert ("8b graphs", None) in found
+    checked = {row["what"]: row["value"] for row in rows if "what" in row}
+    assert checked["8b graphs"] == checked["8b sample"] == "passed"
+    assert "8b batch 1" in (tmp_path / "summary.txt").read_text()
+    monkeypatch.setattr(sys, "argv", command[1:])
+    assert gpu_check.main() == 0
+    assert capsys.readouterr().out.count("done before") == len(LIMITS)
+
+
+def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path):
+    assert gpu_check._run_child("decode", tmp_path, 0.5, dry=True).startswith(
+        "stopped at its limit"
+    )
+    assert gpu_check._run_child("nowhere", tmp_path, 60, dry=True).startswith("failed (exit code 1")
+    assert "KeyError: 'nowhere'" in (tmp_path / "nowhere.log").read_text()
+
+
+def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
+    for arguments, said in (
+        (["--out", str(tmp_path)], "torch finds no CUDA GPU here: --dry runs all of this"),
+        (["--out", str(tmp_path), "--dry", "--only", "decod"], "--only decod: there are facts,"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
+        monkeypatch.setattr("bench.gpu_sections.has_gpu", lambda: False)
+        with pytest.raises(SystemExit):
+            gpu_check.main()
+        assert said in capsys.readouterr().err

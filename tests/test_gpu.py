@@ -1,0 +1,176 @@
+"""What only a GPU can show: python -m pytest -m gpu. The CPU is the oracle.
+
+Tiny models; `scripts/gpu_check.py` has the real shapes and the times.
+"""
+
+import json
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.launch import REPO, environment
+from llama import Llama, SamplingParams
+from llama.device import free_bytes
+from llama.engine.graphs import CudaRecorder, DecodeGraphs
+from llama.ops.gpu import kernels
+from programs.gpu_ranks import PROMPTS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU"),
+]
+WIDE = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1024, "multiple_of": 64}
+
+
+@pytest.fixture(scope="module")
+def wide(make_checkpoint) -> str:
+    """A model whose heads are large enough for the kernels: 64 numbers."""
+    return str(make_checkpoint(**WIDE)[0])
+
+
+def build(folder: str, dtype: str, device: str = "cuda") -> Llama:
+    return Llama.build(folder, None, 512, 8, device=device, dtype=dtype)
+
+
+def graphs_of(llama: Llama) -> DecodeGraphs | None:
+    return llama.engine.runner._graphs  # type: ignore[attr-defined]
+
+
+def test_float32_gives_the_ids_of_the_cpu(wide):
+    """Greedy, sampled with filters, with log-probabilities; graphs are used on the way."""
+    gpu, cpu = build(wide, "fp32"), build(wide, "fp32", "cpu")
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+        {"temperature": 0.0, "logprobs": True},
+    ]
+    for settings in ways:
+        ours, theirs = (x.generate(PROMPTS, 40, **settings) for x in (gpu, cpu))
+        assert ours[0] == theirs[0], settings
+        for a, b in zip(ours[1] or [], theirs[1] or [], strict=True):
+            assert a == pytest.approx(b, abs=1e-3)
+    graphs = graphs_of(gpu)
+    assert graphs is not None and graphs._graphs, "no step was replayed"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_kernels_graphs_and_torch_alone_say_nearly_the_same(wide, dtype, monkeypatch):
+    """Log-probabilities of the same tokens, scored and generated, each way."""
+    found: list[tuple[list, list[float]]] = []
+    for ways in ("none", "graph", ""):
+        monkeypatch.setenv("LLAMA_GPU_KERNELS", ways)
+        llama = build(wide, dtype)
+        assert bool(kernels.in_use(torch.device("cuda", 0))) == (ways == "")
+        assert (graphs_of(llama) is not None) == (ways != "none")
+        params = SamplingParams(
+            temperature=0.0, max_tokens=30, logprobs=0, prompt_logprobs=0, ignore_eos=True
+        )
+        outputs = llama.llm_engine.run(
+            [llama.llm_engine.prepare("", prompt, params) for prompt in PROMPTS]
+        )
+        scored = llama.generate([[256, *range(65, 125)]], 1, 0.0, logprobs=True, echo=True)[1]
+        assert scored is not None
+        found.append(([o.outputs[0].token_ids[:1] for o in outputs], scored[0][1:60]))
+        llama.close()
+    (first, scores), *others = found
+    for ids, other in others:
+        assert ids == first
+        assert other == pytest.approx(scores, abs=0.15)
+
+
+def test_two_ranks_on_one_gpu_are_one_process(make_checkpoint, tmp_path):
+    folder = str(make_checkpoint(num_shards=2, **WIDE)[0])
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        str(REPO / "tests" / "programs" / "gpu_ranks.py"), folder, str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = build(folder, "fp32", "cpu").generate(PROMPTS, 12, 0.0)[0]
+    assert [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)] == [wanted] * 2
+
+
+def test_nccl_s_sums_can_be_captured(tmp_path):
+    """A group of one, in a process of its own: what a captured sum of several would be."""
+    code = """
+import torch, torch.distributed as dist
+from llama.engine.graphs import CudaRecorder
+place = torch.device("cuda", 0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=place)
+x = torch.ones(64, device=place)
+def add():
+    y = x.clone()
+    dist.all_reduce(y)
+    return (y * 2,)
+recorder = CudaRecorder(place)
+(out,), replay = recorder.record(add, [x])
+x.fill_(5)
+replay()
+assert (out == 10).all(), out
+recorder.close()
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_memory_stays_within_what_was_reckoned(wide):
+    """Weights, KV cache and steps of the most rows and tokens; a second model finds the room of
+    the first."""
+    device = torch.device("cuda", 0)
+    before = free_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    llama = build(wide, "bf16")
+    prompts = [[256, *range(200)] for _ in range(8)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llama.generate(prompts, 200, 0.7, 0.9)
+    assert torch.cuda.max_memory_allocated(device) < 0.95 * before
+    kv_cache = llama.engine.runner.kv_cache  # type: ignore[attr-defined]
+    assert kv_cache.nbytes <= 0.9 * before
+    llama.close()
+    del llama, kv_cache
+    again = build(wide, "bf16")
+    assert again.generate(prompts[:1], 4, 0.0)[0][0]
+
+
+def test_weights_come_to_the_gpu_as_they_are(make_checkpoint):
+    """By threads, through pinned buffers: one shard and four, of the same and another type."""
+    for shards in (1, 4):
+        folder = str(make_checkpoint(num_shards=shards, **WIDE)[0])
+        for dtype in ("fp32", "bf16"):
+            ours, theirs = build(folder, dtype), build(folder, dtype, "cpu")
+            state = theirs.model.state_dict()
+            for name, weight in ours.model.state_dict().items():
+                assert torch.equal(weight.cpu(), state[name]), (shards, dtype, name)
+
+
+def test_a_step_waits_for_the_device_once():
+    """Events, not synchronisations: a recorder's replay returns before the device has done it."""
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 4096, device=device)
+    recorder = CudaRecorder(device)
+
+    def work() -> tuple[torch.Tensor]:
+        y = x
+        for _ in range(60):
+            y = (y @ x) * 1e-2
+        return (y,)
+
+    _, replay = recorder.record(work, [x])
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    replay()
+    done.record()
+    assert not done.query(), "the replay has waited"
+    torch.cuda.synchronize()
+    recorder.close()

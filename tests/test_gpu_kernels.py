@@ -1,0 +1,212 @@
+"""Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from llama.args import ModelArgs
+from llama.cli import doctor
+from llama.gpu import (
+    VARIABLE,
+    asked_for,
+    compile_ahead,
+    describe,
+    recorder_for,
+    use_kernels,
+)
+from llama.ops.gpu import kernels, stamp
+from llama.parallel import ModelParallel
+
+GPU = torch.device("cuda", 7)
+PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
+ALL = frozenset(kernels.NAMES)
+
+
+class Rank(ModelParallel):
+    """A rank beside others that have dropped some kernels, by their places in NAMES."""
+
+    def __init__(self, *others_drop: int) -> None:
+        super().__init__()
+        self.places = iter(range(len(kernels.NAMES)))
+        self.others_drop = others_drop
+
+    def all_reduce_min(self, value: int) -> int:
+        return min(value, next(self.places) not in self.others_drop)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(reasons): the self-check finds that -> the jobs that it got."""
+    jobs: list[stamp.Job] = []
+
+    def install(reasons: dict[str, str]) -> list[stamp.Job]:
+        def settle(job: stamp.Job, command: tuple[str, ...] = ()) -> stamp.Verdict:
+            jobs.append(job)
+            return stamp.Verdict({name: reasons.get(name) for name in job.names}, [])
+
+        monkeypatch.setattr(stamp, "settle", settle)
+        return jobs
+
+    monkeypatch.setattr("llama.gpu.compile_ahead", lambda *sizes: None)
+    monkeypatch.setattr(stamp, "not_for", lambda device: None)
+    monkeypatch.setattr(stamp.tiles, "use", lambda device, choices: None)
+    yield install
+    kernels._in_use.pop(GPU, None)
+
+
+def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> None:
+    use_kernels(PARAMS, parallel, GPU, dtype, 16, allowed)
+
+
+def test_what_fails_is_dropped_with_one_warning(gpu):
+    jobs = gpu({"linear": "off by 1", "sample": "it hangs"})
+    with pytest.warns(UserWarning, match="linear: off by 1; sample: it hangs") as warned:
+        use(Rank())
+    assert len(warned) == 1
+    assert kernels.in_use(GPU) == ALL - {"linear", "sample"}
+    assert describe(GPU) == ", kernels attention+add_norm+rope_and_store+silu_mul"
+    (job,) = jobs
+    assert job.names == stamp.names_for("bf16")
+    assert (job.sizes.n_heads, job.sizes.n_kv_heads, job.sizes.head_dim) == (8, 2, 16)
+
+
+def test_ranks_use_the_same_kernels(gpu):
+    gpu({})
+    with pytest.warns(UserWarning, match="add_norm: another rank dropped it"):
+        use(Rank(1))
+    assert kernels.in_use(GPU) == ALL - {"add_norm"}
+
+
+def test_float32_has_the_sampling_kernel_only(gpu):
+    jobs = gpu({})
+    use(Rank(), torch.float32)
+    assert [job.names for job in jobs] == [("sample",)]
+    assert kernels.in_use(GPU) == {"sample"}
+
+
+def test_the_variable_turns_kernels_off(gpu, monkeypatch):
+    jobs = gpu({"linear": "off by 1"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what is not wanted is no loss
+        use(Rank(), allowed=frozenset({"attention", "sample"}))
+    assert kernels.in_use(GPU) == {"attention", "sample"}
+    use(Rank(), allowed=frozenset())
+    assert kernels.in_use(GPU) == frozenset() and len(jobs) == 1
+    assert describe(GPU) == ", torch's kernels"
+    for text, names in {
+        "": ALL | {"graph"},
+        "none": set(),
+        "linear, sample": {"linear", "sample"},
+    }.items():
+        monkeypatch.setenv(VARIABLE, text)
+        assert asked_for() == names
+    monkeypatch.setenv(VARIABLE, "atention")
+    with pytest.raises(ValueError, match=r"LLAMA_GPU_KERNELS names \['atention'\]: give 'none'"):
+        asked_for()
+
+
+def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
+    jobs = gpu({})
+    use_kernels(PARAMS, Rank(), torch.device("cpu"), torch.bfloat16, 16, ALL)
+    assert describe(torch.device("cpu")) == ""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    use(Rank())
+    assert not jobs and kernels.in_use(GPU) == frozenset()
+
+
+def test_doctor_shows_the_stamps(monkeypatch):
+    monkeypatch.setattr(stamp, "not_for", lambda device: None)
+    monkeypatch.setattr(stamp, "gpu_name", lambda device: "a GPU")
+    monkeypatch.setattr(stamp, "stamps", list)
+    assert "not checked yet" in next(doctor._gpu_kernels(GPU)).text
+    key = {"gpu": "a GPU", "dtype": "bf16", "sizes": {"dim": 128, "n_heads": 8}}
+    verdict = stamp.Verdict({"attention": None, "sample": "it hangs"}, [])
+    monkeypatch.setattr(stamp, "stamps", lambda: [(key, verdict), (key | {"gpu": "b"}, verdict)])
+    monkeypatch.setattr(stamp, "is_current", lambda key, device: True)
+    facts = list(doctor._gpu_kernels(GPU))
+    assert [fact.text for fact in facts] == [
+        "bf16, dim 128, 8 heads: attention",
+        "bf16, dim 128, 8 heads: torch runs in place of sample: it hangs",
+    ]
+    assert [fact.problem for fact in facts] == [False, True]
+
+
+class Recorder:
+    """In place of one that needs a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
+    monkeypatch.setattr("llama.gpu.CudaRecorder", Recorder)
+    weight = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
+    model = SimpleNamespace(norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel)
+    return recorder_for(model, 16)  # type: ignore[arg-type, return-value]
+
+
+def test_attention_that_does_not_compile_is_dropped(gpu, monkeypatch):
+    def fail(*sizes: Any) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    gpu({})
+    monkeypatch.setattr("llama.gpu.compile_ahead", fail)
+    with pytest.warns(UserWarning, match="attention: not compiled: no such instruction$"):
+        use(Rank())
+    assert kernels.in_use(GPU) == ALL - {"attention"}
+
+
+def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
+    jobs = gpu({"linear": "off by 1"})
+    with pytest.warns(UserWarning):
+        use(Rank())
+    made = recorder(monkeypatch, Rank())
+    assert made is not None and made.device == GPU
+    assert jobs[-1].names == ("graph",)
+    assert set(jobs[-1].in_use) == ALL - {"linear"}
+
+
+def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkeypatch):
+    gpu({"graph": "logits are off by 1"})
+    with pytest.warns(UserWarning, match="without CUDA graphs: logits are off by 1") as warned:
+        assert recorder(monkeypatch, Rank()) is None
+    assert len(warned) == 1
+    gpu({})
+    with pytest.warns(UserWarning, match="another rank dropped them"):
+        assert recorder(monkeypatch, Rank(0)) is None
+
+
+def test_graphs_can_be_turned_off(gpu, monkeypatch):
+    jobs = gpu({"graph": "never asked"})
+    monkeypatch.setenv(VARIABLE, "attention,sample")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recorder(monkeypatch, Rank()) is None
+    assert not jobs
+
+
+def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
+    """One for each number of parts that keys are divided into; none where it is not used."""
+    attention = pytest.importorskip("llama.ops.gpu.attention")
+    compiled, run = [], attention.paged_attention
+
+    def watched(queries, cache, *more):
+        compiled.append(attention.num_splits(len(queries), cache.shape[3]))
+        return run(queries, cache, *more)
+
+    monkeypatch.setattr(attention, "_PROGRAMS", 8)
+    monkeypatch.setattr(attention, "paged_attention", watched)
+    cpu = torch.device("cpu")
+    compile_ahead(PARAMS, 1, cpu, torch.float32)
+    assert not compiled
+    kernels.use(cpu, ["attention"], [torch.float32])
+    try:
+        compile_ahead(PARAMS, 1, cpu, torch.float32)
+    finally:
+        kernels.use(cpu, ())
+    possible = {attention.num_splits(n, 2) for n in range(1, 65)}
+    assert len(possible) > 2 and set(compiled) == possible
