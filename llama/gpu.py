@@ -102,7 +102,8 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
     is_allowed = graph_check.NAME in asked_for()
     reason = _why_no_graphs(model, page_size) if is_allowed else f"{VARIABLE} leaves them out"
     if parallel.size > 1 and not reason:
-        reason = graph_check.try_collectives(model)
+        is_on_nccl = parallel.is_on_nccl
+        reason = graph_check.try_collectives(model) if is_on_nccl else "the ranks are not on nccl"
     if parallel.all_reduce_min(int(not reason)):
         return CudaRecorder(device)
     if is_allowed and parallel.global_rank == 0:

@@ -180,6 +180,20 @@ def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkey
         assert recorder(monkeypatch, Rank(0)) is None
 
 
+@pytest.mark.parametrize(("is_on_nccl", "sums"), [(True, None), (True, "wrong"), (False, None)])
+def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_nccl, sums):
+    gpu({})
+    monkeypatch.setattr(Rank, "is_on_nccl", is_on_nccl, raising=False)
+    monkeypatch.setattr("llama.gpu.graph_check.try_collectives", lambda model: sums)
+    rank = Rank()
+    object.__setattr__(rank, "size", 2)
+    if is_on_nccl and not sums:
+        assert recorder(monkeypatch, rank) is not None
+    else:
+        with pytest.warns(UserWarning, match=sums or "the ranks are not on nccl"):
+            assert recorder(monkeypatch, rank) is None
+
+
 def test_graphs_can_be_turned_off(gpu, monkeypatch):
     jobs = gpu({"graph": "never asked"})
     monkeypatch.setenv(VARIABLE, "attention,sample")

@@ -71,6 +71,11 @@ class ModelParallel:
         return self.shared is not None and _is_on_cpu(x)
 
     @property
+    def is_on_nccl(self) -> bool:
+        """Whether the group's tensors go through nccl, whose collectives a CUDA graph can hold."""
+        return self.group is not None and dist.get_backend(self.group) == "nccl"
+
+    @property
     def _path(self) -> SharedMemory | Hierarchy | None:
         """What is quicker than gloo alone, for tensors on the CPU and for messages."""
         return self.shared if self.shared is not None else self.hierarchy
