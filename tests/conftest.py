@@ -2,36 +2,29 @@
 
 import ctypes
 import functools
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
 
 import pytest
 import torch
 
+from helpers import ahead
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from helpers.kernels import HAS_KERNELS
+from helpers.kernels import BODIES, HAS_KERNELS
 from helpers.launch import DEMO
 from llama import Llama
 from llama.ops.cpu import native
-from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
-_HEADER = Path(__file__).resolve().parent / "helpers" / "amx_emulated.h"  # in place of AMX's tiles
-_AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
-EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
-    "amx_emulated",
-    (*_AVX512_BF16.flags, "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
-     "-include", str(_HEADER)),
-    _AVX512_BF16.needs,
-)  # fmt: skip
-BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,16 +76,21 @@ def single_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory) -> Callable[[str], ctypes.CDLL]:
+def libraries() -> Callable[[str], ctypes.CDLL]:
     """A body of the kernels by its name, compiled once in the user's cache or the session's."""
-    temporary = tmp_path_factory.mktemp("kernels")
+    return functools.cache(ahead.library_of)
 
-    @functools.cache
-    def library(name: str) -> ctypes.CDLL:
-        body = BODIES[name]  # the emulation's header is not in the name that the cache goes by
-        return native.load(temporary if body is EMULATED_AMX else native.cache_folder(), body)
 
-    return library
+@pytest.fixture(scope="session")
+def compiled() -> list[dict[str, Any]]:
+    """The machine code of the Triton kernels: one line for each kernel, shape and capability."""
+    return [json.loads(line) for line in ahead.gpu_kernels()]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if len(session.items) > 100:  # else nothing runs meanwhile
+        ahead.begin(used)
 
 
 @pytest.fixture(params=BODIES)

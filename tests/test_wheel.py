@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import ahead
 from helpers.kernels import HAS_KERNELS
 from llama.ops.cpu import build
 
@@ -39,16 +39,14 @@ def generated(folder: Path, checkpoint: Path, **environment: str) -> list:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    return ahead.wheel()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
-def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(tmp_path):
-    source = tmp_path / "source"
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "tests", "bench", "build", "*.egg-info")
-    shutil.copytree(REPO, source, ignore=skipped)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "wheel", *options, "-w", tmp_path, source], check=True)
-    (wheel,) = tmp_path.glob("llama-*.whl")
+def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path):
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"llama/ops/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",

@@ -55,9 +55,7 @@ def run_batch(
     the same call, and gets the report at the end. ValueError if the input is cut while it is read;
     OSError if another program changes the output.
     """
-    defaults = SamplingParams(  # a server's too: the same file gives the same text
-        max_tokens=max_gen_len, temperature=temperature, top_p=top_p, skip_special_tokens=True
-    )
+    defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     parallel = llama.llm_engine.parallel
     shows = progress and parallel.global_rank == 0
     with _open_files(llama, in_path, out_path, resume) as (file, results):

@@ -27,7 +27,7 @@ FORECAST: Any = {"type": "function", "function": {"name": "forecast", "parameter
 NAMED = {"type": "function", "function": {"name": "forecast"}}
 ASKED = {"messages": [{"role": "user", "content": "How is it?"}], "tools": [FORECAST]}
 # Without these, a batch job has defaults of its own, which its flags change.
-DRAWN = {"temperature": 1.5, "top_p": 0.9, "seed": 2}
+DRAWN = {"temperature": 1.5, "top_p": 0.9, "seed": 2, "skip_special_tokens": True}
 BODIES: list[dict[str, Any]] = [
     {**ASKED, **DRAWN, "tool_choice": NAMED, "max_tokens": 200, "n": 2},
     {**ASKED, "tool_choice": "required", "temperature": 0, "max_tokens": 200},

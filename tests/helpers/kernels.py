@@ -1,6 +1,19 @@
-"""Whether the CPU kernels can be compiled and run here."""
+"""Whether the CPU kernels can be compiled and run here, and which bodies of them there are."""
+
+from pathlib import Path
 
 from llama.ops.cpu import build, native
+from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
 HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
+
+_HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # in place of AMX's tiles
+_AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
+EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
+    "amx_emulated",
+    (*_AVX512_BF16.flags, "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
+     "-include", str(_HEADER)),
+    _AVX512_BF16.needs,
+)  # fmt: skip
+BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}

@@ -24,7 +24,7 @@ from llama.chat.session import chat
 from llama.parallel import drain, processes
 from llama.parallel.meeting import Meeting
 
-AT_ONCE = 3
+AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are whole
 LIMIT_S = 30.0  # generous: it tells a hang from an end
 

@@ -3,6 +3,7 @@
 In: a request's body. Out: one JSON object, or a stream of chunks with the same content.
 """
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,11 @@ async def _prepare(service: Service, request: OpenAIRequest, body: Any) -> list[
                 param="prompt",
             )
         prepare = partial(service.prepare, params=request.params, form_field=request.form_field)
-        return [await prepare(prompt, index=i) for i, prompt in enumerate(request.prompts)]
+        requests = []
+        for i, prompt in enumerate(request.prompts):
+            requests.append(await prepare(prompt, index=i))
+            await asyncio.sleep(0)  # hundreds of prompts would hold the others' events up
+        return requests
     return [await prepare_chat(service, request, body, request.form_field or "tools")]
 
 

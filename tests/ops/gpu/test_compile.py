@@ -1,31 +1,6 @@
 """Machine code of the Triton kernels for real shapes: made without a GPU, and without spills."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
-
-REPO = Path(__file__).resolve().parents[3]
-PROGRAM = REPO / "tests" / "programs" / "compiled_kernels.py"
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[dict[str, Any]]:
-    """One line for each kernel, shape and capability."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "PYTHONPATH": str(REPO),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-    }
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
