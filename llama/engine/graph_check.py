@@ -118,8 +118,9 @@ def main(arguments: Seq[str]) -> int:
     device, sizes = torch.device(job.device), job.sizes
     dtype = DTYPES[job.dtype]
     check.say(started=True)
-    args = ModelArgs(
-        dim=sizes.dim, n_layers=2, n_heads=sizes.n_heads, n_kv_heads=sizes.n_kv_heads,
+    args = ModelArgs(  # a rank's heads and their size; the model dim is what goes with them
+        dim=sizes.n_heads * sizes.head_dim, n_layers=2,
+        n_heads=sizes.n_heads, n_kv_heads=sizes.n_kv_heads,
         vocab_size=min(sizes.vocab_size, _MOST_VOCABULARY), norm_eps=sizes.eps,
         multiple_of=1, max_seq_len=2048, max_batch_size=64,
     )  # fmt: skip
