@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from helpers.kernels import BODIES, EMULATED_AMX, HAS_KERNELS
-from helpers.launch import REPO
+from helpers.launch import REPO, environment
 from llama.ops.cpu import native
 
 _pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
@@ -30,6 +30,8 @@ def begin(fixtures: Collection[str]) -> None:
                 _begun[name] = _pool.submit(library, name)
     if "compiled" in fixtures:
         _begun["compiled"] = _pool.submit(compiled_for_gpus)
+    if "dry_run" in fixtures:
+        _begun["gpu_check"] = _pool.submit(dry_gpu_check)
     if "wheel" in fixtures and HAS_KERNELS:
         _begun["wheel"] = _pool.submit(built_wheel)
 
@@ -47,6 +49,11 @@ def gpu_kernels() -> list[str]:
 def wheel() -> Path:
     """A wheel of this tree."""
     return _begun["wheel"].result() if "wheel" in _begun else built_wheel()
+
+
+def gpu_check() -> tuple[list[str], Path, subprocess.CompletedProcess]:
+    """scripts/gpu_check.py, dry: its command, its folder and how it ended."""
+    return _begun["gpu_check"].result() if "gpu_check" in _begun else dry_gpu_check()
 
 
 def library(name: str) -> ctypes.CDLL:
@@ -77,3 +84,13 @@ def built_wheel() -> Path:
     subprocess.run([*pip, "wheel", *options, "-w", out, source], check=True, timeout=400)
     (path,) = out.glob("llama-*.whl")
     return path
+
+
+def dry_gpu_check() -> tuple[list[str], Path, subprocess.CompletedProcess]:
+    out = Path(_temporary.name, "gpu_check")
+    command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
+    command += ["--out", str(out)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=400, check=False
+    )
+    return command, out, done

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,22 +13,22 @@ import gpu_check
 
 from bench.gpu_run import BARS, MODES
 from bench.gpu_sections import LIMITS
-from helpers.launch import REPO, environment
+from helpers import ahead
 
-COMMAND = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
+
+@pytest.fixture(scope="module")
+def dry_run() -> tuple[list[str], Path, subprocess.CompletedProcess]:
+    return ahead.gpu_check()
 
 
 @pytest.mark.slow
-def test_all_sections_run_dry_and_only_once(tmp_path, monkeypatch, capsys):
+def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     """Every figure that has a bar is there in its last mode, and those of decode in each mode; a
     second run finds nothing left to do."""
-    command = [*COMMAND, "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=280, check=False
-    )
-    logs = "\n".join(path.read_text()[-2000:] for path in tmp_path.glob("*.log"))
+    command, out, done = dry_run
+    logs = "\n".join(path.read_text()[-2000:] for path in out.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["section"]: row["ended"] for row in rows if "ended" in row} == dict.fromkeys(
         LIMITS, "ok"
     )
@@ -38,7 +39,7 @@ def test_all_sections_run_dry_and_only_once(tmp_path, monkeypatch, capsys):
     assert ("8b graphs", None) in found
     checked = {row["what"]: row["value"] for row in rows if "what" in row}
     assert checked["8b graphs"] == checked["8b sample"] == "passed"
-    assert "8b batch 1" in (tmp_path / "summary.txt").read_text()
+    assert "8b batch 1" in (out / "summary.txt").read_text()
     monkeypatch.setattr(sys, "argv", command[1:])
     assert gpu_check.main() == 0
     assert capsys.readouterr().out.count("done before") == len(LIMITS)
