@@ -271,3 +271,19 @@ def test_a_step_is_started_before_the_last_one_is_read():
     assert started == [0, 0, 1, 2, 4, 5, 6, 6, 7], started
     assert plain.tokens == alone([1, 2], 9, frozenset())
     assert penalized.tokens == alone([2, 1], 3, frozenset())
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pages_that_sampled_tokens_fill_are_found(ahead):
+    """A page has a hash once all its tokens are known: ahead, a step later, and no less surely."""
+    tried = engine(num_pages=20, runs_ahead=ahead)
+    first = sequence([1, 2], 13)
+    tried.add(first)
+    while tried.has_unfinished():
+        tried.step()
+    second = sequence(first.tokens, 2)
+    tried.add(second)
+    while tried.has_unfinished():
+        tried.step()
+    assert second.num_cached == 12
+    assert second.tokens == alone(first.tokens, 2, frozenset())
