@@ -100,9 +100,8 @@ class Llama:
             seed: of calls that give none. Each draws from it and the number of the call: anew in
                 the second call, and the same when the program is run again.
             device: "cuda", "mps" or "cpu". Default: the first of these that there is.
-            dtype: "bf16", "fp16" or "fp32"; "int8", on the CPU, holds the matrices in half the
-                memory, with one scale per row, and the rest in bf16. Default: bf16 where the device
-                has it, else fp16.
+            dtype: "bf16", "fp16", "fp32", or on the CPU "int8": matrices in half the memory, with a
+                scale per row, the rest in bf16. Default: bf16 where the device has it, else fp16.
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
@@ -130,8 +129,8 @@ class Llama:
         llama.is_guard = loaded.is_guard
         llama.load_seconds = time.perf_counter() - began
         if parallel.global_rank == 0:
-            graphs = ", CUDA graphs" if llama.has_graphs else ""
-            print(f"Loaded in {llama.load_seconds:.2f} seconds: {loaded.describe()}{graphs}")
+            what = loaded.describe(has_graphs=llama.has_graphs)
+            print(f"Loaded in {llama.load_seconds:.2f} seconds: {what}")
         elif mute_ranks:
             llama._muted = MutedStdout.held()
         return llama

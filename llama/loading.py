@@ -40,7 +40,7 @@ class Loaded:
     num_pages: int
     is_guard: bool = False
 
-    def describe(self) -> str:
+    def describe(self, *, has_graphs: bool = False) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
         params, device = self.model.params, self.model.norm.weight.device
         dtype = self.model.norm.weight.dtype if self.model.output.scales is None else torch.int8
@@ -51,7 +51,7 @@ class Loaded:
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full "
-            f"length at once{gpu.describe(device)}"
+            f"length at once{gpu.describe(device)}" + ", CUDA graphs" * has_graphs
         )
 
 
