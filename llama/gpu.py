@@ -23,6 +23,9 @@ from llama.parallel import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 _NAMES = (*kernels.NAMES, graph_check.NAME)
+# By device and type, what a check in this process let out: a kernel is in use for all models there,
+# and one that is wrong at one model's sizes must not come back with the next model.
+_failed: dict[tuple[torch.device, torch.dtype], set[str]] = {}
 
 
 def asked_for() -> frozenset[str]:
@@ -57,16 +60,20 @@ def use_kernels(
     if allowed and stamp.not_for(device) is None:
         sizes = sizes_of(params, parallel.size, page_size)
         verdict = stamp.settle(stamp.Job(str(device), name, sizes, stamp.names_for(name)))
-    own = [x for x in verdict.passed if x in allowed]
+    failed = _failed.setdefault((device, dtype), set())
+    failed |= set(verdict.dropped)
+    own = [x for x in verdict.passed if x in allowed and x not in failed]
     stamp.use(device, dtype, verdict, own)
     try:
         compile_ahead(params, parallel.size, device, dtype)
     except Exception as e:  # of a compiler or the driver: torch has an attention of its own
         own.remove("attention")
+        failed.add("attention")
         verdict.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
     everywhere = [x for x in kernels.NAMES if parallel.all_reduce_min(int(x in own))]
     stamp.use(device, dtype, verdict, everywhere)
     dropped = dict.fromkeys(set(own) - set(everywhere), "another rank dropped it")
+    dropped |= dict.fromkeys(failed & allowed, "it failed for another model")
     dropped |= {x: reason for x, reason in verdict.dropped.items() if x in allowed}
     if dropped and parallel.global_rank == 0:
         reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))

@@ -51,6 +51,7 @@ def gpu(monkeypatch):
         return jobs
 
     monkeypatch.setattr("llama.gpu.compile_ahead", lambda *sizes: None)
+    monkeypatch.setattr("llama.gpu._failed", {})
     monkeypatch.setattr(stamp, "not_for", lambda device: None)
     monkeypatch.setattr(stamp.tiles, "use", lambda device, choices: None)
     yield install
@@ -147,6 +148,22 @@ def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
     weight = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
     model = SimpleNamespace(norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel)
     return recorder_for(model, 16)  # type: ignore[arg-type, return-value]
+
+
+def test_a_kernel_that_is_wrong_for_one_model_does_not_come_back_with_the_next(gpu):
+    """Both run in one process, on one GPU: what is in use there is in use for both."""
+    gpu({"add_norm": "off by 1"})
+    with pytest.warns(UserWarning, match="add_norm: off by 1"):
+        use(Rank())
+    gpu({"linear": "off by 2"})
+    with pytest.warns(UserWarning, match="add_norm: it failed for another model; linear: off"):
+        use(Rank())
+    assert kernels.in_use(GPU) == ALL - {"add_norm", "linear"}
+    gpu({})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use(Rank(), torch.float16)  # another type, whose kernels are others
+    assert kernels.in_use(GPU) == ALL
 
 
 def test_attention_that_does_not_compile_is_dropped(gpu, monkeypatch):
