@@ -106,7 +106,8 @@ def test_token_counters_go_on_while_a_request_runs(server):
 
 def test_echo_scores_the_prompt(client, demo):
     """max_tokens 0: the prompt alone. The first entry is null; a token's own value is among the
-    likeliest, the same float; the values are the model's own, whatever the temperature."""
+    likeliest, the same float; the values are the model's own, whatever the temperature. The server
+    has another number of threads, which changes how torch rounds sums in float32."""
     prompt = "Once upon a time 🎈"
     (wanted,) = greedy(demo, [prompt], 0, prompt_logprobs=2, logprobs=2)
     ids = wanted.prompt_token_ids
@@ -118,7 +119,7 @@ def test_echo_scores_the_prompt(client, demo):
         scores = choice.logprobs
         assert choice.text.startswith(prompt) and (count or choice.text == prompt)
         assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
-        assert scores.token_logprobs[1 : len(ids)] == values
+        assert scores.token_logprobs[1 : len(ids)] == pytest.approx(values, abs=1e-4)
         assert len(scores.tokens) == len(ids) + count
         for i in range(1, len(scores.tokens)):
             top = scores.top_logprobs[i]
