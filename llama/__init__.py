@@ -7,9 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llama.args import ModelArgs
     from llama.generation import Llama
-    from llama.model import Transformer
+    from llama.model import ModelArgs, Transformer
     from llama.requests.async_engine import AsyncLLMEngine
     from llama.requests.llm_engine import LLMEngine
     from llama.requests.request import CompletionOutput, RequestOutput
@@ -34,9 +33,8 @@ __all__ = [
 ]
 
 _MODULES = {  # the names above, by the module that defines them
-    "args": ["ModelArgs"],
     "generation": ["Llama"],
-    "model": ["Transformer"],
+    "model": ["ModelArgs", "Transformer"],
     "requests.async_engine": ["AsyncLLMEngine"],
     "requests.llm_engine": ["LLMEngine"],
     "requests.request": ["CompletionOutput", "RequestOutput"],

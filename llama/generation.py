@@ -19,9 +19,9 @@ from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
 from llama.loading import load_model, pages_for
-from llama.model import Transformer
-from llama.parallel.stdout import MutedStdout
+from llama.model.transformer import Transformer
 from llama.predictions import BeamPrediction, ChatPrediction, CompletionPrediction, TextDelta
+from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import BeamParams, beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids

@@ -2,7 +2,7 @@
 
 In: a rank's device, type and sizes, then its model. Out: kernels in use and a recorder of graphs,
 on every rank alike, with at most one warning for each that names what was dropped and why.
-`llama.ops.gpu.stamp` has them checked, in other processes, and keeps the result.
+`llama.ops.triton.stamp` has them checked, in other processes, and keeps the result.
 
 LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph all others.
 """
@@ -12,14 +12,14 @@ import warnings
 
 import torch
 
-from llama.args import ModelArgs
 from llama.device import DTYPES, current
 from llama.engine import graph_check
 from llama.engine.graphs import CudaRecorder, Recorder
-from llama.model import Transformer
-from llama.ops.gpu import kernels
-from llama.ops.gpu.cases import Sizes
-from llama.parallel import ModelParallel
+from llama.model.args import ModelArgs
+from llama.model.transformer import Transformer
+from llama.ops.triton import kernels
+from llama.ops.triton.cases import Sizes
+from llama.ranks import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 _NAMES = (*kernels.NAMES, graph_check.NAME)
@@ -53,7 +53,7 @@ def use_kernels(
     """
     if device.type != "cuda":
         return
-    from llama.ops.gpu import stamp
+    from llama.ops.triton import stamp
 
     name = next(name for name, value in DTYPES.items() if value is dtype)
     verdict = stamp.Verdict({}, [])
@@ -85,7 +85,7 @@ def compile_ahead(params: ModelArgs, ranks: int, device: torch.device, dtype: to
     attention has one for each number of parts that keys are divided into."""
     if "attention" not in kernels.in_use(device):
         return
-    from llama.ops.gpu import attention
+    from llama.ops.triton import attention
 
     n_heads, n_kv_heads = params.n_heads // ranks, max(1, params.kv_heads // ranks)
     cache = torch.zeros(2, 1, 16, n_kv_heads, params.head_dim, dtype=dtype, device=device)
@@ -121,7 +121,7 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
 
 def _why_no_graphs(model: Transformer, page_size: int) -> str | None:
     """None where they passed, with the kernels that are in use."""
-    from llama.ops.gpu import stamp
+    from llama.ops.triton import stamp
 
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
     name = next(name for name, value in DTYPES.items() if value is dtype)

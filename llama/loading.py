@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama import gpu
-from llama.args import ModelArgs
 from llama.checkpoint import weights
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.guard import is_guard
@@ -19,8 +18,9 @@ from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import number, path_like, whole_number
 from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
-from llama.model import Transformer
-from llama.parallel import ModelParallel, connect
+from llama.model.args import ModelArgs
+from llama.model.transformer import Transformer
+from llama.ranks import ModelParallel, connect
 from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest

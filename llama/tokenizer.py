@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypedDict, get_args
 
 import tiktoken
 
-from llama.downloads import check_download, shown
+from llama.checkpoint.downloads import check_download, shown
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 

@@ -19,9 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama.batch.files import Line, Results, check_files, read_lines
-from llama.batch.lines import answer_record, custom_id_of, error_record, parse_line, read_request
 from llama.cli import ranks
+from llama.cli.batch.files import Line, Results, check_files, read_lines
+from llama.cli.batch.lines import (
+    answer_record,
+    custom_id_of,
+    error_record,
+    parse_line,
+    read_request,
+)
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS, check_sampling, demo_dir, load
 from llama.requests.request import Request, derived_seed

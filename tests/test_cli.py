@@ -22,7 +22,7 @@ from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, generate, main, model, ranks, run_script
 from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
-from llama.parallel import NotMetError, RankError
+from llama.ranks import NotMetError, RankError
 
 GREEDY = ["--temperature", "0", "--device", "cpu", "--dtype", "fp32"]
 PLAIN = Command("", {"temperature": 0.6, "max_gen_len": 64, "prompt": None, "resume": False})
@@ -277,7 +277,7 @@ def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llama.batch.job.run_batch", interrupted)
+    monkeypatch.setattr("llama.cli.batch.job.run_batch", interrupted)
     assert main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *GREEDY]) == 130
     assert capfd.readouterr().err.endswith("add --resume to do the rest\n")
 
@@ -383,7 +383,7 @@ def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, ca
     left: list[int] = []
     monkeypatch.setenv("MASTER_ADDR", "host-0")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr("llama.parallel.disconnect", lambda: left.append(1))
+    monkeypatch.setattr("llama.ranks.disconnect", lambda: left.append(1))
     assert ranks.run(failing(error)) == code
     assert capfd.readouterr() == ("", told)
     assert ranks.run(lambda: None) == 0 and len(left) == 2

@@ -91,7 +91,7 @@ def test_metas_own_model_says_the_same(demo):
 
 def test_the_python_of_the_readme_runs():
     """Every ```python block, one after the other, as a reader would paste them."""
-    texts = [(REPO / name).read_text() for name in ("README.md", "llama/serving/README.md")]
+    texts = [(REPO / name).read_text() for name in ("README.md", "llama/server/README.md")]
     blocks = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)
     assert len(blocks) >= 6
     done = subprocess.run(

@@ -20,8 +20,8 @@ from llama import device as device_module
 from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.runner import ModelRunner
 from llama.loading import Sizes, load_model
-from llama.parallel import groups
-from llama.parallel.groups import check_carries
+from llama.ranks import groups
+from llama.ranks.groups import check_carries
 
 RANK_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 V2 = "0::{path}\n", "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw\n"

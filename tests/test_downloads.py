@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from llama.downloads import check_download
+from llama.checkpoint.downloads import check_download
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92ab9\nsize 2183982\n"
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from llama import ModelArgs, Transformer
 from llama.model import Attention, Batch
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels as gpu_kernels
 from llama.ops.op_stack import OpStack
-from llama.parallel import ModelParallel
+from llama.ops.triton import kernels as gpu_kernels
+from llama.ranks import ModelParallel
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -25,7 +25,7 @@ from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.weights import Weights
 from llama.device import free_bytes, pick_dtype
-from llama.layers import Linear
+from llama.model.layers import Linear
 from llama.ops.linear import pack_int8, unpack
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams

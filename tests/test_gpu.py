@@ -16,7 +16,7 @@ from helpers.launch import REPO, environment
 from llama import Llama, SamplingParams
 from llama.device import free_bytes
 from llama.engine.graphs import CudaRecorder, DecodeGraphs
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 from programs.gpu_ranks import PROMPTS
 
 pytestmark = [

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from llama.args import ModelArgs
 from llama.cli import doctor
 from llama.gpu import (
     VARIABLE,
@@ -17,8 +16,9 @@ from llama.gpu import (
     recorder_for,
     use_kernels,
 )
-from llama.ops.gpu import kernels, stamp
-from llama.parallel import ModelParallel
+from llama.model.args import ModelArgs
+from llama.ops.triton import kernels, stamp
+from llama.ranks import ModelParallel
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
@@ -222,7 +222,7 @@ def test_graphs_can_be_turned_off(gpu, monkeypatch):
 
 def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
     """One for each number of parts that keys are divided into; none where it is not used."""
-    attention = pytest.importorskip("llama.ops.gpu.attention")
+    attention = pytest.importorskip("llama.ops.triton.attention")
     compiled, run = [], attention.paged_attention
 
     def watched(queries, cache, *more):

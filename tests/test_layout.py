@@ -10,76 +10,44 @@ from pathlib import Path
 
 import pytest
 
-import llama
 from llama.engine.sequence import Sequence, TokenParams
 
 REPO = Path(__file__).resolve().parent.parent
 FILES = sorted((REPO / "llama").rglob("*.py"))
 NAMES = [str(path.relative_to(REPO)) for path in FILES]
 
-# What each part may import of the package; imports point down only.
-BELOW = {
-    "llama/device.py": set(),
-    "llama/openmp.py": set(),
-    "llama/signals.py": set(),
-    "llama/tokenizer.py": {"checks", "downloads"},
-    "llama/checks.py": set(),
-    "llama/downloads.py": {"checks"},
-    "llama/args.py": {"checks"},
-    "llama/sampling_params.py": {"checks", "structured_output"},
-    "llama/structured_output.py": {"checks"},
-    "llama/ops": {"device", "ops"},
-    "llama/parallel": {"ops", "parallel", "signals"},
-    "llama/layers.py": {"ops", "parallel"},
-    "llama/fused.py": {"ops"},
-    "llama/gpu.py": {"args", "device", "engine", "model", "ops", "parallel"},
-    "llama/model.py": {"args", "device", "fused", "layers", "ops", "parallel"},
-    "llama/checkpoint": {
-        "args", "checkpoint", "checks", "device", "downloads", "model", "parallel", "tokenizer",
-    },
-    "llama/engine/params.py": {"sampling_params"},  # an old name, for those who import it there
-    "llama/engine/graph_check.py": {"args", "device", "engine", "model", "ops"},  # a program
-    "llama/engine": {"device", "engine", "model", "openmp", "ops", "parallel"},
-    "llama/requests": {
-        "checks", "engine", "parallel", "requests", "sampling_params", "structured_output",
-        "tokenizer",
-    },
-    "llama/loading.py": {
-        "args", "checkpoint", "checks", "device", "engine", "gpu", "model", "parallel",
-        "tokenizer",
-    },
-    "llama/predictions.py": {"tokenizer"},
-    "llama/generation.py": {
-        "predictions",
-        "checks", "engine", "gpu", "loading", "model", "parallel", "requests", "sampling_params",
-        "tokenizer",
-    },
-    "llama/serving/fastchat_worker.py": {  # a program, as __main__
-        "cli", "generation", "requests", "serving",
-    },
-    "llama/serving/server/metrics.py": {"parallel", "requests", "serving"},  # which ranks live
-    "llama/serving": {
-        "checks", "generation", "requests", "sampling_params", "serving", "structured_output",
-        "tokenizer",
-    },
-    "llama/batch": {
-        "batch", "generation", "parallel", "requests", "sampling_params", "serving", "signals",
-        "tokenizer",
-    },
-    "llama/chat": {
-        "chat", "generation", "parallel", "requests", "sampling_params", "serving", "signals",
-        "tokenizer",
-    },
-    "llama/cli": {
-        "batch", "chat", "checkpoint", "cli", "device", "generation", "loading", "ops",
-        "parallel", "sampling_params", "serving", "signals",
-    },
-    "llama/__main__.py": {"cli"},
-    "llama/__init__.py": {
-        "args", "generation", "model", "requests", "sampling_params", "structured_output",
-        "tokenizer",
-    },
-}  # fmt: skip
+# The floors of the house, from the ground up. A file may import what stands on a lower floor, and
+# other files of its own. A file of its own name stands before the folder that it is in.
+FLOORS = [
+    "llama/checks.py",
+    "llama/device.py",
+    "llama/signals.py",
+    "llama/checkpoint/downloads.py",
+    "llama/tokenizer.py",
+    "llama/structured_output.py",
+    "llama/sampling_params.py",
+    "llama/ops",
+    "llama/ranks",
+    "llama/model",
+    "llama/checkpoint",
+    "llama/engine",
+    "llama/gpu.py",
+    "llama/loading.py",
+    "llama/requests",
+    "llama/predictions.py",
+    "llama/generation.py",
+    "llama/prompts",
+    "llama/__init__.py",
+    "llama/server",
+    "llama/cli",
+    "llama/compat",
+    "llama/__main__.py",
+]
+
+
+def floor_of(name: str) -> int:
+    fitting = [i for i, place in enumerate(FLOORS) if name == place or name.startswith(place + "/")]
+    return min(fitting, key=lambda i: -len(FLOORS[i]))
 
 
 def imports(path: Path) -> set[str]:
@@ -94,22 +62,42 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def own_imports(name: str) -> set[str]:
+    """The files of the package that a file imports, those for types alone too."""
+    found = set()
+    for dotted in imports(REPO / name):
+        for module in (dotted, dotted.rpartition(".")[0]):
+            path = module.replace(".", "/")
+            found |= {p for p in (f"{path}.py", f"{path}/__init__.py") if p in NAMES}
+            if found & {f"{path}.py", f"{path}/__init__.py"}:
+                break
+    return found - {name}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_imports_point_down(name):
-    allowed = next(parts for place, parts in BELOW.items() if name.startswith(place))
-    own = {i.split(".")[1] for i in imports(REPO / name) if i.startswith("llama.")}
-    assert own <= allowed, f"{name} may import {sorted(allowed)} of the package"
+    above = {other for other in own_imports(name) if floor_of(other) > floor_of(name)}
+    assert not above, f"{name} stands below these"
+
+
+def test_imports_have_no_circle():
+    """Files are taken away once all that they import is gone; those of a circle stay."""
+    left = {name: own_imports(name) for name in NAMES}
+    while ends := [name for name, wanted in left.items() if not wanted & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert not left
 
 
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/parallel/(groups|hierarchy|one_shot|rendezvous)\.py"),
-        ("fairscale", r"llama/parallel/groups\.py"),
-        ("triton", r"llama/ops/gpu/"),
-        ("fastapi", r"llama/serving/server/"),
-        ("uvicorn", r"llama/serving/(server/(process|protocol)|fastchat_worker)\.py"),
-        ("prometheus_client", r"llama/serving/server/metrics\.py"),
+        ("torch.distributed", r"llama/ranks/(groups|hierarchy|one_shot|rendezvous)\.py"),
+        ("fairscale", r"llama/ranks/groups\.py"),
+        ("triton", r"llama/ops/triton/"),
+        ("fastapi", r"llama/server/"),
+        ("uvicorn", r"llama/(server/(process|protocol)|compat/fastchat)\.py"),
+        ("prometheus_client", r"llama/server/metrics\.py"),
         ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
@@ -132,7 +120,7 @@ def test_the_books_of_the_engine_need_no_torch(name):
     assert not {i for i in imports(path) if i.split(".")[0] == "torch"}
 
 
-BELOW_TEXT = [*(REPO / "llama" / "engine").glob("*.py"), REPO / "llama" / "model.py"]
+BELOW_TEXT = [*(REPO / "llama" / "engine").glob("*.py"), *(REPO / "llama" / "model").glob("*.py")]
 
 
 def test_text_stays_out_of_the_engine():
@@ -162,14 +150,6 @@ def test_no_dangerous_calls(name):
         assert keywords.get("shell") is None
         if called == "torch.load":
             assert keywords.get("weights_only") == "True"
-
-
-def test_old_names_still_import():
-    """Where README named these before the packages had their folders."""
-    from llama.engine.params import SamplingParams as OldParams
-    from llama.serving.async_engine import AsyncLLMEngine as OldEngine
-
-    assert (OldParams, OldEngine) == (llama.SamplingParams, llama.AsyncLLMEngine)
 
 
 def test_importing_is_quiet_and_light():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from llama import Llama
-from llama.args import ModelArgs
 from llama.loading import Asked, Sizes, choose_sizes, step_bytes
+from llama.model.args import ModelArgs
 
 GIB = 2**30
 LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import llama.openmp
+import llama.ops.cpu.openmp
 from helpers.launch import environment
-from llama.openmp import Adapter, BriefWaits, idle_team_size, pressure_file
+from llama.ops.cpu.openmp import Adapter, BriefWaits, idle_team_size, pressure_file
 
 # CPU milliseconds of 20 regions with a pause after each, in which threads that spin take the most:
 # before, with brief waits, and after them; and what a product gives each time.
 PROGRAM = """
 import json, os, time, torch
-from llama.openmp import BriefWaits, _adapter
+from llama.ops.cpu.openmp import BriefWaits, _adapter
 torch.set_num_threads(2)
 x = torch.arange(1 << 20) * 0.37
 
@@ -72,7 +72,7 @@ def test_waits_are_brief_while_tasks_wait_for_cores(tmp_path, monkeypatch):
     """On from a share of 0.3 of the time, off below 0.1, as before in between; one look per 0.25 s;
     a file that cannot be read is calm."""
     file, now, total = tmp_path / "cpu.pressure", 100.0, 0.0
-    monkeypatch.setattr(llama.openmp.time, "monotonic", lambda: now)
+    monkeypatch.setattr(llama.ops.cpu.openmp.time, "monotonic", lambda: now)
 
     class Recorded(BriefWaits):
         on = False

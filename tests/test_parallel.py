@@ -15,12 +15,12 @@ from helpers.kernels import HAS_KERNELS
 from helpers.launch import REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from llama import Llama
-from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from llama.compat.vllm import LLM
+from llama.compat.vllm import SamplingParams as VllmParams
+from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.linear import pack_int8, unpack
 from llama.ops.norm import rms_norm
-from llama.parallel import ModelParallel
-from llama.serving.vllm_api import LLM
-from llama.serving.vllm_api import SamplingParams as VllmParams
+from llama.ranks import ModelParallel
 
 PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
 
@@ -233,7 +233,7 @@ import json, os, sys
 import torch, torch.distributed as dist
 from llama import Llama
 before = len(os.listdir("/proc/self/task"))
-from llama.parallel import connect
+from llama.ranks import connect
 connect(None, torch.device("cpu"), 60.0)
 files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
 sockets = [path for path in files if "socket:" in path]

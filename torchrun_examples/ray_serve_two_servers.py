@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 
 from llama import Llama
 from llama.cli.model import demo_dir
-from llama.serving.server.app import make_app
-from llama.serving.server.service import Limits, Service, State
+from llama.server.app import make_app
+from llama.server.service import Limits, Service, State
 
 CKPT_DIR = os.environ.get("LLAMA_CKPT_DIR") or demo_dir()
 DRAIN_S = 20.0

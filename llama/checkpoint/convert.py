@@ -12,7 +12,6 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint, find
@@ -26,6 +25,7 @@ from llama.checkpoint.tokenizer_files import (
 from llama.checkpoint.weights import Weights
 from llama.checkpoint.writing import Progress
 from llama.checks import whole_number
+from llama.model.args import ModelArgs
 from llama.tokenizer import Tokenizer
 
 _FILE_BYTES = 5_000_000_000  # of one .safetensors, at most, unless one tensor is larger

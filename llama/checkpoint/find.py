@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.checkpoint import huggingface
+from llama.checkpoint.downloads import broken, check_download, check_utf8, shown
 from llama.checkpoint.tensor_files import open_tensors
 from llama.checks import brief
-from llama.downloads import broken, check_download, check_utf8, shown
+from llama.model.args import ModelArgs
 
 _MAX_NAME_BYTES = 255  # of a file: what file systems take
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llama.args import MAX_SIZE, ModelArgs
 from llama.checks import brief, errors_in, whole_number
+from llama.model.args import MAX_SIZE, ModelArgs
 
 # What a config.json must say, or leave out, for Meta's mathematics to be the model's.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}

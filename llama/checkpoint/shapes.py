@@ -8,7 +8,7 @@ Shapes: V vocabulary, E model dim, F ffn, K kv heads, D head dim.
 
 from torch import Size
 
-from llama.args import ModelArgs
+from llama.model.args import ModelArgs
 
 # Meta's name, without "layers.N." -> Hugging Face's, and the dimension that the ranks of a group
 # divide among them (None: each holds the whole). Load, reshard and convert all use this table.

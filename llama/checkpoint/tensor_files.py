@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llama.checkpoint.downloads import broken, check_download, check_utf8
 from llama.checks import brief
-from llama.downloads import broken, check_download, check_utf8
 
 Report = Callable[[int], None]  # called with the number of bytes just read
 

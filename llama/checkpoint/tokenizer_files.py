@@ -8,8 +8,8 @@ here, and no tensor is known.
 import os
 from typing import Any
 
-from llama.args import ModelArgs
 from llama.checkpoint.huggingface import SpecialIds
+from llama.model.args import ModelArgs
 from llama.tokenizer import Tokenizer, byte_alphabet
 
 _BOS, _EOS, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from llama.checkpoint.downloads import broken, check_download
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.tensor_files import Report, checksum_jobs
 from llama.checkpoint.weights import Weights
 from llama.checks import brief
-from llama.downloads import broken, check_download
 
 _BLOCK_BYTES = 4 << 20  # read at a time by one thread
 

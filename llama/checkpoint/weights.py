@@ -27,7 +27,7 @@ from llama.checkpoint.shapes import (
 from llama.checkpoint.staging import Staging
 from llama.checkpoint.tensor_files import offsets, open_tensors, read_into
 from llama.checks import brief
-from llama.model import Transformer
+from llama.model.transformer import Transformer
 
 Fill = Callable[[Tensor, Tensor], object]  # of a tensor with another
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq")  # computed, not learned: some files carry them

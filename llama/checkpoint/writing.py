@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from llama.downloads import check_utf8
+from llama.checkpoint.downloads import check_utf8
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it since 3.12

@@ -54,7 +54,7 @@ def _show(fact: Fact) -> bool:
 
 def _num_started() -> int:
     """How many ranks were started; 1 too where the variables are wrong, which is told."""
-    from llama.parallel import started_processes
+    from llama.ranks import started_processes
 
     try:
         return started_processes()
@@ -103,7 +103,7 @@ def _shadows(folder: Path) -> Iterator[Fact]:
 
 def _ranks() -> Iterator[Fact]:
     """The processes that torchrun has started, or that left-over variables pretend."""
-    from llama.parallel import started_processes
+    from llama.ranks import started_processes
 
     try:
         yield Fact("ranks", str(started_processes()))
@@ -131,7 +131,7 @@ def _device(name: str | None) -> Iterator[Fact]:
 
 def _gpu_kernels(device: "torch.device") -> Iterator[Fact]:
     """What the self-check has found on such a GPU, for each model and type that was built."""
-    from llama.ops.gpu import stamp
+    from llama.ops.triton import stamp
 
     if reason := stamp.not_for(device):
         yield Fact("gpu kernels", f"torch's: this project's are not used, as {reason}")

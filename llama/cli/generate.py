@@ -17,7 +17,7 @@ from llama.cli.ranks import finish_on_signal, global_rank, say
 from llama.signals import SIGNALS, stop_requested
 
 if TYPE_CHECKING:
-    from llama.batch.loop import BatchReport
+    from llama.cli.batch.loop import BatchReport
     from llama.generation import Llama
 
 _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
@@ -33,7 +33,7 @@ def chat(options: argparse.Namespace) -> int:
     )
     finish_on_signal()
     llama = load(options)
-    from llama.chat import session
+    from llama.cli.chat import session
 
     session.chat(
         llama,
@@ -50,7 +50,7 @@ def _chat_on_server(options: argparse.Namespace) -> int:
     """Without torch, which takes seconds to import."""
     check_client(options)
     finish_on_signal()
-    from llama.chat.server_session import chat_on_server
+    from llama.cli.chat.server_session import chat_on_server
 
     chat_on_server(
         options.url,
@@ -174,8 +174,8 @@ def batch(options: argparse.Namespace) -> int:
 
 
 def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport":
-    from llama.batch.files import check_files
-    from llama.batch.job import run_batch
+    from llama.cli.batch.files import check_files
+    from llama.cli.batch.job import run_batch
 
     check_files(options.in_file, options.out_file, resume=resume)
     llama = load(options)
@@ -198,7 +198,7 @@ def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport"
 def _batch_on_server(options: argparse.Namespace, resume: bool) -> "BatchReport":
     """Without torch, which takes seconds to import."""
     check_client(options)
-    from llama.batch.server_job import run_server_batch
+    from llama.cli.batch.server_job import run_server_batch
 
     with SIGNALS.taken_alone():
         return run_server_batch(

@@ -15,8 +15,8 @@ import llama
 from llama.cli.traps import Fact
 from llama.device import free_bytes
 from llama.ops.cpu import native
-from llama.parallel import ModelParallel, connect
-from llama.parallel.measure import all_reduce_seconds, clock_offsets, gather_texts
+from llama.ranks import ModelParallel, connect
+from llama.ranks.measure import all_reduce_seconds, clock_offsets, gather_texts
 
 _LIMIT_S = 120.0  # the kernels of another machine may have to be compiled first
 _OF_CLOCK_S = 1.0  # an offset that makes times in logs useless

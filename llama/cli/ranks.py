@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llama.cli.flags import HelpWanted, UsageError
 
 if TYPE_CHECKING:
-    from llama.parallel.watch import Watch
+    from llama.ranks.watch import Watch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 USAGE = 2
@@ -114,7 +114,7 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
 
 def _watch() -> "Watch | None":
-    parallel = sys.modules.get("llama.parallel")
+    parallel = sys.modules.get("llama.ranks")
     return parallel.current_watch() if parallel is not None else None
 
 
@@ -126,7 +126,7 @@ def _end_job(error: Exception, *, has_trace: bool = True) -> None:
 
 
 def _is_of_parallel(error: Exception, name: str) -> bool:
-    parallel = sys.modules.get("llama.parallel")
+    parallel = sys.modules.get("llama.ranks")
     return parallel is not None and isinstance(error, getattr(parallel, name))
 
 
@@ -148,6 +148,6 @@ def _lost_connection(error: Exception) -> RuntimeError:
 
 def _disconnect() -> None:
     """Leave the groups, if a model was loaded: a process that only exits may abort instead."""
-    parallel = sys.modules.get("llama.parallel")
+    parallel = sys.modules.get("llama.ranks")
     if parallel is not None:
         parallel.disconnect()

@@ -15,7 +15,7 @@ from llama.cli.model import demo_dir, load
 from llama.cli.ranks import finish_on_signal, global_rank, say
 
 if TYPE_CHECKING:
-    from llama.serving.server.process import Server
+    from llama.server.process import Server
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -52,14 +52,14 @@ def serve(options: argparse.Namespace) -> int:
 
 def _listen(options: argparse.Namespace, name: str) -> "Server":
     try:
-        from llama.serving.server.process import Server, log_to_stderr
+        from llama.server.process import Server, log_to_stderr
     except ModuleNotFoundError as e:
         raise UsageError(
             f"the server needs {e.name}, which is not installed: pip install 'llama[serve]', or "
             "in a checkout pip install -e '.[serve]'"
         ) from None
-    from llama.serving.server.service import Limits
-    from llama.serving.tools import ToolFormat
+    from llama.prompts import ToolFormat
+    from llama.server.service import Limits
 
     names = [each.value for each in ToolFormat]
     if options.tool_format not in (None, *names):
@@ -90,8 +90,8 @@ def _keys(options: argparse.Namespace) -> list[str]:
 
 
 def _signals(is_alone: bool) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-    from llama.parallel import stop_requested
-    from llama.serving.server.process import stop_signals
+    from llama.ranks import stop_requested
+    from llama.server.process import stop_signals
 
     # Of several ranks, the watch of the ranks takes the signals.
     return stop_signals() if is_alone else contextlib.nullcontext(stop_requested)

@@ -17,7 +17,7 @@ from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner, StepOutput
 from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence
-from llama.model import Transformer
+from llama.model.transformer import Transformer
 
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens

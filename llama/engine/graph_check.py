@@ -2,7 +2,7 @@
 
     python -m llama.engine.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In: a job as JSON, as for `llama.ops.gpu.check`. Out: a line of JSON with the reason why they may
+In: a job as JSON, as for `llama.ops.triton.check`. Out: a line of JSON with the reason why they may
 not, or null; on a CPU, of a tape in place of graphs. Two layers of the model's sizes are run both
 ways, in a process of its own, as a wrong graph can hang or end it. What that does not show is
 captured collectives: ranks try those together, in their own processes, where each wait has a limit.
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.device import DTYPES
 from llama.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from llama.engine.sampler import top_ids
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.tape import TapeRecorder
-from llama.model import Transformer
-from llama.ops.gpu import check, kernels
+from llama.model.args import ModelArgs
+from llama.model.transformer import Transformer
+from llama.ops.triton import check, kernels
 
 NAME = "graph"
 CHILD = ("-m", "llama.engine.graph_check")

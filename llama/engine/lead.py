@@ -24,7 +24,7 @@ from typing import Any
 from llama.engine.core import EngineCore
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
-from llama.parallel import ModelParallel, RankError
+from llama.ranks import ModelParallel, RankError
 
 KEEP_ALIVE_S = 20.0
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llama import openmp
 from llama.device import current
 from llama.engine.constraints import Allowed, AllowedTokens
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder
@@ -33,7 +32,8 @@ from llama.engine.sampler import (
 )
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
-from llama.model import Batch, Transformer
+from llama.model.transformer import Batch, Transformer
+from llama.ops.cpu import openmp
 from llama.ops.sample import on_device_of
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from llama.engine.graphs import Outputs
-from llama.model import Transformer
+from llama.model.transformer import Transformer
 
 _READS_VALUES = {  # on a GPU the host would wait for these, which a capture does not allow
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "bincount", "_unique2",

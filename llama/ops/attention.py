@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 
 _GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
 MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
@@ -51,7 +51,7 @@ def paged_attention(
     """
     n = bisect_right(query_lens_cpu, 1)
     if kernels.has_kernel("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
-        from llama.ops.gpu import attention
+        from llama.ops.triton import attention
 
         return attention.paged_attention(
             queries, kv_cache, page_table, query_starts, seq_lens, num_decodes=n

@@ -1,8 +1,8 @@
 """Layers of a model over one step's batch in one native call, which layers.cpp makes of the ops.
 
 In: the packed weights of the layers, then rows and a step's batch. Out: the rows behind the layers,
-in the bytes that the single ops give. It knows nothing of modules: `llama.fused` decides when this
-runs in their place.
+in the bytes that the single ops give. It knows nothing of modules: `llama.model.fused` decides when
+this runs in their place.
 
 Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn, B sequences,
 P pages, S slots per page, M pages per sequence. H, K and F are this rank's.

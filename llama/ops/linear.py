@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 
 N_BLOCK = 32  # rows of a weight that are packed together, as in packed_weight.h
 
@@ -132,7 +132,7 @@ def linear(
 def _plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     n, k = weight.shape
     if kernels.has_kernel("linear", x, weight):
-        from llama.ops.gpu import linear as gpu
+        from llama.ops.triton import linear as gpu
 
         tile = gpu.chosen(x.device, n, k, x.numel() // k)
         if tile is not None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., E), weight (E) -> (..., E) in x's type; the mean of squares is taken in float32."""
     if kernels.has_kernel("add_norm", x, weight):
-        from llama.ops.gpu import elementwise
+        from llama.ops.triton import elementwise
 
         return elementwise.rms_norm(x, weight, eps)
     if native.has_kernel(x, weight):
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and delta (..., E), weight (E) -> x + delta, and its `rms_norm`, both in x's type."""
     if kernels.has_kernel("add_norm", x, delta, weight):
-        from llama.ops.gpu import elementwise
+        from llama.ops.triton import elementwise
 
         return elementwise.add_norm(x, delta, weight, eps)
     x = x + delta

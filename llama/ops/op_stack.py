@@ -3,7 +3,7 @@
 In and out: as `llama.ops.layers.LayerStack`, which does the same in one native call of the CPU. On
 a GPU a layer is four products and five kernels here. The bytes are those of the modules: the same
 ops in the same order, but that a residual and the norm after it are one op. It knows nothing of
-modules: `llama.fused` decides when this runs in their place.
+modules: `llama.model.fused` decides when this runs in their place.
 
 Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn, B sequences,
 P pages, S slots per page, M pages per sequence. H, K and F are this rank's.

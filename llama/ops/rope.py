@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, before scaling
 _LOW, _HIGH = 1.0, 4.0  # wavelengths over 8192/1 are divided, under 8192/4 kept, between: blended
@@ -57,7 +57,7 @@ def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tens
         and kv_cache.is_contiguous()
         and kernels.has_kernel("rope_and_store", qkv, kv_cache)
     ):
-        from llama.ops.gpu import elementwise
+        from llama.ops.triton import elementwise
 
         return elementwise.rope_and_store(qkv, freqs_cis, kv_cache, slots)
     if native.has_kernel(qkv, kv_cache) and kv_cache.is_contiguous():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 
 UNIT = 2**40  # of the likeliest token; one under 2**-40 of it becomes 0 and is never sampled
 _LOW_31, _LOW_32 = 2**31 - 1, 2**32 - 1
@@ -47,7 +47,7 @@ def choose_ids(
     finite maximum has the id -1: no token is allowed, or its logits hold NaN or +inf.
     """
     if _has_kernel(logits):
-        from llama.ops.gpu import sample
+        from llama.ops.triton import sample
 
         params = sample.pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
         return sample.choose(
@@ -71,7 +71,7 @@ def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
     """
     if _has_kernel(logits):
-        from llama.ops.gpu import sample
+        from llama.ops.triton import sample
 
         return sample.top_tokens(logits)
     blocks = logits.unflatten(1, (-1, math.gcd(logits.shape[1], _BLOCK)))
@@ -109,7 +109,7 @@ def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms
     """
     assert logits.dtype is torch.float32, logits.dtype
     if _has_kernel(logits):
-        from llama.ops.gpu import sample
+        from llama.ops.triton import sample
 
         params = sample.pack_params(rows, uniforms)
         params = params.to(logits.device, non_blocking=logits.device.type == "cuda")

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """x (..., 2F), the gate's columns first -> silu(gate) * up (..., F)."""
     if kernels.has_kernel("silu_mul", x):
-        from llama.ops.gpu import elementwise
+        from llama.ops.triton import elementwise
 
         return elementwise.silu_mul(x)
     if native.has_kernel(x) and x.shape[-1] % 64 == 0:

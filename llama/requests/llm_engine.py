@@ -22,7 +22,7 @@ from typing import TypeVar
 from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.sequence import Sequence
-from llama.parallel import ModelParallel
+from llama.ranks import ModelParallel
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import prepare
 from llama.requests.ranks import OneCaller, lead

@@ -21,7 +21,7 @@ from llama import Tokenizer, Transformer, gpu
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import CudaRecorder, Outputs, Recorder
 from llama.engine.tape import TapeRecorder
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 from llama.requests.llm_engine import LLMEngine
 
 MODES = ("torch", "graphs", "graphs+kernels")

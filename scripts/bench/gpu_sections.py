@@ -33,7 +33,7 @@ from bench.shapes import (
 from llama import Llama, ModelArgs, SamplingParams, gpu
 from llama.engine import graph_check
 from llama.engine.core import PAGE_SIZE
-from llama.ops.gpu import stamp
+from llama.ops.triton import stamp
 from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each section, in the order in which they run
@@ -144,7 +144,7 @@ def throughput(at: Section) -> None:
 
 def sweeps(at: Section) -> None:
     """Decode attention by the number of splits: where `attention.num_splits` should lie."""
-    from llama.ops.gpu import attention
+    from llama.ops.triton import attention
 
     args = ModelArgs(**at.params("8b"))
     heads, kv_heads, d = args.n_heads, args.kv_heads, args.head_dim

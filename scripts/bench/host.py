@@ -21,7 +21,7 @@ from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import Outputs
-from llama.ops.gpu import kernels
+from llama.ops.triton import kernels
 from llama.requests.llm_engine import LLMEngine
 
 _VOCABULARY = 2048

@@ -131,7 +131,7 @@ def step(folder: str, batch: int) -> None:
     Also through gloo alone, in turn.
     """
     from llama import Llama
-    from llama.parallel.measure import all_reduce_seconds, clock_offsets
+    from llama.ranks.measure import all_reduce_seconds, clock_offsets
 
     llama = Llama.build(folder, None, 128, batch, device="cpu", dtype="bf16")
     parallel = llama.model.parallel

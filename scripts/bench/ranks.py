@@ -19,7 +19,7 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.shapes import DTYPES, fill, write_tokenizer
 from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
-from llama.parallel import ModelParallel, connect
+from llama.ranks import ModelParallel, connect
 
 _COLUMNS: list[Column] = [
     ("path", "path", ""), ("ranks", "ranks", ""), ("threads", "threads", ""),

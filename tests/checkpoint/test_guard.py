@@ -9,7 +9,7 @@ import pytest
 
 from llama import Llama
 from llama.checkpoint.guard import is_guard
-from llama.serving.tools import ToolFormat, tool_format_of
+from llama.prompts import ToolFormat, tool_format_of
 
 TEMPLATE = "{{ bos_token }}Task: ...\\n<BEGIN UNSAFE CONTENT CATEGORIES>\\nS1: Violent Crimes.\\n"
 

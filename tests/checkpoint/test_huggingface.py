@@ -17,9 +17,9 @@ from helpers.weights import (
     scaled_rope,
     tokens_of,
 )
-from llama.args import ModelArgs
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import find
+from llama.model.args import ModelArgs
 
 HF_CASES = {
     "plain": {},

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
-from llama.args import ModelArgs
 from llama.checkpoint import convert, staging, weights
 from llama.checkpoint.find import find
 from llama.checkpoint.shapes import shard_shapes
 from llama.checkpoint.tensor_files import read_into
 from llama.checkpoint.weights import bytes_of, load
-from llama.layers import Linear
 from llama.model import Transformer
-from llama.parallel import ModelParallel
+from llama.model.args import ModelArgs
+from llama.model.layers import Linear
+from llama.ranks import ModelParallel
 
 SIZES = (1, 2, 4, 8, 16)
 

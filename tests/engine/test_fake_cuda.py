@@ -14,12 +14,12 @@ import torch._subclasses.fake_tensor as fake_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llama.args import ModelArgs
 from llama.engine.graphs import DecodeGraphs
 from llama.engine.sampler import top_ids
 from llama.engine.tape import TapeRecorder
 from llama.model import Batch, Transformer
-from llama.parallel import ModelParallel
+from llama.model.args import ModelArgs
+from llama.ranks import ModelParallel
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from llama.args import ModelArgs
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
 from llama.engine.graphs import StaticBatch, bucket_of, is_decode
@@ -16,7 +15,8 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.tape import NotCapturable, TapeRecorder
 from llama.model import Batch, Transformer
-from llama.ops.gpu import kernels
+from llama.model.args import ModelArgs
+from llama.ops.triton import kernels
 
 PAGE = 4
 

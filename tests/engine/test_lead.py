@@ -17,7 +17,7 @@ from helpers.scheduling import VOCAB, FakeEngine, engine, sequence
 from llama.engine.core import EngineCore
 from llama.engine.lead import FollowingCore, LeadingCore, Message
 from llama.engine.sequence import Sequence, TokenParams
-from llama.parallel import ModelParallel, RankError
+from llama.ranks import ModelParallel, RankError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llama import Llama
-from llama.batch.job import run_batch
+from llama.cli.batch.job import run_batch
 
 
 def written(lines: list[Any]) -> bytes:

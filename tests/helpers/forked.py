@@ -21,7 +21,7 @@ class Ranks:
     def __init__(self, main: Callable, folder: Path, size: int, do: str, *args: Any) -> None:
         # Its processes are forks of one that has imported torch, and that has no thread.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "llama.parallel.shared_memory"])
+        context.set_forkserver_preload(["torch.distributed", "llama.ranks.shared_memory"])
         self.folder = folder
         self.pipes: list[Connection] = []
         self.processes = []

@@ -14,9 +14,9 @@ import openai
 from llama import Llama
 from llama.engine.runner import StepOutput
 from llama.engine.scheduler import Scheduled
-from llama.serving.server.app import make_app
-from llama.serving.server.service import Limits, Service
-from llama.serving.tools import ToolFormat
+from llama.prompts import ToolFormat
+from llama.server.app import make_app
+from llama.server.service import Limits, Service
 
 
 def openai_client(connection: Any) -> openai.AsyncOpenAI:

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of
-from llama.args import ModelArgs
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.find import Checkpoint
 from llama.checkpoint.shapes import shard_shapes
 from llama.checkpoint.weights import load
 from llama.model import Transformer
-from llama.parallel import ModelParallel
+from llama.model.args import ModelArgs
+from llama.ranks import ModelParallel
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 16, "n_kv_heads": 4, "vocab_size": 128,

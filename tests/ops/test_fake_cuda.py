@@ -117,8 +117,8 @@ class Launches:
 def test_a_step_of_kernels_sends_nothing_and_waits_for_nothing(monkeypatch, query_lens, seq_lens):
     """Each layer is four products and its kernels, which decide nothing on the host."""
     pytest.importorskip("triton")
-    from llama.ops.gpu import attention as gpu_attention
-    from llama.ops.gpu import elementwise, kernels
+    from llama.ops.triton import attention as gpu_attention
+    from llama.ops.triton import elementwise, kernels
 
     launched: list[str] = []
     for module in (gpu_attention, elementwise):

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from llama import Llama
-from llama.batch.job import run_batch
-from llama.parallel import disconnect
+from llama.cli.batch.job import run_batch
+from llama.ranks import disconnect
 
 
 def main(weights: str, size: str, folder: str) -> None:

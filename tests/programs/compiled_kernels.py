@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llama.ops.gpu import attention, elementwise, linear
+from llama.ops.triton import attention, elementwise, linear
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {  # of arguments, by name

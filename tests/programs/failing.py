@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from llama import Llama
-from llama.batch.job import run_batch
-from llama.chat.session import chat
-from llama.parallel import drain, processes
-from llama.parallel.meeting import Meeting
+from llama.cli.batch.job import run_batch
+from llama.cli.chat.session import chat
+from llama.ranks import drain, processes
+from llama.ranks.meeting import Meeting
 
 AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are whole

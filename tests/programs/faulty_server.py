@@ -1,4 +1,4 @@
-"""What serving/test_server_faults.py runs: `llama serve` with a model that fails when told to.
+"""What server/test_server_faults.py runs: `llama serve` with a model that fails when told to.
 
 FAULT="raise" or "kill", of rank FAULT_RANK (all, where it is not given): what happens in a step
 with the token RAISE in it, once the file FAULT_FILE exists, where it is given. A prompt whose last

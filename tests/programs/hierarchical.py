@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama.parallel import ModelParallel
-from llama.parallel.hierarchy import share_memory
+from llama.ranks import ModelParallel
+from llama.ranks.hierarchy import share_memory
 from programs.shared_ranks import DTYPES, SIZES, Rank, in_order, inputs
 
 KINDS = ["all_reduce", "whole_numbers", "strided", "all_gather", "broadcast", "bytes", "ints"]

@@ -1,6 +1,6 @@
 """The self-check with kernels that do nothing much, some of them faulty.
 
-In: a job, as for llama.ops.gpu.check. Each of its kernels has a case here; those named in FAULTS
+In: a job, as for llama.ops.triton.check. Each of its kernels has a case here; those named in FAULTS
 give a wrong result, leave memory unwritten, raise, never end, or end the process.
 """
 
@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llama.ops.gpu import cases, check, kernels
-from llama.ops.gpu.cases import Case
+from llama.ops.triton import cases, check, kernels
+from llama.ops.triton.cases import Case
 
 FAULTS = {
     "add_norm": "wrong",

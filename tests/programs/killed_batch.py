@@ -28,8 +28,8 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from llama.batch.job import run_batch  # noqa: F401  imported once, for all forks
 from llama.cli import main as command
+from llama.cli.batch.job import run_batch  # noqa: F401  imported once, for all forks
 from llama.generation import Llama  # noqa: F401
 
 PARAMS = {

@@ -1,4 +1,4 @@
-"""What serving/test_lm_eval_host.py runs in lm-eval's own environment: tasks, by several models.
+"""What server/test_lm_eval_host.py runs in lm-eval's own environment: tasks, by several models.
 
 In: a JSON file, {"url", "model", "hf", "folder"}: a server, its model, the same weights as a
 Hugging Face folder, and a folder to work in. It makes local data and three tasks. Out: results.json

@@ -23,9 +23,9 @@ from helpers.bad_requests import BAD_REQUESTS, KEY
 from helpers.checkpoints import random_state, write_meta
 from helpers.launch import DEMO
 from llama import Llama
-from llama.serving.server.process import Server
-from llama.serving.server.service import Limits
-from llama.serving.tools import ToolFormat
+from llama.prompts import ToolFormat
+from llama.server.process import Server
+from llama.server.service import Limits
 
 _TICK_S = 0.005
 _WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}

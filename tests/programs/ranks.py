@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama import AsyncLLMEngine, Llama
-from llama.parallel import ModelParallel, RankError
-from llama.parallel.measure import clock_offsets
-from llama.parallel.one_shot import MOST_BYTES, OneShot
+from llama.compat import vllm
+from llama.ranks import ModelParallel, RankError
+from llama.ranks.measure import clock_offsets
+from llama.ranks.one_shot import MOST_BYTES, OneShot
 from llama.sampling_params import SamplingParams
-from llama.serving import vllm_api
 
 RANK = int(os.environ["RANK"])
 loaded: dict[str, Llama] = {}
@@ -270,12 +270,12 @@ def beams(folder: str, prompts: list[str]) -> list:
 
 def vllm_client(folder: str, prompts: list[str], size: int) -> list:
     """A batch, and a loop of steps with a beam search in it, by vLLM's API."""
-    llm = vllm_api.LLM(
+    llm = vllm.LLM(
         folder, dtype="float32", device="cpu", max_model_len=128, tensor_parallel_size=size
     )
     loaded[folder] = llm.llama
-    asked = vllm_api.SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
-    beams = vllm_api.SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=4)
+    asked = vllm.SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
+    beams = vllm.SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=4)
     outputs = llm.generate(prompts, asked)
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), prompt, beams if i == 1 else asked)
@@ -286,10 +286,10 @@ def vllm_client(folder: str, prompts: list[str], size: int) -> list:
 
 def vllm_bad_request(folder: str, bad_rank: int) -> None:
     """One rank alone adds a request that is wrong; no rank has it then."""
-    engine = vllm_api.LLMEngine(build(folder))
+    engine = vllm.LLMEngine(build(folder))
     prompt = {"prompt": 7} if bad_rank == RANK else "x"
     try:
-        engine.add_request("a", prompt, vllm_api.SamplingParams())
+        engine.add_request("a", prompt, vllm.SamplingParams())
     finally:
         assert not engine.has_unfinished_requests()
 

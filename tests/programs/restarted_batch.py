@@ -8,8 +8,8 @@ import signal
 import sys
 from typing import Any
 
-from llama.batch.files import Results
 from llama.cli import main
+from llama.cli.batch.files import Results
 
 append, written = Results.append, 0
 

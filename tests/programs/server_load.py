@@ -2,7 +2,7 @@
 
 In: `python tests/programs/server_load.py --clients 1000` starts a server with 8 places and a queue
 of 64, and prints a line of figures for each part; `--url URL --pid PID` takes one that runs.
-serving/test_server_load.py calls the parts with small numbers. It speaks HTTP over plain sockets,
+server/test_server_load.py calls the parts with small numbers. It speaks HTTP over plain sockets,
 so that a client can leave, or stop reading, at any byte.
 """
 

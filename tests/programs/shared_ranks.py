@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama.parallel import shared_memory
-from llama.parallel.errors import RankError
-from llama.parallel.shared_memory import SharedMemory
+from llama.ranks import shared_memory
+from llama.ranks.errors import RankError
+from llama.ranks.shared_memory import SharedMemory
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [0, 1, 2, 3, 31, 63, 65, 511, 513, 2048, 16411, 131073, 300001]

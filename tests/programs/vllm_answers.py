@@ -58,16 +58,16 @@ def _plain(positions: Any) -> Any:
 def main(folder: str, out: str) -> None:
     import vllm
 
-    from llama.serving import vllm_api
+    from llama.compat import vllm as our_vllm
 
-    ours = vllm_api.LLM(folder, device="cpu", **BUILD)
+    ours = our_vllm.LLM(folder, device="cpu", **BUILD)
     tokenizer = ours.llama.tokenizer
     prompts = [tokenizer.encode(text, bos=True, eos=False) for text in PROMPTS]
     stop_ids = sorted(tokenizer.stop_tokens)
     theirs = vllm.LLM(folder, skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 28, **BUILD)
     both = {
         "vllm": answers(vllm, theirs, prompts, stop_ids),
-        "ours": answers(vllm_api, ours, prompts, stop_ids),
+        "ours": answers(our_vllm, ours, prompts, stop_ids),
     }
     Path(out).write_text(json.dumps(both))
 

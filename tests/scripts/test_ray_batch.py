@@ -22,7 +22,7 @@ import pytest
 
 from helpers.launch import REPO, environment
 from llama import Llama
-from llama.batch.job import run_batch
+from llama.cli.batch.job import run_batch
 
 pytestmark = [
     pytest.mark.hosts,

@@ -1,0 +1,174 @@
+"""A batch job on the engine: a file of requests in, a file of results out, and no result lost.
+
+Under torchrun, replicas take lines from one counter and write to one file. However a job ends, the
+file holds what was finished; a resumed job does the rest. This file knows neither the bytes of the
+files nor the order of the work: that is in files.py and loop.py. A job on a server is in
+server_job.py.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from llama.cli.batch.files import Line, Results, check_files
+from llama.cli.batch.lines import answer_record, read_request
+from llama.cli.batch.loop import BatchReport as BatchReport
+from llama.cli.batch.loop import Loop
+from llama.generation import Llama
+from llama.prompts import tool_format_of
+from llama.ranks import SharedCounter
+from llama.requests.request import Request, RequestOutput, derived_seed
+from llama.sampling_params import SamplingParams
+from llama.server.openai.chat_prompt import chat_params, chat_prompt
+from llama.server.openai.requests import OpenAIRequest
+
+
+def run_batch(
+    llama: Llama,
+    in_path: str,
+    out_path: str,
+    temperature: float = 0.6,
+    top_p: float = 0.9,
+    max_gen_len: int | None = None,
+    *,
+    resume: bool = False,
+    model: str = "llama",
+    progress: bool = False,
+) -> BatchReport:
+    """Answer every line of a file. Another file gets one JSON record per line, in order of finish.
+
+    A file whose first line begins with { is JSONL: OpenAI batch requests, or objects with a prompt
+    or messages, and sampling fields. Any other file is text with one prompt per line. Blank lines
+    are skipped.
+
+    temperature, top_p, max_gen_len: for lines that do not give their own.
+    resume: add the missing records to an output of the same input and arguments. ValueError if the
+        output is that of another input.
+    model: the label in the record of a line that names no model.
+    progress: show a progress bar on stderr.
+
+    A line that cannot be answered gets a record with an error, and counts as done. Every rank makes
+    the same call, and gets the report at the end. ValueError if the input is cut while it is read;
+    OSError if another program changes the output.
+    """
+    defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
+    parallel = llama.llm_engine.parallel
+    shows = progress and parallel.global_rank == 0
+    with _open_files(llama, in_path, out_path, resume) as (file, results):
+        num_done = results.num_done
+
+        def work() -> tuple[int, int]:
+            # All replicas make their n-th job together, so it gets the same number on each.
+            job = SharedCounter(parallel, "batch").take(1) // parallel.data_size
+            loop = Loop(
+                EngineAnswers(llama, defaults, model),
+                file,
+                results,
+                defaults,
+                seed=llama.seed,
+                shows=shows,
+                count=lambda name: SharedCounter(parallel, f"batch-{job}/{name}"),
+                num_replicas=parallel.data_size,
+            )
+            with closing(loop):
+                loop.run()
+            return loop.tally.sums["written"], loop.tally.sums["failed"]
+
+        counts = struct.pack("qq", *(llama.lead(work) or (0, 0)))
+        written, failed = struct.unpack("qq", parallel.broadcast_bytes(counts))
+        with parallel.agree("the results", world=True):
+            if parallel.global_rank == 0:
+                results.check_written(num_done + written)
+    return BatchReport(written, failed + results.failed)
+
+
+@contextmanager
+def _open_files(
+    llama: Llama, in_path: str, out_path: str, resume: bool
+) -> Iterator[tuple[BinaryIO, Results]]:
+    """The first rank makes or locks the output. Then all ranks read it, before any adds to it."""
+    parallel = llama.llm_engine.parallel
+    with ExitStack() as stack:
+        with parallel.agree("the batch files", world=True) as must_match:
+            check_files(in_path, out_path, resume=resume)
+            file = stack.enter_context(open(in_path, "rb"))
+            size = os.fstat(file.fileno()).st_size
+            if parallel.global_rank == 0:
+                results = stack.enter_context(closing(Results(out_path, max_lines=size)))
+            must_match.append(size)
+        with parallel.agree("the results so far", world=True) as must_match:
+            if parallel.global_rank:
+                others = Results(out_path, first=False, max_lines=size)
+                results = stack.enter_context(closing(others))
+            must_match.append(zlib.crc32(results.done))
+        yield file, results
+    with parallel.agree("the end", world=True):
+        pass  # no rank has the output open any more: the next job can lock it
+
+
+@dataclass(frozen=True)
+class _Running:
+    line: Line
+    custom_id: str
+    body: OpenAIRequest
+    request: Request
+
+
+class EngineAnswers:
+    """Lines answered by the engine of this process, as many at once as its batch has room for."""
+
+    def __init__(self, llama: Llama, defaults: SamplingParams, model: str) -> None:
+        self.llama = llama
+        self.engine = llama.llm_engine
+        self.tool_format = tool_format_of(llama)
+        self.defaults = defaults
+        self.model = model
+        self.running: dict[str, _Running] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.llama.engine.stats.generated_tokens
+
+    @property
+    def has_room(self) -> bool:
+        num_answers = sum(len(running.request.answers) for running in self.running.values())
+        return num_answers < self.llama.model.params.max_batch_size
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running
+
+    def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
+        body = read_request(fields, self.defaults)
+        prompt: str | list[int]
+        if body.chat:
+            prompt = chat_prompt(body, self.llama.tokenizer, self.tool_format)
+            params = chat_params(body, self.tool_format)
+        else:
+            prompt, params = body.prompts[0], body.params
+        name = f"line-{line.number}"
+        request = self.engine.prepare(name, prompt, params)
+        if request.seed is None:  # as if all lines were one call: resuming changes no answer
+            request.set_seed(derived_seed(self.llama.seed, line.number - 1))
+        self.engine.submit([request])
+        self.running[name] = _Running(line, custom_id, body, request)
+
+    def finished(self) -> list[tuple[Line, dict[str, Any]]]:
+        """One step of the engine. Its records are written before the next one."""
+        return [self._record(output) for output in self.engine.step() if output.finished]
+
+    def close(self) -> None:
+        for request_id in self.running:
+            self.engine.abort_request(request_id)
+
+    def _record(self, output: RequestOutput) -> tuple[Line, dict[str, Any]]:
+        running = self.running.pop(output.request_id)
+        line, tokenizer = running.line, self.llama.tokenizer
+        record = answer_record(
+            running.custom_id, line.number, running.body, output, tokenizer, self.model
+        )
+        return line, record

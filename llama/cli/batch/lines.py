@@ -1,0 +1,154 @@
+"""One line of a batch file: what it asks for, and the record of what came of it.
+
+In: a line's bytes, in OpenAI's batch form, as a plain JSON object, or as bare text. Out: a checked
+request; later, from the engine's output, a record in OpenAI's batch output form. It opens no file
+and runs nothing.
+"""
+
+import codecs
+import json
+from typing import Any
+
+from llama.requests.request import RequestOutput
+from llama.sampling_params import SamplingParams
+from llama.server.openai.requests import (
+    CHAT_URL,
+    TEXT_URL,
+    OpenAIRequest,
+    json_type,
+    parse_body,
+    refuse_fields,
+)
+from llama.server.openai.responses import Heading, response_body
+from llama.tokenizer import Tokenizer
+
+MAX_LINE = 10_000_000  # bytes
+_ENVELOPE = {"custom_id", "method", "url", "body"}
+_NO_STREAM = "stream must be false: a line gets one record"
+_MAX_MESSAGE = 1000  # characters of an error message: it may quote the line
+_BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+
+
+def check_encoding(name: str, data: bytes) -> None:
+    """ValueError if the beginning of a file shows that it is not UTF-8."""
+    marks = [name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)]
+    encoding = marks[0] if marks else None
+    if encoding is None and b"\0" in data:
+        even, odd = b"\0" in data[::2], b"\0" in data[1::2]
+        encoding = "binary" if even and odd else "UTF-16LE" if odd else "UTF-16BE"
+    if encoding == "binary":
+        raise ValueError(f"{name} has zero bytes, so it is not text: give lines of UTF-8")
+    if encoding:
+        raise ValueError(
+            f"{name} is {encoding}, and must be UTF-8: convert it with "
+            f"iconv -f {encoding} -t UTF-8 {name} > NEW_FILE"
+        )
+
+
+def parse_line(data: bytes, *, jsonl: bool) -> dict[str, Any]:
+    """The fields of a line; a line of a text file is the prompt. ValueError for a bad line."""
+    if len(data) > MAX_LINE:
+        raise ValueError(f"the line has more than {MAX_LINE} bytes: shorten it")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"the line is not UTF-8 at byte {e.start + 1}: {e.reason}") from None
+    if not jsonl:
+        return {"prompt": text}
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"the line is not JSON: {e.msg} at character {e.pos + 1}") from None
+    except RecursionError:
+        raise ValueError("the line's JSON is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("the line must be a JSON object, as the first line of the file is")
+    return fields
+
+
+def custom_id_of(fields: dict[str, Any], default: str) -> str:
+    """The line's custom_id. It need not be unique: the id of a record holds the line's number."""
+    custom_id = fields.get("custom_id")
+    if custom_id is None:
+        return default
+    if not isinstance(custom_id, str):
+        raise TypeError(f"custom_id must be a string, got {json_type(custom_id)}")
+    return custom_id
+
+
+def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequest:
+    """What a line asks for. TypeError or ValueError names the field that is wrong or unknown."""
+    url, body = target(fields)
+    request = parse_body(body, defaults, chat=url == CHAT_URL)
+    if request.stream:
+        raise ValueError(_NO_STREAM)
+    if len(request.prompts) > 1:
+        raise ValueError(f"prompt has {len(request.prompts)} entries: give each a line of its own")
+    return request
+
+
+def target(fields: dict[str, Any]) -> tuple[str, Any]:
+    """The path and the body of a line's request; the body is not checked yet. ValueError."""
+    if fields.keys() & {"url", "body", "method"}:
+        return _of_envelope(fields)
+    body = {name: value for name, value in fields.items() if name != "custom_id"}
+    chat = "messages" in body
+    if chat == ("prompt" in body):
+        raise ValueError("the line must have a prompt, messages, or a url and a body")
+    return (CHAT_URL if chat else TEXT_URL), body
+
+
+def checked_body(body: Any) -> dict[str, Any]:
+    """The body of a line for a server, which checks its fields. TypeError or ValueError."""
+    if not isinstance(body, dict):
+        raise TypeError(f"body must be an object, got {json_type(body)}")
+    if body.get("stream"):
+        raise ValueError(_NO_STREAM)
+    return body
+
+
+def _of_envelope(fields: dict[str, Any]) -> tuple[str, Any]:
+    refuse_fields(fields.keys() - _ENVELOPE, "the line, beside its body")
+    url = fields.get("url")
+    if fields.get("method", "POST") != "POST":
+        raise ValueError(f"method={fields['method']!r} must be POST")
+    if url not in (CHAT_URL, TEXT_URL):
+        raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
+    return url, fields.get("body")
+
+
+def error_record(custom_id: str, number: int, code: str, message: str) -> dict[str, Any]:
+    """The record of line `number`, which has no answer. `code` is a word of OpenAI's API."""
+    error = {"code": code, "message": message[:_MAX_MESSAGE], "line": number}
+    return {"custom_id": custom_id, "response": None, "error": error}
+
+
+def answer_record(
+    custom_id: str,
+    number: int,
+    request: OpenAIRequest,
+    output: RequestOutput,
+    tokenizer: Tokenizer,
+    model: str,
+) -> dict[str, Any]:
+    """The record of a finished request; an error record if the engine ended it with an error.
+
+    `created` is 0, so that the same job gives the same record.
+    """
+    error = output.error
+    if error is not None:
+        return error_record(custom_id, number, "server_error", error)
+    heading = Heading(output.request_id, model, created=0)
+    body = response_body(request, [output], tokenizer, heading)
+    return response_record(custom_id, output.request_id, body)
+
+
+def response_record(custom_id: str, request_id: str, body: Any) -> dict[str, Any]:
+    """The record of a line that was answered: `body` is that of the response."""
+    response = {"status_code": 200, "request_id": request_id, "body": body}
+    return {"custom_id": custom_id, "response": response, "error": None}

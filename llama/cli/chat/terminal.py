@@ -1,0 +1,271 @@
+"""The keyboard and the screen of a chat. In: what is typed. Out: answers, and notes about them.
+
+On a terminal there are prompts, line editing, and dimmed notes between the answers. In a pipe, only
+the answers go to stdout. This file knows neither the commands nor the model.
+
+While an answer is shown, Ctrl-C is read as a byte and is not a signal: torchrun's own process would
+get the signal too, and end all ranks.
+"""
+
+import contextlib
+import io
+import os
+import re
+import select
+import signal
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from llama.signals import SIGNALS
+
+if TYPE_CHECKING:
+    from llama.ranks.watch import Watch
+
+QUOTES = '"""'
+PROMPT, MORE = "> ", ". "
+_CTRL_C = b"\x03"
+_DIM = "\x1b[2m{}\x1b[0m"
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.|.)?|[\x00-\x07\x09\x0b-\x1f]")
+_ERASED = re.compile(r"[^\n]?[\x08\x7f]")  # a character and the backspace after it
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+
+
+def read_turn(read_line: Callable[[str], str]) -> str:
+    """One text: a line, lines that a backslash continues, or the lines between two lines of quotes.
+
+    Text in quotes is always a question, also if it begins with a slash. EOFError if the input has
+    ended; if it ends within a text, the text so far is returned.
+    """
+    lines = read_line(PROMPT).split("\n")  # pasted text can have several lines
+    quoted = lines[0].strip() == QUOTES
+    with contextlib.suppress(EOFError):
+        while quoted and (len(lines) < 2 or lines[-1].strip() != QUOTES):
+            lines += read_line(MORE).split("\n")
+        while not quoted and lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines += read_line(MORE).split("\n")
+    if not quoted:
+        return "\n".join(lines)
+    inner = "\n".join(line for line in lines if line.strip() != QUOTES).strip()
+    return "/" + inner if inner.startswith("/") else inner
+
+
+class Terminal:
+    """Standard input and output, to be used within `open`.
+
+    ranks: the number of processes. watch: of this process, where there are several.
+    """
+
+    def __init__(self, ranks: int = 1, watch: "Watch | None" = None) -> None:
+        self.keyboard = sys.stdin.isatty()
+        self.screen = self.keyboard and sys.stdout.isatty()
+        self._dim_notes = self.screen and not os.environ.get("NO_COLOR")
+        self._ranks = ranks
+        self._watch = watch
+        self._typed_ahead = ""  # typed during an answer: input of the next prompts
+        self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
+        self._readline: ModuleType | None = None
+        self._before: list[Any] | None = None  # the terminal's mode
+        self.stops = False  # SIGTERM came: nothing new is asked
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Set the terminal up; restore its mode at the end, also after an error or SIGTERM."""
+        with self._end_on_sigterm(), self._set_up():
+            yield
+
+    @contextlib.contextmanager
+    def _set_up(self) -> Iterator[None]:
+        for stream in (sys.stdin, sys.stdout):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        if not self.keyboard:
+            yield
+            return
+        self._before = before = termios.tcgetattr(0)
+        watch = self._watch
+        if watch is not None:  # where another rank fails, it ends this process from a thread
+            watch.before_end.append(lambda: _restore(before))
+        replaced = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            if self._ranks > 1:
+                _disable_signal_read_keys(lines=True)
+            if self.screen:
+                self._readline = _load_readline()
+            yield
+        finally:
+            _restore(before)
+            if watch is not None:
+                watch.before_end.clear()
+            signal.signal(signal.SIGINT, replaced)
+
+    @contextlib.contextmanager
+    def _end_on_sigterm(self) -> Iterator[None]:
+        """SIGTERM ends the chat: after the answer that is shown, where the command asked for that.
+
+        Of several ranks the watch gets the signal, and tells this one.
+        """
+        if self._watch is not None:
+            SIGNALS.on_stop = self._stop
+            replaced = None
+        else:
+            replaced = signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            yield
+        finally:
+            SIGNALS.on_stop = None
+            if replaced is not None:
+                signal.signal(signal.SIGTERM, replaced)
+
+    def _terminate(self, number: int, _frame: FrameType | None) -> None:
+        if SIGNALS.drain_s is None or SIGNALS.note() == 2:
+            if self._before is not None:
+                _restore(self._before)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._stop()
+
+    def _stop(self) -> None:
+        self.stops = True
+        if self._reading:
+            raise EOFError
+
+    def check_drain(self) -> None:
+        """TimeoutError where a signal came, and the answer took too long since. Of several ranks
+        the watch does this."""
+        since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
+        if since is None or limit_s is None or self._watch is not None:
+            return
+        if time.monotonic() - since > limit_s:
+            raise TimeoutError(f"the answer did not finish within {limit_s:g} s: it was ended")
+
+    def read_line(self, prompt: str) -> str:
+        """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
+        typed, enter, self._typed_ahead = self._typed_ahead.partition("\n")
+        if enter:
+            print(prompt + typed, file=self._notes_stream, flush=True)
+            return typed
+        self._reading, self._pressed = True, False
+        try:
+            line = self._input(prompt, typed)
+        except (EOFError, KeyboardInterrupt):
+            if self.keyboard:
+                print(file=self._notes_stream)
+            raise
+        finally:
+            self._reading = False
+        if _CTRL_C.decode() in line:
+            raise KeyboardInterrupt
+        return line
+
+    def _input(self, prompt: str, typed: str) -> str:
+        """A line from stdin. `typed` is its beginning: a line editor can still change it."""
+        readline = self._readline
+        if readline is None:
+            if self.keyboard:
+                print(prompt + typed, end="", file=self._notes_stream, flush=True)
+            return typed + input()
+        readline.set_startup_hook(lambda: readline.insert_text(typed))
+        line = input(prompt)
+        if line.strip() and _CTRL_C.decode() not in line:
+            readline.add_history(line)
+        return line
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        """Ctrl-C as a signal: end the reading of a line, or let `watch` see it."""
+        self._pressed = True
+        if self._reading:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[Callable[[], bool]]:
+        """While an answer is shown: yields a function that says whether Ctrl-C was pressed."""
+        if not self.keyboard:
+            yield lambda: False
+            return
+        typed = b""
+
+        def pressed() -> bool:
+            nonlocal typed
+            typed += _read_keys()
+            self._pressed = self._pressed or _CTRL_C in typed
+            return self._pressed
+
+        before = termios.tcgetattr(0)
+        _disable_signal_read_keys(lines=False)
+        try:
+            yield pressed
+        finally:
+            pressed()  # takes the last keys
+            self._typed_ahead += _typed_text(typed)
+            self._pressed = False
+            _restore(before)
+
+    def write(self, text: str) -> None:
+        """Show a piece of an answer at once. On a screen, control characters become U+FFFD."""
+        sys.stdout.write(_CONTROL.sub("\ufffd", text) if self.screen else text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Show lines about the chat: dimmed on a screen, else on stderr."""
+        text = _CONTROL.sub("\ufffd", text)
+        print(_DIM.format(text) if self._dim_notes else text, file=self._notes_stream, flush=True)
+
+    @property
+    def _notes_stream(self) -> TextIO:
+        """Where everything goes that is not an answer."""
+        return sys.stdout if self.screen else sys.stderr
+
+
+def _disable_signal_read_keys(*, lines: bool) -> None:
+    """Make Ctrl-C and Ctrl-Z bytes. If not `lines`, keys come at once and are not echoed."""
+    mode = termios.tcgetattr(0)
+    off = bytes([os.fpathconf(0, "PC_VDISABLE")])
+    mode[6][termios.VINTR] = mode[6][termios.VSUSP] = off
+    if not lines:
+        mode[3] &= ~(termios.ICANON | termios.ECHO)
+        mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
+    termios.tcsetattr(0, termios.TCSANOW, mode)
+
+
+def _restore(mode: list[Any]) -> None:
+    with contextlib.suppress(termios.error):  # the terminal is gone
+        termios.tcsetattr(0, termios.TCSANOW, mode)
+
+
+def _read_keys() -> bytes:
+    """The keys typed since the last call, without waiting. Ctrl-C if the terminal is gone."""
+    keys = b""
+    try:
+        while select.select([0], [], [], 0)[0]:
+            chunk = os.read(0, 4096)
+            if not chunk:
+                return keys + _CTRL_C
+            keys += chunk
+    except OSError:
+        return keys + _CTRL_C
+    return keys
+
+
+def _typed_text(typed: bytes) -> str:
+    """Keys as a line editor would leave them: what follows the last Ctrl-C, without cursor keys."""
+    text = _ESCAPES.sub("", typed.rpartition(_CTRL_C)[2].decode(errors="ignore"))
+    while _ERASED.search(text):
+        text = _ERASED.sub("", text, count=1)
+    return text
+
+
+def _load_readline() -> ModuleType | None:
+    """Give `input` line editing, and a history in memory. None if Python has no readline."""
+    try:
+        import readline
+    except ImportError:
+        return None
+    readline.set_auto_history(False)
+    # Where Ctrl-C is not a signal: empty the line, insert the Ctrl-C itself, and enter it.
+    readline.parse_and_bind(r'"\C-c": "\C-a\C-k\C-v\C-c\C-m"')
+    return readline

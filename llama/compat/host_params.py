@@ -1,0 +1,183 @@
+"""From a host's params dict to a prompt's ids and SamplingParams.
+
+In: the dict as hosts send it (numbers as text or as numpy's scalars, None for what is not given),
+and the host's dialect. Out: a `WorkerRequest`, or a ValueError that names the key: FastChat catches
+no TypeError. It knows the tokenizer, and neither the engine nor outputs.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llama.checks import brief, errors_in, whole_number
+from llama.compat.host_defaults import Dialect
+from llama.sampling_params import SamplingParams
+from llama.tokenizer import Tokenizer
+
+# Keys in which hosts describe themselves, the request or the model. None changes the answer:
+# with is_reasoning_model, the text holds the thinking as the model writes it.
+_LABELS = frozenset({
+    "model", "user", "request_id", "messages", "span_id", "context", "version", "context_len",
+    "convert_to_compatible_format", "string_prompt", "prompt_echo_len_char", "is_reasoning_model",
+    "think_start_token", "think_end_token", "use_cache",
+})  # fmt: skip
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "n", "best_of", "logprobs",
+)  # fmt: skip
+_OTHERS = frozenset({
+    "prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample", "judge_sent_end",
+})  # fmt: skip
+_GREEDY_UP_TO = 1e-5  # a temperature; so do FastChat and DB-GPT
+_MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """What a host asks for, checked.
+
+    prompt: ids, begin_of_text first. num_dropped: prompt tokens that were cut off after it.
+    echo: what each text begins with. judge_sent_end: go on until a sentence is complete.
+    """
+
+    prompt: list[int]
+    sampling: SamplingParams
+    num_dropped: int
+    echo: str
+    judge_sent_end: bool
+
+
+def read_params(
+    params: Mapping[str, Any],
+    context_len: Any,
+    dialect: Dialect,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    *,
+    benchmark: bool = False,
+) -> WorkerRequest:
+    """Check `params`. The context is the smaller of context_len (None: any) and max_seq_len.
+
+    benchmark: no stop token or string ends the answer. ValueError names what is wrong. A prompt
+    that loses its beginning is a UserWarning too.
+    """
+    _check_keys(params, dialect)
+    tokens = tokenizer(params["prompt"]).input_ids
+    with errors_in("params"):
+        context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
+        context = min(context or max_seq_len, max_seq_len)
+        count = _max_new_tokens(params, dialect, context, len(tokens))
+        echo = dialect.echo is not None and _flag(params, "echo", dialect.echo)
+        sampling = _sampling(params, dialect, count, echo, benchmark)
+    num_dropped = max(0, len(tokens) + count - context)
+    if num_dropped:
+        tokens = tokens[:1] + tokens[1 + num_dropped :]
+        warnings.warn(
+            f"the prompt lost {num_dropped} tokens at its beginning: {context=} and "
+            f"max_new_tokens={count} leave room for {len(tokens)}",
+            stacklevel=4,
+        )
+    text = params["prompt"]
+    if not dialect.keeps_prompt:  # these hosts decode the ids that are left
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+    judges = _flag(params, "judge_sent_end", False)
+    return WorkerRequest(tokens, sampling, num_dropped, text if echo else "", judges)
+
+
+def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params must be a dict, got {type(params).__name__}")
+    known = _OTHERS | _LABELS | {*_NUMBERS}
+    for key in sorted(params.keys() - known, key=str):
+        if params[key]:
+            raise ValueError(
+                f"params has {key}={brief(params[key])}, which this worker cannot do: leave it out"
+            )
+    if not isinstance(params.get("prompt"), str):
+        raise ValueError("params has no 'prompt' that is a string")
+
+
+def _max_new_tokens(
+    params: Mapping[str, Any], dialect: Dialect, context: int, num_prompt: int
+) -> int:
+    """The most tokens of the answer; a default takes at most half of the context from a prompt."""
+    wish = whole_number(
+        "max_new_tokens", _number(params.get("max_new_tokens")), 0, _MOST_TOKENS, optional=True
+    )
+    if dialect.keeps_prompt:
+        if num_prompt >= context:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens and leaves no room in a context of {context}:"
+                " shorten it"
+            )
+        return min(dialect.max_new_tokens if wish is None else wish, context - num_prompt)
+    if wish is None:
+        return min(dialect.max_new_tokens, context // 2)
+    if wish >= context:
+        raise ValueError(f"max_new_tokens={wish} leaves no room in a context of {context}")
+    return wish
+
+
+def _sampling(
+    params: Mapping[str, Any], dialect: Dialect, count: int, echo: bool, benchmark: bool
+) -> SamplingParams:
+    given = {name: _number(params[name]) for name in _NUMBERS if params.get(name) is not None}
+    fields = {**dialect.sampling, **given}
+    for key in ("logprobs", "judge_sent_end"):
+        if fields.get("n", 1) != 1 and params.get(key) not in (None, False):
+            raise ValueError(f"{key} needs n=1, not n={brief(fields['n'])}")
+    if fields.get("best_of") == 1:
+        del fields["best_of"]  # as if it were not given: there is nothing to choose
+    temperature = fields.get("temperature")
+    if isinstance(temperature, int | float) and 0 <= temperature <= _GREEDY_UP_TO:
+        fields["temperature"] = 0
+    if params.get("do_sample") is not None and not _flag(params, "do_sample", True):
+        fields["temperature"] = 0
+    if echo and "logprobs" in fields:
+        fields["prompt_logprobs"] = fields["logprobs"]
+    stop = [text for text in _entries(params, "stop") if text != ""] or dialect.stop
+    stop_ids = [_number(token) for token in _entries(params, "stop_token_ids")]
+    return SamplingParams(
+        max_tokens=count,
+        stop=() if benchmark else stop,
+        stop_token_ids=() if benchmark else stop_ids,
+        ignore_eos=benchmark,
+        skip_special_tokens=True,
+        **fields,
+    )
+
+
+def _number(value: Any) -> Any:
+    """A number as hosts send it, "8", 8.0 or numpy's, as int or float; else the value as it is."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if hasattr(value, "item"):
+            value = value.item()
+        if isinstance(value, str):
+            value = int(value) if value.strip("+- ").isdigit() else float(value)
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+    return value
+
+
+def _flag(params: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A switch as hosts send it; None is off, as bool(None) is in their code."""
+    value = _number(params.get(key, default))
+    words = {"true": True, "false": False, "1": True, "0": False, "none": False, "": False}
+    word = str(value).strip().lower()
+    if word not in words:
+        raise ValueError(f"{key}={brief(value)} must be True or False")
+    return words[word]
+
+
+def _entries(params: Mapping[str, Any], key: str) -> list[Any]:
+    """The entries of a list, or a value alone, without None, which hosts append to such lists."""
+    value: Any = params.get(key)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)  # the same order on every rank
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        value = [value]
+    return [entry for entry in value if entry is not None]

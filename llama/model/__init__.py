@@ -1,0 +1,15 @@
+"""The model, with `Transformer` and its parts under the names that Meta's scripts import."""
+
+from llama.model.args import ModelArgs
+from llama.model.layers import RMSNorm
+from llama.model.transformer import Attention, Batch, FeedForward, Transformer, TransformerBlock
+
+__all__ = [
+    "Attention",
+    "Batch",
+    "FeedForward",
+    "ModelArgs",
+    "RMSNorm",
+    "Transformer",
+    "TransformerBlock",
+]

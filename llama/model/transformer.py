@@ -1,0 +1,348 @@
+"""The mathematics of Llama 3 and nothing else: token ids and a `Batch` in, hidden states out.
+
+It knows nothing of requests, scheduling or sampling. `Transformer.hidden_states` runs the flat
+ragged batch of the engine; `Transformer.forward` is Meta's own signature, an adapter over it.
+
+Shapes: T tokens of the flat batch, B sequences, R rows that want logits, E model dim, H query heads
+and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pages, S slots per
+page, M pages per sequence, L layers.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llama.device import use_huge_pages, zeros
+from llama.model.args import ModelArgs
+from llama.model.fused import FusedLayers
+from llama.model.layers import (
+    ColumnParallelLinear,
+    FusedBlock,
+    Linear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    unfilled,
+)
+from llama.ops.attention import paged_attention
+from llama.ops.rope import precompute_freqs_cis, rope_and_store
+from llama.ops.swiglu import silu_mul
+from llama.ranks import ModelParallel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step, sequence after sequence; those with a single new token come first.
+
+    For sequences of 5, 7 and 2 tokens of which 1, 1 and 2 are new, with S = 4 and pages [3, 0],
+    [5, 1] and [2]: positions [4, 6, 0, 1], slots [0, 6, 8, 9], page_table [[3, 0], [5, 1], [2, 0]],
+    query_starts [0, 1, 2, 4], seq_lens [5, 7, 2], and logit_rows [0, 1, 3] when all three want a
+    token. The tensors are int64 on the model's device. The two lists are on the host, so that an op
+    that needs these lengths there does not wait for the device.
+    """
+
+    positions: Tensor  # (T) of each token in its sequence
+    slots: Tensor  # (T) where its key and value go: page * S + offset
+    page_table: Tensor  # (B, M), unused entries 0
+    query_starts: Tensor  # (B + 1) first row of each sequence, then T
+    seq_lens: Tensor  # (B) tokens in all, the new ones among them
+    logit_rows: Tensor  # (R) rows of the batch whose next token is asked for
+    query_lens_cpu: list[int]  # (B) new tokens
+    seq_lens_cpu: list[int]  # (B)
+
+    @classmethod
+    def pack(
+        cls,
+        tokens: Seq[int],
+        starts: Seq[int],
+        query_lens: Seq[int],
+        pages: Seq[Seq[int]],
+        page_size: int,
+        logit_rows: Seq[int],
+        device: torch.device,
+    ) -> tuple[Tensor, "Batch"]:
+        """The tokens (T) and the batch on `device`, sent there in one copy; on a CPU in none.
+
+        starts, query_lens, pages: per sequence, the tokens computed so far, the number of new ones,
+        and the pages that it holds. tokens may be empty, where the caller has them on the device.
+        """
+        first, lens = np.array(starts, np.int64), np.array(query_lens, np.int64)
+        seq_lens = first + lens
+        used = -(-seq_lens // page_size)
+        b, t, width = len(lens), int(lens.sum()), int(used.max())
+        assert b == len(first) == len(pages), (b, len(first), len(pages))
+        assert (lens[: (lens == 1).sum()] == 1).all(), "single-token sequences come first"
+        sizes = [len(tokens), t, t, b * width, b + 1, b, len(logit_rows)]
+        pinned = device.type == "cuda"
+        buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
+        parts = (part.numpy() for part in buffer.split(sizes))
+        ids, positions, slots, table, query_starts, lengths, rows = parts
+        ids[:], lengths[:], rows[:] = tokens, seq_lens, logit_rows
+        _fill_page_table(table.reshape(b, width), pages, used.tolist())
+        query_starts[0] = 0
+        lens.cumsum(out=query_starts[1:])
+        positions[:] = np.arange(t) + np.repeat(first - query_starts[:-1], lens)
+        page, offset = np.divmod(positions, page_size)
+        slots[:] = table[np.repeat(np.arange(b) * width, lens) + page] * page_size + offset
+        # A copy to mps must not be asynchronous: the buffer may be freed before it is read
+        # (pytorch #189690).
+        there = buffer.to(device, non_blocking=pinned).split(sizes)
+        batch = cls(
+            positions=there[1],
+            slots=there[2],
+            page_table=there[3].view(b, width),
+            query_starts=there[4],
+            seq_lens=there[5],
+            logit_rows=there[6],
+            query_lens_cpu=lens.tolist(),
+            seq_lens_cpu=seq_lens.tolist(),
+        )
+        return there[0], batch
+
+
+def _fill_page_table(table: np.ndarray, pages: Seq[Seq[int]], used: list[int]) -> None:
+    """table (B, M): the first `used` pages of each sequence, then zeros."""
+    table.fill(0)
+    for row, held, count in zip(table, pages, used, strict=True):
+        known = np.frombuffer(held, np.int64) if isinstance(held, array) else np.asarray(held)
+        row[:count] = known[:count]
+
+
+_NO_CACHE = (
+    "keys and values are not kept in the layers: the engine's are in "
+    "llama.engine.runner.kv_cache, by page, and those of Transformer.forward stay between its calls"
+)
+
+
+class Attention(FusedBlock):
+    """Grouped-query attention; wq, wk and wv are one matrix, their rows in that order."""
+
+    elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
+
+    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+        n_heads = args.n_heads // parallel.size
+        n_kv_heads = max(1, args.kv_heads // parallel.size)  # replicated beyond kv_heads ranks
+        q, kv = n_heads * args.head_dim, n_kv_heads * args.head_dim
+        super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, args.head_dim
+        self.wqkv = ColumnParallelLinear(args.dim, (q + 2 * kv) * parallel.size, parallel)
+        self.wo = RowParallelLinear(args.dim, args.dim, parallel)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        rows = self.wqkv(x).flatten(0, -2)
+        qkv = rows.unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
+        q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots)
+        out = paged_attention(
+            q,
+            kv_cache,
+            batch.page_table,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.query_lens_cpu,
+            batch.seq_lens_cpu,
+        )
+        return self.wo(out.view(*x.shape[:-1], -1))
+
+
+class FeedForward(FusedBlock):
+    """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
+
+    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+        rows = args.ffn_dim // parallel.size
+        super().__init__("w13", {"w1": rows, "w3": rows})
+        self.w13 = ColumnParallelLinear(args.dim, 2 * args.ffn_dim, parallel)
+        self.w2 = RowParallelLinear(args.ffn_dim, args.dim, parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(silu_mul(self.w13(x)))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+        super().__init__()
+        self.attention = Attention(args, parallel)
+        self.feed_forward = FeedForward(args, parallel)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+
+    def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x), freqs_cis, batch, kv_cache)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+_LAYER_FORWARDS: dict[type[nn.Module], Callable] = {
+    kind: kind.forward
+    for kind in (
+        TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
+    )
+}  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
+
+    `loading_order` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing
+    is allocated.
+    """
+
+    def __init__(
+        self,
+        params: ModelArgs,
+        *,
+        parallel: ModelParallel | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        parallel = parallel or ModelParallel()
+        params.check("params")
+        params.check_ranks(parallel.size)
+        self.params = params
+        self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
+        self.parallel = parallel
+        self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
+        self.layers = nn.ModuleList(
+            TransformerBlock(params, parallel) for _ in range(params.n_layers)
+        )
+        self._fused = FusedLayers(self.layers, _LAYER_FORWARDS)
+        self.norm = RMSNorm(params.dim, params.norm_eps)
+        self.output = ColumnParallelLinear(
+            params.dim, params.vocab_size, parallel, gather_output=True
+        )
+        for module in self.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter):
+                module.weight = unfilled(*weight.shape, device=device, dtype=dtype)
+                use_huge_pages(module.weight)  # before the first touch, which settles it
+        self._tie()
+        self.register_load_state_dict_post_hook(_tie_again)
+        table = precompute_freqs_cis(
+            params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
+        )
+        self.freqs_cis = table.to(
+            device
+        )  # (max_seq_len, D/2) complex64, whatever the weights' type
+        self._raw_pages: Tensor | None = None  # of `forward`, made at its first call
+
+    def blocks(self) -> list[TransformerBlock]:
+        return [cast(TransformerBlock, layer) for layer in self.layers]
+
+    def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+        """Each part of the model, and Meta's names -> the views that hold this rank's share of it.
+
+        One after the other, so that a part can be packed before the next takes memory.
+        """
+        assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
+        yield self.tok_embeddings, {"tok_embeddings.weight": self.tok_embeddings.weight.data}
+        for i, layer in enumerate(self.blocks()):
+            yield layer, layer.state_dict(prefix=f"layers.{i}.")
+        yield self.norm, {"norm.weight": self.norm.weight.data}
+        tied = self.params.tied_output
+        yield self.output, {} if tied else {"output.weight": self.output.weight.data}
+
+    def named_shards(self) -> dict[str, Tensor]:
+        """Meta's name of each weight -> the view that holds this rank's share of it."""
+        return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
+
+    def pack(self, part: nn.Module | None = None, *, int8: bool = False) -> None:
+        """Put one part of `loading_order`, or all, in this machine's fastest layout, once filled.
+
+        int8: one byte per weight and one scale per row; the error is at most scale / 2. The views
+        of `loading_order` are invalid afterwards.
+        """
+        for module in (part or self).modules():
+            if isinstance(module, Linear):
+                module.pack(int8=int8)
+            if module is self.output:
+                self._tie()
+
+    def _tie(self) -> None:
+        """One weight for both ends, where the checkpoint has one."""
+        if self.params.tied_output:
+            self.tok_embeddings.weight = self.output.weight
+            self.tok_embeddings.scales = self.output.scales
+
+    def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
+        """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""
+        p, weight = self.params, self.norm.weight
+        n_kv_heads = max(1, p.kv_heads // self.parallel.size)
+        shape = (p.n_layers, 2, num_pages, page_size, n_kv_heads, p.head_dim)
+        # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
+        return zeros(shape, weight.dtype, weight.device)
+
+    def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
+        stack = self._fused.find()
+        if stack is None or not stack.takes(kv_cache):
+            h = self._through_layers(tokens, batch, kv_cache)
+        else:
+            h = stack.run(
+                self.tok_embeddings(tokens),
+                self.freqs_cis[batch.positions],
+                kv_cache,
+                batch.slots,
+                batch.page_table,
+                batch.query_starts,
+                batch.seq_lens,
+                batch.query_lens_cpu,
+                batch.seq_lens_cpu,
+                self.parallel.all_reduce if self.parallel.size > 1 else None,
+            )
+        return self.norm(h[batch.logit_rows])
+
+    def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""
+        h = self.tok_embeddings(tokens)
+        freqs_cis = self.freqs_cis[batch.positions]
+        for layer, pages in zip(self.layers, kv_cache.unbind(), strict=True):
+            h = layer(h, freqs_cis, batch, pages)
+        return h
+
+    def way(self) -> object:
+        """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
+
+        The same object means the same operators on the same weights.
+        """
+        ends = (self.tok_embeddings, self.norm, self.output)
+        if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
+            return None
+        return self._fused.find()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., E) -> (..., V) float32, whole on every rank."""
+        return self.output(hidden, dtype=torch.float32)
+
+    def logits_share(self, hidden: Tensor) -> Tensor:
+        """hidden (..., E) -> (..., V / size) float32: for the ids from rank * V / size on."""
+        return self.output.share(hidden, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
+        """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V).
+
+        Hooks on the layers, their parts and the norm see (B, S, E). Keys and values of
+        max_batch_size x max_seq_len tokens are kept from call to call. Raises ValueError where B or
+        start_pos + S is beyond them.
+        """
+        p, (n, count) = self.params, tokens.shape
+        if n > p.max_batch_size or start_pos + count > p.max_seq_len or start_pos < 0:
+            raise ValueError(
+                f"tokens of shape {(n, count)} at start_pos={start_pos} do not fit "
+                f"max_batch_size={p.max_batch_size} and max_seq_len={p.max_seq_len}"
+            )
+        if self._raw_pages is None:  # one page holds one sequence
+            self._raw_pages = self.new_kv_cache(p.max_batch_size, p.max_seq_len)
+        starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
+        _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, [], tokens.device)
+        h = self._through_layers(tokens, batch, self._raw_pages)
+        return self.logits(self.norm(h))
+
+
+def _tie_again(model: Transformer, _: object) -> None:
+    model._tie()

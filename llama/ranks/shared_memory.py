@@ -1,0 +1,337 @@
+"""Shared memory between the ranks of one machine: tensors on the CPU, and messages from rank 0.
+
+In: a way to exchange a few bytes once, to meet. Out: all-reduce, all-gather, broadcast and messages
+in microseconds, where a rank that has ended or does not come is a `RankError`. The kernels are in
+ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed, which serves ranks elsewhere.
+
+The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
+that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
+order, channels for tensors, for comparisons and for messages. At the start of each channel, 128
+bytes per rank begin with a count of the turns that the rank has come to (uint32): the rank with the
+lowest count is the one that the others wait for. `turns` reads those of the channel for tensors.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llama.ops.cpu import build, native
+from llama.ranks.errors import RankError
+
+_DONE, _PENDING, _MISMATCH = 0, 1, 2  # what the kernels return; 3: another operation was broken off
+_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # that can be summed
+_MAX_RANKS = 64
+_TENSOR_BYTES = 1 << 18  # of a buffer: half of it and its peer's fit the second cache
+_COMPARE_BYTES = 1 << 12
+_RING_BYTES = 1 << 16
+_FRAME_BYTES = 1 << 14  # the longest piece of a message
+_PLACE_BYTES = 128
+_SPIN_NS = 50_000  # about what a wake-up takes; the peer may wait for this very core
+_CROWDED_SPIN_NS = 2_000  # more ranks than cores: the one that is waited for needs the core
+_STATE = "base rank ranks size spin_ns turn half ticket completed stage offset awaited length more"
+_FIELD = {name: i for i, name in enumerate(_STATE.split())}
+
+Exchange = Callable[[bytes], list[bytes]]
+
+
+class SharedMemory:
+    """One rank's end of the segment. One thread at a time may use it for tensors, another for
+    messages.
+
+    names: the ranks as errors name them. `timeout_s` bounds each wait for another rank.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        peers: dict[int, int],
+        names: list[int],
+        timeout_s: float,
+    ) -> None:
+        self.rank, self.size = rank, len(names)
+        self.timeout_s = timeout_s
+        self._names = names
+        self._start = ctypes.c_char.from_buffer(memory)  # it keeps the mapping
+        self.base = ctypes.addressof(self._start)
+        self._pidfds = peers
+        self._poll = select.poll()
+        for fd in peers.values():
+            self._poll.register(fd)
+        self._tickets = itertools.count(1)
+        sizes = _channel_bytes(self.size)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._memory = memoryview(memory)
+        self._tensors = self._channel(starts[0], _TENSOR_BYTES)
+        self._compare = self._channel(starts[1], _COMPARE_BYTES)
+        self._ring = self._channel(starts[2], _RING_BYTES)
+        self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        self._frame_bytes = self._frame.numpy().data
+
+    @classmethod
+    def join(
+        cls, rank: int, names: list[int], exchange: Exchange, timeout_s: float
+    ) -> tuple["SharedMemory | None", list[list[int]]]:
+        """Meet the other ranks: what this one shares with those of its machine, and all machines.
+
+        A machine is the ranks that can map one another's memory, in order; machines are in the
+        order of their first ranks. Where one of its ranks cannot map it, each counts as a machine
+        of its own. A rank that is alone on a machine shares nothing: None.
+
+        exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike, and
+        get the same machines.
+        """
+        met = [
+            row.decode().rsplit(" ", 1) for row in exchange(f"{_machine()} {os.getpid()}".encode())
+        ]
+        pids = [int(pid) for _, pid in met]
+        machines = _by_machine([machine for machine, _ in met])
+        own = next(ranks for ranks in machines if rank in ranks)
+        fd = _create(len(own)) if rank == own[0] and len(own) > 1 else None
+        number = exchange(b"" if fd is None else str(fd).encode())[own[0]].decode()
+        joined = None
+        with contextlib.suppress(OSError):
+            if number:
+                memory = _open(pids[own[0]], number, sum(_channel_bytes(len(own))))
+                peers = {i: os.pidfd_open(pids[r]) for i, r in enumerate(own) if r != rank}
+                joined = cls(memory, own.index(rank), peers, [names[r] for r in own], timeout_s)
+        have_joined = exchange(b"" if joined is None else b"1")
+        if fd is not None:
+            os.close(fd)
+        sharing = [ranks for ranks in machines if all(have_joined[r] for r in ranks)]
+        alone = [[r] for ranks in machines if ranks not in sharing for r in ranks]
+        return joined if own in sharing else None, sorted(sharing + alone)
+
+    def __del__(self) -> None:
+        for fd in self.__dict__.get("_pidfds", {}).values():
+            os.close(fd)
+
+    @staticmethod
+    def can_sum(x: Tensor) -> bool:
+        return x.dtype in _TYPES
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum over the ranks, in place: in float32 and in the order of the ranks."""
+        whole = x.contiguous()
+        ticket = next(self._tickets)
+        args = (whole, whole.nbytes, _TYPES[x.dtype], ticket)
+        self._run("shared_all_reduce", self._tensors, *args)
+        if whole is not x:
+            x.copy_(whole)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
+        return self._gather(self._tensors, x.contiguous())
+
+    def broadcast(self, x: Tensor) -> None:
+        """Rank 0's values, in place."""
+        whole = x.contiguous()
+        args = (whole, whole.nbytes, next(self._tickets))
+        self._run("shared_broadcast", self._tensors, *args)
+        if whole is not x:
+            x.copy_(whole)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, equally many on each, in the order of the ranks."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        gathered = self._gather(self._compare, mine).numpy().data
+        return [bytes(gathered[i : i + len(data)]) for i in range(0, len(gathered), len(data))]
+
+    def broadcast_bytes(self, data: bytes, *, timeout_s: float | None) -> bytes:
+        """Rank 0's bytes on every rank; the others sleep until it sends some.
+
+        timeout_s: seconds; None waits for as long as the peers live.
+        """
+        if self.rank == 0:
+            for start in range(0, max(1, len(data)), _FRAME_BYTES):
+                part = data[start : start + _FRAME_BYTES]
+                self._frame_bytes[: len(part)] = part
+                has_more = int(start + _FRAME_BYTES < len(data))
+                args = (self._frame, len(part), has_more)
+                self._run("shared_send", self._ring, *args, timeout_s=timeout_s)
+            return data
+        parts, has_more = [], 1
+        while has_more:
+            self._run("shared_receive", self._ring, self._frame, timeout_s=timeout_s)
+            length, has_more = self._ring[_FIELD["length"] : _FIELD["more"] + 1].tolist()
+            parts.append(bytes(self._frame_bytes[:length]))
+            timeout_s = self.timeout_s
+        return b"".join(parts)
+
+    def turns(self) -> list[int]:
+        """How many turns each rank has come to in exchanging tensors; it wraps at 2**32.
+
+        Any thread may ask at any time. The rank with the fewest is waited for by the others.
+        """
+        places = range(0, self.size * _PLACE_BYTES, _PLACE_BYTES)
+        return [int.from_bytes(self._memory[at : at + 4], "little") for at in places]
+
+    def _channel(self, start: int, size: int) -> Tensor:
+        """This rank's state of a channel; see Channel in the C++ file."""
+        ranks = max(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        is_crowded = ranks > len(os.sched_getaffinity(0))
+        spin = _CROWDED_SPIN_NS if is_crowded else _SPIN_NS
+        state = torch.zeros(len(_FIELD), dtype=torch.int64)
+        state[:5] = torch.tensor([self.base + start, self.rank, self.size, size, spin])
+        return state
+
+    def _gather(self, channel: Tensor, x: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
+        row_bytes = x.shape[-1] * x.element_size()
+        args = (x, out, x.nbytes, row_bytes, next(self._tickets))
+        self._run("shared_all_gather", channel, *args)
+        return out
+
+    def _run(
+        self, name: str, channel: Tensor, *args: Tensor | int, timeout_s: float | None = -1.0
+    ) -> None:
+        code = native.call(name, channel, *args)
+        if code != _DONE:
+            limit = self.timeout_s if timeout_s == -1.0 else timeout_s
+            self._wait(code, name, channel, args, limit)
+
+    def _wait(
+        self, code: int, name: str, channel: Tensor, args: tuple[Tensor | int, ...],
+        limit: float | None,
+    ) -> None:  # fmt: skip
+        """Call again until done. Each call sleeps for up to 100 ms.
+
+        An interrupt (Ctrl-C) of an exchange of tensors is raised after it, as the ranks would be
+        out of step; a second one at once. While no message has come, nothing is under way.
+        """
+        began, interrupt = time.monotonic(), None
+        while code != _DONE:
+            try:
+                if code == _PENDING:
+                    ended = self._ended()
+                    code = native.call(name, channel, *args)
+                    if code == _PENDING:
+                        self._check(name, channel, ended, time.monotonic() - began, limit)
+                else:
+                    raise RankError(_describe(code, name))
+            except KeyboardInterrupt as e:
+                if interrupt is not None or name in ("shared_send", "shared_receive"):
+                    raise
+                interrupt = e
+        if interrupt is not None:
+            raise interrupt
+
+    def _ended(self) -> list[int]:
+        """The ranks whose processes have ended. Ask before a last look: they may have come."""
+        fds = {fd for fd, _ in self._poll.poll(0)}
+        return [self._names[rank] for rank, fd in self._pidfds.items() if fd in fds]
+
+    def _check(
+        self, name: str, channel: Tensor, ended: list[int], waited: float, limit: float | None
+    ) -> None:
+        """RankError where what is waited for will not come."""
+        what = _describe(_PENDING, name)
+        if ended:
+            raise RankError(
+                f"{_listed(ended)} ended, while rank {self._names[self.rank]} waited in {what}: "
+                "its own message, further up, says why"
+            )
+        if limit is not None and waited > limit:
+            missing = [self._names[r] for r in self._pidfds if self._is_behind(channel, r)]
+            raise RankError(
+                f"{_listed(missing)} did not come to {what} within {limit:g} s (timed out): "
+                "stopped, slow, or making other calls than this rank"
+            )
+
+    def _is_behind(self, channel: Tensor, rank: int) -> bool:
+        if channel is self._ring and self.rank != 0:
+            return rank == 0
+        place = rank + 1 if channel is self._ring else rank
+        return bool(native.call("shared_is_behind", channel, place))
+
+
+def _describe(code: int, name: str) -> str:
+    what = name.removeprefix("shared_").replace("_", "-")
+    if code == _PENDING:
+        return {"send": "a message", "receive": "a message"}.get(what, what)
+    if code == _MISMATCH:
+        return (
+            f"another rank exchanges other tensors than this one in {what}: every rank of a group "
+            "must make the same calls with the same arguments"
+        )
+    return f"{what}: an earlier exchange was interrupted, and the ranks are out of step"
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _machine() -> str:
+    """The same on all ranks that can share memory with this one; empty where none can.
+
+    A network namespace of its own stands for a machine of its own, and so does an agent of torchrun
+    (GROUP_RANK is its number): whoever starts two of them on one host tries two machines out.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return ""
+    try:
+        os.close(os.pidfd_open(os.getpid()))  # Linux 5.3, and not every sandbox
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    except OSError:
+        return ""
+    # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.
+    shipped = (build.FOLDER / build.library_name(x) for x in build.INSTRUCTION_SETS)
+    can_load = any(path.exists() for path in shipped) or build.find_compiler() is not None
+    if not can_load or native.kernels() is None:
+        return ""
+    return "/".join([boot, *namespaces, str(os.getuid()), os.environ.get("GROUP_RANK", "")])
+
+
+def _by_machine(places: list[str]) -> list[list[int]]:
+    """The ranks of each machine, in order; those without a name for it are on one of their own."""
+    machines: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        machines.setdefault(place or f"of rank {rank}", []).append(rank)
+    return list(machines.values())
+
+
+def _channel_bytes(ranks: int) -> list[int]:
+    return [
+        native.call("shared_channel_bytes", ranks, _TENSOR_BYTES),
+        native.call("shared_channel_bytes", ranks, _COMPARE_BYTES),
+        native.call("shared_ring_bytes", ranks, _RING_BYTES),
+    ]
+
+
+def _create(ranks: int) -> int | None:
+    """The file descriptor of a new segment. Sealed: a smaller file would be a fault (SIGBUS)."""
+    import fcntl  # Linux has it; this module is imported everywhere
+
+    if ranks > _MAX_RANKS:
+        return None
+    try:
+        fd = os.memfd_create("llama-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:
+        return None
+    try:
+        os.ftruncate(fd, sum(_channel_bytes(ranks)))
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _open(pid: int, number: str, size: int) -> mmap.mmap:
+    """Map rank 0's segment; Linux allows it to the processes of the same user."""
+    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)

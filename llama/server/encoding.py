@@ -1,0 +1,114 @@
+"""What goes back over HTTP: JSON, or server-sent events while they come.
+
+In: objects. Out: ASGI responses. A stream sends a comment when nothing else has come for 15
+seconds, so that proxies keep the connection open. Whatever is being computed for a client is
+cancelled when the client leaves, whether it streams or not.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llama.server.asgi import ClientLeft, unless_client_leaves
+from llama.server.errors import ApiError
+
+KEEP_ALIVE_S = 15.0
+FIRST_S = 10.0  # then the status is sent, whatever comes
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": the answer is not ready yet\n\n"
+
+
+def to_json(content: Any) -> bytes:
+    """In UTF-8; half of a surrogate pair, which a client may have sent, as its escape."""
+    try:
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+class JsonResponse(Response):
+    """An object as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def event(content: Any, name: str | None = None) -> bytes:
+    """One server-sent event (WHATWG HTML, section 9.2); JSON has no line breaks."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + to_json(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events as they come. The generator is closed when the client leaves.
+
+    An ApiError that comes before the first event gets its own status; a later one, when the status
+    is sent, is the last event, which `error_events` makes of it.
+    keep_alive: what is sent while nothing else comes.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        error_events: Callable[[ApiError], bytes],
+        *,
+        keep_alive: bytes = _COMMENT,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]  # it is not known yet
+        self._events = events
+        self._error_events = error_events
+        self._keep_alive = keep_alive
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientLeft):
+            await unless_client_leaves(self._send(send), receive)
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            first = asyncio.ensure_future(anext(events))
+            try:
+                done, _ = await asyncio.wait([first], timeout=FIRST_S)
+                if done:
+                    first.result()  # raises while a status can still tell
+                await self._send_events(first, send)
+            finally:
+                first.cancel()
+                await asyncio.wait([first])
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_events(self, first: asyncio.Future[bytes], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        comments = asyncio.create_task(self._keep_open(send))
+        try:
+            await _send_part(send, await first)
+            async for each in self._events:
+                self._last_sent = time.monotonic()
+                await _send_part(send, each)
+        except ApiError as e:
+            await _send_part(send, self._error_events(e))
+        finally:
+            comments.cancel()
+
+    async def _keep_open(self, send: Send) -> None:
+        self._last_sent = time.monotonic()
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S / 3)
+            if time.monotonic() - self._last_sent >= KEEP_ALIVE_S:
+                self._last_sent = time.monotonic()
+                await _send_part(send, self._keep_alive)
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,147 @@
+"""One server process: listens at once, loads the model, serves, and ends in order.
+
+In: the flags of `llama serve`. Out: an exit code. The event loop runs in a thread of its own, since
+the main thread loads the model and then leads the other ranks. SIGTERM or Ctrl-C: no new requests,
+those that run are finished within `drain_s`, and the process ends; a second one ends it at once.
+"""
+
+import gc
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from llama.prompts import ToolFormat
+from llama.server.app import make_app
+from llama.server.protocol import MAX_HEADER_BYTES, bounded_protocol
+from llama.server.service import Limits, Service
+
+if TYPE_CHECKING:
+    from llama.generation import Llama
+
+_POLL_S = 0.05
+_BROKEN_S = 1.0  # for everyone's 500 after a step that failed, and for a load balancer to see it
+_LAST_WORDS_S = 2.0  # for responses that are being sent when the server ends
+
+
+class Server:
+    """The HTTP side of one process. ValueError or OSError where it cannot listen."""
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        host: str,
+        port: int,
+        api_keys: list[str],
+        limits: Limits,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        loopback = host in ("127.0.0.1", "localhost", "::1")
+        if not loopback and not api_keys:
+            raise ValueError(
+                f"--host {host} lets other machines in, so a key is needed: give --api_key or "
+                "LLAMA_API_KEY, or leave --host out"
+            )
+        self.service = Service(model_name, limits, tool_format)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        self.port: int = self._socket.getsockname()[1]
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                make_app(self.service, api_keys=api_keys, loopback=loopback),
+                http=bounded_protocol(),
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=int(_LAST_WORDS_S),
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            )
+        )
+        self._thread = threading.Thread(target=self._serve, name="llama-http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _serve(self) -> None:
+        self._uvicorn.run(sockets=[self._socket])
+
+    def open(self, llama: "Llama") -> None:
+        """Requests may come."""
+        llama.llm_engine.grammars.warm_up()
+        gc.collect()
+        gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
+        self.service.start(llama)
+        watch = llama.model.parallel.watch
+        if watch is not None:
+            watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
+
+    def serve(self, drain_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
+        service = self.service
+        while not (is_asked_to_stop() or service.has_failed):
+            time.sleep(_POLL_S)
+        service.drain()
+        end = time.monotonic() + drain_s
+        while service.num_active and time.monotonic() < end and not service.has_failed:
+            time.sleep(_POLL_S)
+        failed = service.has_failed
+        if failed:
+            self._break_off()
+            time.sleep(_BROKEN_S)
+        assert service.engine is not None
+        service.engine.close()
+        self.stop()
+        if failed:  # its clients may all have left: then nobody else says what it was
+            cause = service.engine.failure
+            raise RuntimeError("a step of the model failed, so the server ends") from cause
+
+    def _break_off(self, *, is_failure: bool = True) -> None:
+        """Everyone gets 500, or 503 after a second signal, if it can be sent soon: this is the end.
+
+        The watch of the ranks calls it, too, when the main thread may be in a step for ever.
+        """
+        self.service.break_off(is_failure=is_failure)
+        end = time.monotonic() + _BROKEN_S
+        while self.service.num_active and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """Send what is being sent, and end the thread."""
+        self._uvicorn.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(2 * _LAST_WORDS_S)
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM or Ctrl-C has come, in a process alone; a second raises KeyboardInterrupt."""
+    came = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came.is_set():
+            raise KeyboardInterrupt
+        came.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def log_to_stderr() -> None:
+    """Lines of the server and of uvicorn, with the time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("llama.server", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "llama.server" else logging.WARNING)

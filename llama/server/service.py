@@ -1,0 +1,298 @@
+"""What all routes share: the model, whether it can be asked, and who may ask now.
+
+In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Beyond `max_queue`
+sequences that wait, a request is refused at once; the others wait in the engine, in the order of
+their arrival. It knows no HTTP and no bodies.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from llama.prompts import ToolFormat, tool_format_of
+from llama.requests.async_engine import AsyncLLMEngine
+from llama.requests.request import Request, RequestOutput
+from llama.sampling_params import SamplingParams
+from llama.server.errors import ApiError, broken, shutting_down
+from llama.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from llama.generation import Llama
+
+_PARAMS = ("logit_bias", "stop_token_ids", "structured_output")  # what `prepare` may complain of
+_PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
+log = logging.getLogger("llama.server")
+
+
+class State(Enum):
+    """loading: there is no model yet. draining: what runs is finished, and nothing new begins.
+    broken: a step failed; the process ends."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_queue: sequences that may wait beside those that run. max_wait_s: seconds until the first
+    token. max_body_bytes: of a request. max_prompts: of one body."""
+
+    max_queue: int = 1024
+    max_wait_s: float = 600.0
+    max_body_bytes: int = 8 * 2**20
+    max_prompts: int = 256
+
+
+@dataclass
+class Ticket:
+    """One HTTP request that was let in; what the log line says of it."""
+
+    request_id: str
+    requests: list[Request]
+    began: float = field(default_factory=time.monotonic)
+    came: dict[int, float] = field(default_factory=dict)  # when the last output of a prompt did
+    first_token_s: float | None = None
+    status: int = 200
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        answers = (answer for request in self.requests for answer in request.answers)
+        return sum(answer.finish_reason is None for answer in answers)
+
+
+class Service:
+    """The state of one server. All of it is used in the server's event loop, but `start`, `drain`,
+    `has_failed`, `break_off` and `num_active`, which other threads use."""
+
+    def __init__(
+        self, model_name: str, limits: Limits, tool_format: ToolFormat | None = None
+    ) -> None:
+        self.model_name = model_name
+        self.limits = limits
+        self._tool_format = tool_format
+        self.state = State.LOADING
+        self.created = int(time.time())
+        self.num_active = 0  # sequences that were let in and whose requests have not ended
+        self._tickets: dict[int, Ticket] = {}
+        self.metrics = Metrics(self)
+        self.llama: Llama | None = None
+        self.engine: AsyncLLMEngine | None = None
+
+    def start(self, llama: "Llama") -> None:
+        """The model is loaded: requests may come."""
+        self.llama, self.engine = llama, AsyncLLMEngine(llama)
+        self.state = State.READY
+
+    def drain(self) -> None:
+        """Nothing new begins."""
+        if self.state is not State.BROKEN:
+            self.state = State.DRAINING
+
+    @property
+    def has_failed(self) -> bool:
+        """A step failed, though its clients may all have left."""
+        failure = self.engine and self.engine.failure
+        return self.state is State.BROKEN or failure is not None
+
+    def break_off(self, *, is_failure: bool = True) -> None:
+        """The model cannot go on: all that runs or waits is answered with 500, else with 503.
+
+        A rank that is gone may have left this one in a step that does not end: nothing here waits.
+        """
+        self.state = State.BROKEN if is_failure else State.DRAINING
+        if self.engine is not None:
+            self.engine.engine.close()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that run or wait."""
+        return sum(ticket.num_unfinished for ticket in list(self._tickets.values()))
+
+    def loaded(self) -> "Llama":
+        """The model; ApiError 503 while there is none, or when requests are no longer taken."""
+        if self.state is State.LOADING:
+            raise ApiError(503, "the model is being loaded: try again", retry_after=5)
+        if self.state is not State.READY or self.llama is None:
+            raise shutting_down()
+        return self.llama
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The one given, else that of the checkpoint's generation."""
+        return self._tool_format or tool_format_of(self.loaded())
+
+    def now(self) -> int:
+        """Seconds since 1970, for the bodies of responses."""
+        return int(time.time())
+
+    @property
+    def max_running(self) -> int:
+        return self.loaded().model.params.max_batch_size
+
+    async def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        param: str = "prompt",
+        form_field: str | None = None,
+        ends_with_context: bool = False,
+    ) -> Request:
+        """A checked request. ApiError 400 names the field of the body where the prompt was, or the
+        form of the answer. ends_with_context: where prompt and max_tokens are more than the
+        context, the answer ends with the context; else that is an error."""
+        tokenizer = self.loaded().tokenizer
+        if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
+            names = {i: name for name, i in tokenizer.special_tokens.items()}
+            prompt = prompt.removeprefix(names[tokenizer.bos_id])
+        self._check_room(1)  # before the work, and again when the number of sequences is known
+        assert self.engine is not None
+        try:
+            async with asyncio.timeout(_PREPARE_S):
+                request = await self.engine.prepare(prompt, params, "", index=index)
+        except (TypeError, ValueError) as e:
+            message = str(e)
+            named = next((n for n in _PARAMS if message.startswith(n)), "")
+            if named == "structured_output":
+                named = form_field or named
+            raise ApiError(400, message, param=named or param) from None
+        except TimeoutError:
+            raise ApiError(
+                400,
+                f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or "
+                "ask for a simpler form",
+                param=form_field or param,
+            ) from None
+        except RuntimeError:
+            raise shutting_down() from None
+        if not ends_with_context:
+            self._check_context(request.answers[0].sequence.num_prompt, params.max_tokens)
+        return request
+
+    def _check_context(self, num_prompt: int, max_tokens: int | None) -> None:
+        """ApiError 400 where the context has no room for all that was asked for."""
+        most = self.loaded().model.params.max_seq_len
+        if max_tokens is not None and num_prompt + max_tokens > most:
+            raise ApiError(
+                400,
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
+                f"of {most} tokens: ask for fewer",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _check_room(self, count: int) -> None:
+        """ApiError 503 where the queue has no room for so many sequences."""
+        room = self.max_running + self.limits.max_queue - self.num_active
+        if count > room and self.num_active:
+            self.metrics.refused.inc()
+            raise ApiError(
+                503,
+                f"the queue is full: {self.num_active} sequences run or wait; try again",
+                retry_after=self._seconds_of_queue(),
+            )
+
+    @contextlib.contextmanager
+    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[Ticket]:
+        """While it is open, the requests count as running or waiting; ApiError 503 where the queue
+        is full."""
+        count = sum(len(request.answers) for request in requests)
+        self._check_room(count)
+        self.num_active += count
+        ticket = Ticket(request_id, requests)
+        self._tickets[id(ticket)] = ticket
+        try:
+            yield ticket
+        except ApiError as e:
+            ticket.status, e.is_logged = e.status, True
+            raise
+        finally:
+            self.num_active -= count
+            del self._tickets[id(ticket)]
+            self.metrics.finish(ticket)
+            _log(ticket)
+
+    def _seconds_of_queue(self) -> int:
+        """When there may be room again: as long as a request took of late, within a minute."""
+        return max(1, min(60, math.ceil(self.metrics.recent_seconds)))
+
+    async def outputs(
+        self, requests: list[Request], request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one HTTP request, as they come.
+
+        ApiError 500 where the step failed; 503 where the queue is full, the first output took too
+        long, or the server ends.
+        """
+        assert self.engine is not None
+        stream = self.engine.stream(requests)
+        with self._admitted(requests, request_id) as ticket:
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in self._watched(outputs, ticket):
+                    yield output
+
+    async def _watched(
+        self, outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket
+    ) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            yield await self._first(outputs, ticket)
+            async for output in outputs:
+                self._check(output, ticket)
+                yield output
+        except ApiError:
+            raise
+        except Exception:
+            if self.state is not State.BROKEN:  # the first of those that were in the step
+                self.state = State.BROKEN
+                log.exception("a step failed: the server ends")
+            raise broken() from None
+
+    async def _first(
+        self, outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket
+    ) -> RequestOutput:
+        try:
+            async with asyncio.timeout(self.limits.max_wait_s):
+                output = await anext(outputs)
+        except TimeoutError:
+            raise ApiError(
+                503,
+                f"no token came within {self.limits.max_wait_s:.0f} s: try again later",
+                retry_after=self._seconds_of_queue(),
+            ) from None
+        ticket.first_token_s = time.monotonic() - ticket.began
+        self._check(output, ticket)
+        return output
+
+    def _check(self, output: RequestOutput, ticket: Ticket) -> None:
+        self.metrics.token_came(ticket, output)
+        if output.error is not None:
+            raise ApiError(500, output.error)
+        if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
+            raise broken() if self.state is State.BROKEN else shutting_down()
+
+
+def _log(ticket: Ticket) -> None:
+    """One line for each request; never its text."""
+    answers = [answer for request in ticket.requests for answer in request.answers]
+    firsts = [request.answers[0].sequence for request in ticket.requests]
+    log.info(
+        "%s: %d, %d prompt tokens (%d cached), %d generated, ended by %s, first after %s, %.3f s",
+        ticket.request_id,
+        ticket.status,
+        sum(seq.num_prompt for seq in firsts),
+        sum(seq.num_cached for seq in firsts),
+        sum(answer.num_read for answer in answers),
+        ",".join(dict.fromkeys(str(answer.finish_reason) for answer in answers)),
+        "no token" if ticket.first_token_s is None else f"{ticket.first_token_s:.3f} s",
+        time.monotonic() - ticket.began,
+    )

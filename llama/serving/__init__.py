@@ -1,1 +1,0 @@
-"""Other ways in than Meta's API: model workers, and the bodies of OpenAI's API."""

@@ -1,0 +1,211 @@
+"""The two files of a batch job: what is refused before a job, and what other programs do to them.
+
+Real files; the oracle is the output of a job that nothing disturbed.
+"""
+
+import errno
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.batch import written
+from llama.cli.batch.files import Line, Results, check_files, read_lines
+from llama.cli.batch.job import run_batch
+
+fork = multiprocessing.get_context("fork")
+
+
+def in_child(call: Callable[[], None]) -> None:
+    """Run the call in a forked process; fail where it fails."""
+    child = fork.Process(target=call)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def refused(kind: type[Exception], message: str, in_path: object, out_path: object) -> None:
+    with pytest.raises(kind, match=message):
+        check_files(str(in_path), str(out_path), resume=False)
+
+
+def test_what_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_path):
+    """And neither the check that passes nor the one that fails leaves a file behind."""
+    (tmp_path / "in").write_text("hello\n")
+    check_files(str(tmp_path / "in"), str(tmp_path / "out"), resume=False)
+    refused(ValueError, "is a folder or a device", tmp_path / "in", tmp_path)
+    refused(ValueError, "is a folder or a device", tmp_path / "in", "/dev/null")
+    refused(OSError, "results cannot be written there", tmp_path / "in", tmp_path / "none" / "out")
+    refused(OSError, "results cannot be written there", tmp_path / "in", "/proc/out")
+    (tmp_path / "link").symlink_to("/proc/out")
+    refused(OSError, "results cannot be written there", tmp_path / "in", tmp_path / "link")
+    refused(ValueError, "is a folder: name a file with a request", tmp_path, tmp_path / "out")
+    refused(FileNotFoundError, "none", tmp_path / "none", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["in", "link"]
+
+
+def test_an_output_without_permission_is_refused_before_the_model_is_loaded():
+    with tempfile.TemporaryDirectory() as name:  # every user can enter it, unlike tmp_path
+        folder = Path(name)
+        (folder / "in").write_text("hello\n")
+        (folder / "out").touch()
+        (folder / "out").chmod(0o444)
+        folder.chmod(0o555)
+
+        def as_nobody() -> None:
+            if os.geteuid() == 0:
+                os.setuid(65534)  # root may write everywhere
+            for out in ("out", "new"):
+                refused(PermissionError, "results cannot be", folder / "in", folder / out)
+
+        in_child(as_nobody)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-16-le", "UTF-16LE"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-32", "UTF-32"),
+    ],
+)
+def test_other_encodings_are_named_with_the_remedy(encoding, name, tmp_path):
+    """Before the model is loaded; of a pipe, which is not read before, at its first line."""
+    (tmp_path / "in").write_bytes('{"prompt": "hello"}\nworld\n'.encode(encoding))
+    message = f"in is {name}, and must be UTF-8: convert it with iconv -f {name} -t UTF-8"
+    refused(ValueError, message, tmp_path / "in", tmp_path / "out")
+    with (tmp_path / "in").open("rb") as file, pytest.raises(ValueError, match=message):
+        list(read_lines(file, ""))
+
+
+def test_a_binary_input_is_refused(tmp_path):
+    (tmp_path / "in").write_bytes(b"\x7fELF\x02\x01\x01\0\0\0\0\n")
+    refused(ValueError, "has zero bytes, so it is not text", tmp_path / "in", tmp_path / "out")
+
+
+def test_two_jobs_cannot_write_one_file(tmp_path):
+    """Neither in two processes nor in one; and not after this process has read the file, which
+    would end the locks of lockf: each would do what the other does, and ids would be doubled."""
+    path = tmp_path / "out"
+
+    def is_refused() -> None:
+        with pytest.raises(ValueError, match="is being written by another job"):
+            Results(str(path))
+
+    results = Results(str(path))
+    path.read_bytes()
+    is_refused()
+    in_child(is_refused)
+    results.close()
+    in_child(lambda: Results(str(path)).close())
+    Results(str(path)).close()
+
+
+def test_a_job_does_not_start_on_the_output_of_another(llama, tmp_path):
+    (tmp_path / "in").write_text("hello\n")
+    other = Results(str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="is being written by another job"):
+        run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)
+    other.close()
+
+
+def test_a_file_system_without_locks_serves_one_rank(llama, tmp_path, monkeypatch):
+    def no_locks(*args: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    for name in ("fcntl", "lockf"):
+        monkeypatch.setattr(f"fcntl.{name}", no_locks)
+    (tmp_path / "in").write_text("hello\nworld\n")
+    run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=2)
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 2
+    with pytest.raises(OSError, match="no locks, which several ranks need"):
+        Results(str(tmp_path / "out"), first=False, max_lines=2)
+
+
+@pytest.mark.parametrize("has_ofd_locks", [True, False])
+def test_a_writer_cuts_off_what_another_left(tmp_path, monkeypatch, has_ofd_locks):
+    """A replica killed in the middle of a write, while another goes on; on kernels with locks of
+    open files, and with those of processes only."""
+    if not has_ofd_locks:
+        monkeypatch.setattr("sys.platform", "other")
+    line = Line(1, b"hello", 7)
+    first, second = Results(str(tmp_path / "out")), Results(str(tmp_path / "out"), first=False)
+    first.append(line, {"a": 1})
+    with (tmp_path / "out").open("ab") as dying:
+        dying.write(b'{"id": "batch_req_00' + b"x" * 200_000)
+    second.append(line, {"a": 2})
+    found = [json.loads(r) for r in (tmp_path / "out").read_text().splitlines()]
+    assert [record["a"] for record in found] == [1, 2]
+    first.close()
+    second.close()
+
+
+def replace(path: Path) -> None:
+    path.with_name("copy").write_bytes(path.read_bytes())
+    path.with_name("copy").replace(path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"x" * (path.stat().st_size - 1) + b"\n")
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (Path.unlink, "out was deleted while the job ran, so results are lost"),
+    (replace, "out was replaced by another file while the job ran"),
+    (cut, r"out (was cut from \d+ to \d+ bytes|has 0 records, and 8 were written) while"),
+    (overwrite, r"out has \d records, and 8 were written while the job ran"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("after", [3, 8])
+def test_a_lost_output_is_an_error(llama, tmp_path, monkeypatch, damage, message, after):
+    """Another program changes the output in the middle of a job, or behind its last record."""
+    append, count = Results.append, []
+
+    def append_and_damage(self: Results, *args: Any) -> None:
+        append(self, *args)
+        count.append(1)
+        if len(count) == after:
+            damage(tmp_path / "out")
+
+    monkeypatch.setattr(Results, "append", append_and_damage)
+    (tmp_path / "in").write_bytes(b"hello\n" * 8)
+    with pytest.raises(OSError, match=message):
+        run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=3)
+    assert not llama.engine.has_unfinished()
+    if damage is not overwrite:  # which only a look at all records finds, at the end
+        assert len(count) == after, "the job ends at the next record, not after hours"
+
+
+def test_an_input_cut_while_it_is_read_is_an_error(llama, tmp_path, monkeypatch):
+    """Half a line that is left of it is not answered; restored, the job is resumed."""
+    lines = [{"prompt": "hello", "user": "x" * 50_000, "max_tokens": 2}] * 30
+    whole = written(lines)
+    (tmp_path / "in").write_bytes(whole)
+    append = Results.append
+
+    def append_and_cut(self: Results, *args: Any) -> None:
+        append(self, *args)
+        os.truncate(tmp_path / "in", 1_025_000)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Results, "append", append_and_cut)
+        with pytest.raises(ValueError, match=r"had 15\d+ bytes, and was cut to 1025000 while the"):
+            run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"))
+    assert not llama.engine.has_unfinished()
+    (tmp_path / "in").write_bytes(whole)
+    report = run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)
+    assert 10 <= report.written < 30 and report.failed == 0
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 30

@@ -1,0 +1,398 @@
+"""The batch job: nothing lost, doubled or overwritten, whatever ends it, on any number of ranks.
+
+Real files, real processes and real kills; the oracle is the output of a job that nothing disturbed.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.batch import answers, written
+from helpers.launch import PROGRAMS, REPO, environment
+from llama import Llama
+from llama.cli import main
+from llama.cli.batch.files import Results, read_lines
+from llama.cli.batch.job import BatchReport, run_batch
+from llama.cli.batch.lines import MAX_LINE
+from llama.cli.batch.loop import Loop
+
+WORDS = "one two three four five six seven eight nine ten".split()
+SIZES = ["--max_seq_len", "128", "--max_batch_size", "4", "--dtype", "fp32", "--device", "cpu"]
+fork = multiprocessing.get_context("fork")
+
+
+def requests(count: int, longest: int = 12) -> list[Any]:
+    """Sampled answers of different lengths; the seventh line is bad, and some are blank."""
+    lines: list[Any] = [
+        {
+            "custom_id": f"r{i}",
+            "model": "m",
+            "prompt": " ".join(WORDS[: i % 9 + 1]),
+            "max_tokens": 4 + i % longest,
+        }
+        for i in range(count)
+    ]
+    lines[6] = "{bad"
+    return lines[:9] + [""] + lines[9:]
+
+
+def job(llama: Llama, folder: Path, name: str = "out", *, resume: bool = False) -> BatchReport:
+    return run_batch(llama, str(folder / "in"), str(folder / name), 1.0, resume=resume)
+
+
+def records(path: Path) -> dict[str, Any]:
+    """The records by id, each there once; without what depends on what else ran: cache hits."""
+    found = [json.loads(line) for line in path.read_bytes().splitlines()]
+    by_id = {record["id"]: record for record in found}
+    assert len(by_id) == len(found), "an id is doubled"
+    for record in found:
+        if record["response"]:
+            del record["response"]["body"]["usage"]["prompt_tokens_details"]
+    return by_id
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll. The limit is no measure: it ends a test that would never end."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.002)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_llama, tmp_path_factory) -> Path:
+    """A folder with an input of 90 requests, `in`, and its results, `whole`."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "in").write_bytes(written(requests(90)))
+    torch.set_num_threads(1)  # as in the tests: a module's fixture comes before `single_thread`
+    report = job(shared_llama, folder, "whole")
+    assert report == BatchReport(written=90, failed=1)
+    assert len(records(folder / "whole")) == 90
+    return folder
+
+
+def test_kill_minus_nine_at_twenty_random_moments(llama, undisturbed):
+    """A forked child runs the job, and dies by SIGKILL after some more records; the next child
+    resumes. In the end the results are those of the undisturbed job, every id once."""
+    folder, rng, kills = undisturbed, random.Random(3), 0
+    out = folder / "killed-0"
+    while kills < 20:
+        enough = num_lines(out) + rng.randint(0, 8)
+        child = fork.Process(target=job, args=(llama, folder, out.name), kwargs={"resume": True})
+        child.start()
+        wait_until(lambda: num_lines(out) >= enough or not child.is_alive())  # noqa: B023
+        child.kill()
+        child.join()
+        if num_lines(out) < 90:
+            kills += 1
+        else:  # it was done before: begin again, for 20 kills in the middle of a job
+            assert records(out) == records(folder / "whole")
+            out = folder / f"killed-{kills}"
+    job(llama, folder, out.name, resume=True)
+    assert records(out) == records(folder / "whole")
+
+
+@pytest.mark.parametrize("tail", [b"{", b'{"id": "batch_r', b'{"id": "batch_req_00000', None])
+def test_a_torn_last_line_is_mended(llama, undisturbed, tail):
+    """What a killed writer left of a record is cut off, and its request is done again."""
+    folder, out = undisturbed, undisturbed / "torn"
+    whole = (folder / "whole").read_bytes().splitlines(keepends=True)
+    torn = whole[41][:-1] if tail is None else tail  # whole but for its line end
+    out.write_bytes(b"".join(whole[:40]) + torn)
+    assert job(llama, folder, "torn", resume=True).written == 50
+    assert records(out) == records(folder / "whole")
+    assert out.read_bytes().startswith(b"".join(whole[:40]))
+
+
+def test_a_full_disk_leaves_whole_records(llama, undisturbed):
+    """A write that has no room for its whole record ends the job, and leaves no part of it."""
+
+    def run_small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with pytest.raises(OSError, match=r"File too large|no room"):
+            job(llama, undisturbed, "full")
+        assert not llama.engine.has_unfinished(), "the requests that ran beside it run on"
+
+    child = fork.Process(target=run_small)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    out = undisturbed / "full"
+    assert 19_000 < out.stat().st_size <= 20_000 and out.read_bytes().endswith(b"}\n")
+    job(llama, undisturbed, "full", resume=True)
+    assert records(out) == records(undisturbed / "whole")
+
+
+def test_what_is_not_ours_is_refused_and_left_alone(llama, undisturbed, tmp_path):
+    """An output that exists, another input, other flags, another program's file: each an error
+    that says so, before a byte of the output changes."""
+    whole = (undisturbed / "whole").read_bytes()
+    (tmp_path / "out").write_bytes(whole)
+    lines = requests(90)
+
+    def refused(kind: type[Exception], message: str, *args: Any, resume: bool = True) -> None:
+        (tmp_path / "in").write_bytes(written(lines))
+        before = (tmp_path / "out").read_bytes()
+        with pytest.raises(kind, match=message):
+            paths = str(tmp_path / "in"), str(tmp_path / "out")
+            run_batch(llama, *paths, *(args or (1.0,)), resume=resume)
+        assert (tmp_path / "out").read_bytes() == before
+
+    refused(FileExistsError, "has results already: add --resume", resume=False)
+    refused(ValueError, "line 1 or the flags are not those", 0.5)
+    lines[20] = {**lines[20], "custom_id": "other"}
+    refused(ValueError, "line 21 or the flags are not those")
+    lines[20:] = requests(90)[20:80]
+    refused(ValueError, "a result of line 91, but the input ends at line 80")
+    for mine in (b"my notes\n", b"my notes", whole + b"my notes\n", whole + b"{}\n", whole + b"{}"):
+        (tmp_path / "out").write_bytes(mine)
+        refused(ValueError, "is not a result of this input|does not end in a result")
+    number = whole.replace(b"batch_req_000000000001_", b"batch_req_999999999999_")
+    (tmp_path / "out").write_bytes(number)
+    refused(ValueError, "is not a result of this input")
+    (tmp_path / "in").unlink()
+    with pytest.raises(FileNotFoundError, match="in"):
+        job(llama, tmp_path)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_the_first_result_comes_before_the_last_line(llama, tmp_path):
+    """Input through a pipe: its writer goes on only when the results of what it wrote are there,
+    but for those that wait in the batch, which has room for one more line."""
+    os.mkfifo(tmp_path / "in")
+
+    def write() -> None:
+        with (tmp_path / "in").open("wb", buffering=0) as pipe:
+            for i in range(3):
+                pipe.write(written([{"prompt": "a", "max_tokens": 2 + i} for i in range(12)]))
+                wait_until(lambda: num_lines(tmp_path / "out") >= 12 * i + 9)  # noqa: B023
+            in_time.append(True)
+
+    in_time: list[bool] = []
+    writer = threading.Thread(target=write)
+    writer.start()
+    report = job(llama, tmp_path)
+    writer.join()
+    assert report.written == 36 and in_time
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
+    """20,000 bad lines; then 200,000 done ones with three missing, and a line of 30 MB."""
+    most = [0.0]
+    append = Results.append
+
+    def append_and_look(self: Results, *args: Any) -> None:
+        append(self, *args)
+        most[0] = max(most[0], resident_mb())
+
+    monkeypatch.setattr(Results, "append", append_and_look)
+    answers(llama, tmp_path, [{"prompt": "warm up", "max_tokens": 2}] * 5)
+    (tmp_path / "in").write_bytes(b'{"prompt": "x", "tools": 1}\n' * 20_000)
+    before = resident_mb()
+    assert run_batch(llama, str(tmp_path / "in"), str(tmp_path / "bad")).failed == 20_000
+    assert most[0] - before < 4, f"{most[0] - before} MB"
+
+    line = b'{"prompt": "x", "user": "%s", "max_tokens": 2}\n' % (b"abcdefgh" * 25)
+    (tmp_path / "in").write_bytes(line * 200_003 + b'{"a": "' + b"a" * 3 * MAX_LINE)
+    salt = repr((0.6, 0.9, None, 1))
+    with (tmp_path / "in").open("rb") as file, (tmp_path / "out").open("wb") as out:
+        for number, data, line_hash in read_lines(file, salt):
+            if number % 60_000 and len(data) < MAX_LINE:
+                out.write(b'{"id": "batch_req_%012d_%08x", "error": null}\n' % (number, line_hash))
+    before, most[0] = resident_mb(), 0.0
+    report = run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)
+    assert (report.written, report.failed) == (4, 1)
+    assert most[0] - before < MAX_LINE / 1e6 * 3, f"{most[0] - before} MB"
+
+
+def test_an_interrupted_job_leaves_the_model_usable(llama, undisturbed, monkeypatch):
+    """Ctrl-C in a notebook: the results so far are in the file, and nothing runs on."""
+    step = llama.engine.step
+
+    def step_and_stop() -> list:
+        if num_lines(undisturbed / "stopped") > 20:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llama.engine, "step", step_and_stop)
+        job(llama, undisturbed, "stopped")
+    assert not llama.llm_engine.has_unfinished_requests() and not llama.engine.has_unfinished()
+    assert 20 < num_lines(undisturbed / "stopped") < 90
+    job(llama, undisturbed, "stopped", resume=True)
+    assert records(undisturbed / "stopped") == records(undisturbed / "whole")
+
+
+def test_an_empty_input_and_an_empty_output(llama, tmp_path):
+    (tmp_path / "in").write_bytes(b"\n \n")
+    (tmp_path / "out").write_bytes(b"")
+    assert job(llama, tmp_path) == BatchReport(0, 0)
+    assert job(llama, tmp_path, "new", resume=True) == BatchReport(0, 0)
+
+
+def test_the_progress_bar_tells_requests_rate_and_time_left(llama, undisturbed, capsys):
+    paths = str(undisturbed / "in"), str(undisturbed / "barred")
+    run_batch(llama, *paths, 1.0, progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "100%" in last and " 90/90 " in last and "tokens/s" in last
+
+
+def script(*args: str | Path) -> list[str]:
+    return [sys.executable, str(REPO / "scripts" / "batch_completion.py"), *map(str, args)]
+
+
+def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
+    """Ctrl-C: 130, and nothing finished is lost; resumed, with a bad line in it: 0; an output that
+    exists: 2, before weights are looked for; all well: 0."""
+    (tmp_path / "in").write_bytes(written(requests(90, 40)))
+    flags = ["--ckpt_dir", checkpoint_dir[0], *SIZES, "--temperature", "1"]
+    command = script(tmp_path / "in", tmp_path / "out", *flags)
+    running = subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, text=True,
+        # A shell starts what it puts in the background deaf to Ctrl-C, and so all of its children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    wait_until(lambda: num_lines(tmp_path / "out") >= 10 or running.poll() is not None)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    assert "add --resume" in errors and "Traceback" not in errors
+    before = len(records(tmp_path / "out"))
+    assert 10 <= before < 90
+
+    done = subprocess.run([*command, "--resume"], env=environment(), capture_output=True, text=True)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0 and f"results added {90 - before}, errors in it 1" in told
+    assert "| ranks 1 | float32" in told and "Traceback" not in told
+    job(llama, tmp_path, "whole")
+    assert records(tmp_path / "out") == records(tmp_path / "whole")
+    files = str(tmp_path / "in"), str(tmp_path / "out")
+    assert main(["batch", *files, "--ckpt_dir", str(tmp_path / "no weights")]) == 2
+    told = capfd.readouterr().err
+    assert "error: " in told and "add --resume" in told
+    (tmp_path / "in").write_text("hello\nworld\n")
+    fine = files[0], str(tmp_path / "fine")
+    assert main(["batch", *fine, *map(str, flags), "--max_gen_len", "3"]) == 0
+
+
+def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launch, f"--nproc_per_node={world}", *map(str, command)],
+        env=environment(), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def test_the_last_sums_of_a_replica_are_read():
+    """It adds its last results and says that it has finished after this one read the results, and
+    before it read who has finished: a report once said 85 lines of 90."""
+    sums = {"finished": 1, "written": 85}
+    posts = iter([{"finished": 2}, {"written": 90}])
+    job = object.__new__(Loop)
+    job.num_replicas = 2
+    job.tally = SimpleNamespace(sums=sums)  # type: ignore[assignment]
+    job._post = lambda **counts: sums.update(next(posts))  # type: ignore[method-assign]
+    job._wait_for_replicas()
+    assert sums["written"] == 90
+
+
+@pytest.mark.slow
+def test_replicas_share_the_lines(undisturbed, checkpoint_dir):
+    """Two replicas of two ranks. Each takes what it has room for, so that one that waits does less;
+    no line is lost or doubled, and the answers are those of one process. A second job of the same
+    processes works too."""
+    folder = undisturbed / "replicas"
+    folder.mkdir()
+    (folder / "in").write_bytes((undisturbed / "in").read_bytes())
+    done = torchrun(4, PROGRAMS / "batch_ranks.py", checkpoint_dir[0], "2", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("out", "again"):
+        assert records(folder / name) == records(undisturbed / "whole")
+    ranks = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(4)]
+    for first, resumed, again in ranks:
+        assert first[:2] == again[:2] == [90, 1] and resumed == [0, 1, 0]
+    late, other = ranks[0][0][2], ranks[-1][0][2]
+    assert 0 < late < other, "the replica that waits takes part, and does less"
+
+
+@pytest.mark.slow
+def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
+    """Model-parallel: one writes, and the results are those of one process."""
+    out = undisturbed / "mp2"
+    program = script(undisturbed / "in", out, "--ckpt_dir", checkpoint_dir[0], *SIZES)[1:]
+    done = torchrun(2, *program, "--temperature", "1")
+    assert done.returncode == 0, done.stderr
+    assert "results added 90, errors in it 1" in done.stderr
+    assert records(out) == records(undisturbed / "whole")
+
+
+@pytest.mark.slow
+def test_a_killed_replica_loses_nothing(llama, checkpoint_dir, tmp_path):
+    """kill -9 of one of two replicas: torchrun ends the other, and one process does the rest."""
+    (tmp_path / "in").write_bytes(written(requests(140, 20)))
+    program = script(tmp_path / "in", tmp_path / "out", "--ckpt_dir", checkpoint_dir[0], *SIZES)[1:]
+    program += ["--temperature", "1", "--model_parallel_size", "1"]
+    results: list[subprocess.CompletedProcess] = []
+    launch: Callable[[], None] = lambda: results.append(torchrun(2, *program))  # noqa: E731
+    thread = threading.Thread(target=launch)
+    thread.start()
+    wait_until(lambda: num_lines(tmp_path / "out") >= 20 or not thread.is_alive())
+    os.kill(writer_of(tmp_path / "out"), signal.SIGKILL)
+    thread.join()
+    assert results[0].returncode != 0
+    assert 20 <= num_lines(tmp_path / "out") < 140
+    job(llama, tmp_path, "out", resume=True)
+    job(llama, tmp_path, "whole")
+    assert records(tmp_path / "out") == records(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_replicas_killed_at_random_moments_lose_and_double_nothing():
+    """A rank or torchrun is killed, before the ranks have met, too; the program checks that all is
+    gone after each kill, and the records in the end. By hand it makes 200 kills."""
+    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "80"]
+    path = os.pathsep.join([str(REPO), str(REPO / "tests")])
+    done = subprocess.run(
+        program, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["kills"] == 5 and counts["jobs"] > 0
+
+
+def writer_of(path: Path) -> int:
+    """A process that has the file open, by Linux's /proc."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if link.resolve() == path.resolve():
+                return int(link.parts[2])
+        except OSError:
+            continue
+    raise AssertionError(f"nobody writes {path}")

@@ -1,0 +1,234 @@
+"""Every form of a batch line, each bad one with its message, and the records of the answers.
+
+The oracle is Meta's own API: the same prompts through text_completion and chat_completion.
+"""
+
+import math
+from typing import Any
+
+import pytest
+
+from helpers.batch import answers
+from llama.cli.batch.job import run_batch
+from llama.cli.batch.lines import MAX_LINE, parse_line, read_request
+from llama.requests.request import derived_seed
+from llama.sampling_params import SamplingParams
+from llama.server.openai.requests import CHAT_URL, TEXT_URL
+
+HELLO = [{"role": "user", "content": "Hello"}]
+PROMPTS = ["Hello", "Bonjour", "an apple  a day ", "1, 2, 3", "é漢😀"]
+
+
+def text_of(record: dict[str, Any], choice: int = 0) -> str:
+    assert record["error"] is None, record
+    found = record["response"]["body"]["choices"][choice]
+    return found["text"] if "text" in found else found["message"]["content"]
+
+
+def openai(body: dict[str, Any], **more: Any) -> dict[str, Any]:
+    url = CHAT_URL if "messages" in body else TEXT_URL
+    return {"custom_id": "me", "method": "POST", "url": url, "body": body, **more}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_form_gives_the_answers_of_the_api(llama, tmp_path, temperature):
+    """OpenAI's batch form, plain lines and a text file: the texts of text_completion, whatever ran
+    beside them; chats, those of chat_completion. The samples are those of one call with all lines,
+    with the build's seed, also where the other lines were done before."""
+    done = llama.text_completion(PROMPTS, temperature, 0.9, 12, seed=llama.seed)
+    wanted = [r["generation"] for r in done]
+    dialogs: list[Any] = [HELLO, [{"role": "system", "content": "Be brief."}, *HELLO]]
+    replies = [
+        llama.chat_completion([d], temperature, 0.9, 12, seed=derived_seed(llama.seed, line))[0]
+        for line, d in enumerate(dialogs, len(PROMPTS))
+    ]
+    chats = [r["generation"]["content"] for r in replies]
+    plain = [{"prompt": prompt} for prompt in PROMPTS] + [{"messages": d} for d in dialogs]
+    found = answers(llama, tmp_path, plain, temperature, 0.9, 12)
+    assert [text_of(record) for record in found] == wanted + chats
+    found = answers(llama, tmp_path, PROMPTS, temperature, 0.9, 12)
+    assert [text_of(record) for record in found] == wanted
+    settings = {"temperature": temperature, "top_p": 0.9, "max_tokens": 12}
+    lines = [openai({**request, **settings}) for request in plain]
+    found = answers(llama, tmp_path, lines)
+    assert [text_of(record) for record in found] == wanted + chats
+
+
+def test_records_are_openais(llama, tmp_path):
+    """Every key of the batch output object, its completion and its usage; blank lines count."""
+    lines = ["", {"prompt": "Hi", "model": "mine"}, "   ", openai({"messages": HELLO})]
+    text, chat = answers(llama, tmp_path, lines, 0.0, 0.9, 3, model="tiny")
+    assert text["id"].startswith("batch_req_000000000002_")
+    assert (text["custom_id"], chat["custom_id"]) == ("line-2", "me")
+    assert text["response"] == {
+        "status_code": 200,
+        "request_id": "line-2",
+        "body": {
+            "id": "cmpl-line-2",
+            "object": "text_completion",
+            "created": 0,
+            "model": "mine",
+            "choices": [
+                {
+                    "index": 0,
+                    "text": text_of(text),
+                    "logprobs": None,
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": 3,
+                "completion_tokens": 3,
+                "total_tokens": 6,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+        },
+    }
+    body = chat["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": text_of(chat)}
+
+
+def test_log_probabilities(llama, tmp_path):
+    """Both of OpenAI's layouts hold the numbers of text_completion(logprobs=True)."""
+    body = {"prompt": "Hello", "max_tokens": 6, "temperature": 0}
+    dialog: Any = HELLO
+    messages = {"messages": dialog, "max_completion_tokens": 6, "temperature": 0, "logprobs": True}
+    lines = [body | {"logprobs": 2}, messages | {"top_logprobs": 3}, messages]
+    text, chat, bare = answers(llama, tmp_path, lines)
+    (wanted,) = llama.text_completion(["Hello"], 0.0, 0.9, 6, logprobs=True)
+    scores = text["response"]["body"]["choices"][0]["logprobs"]
+    assert scores["tokens"] == wanted["tokens"]
+    assert scores["token_logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+    assert scores["text_offset"][0] == 0 and len(scores["text_offset"]) == 6
+    for token, score, top in zip(
+        scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True
+    ):
+        assert 1 <= len(top) <= 2 and max(top.values()) == score  # greedy: the likeliest
+        assert token in top
+    (answer,) = llama.chat_completion([dialog], 0.0, 0.9, 6, logprobs=True)
+    content = chat["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == answer["tokens"]
+    assert [e["logprob"] for e in content] == pytest.approx(answer["logprobs"], abs=1e-4)
+    assert all(len(entry["top_logprobs"]) == 3 for entry in content)
+    assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in content)
+    content = bare["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in content)
+
+
+def test_several_answers_a_line(llama, tmp_path):
+    lines = [{"prompt": "Hello", "n": 3, "best_of": 4, "seed": 5, "max_tokens": 8}] * 2
+    one, other = answers(llama, tmp_path, lines, 1.0)
+    texts = [text_of(one, i) for i in range(3)]
+    assert texts == [text_of(other, i) for i in range(3)] and len(set(texts)) > 1
+    assert [c["index"] for c in one["response"]["body"]["choices"]] == [0, 1, 2]
+
+
+def test_a_text_file_is_prompts_as_they_stand(llama, tmp_path):
+    """Spaces count, a line end of either kind does not, and JSON further down is text."""
+    lines = [b"\xef\xbb\xbfHello  \r", '{"prompt": "x"}', b"caf\xe9", "last"]
+    found = answers(llama, tmp_path, lines, 0.0, 0.9, 4)
+    wanted = llama.text_completion(["Hello  ", '{"prompt": "x"}', "last"], 0.0, 0.9, 4)
+    texts = [text_of(found[i]) for i in (0, 1, 3)]
+    assert texts == [result["generation"] for result in wanted]
+    assert found[2]["error"]["message"] == "the line is not UTF-8 at byte 4: unexpected end of data"
+    (tmp_path / "in").write_bytes(b"no end")
+    (tmp_path / "out").unlink()
+    run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), max_gen_len=2)
+    assert len((tmp_path / "out").read_text().splitlines()) == 1
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
+BAD: list[tuple[Any, str]] = [
+    ('{"prompt": ', "the line is not JSON: Expecting value at character 12"),
+    ("plain words", "the line is not JSON: Expecting value at character 1"),
+    ("[1]", "the line must be a JSON object, as the first line of the file is"),
+    (b'{"prompt": "\xff"}', "the line is not UTF-8 at byte 13: invalid start byte"),
+    ("[" * 100_000, "the line's JSON is nested too deeply"),
+    ('{"seed": %s}' % ("9" * 5000), "Exceeds the limit (4300 digits)"),
+    (b'{"prompt": "' + b"a" * MAX_LINE, f"the line has more than {MAX_LINE} bytes"),
+    ({"messages": HELLO, "prompt": "x"}, "must have a prompt, messages, or a url and a body"),
+    ({"custom_id": "me"}, "must have a prompt, messages, or a url and a body"),
+    ({"prompt": "x", "custom_id": 7}, "custom_id must be a string, got a number"),
+    ({"prompt": ["a", "b"]}, "prompt has 2 entries: give each a line of its own"),
+    ({"prompt": [1, "b"]}, "holds 'b'"),
+    ({"prompt": "a", "stream": True}, "stream must be false: a line gets one record"),
+    ({"prompt": [512]}, "holds 512"),
+    ({"prompt": "x" * 300}, "has 301 tokens"),
+    ('{"prompt": "x", "temperature": NaN}', "temperature=nan must be a number from 0 to 100"),
+    ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias has the token id 999"),
+    ({"prompt": "x", "tools": []}, "'tools' cannot be used in a completion request"),
+    ({"messages": HELLO, "tools": [NOW]}, "tools cannot be used with this model"),
+    ({"messages": []}, "messages must be a list of at least one message"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "message 0: unknown role 'boss'"),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "message 0: content must be a str, or a"),
+    (openai({"prompt": "x"}, method="GET"), "method='GET' must be POST"),
+    (openai({"prompt": "x"}, url="/v1/embeddings"), "url='/v1/embeddings' must be /v1/chat/"),
+    ({**openai({"prompt": "x"}), "body": None}, "body must be an object, got null"),
+    (openai({"prompt": "x"}, url=CHAT_URL), "'prompt' cannot be used in a chat request"),
+    (openai({"prompt": "x"}, extra=1), "'extra' cannot be used in the line, beside its body"),
+    ({"body": {"prompt": "x"}}, "url=None must be /v1/chat/completions or /v1/completions"),
+]
+
+
+def test_each_bad_line_is_a_record_with_its_number(llama, tmp_path):
+    """Every one says what is wrong, and the good lines around it are answered."""
+    lines: list[Any] = [{"prompt": "first"}]
+    for bad, _ in BAD:
+        lines += [bad, {"prompt": "between"}]
+    found = answers(llama, tmp_path, lines, 0.0, 0.9, 2)
+    assert len(found) == len(lines)
+    for i, (_, message) in enumerate(BAD):
+        record = found[2 * i + 1]
+        assert record["response"] is None
+        assert record["error"]["line"] == 2 * i + 2
+        assert record["error"]["code"] == "invalid_request"
+        assert message in record["error"]["message"], record
+        assert len(record["error"]["message"]) <= 1000
+    assert len({text_of(record) for record in found[2::2]}) == 1
+    named = next(record for record in found if record["custom_id"] == "me")
+    assert named["error"], "a bad line keeps the id that it was given"
+
+
+def test_a_broken_first_line_does_not_make_text_of_the_rest(llama, tmp_path):
+    found = answers(llama, tmp_path, ['{"prompt": "x', {"prompt": "Hello"}], 0.0, 0.9, 4)
+    assert found[0]["error"]["line"] == 1
+    assert text_of(found[1]) == llama.text_completion(["Hello"], 0.0, 0.9, 4)[0]["generation"]
+
+
+def test_a_line_of_nan_gets_an_error_and_its_neighbours_their_answers(llama, tmp_path, monkeypatch):
+    """One such line once ended the whole job, and again at every resume."""
+    lines = [{"prompt": prompt, "max_tokens": 5, "temperature": 0} for prompt in ("a", "b", "c")]
+    wanted = answers(llama, tmp_path, lines)
+    logits = llama.model.logits
+
+    def with_a_bad_row(hidden):
+        found = logits(hidden)
+        if len(found) == 3:
+            found[1] = math.nan
+        return found
+
+    monkeypatch.setattr(llama.model, "logits", with_a_bad_row)
+    found = answers(llama, tmp_path, lines)
+    assert found[0] == wanted[0] and found[2] == wanted[2]
+    assert found[1]["response"] is None
+    error = found[1]["error"]
+    assert (error["code"], error["line"]) == ("server_error", 2) and "NaN" in error["message"]
+    files = str(tmp_path / "in"), str(tmp_path / "out")
+    report = run_batch(llama, *files, resume=True)
+    assert (report.written, report.failed) == (0, 1), "it counts as done"
+
+
+def test_parsing_never_raises_anything_else():
+    """Odd but valid JSON: duplicate keys, lone surrogates, huge numbers, empty names."""
+    for line in (
+        '{"prompt": "a", "prompt": "b"}', '{"prompt": "\\ud800"}', '{"": 1}',
+        '{"prompt": "x", "seed": 1e999}', '{"prompt": "x", "\\ud800": 1}',
+        '{"prompt": "x", "stop": {"a": "b"}}', '{"prompt": "x", "logit_bias": {"٣": 1}}',
+        '{"url": [1], "body": 2, "method": {}}', '{"prompt": "x", "n": 99999999999999999999}',
+    ):  # fmt: skip
+        try:
+            read_request(parse_line(line.encode(), jsonl=True), SamplingParams())
+        except (TypeError, ValueError) as e:
+            assert str(e)

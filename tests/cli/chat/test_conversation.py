@@ -1,0 +1,338 @@
+"""A chat without a terminal: every command on the state alone, turns of input, and piped input."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.launch import REPO, environment
+from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
+from llama import Message
+from llama.cli.chat.conversation import COMMANDS, SETTINGS, Conversation, Turn, TurnStats
+from llama.cli.chat.session import chat
+from llama.cli.chat.terminal import Terminal, read_turn
+from llama.ranks import ModelParallel
+
+STATS = TurnStats(0.5, 2.5, prompt_tokens=30, cached_tokens=16, tokens=21)
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def conversation(shared_llama) -> Conversation:
+    return Conversation(shared_llama.formatter, 128, temperature=0.6, seed=7)
+
+
+def answered(conversation: Conversation, *texts: str) -> Conversation:
+    """Ask each text; the answer to it is the same in capitals."""
+    for text in texts:
+        conversation.commit(conversation.handle(text), text.upper(), STATS)
+    return conversation
+
+
+def test_a_question_changes_nothing_until_its_answer_is_kept(conversation):
+    turn = conversation.handle("  one\n")
+    assert turn == Turn(dialog=(user("one"),))
+    assert conversation.messages == []
+    conversation.commit(turn, "ONE", STATS)
+    assert conversation.handle("two").dialog == (user("one"), assistant("ONE"), user("two"))
+    assert conversation.messages == [user("one"), assistant("ONE")]
+    assert conversation.handle("   ") == Turn()
+
+
+def test_system_is_set_replaced_and_shown(shared_llama):
+    conversation = Conversation(shared_llama.formatter, 128, system="Be brief.")
+    answered(conversation, "one")
+    assert conversation.handle("/system").note == "Be brief."
+    conversation.handle("/system Be kind.\nAnd brief.")
+    system = {"role": "system", "content": "Be kind.\nAnd brief."}
+    assert conversation.messages == [system, user("one"), assistant("ONE")]
+    assert conversation.handle("two").dialog[0] == system
+
+
+def test_clear_leaves_the_system_message(conversation):
+    conversation.handle("/system Be brief.")
+    answered(conversation, "one", "two")
+    assert "but for the system message" in conversation.handle("/clear").note
+    assert [message["role"] for message in conversation.messages] == ["system"]
+    assert "write /clear" in conversation.handle("/clear some").note
+    conversation.handle("/clear all")
+    assert conversation.messages == []
+    assert conversation.handle("/system").note == "there is no system message"
+
+
+def test_undo_and_retry(conversation):
+    answered(conversation, "one", "two")
+    again = conversation.handle("/retry")
+    assert again.dialog == (user("one"), assistant("ONE"), user("two"))
+    assert len(conversation.messages) == 4, "until there is another answer, the old one stays"
+    assert conversation.sampling(again.attempt)["seed"] != conversation.sampling()["seed"]
+    conversation.commit(again, "Two", STATS)
+    assert conversation.messages[-1] == assistant("Two")
+    assert conversation.handle("/retry").attempt == 2
+    assert conversation.handle("/undo").note == "forgotten: two"
+    assert conversation.messages == [user("one"), assistant("ONE")]
+    conversation.handle("/undo")
+    for command in ("/undo", "/retry"):
+        assert conversation.handle(command).note == "error: no question has been asked yet"
+
+
+def test_save_and_load(conversation, shared_llama, tmp_path):
+    file = tmp_path / "my talk.json"
+    assert "nothing to save" in conversation.handle(f"/save {file}").note
+    answered(conversation, "été")
+    conversation.handle(f"/save {file}")
+    assert json.loads(file.read_text()) == [user("été"), assistant("ÉTÉ")]
+    assert "été" in file.read_text() and len(file.read_text().splitlines()) > 4, "for people"
+    answered(conversation, "two")
+    assert "4 messages written" in conversation.handle(f"/save {file}").note, "our own file"
+    other = Conversation(shared_llama.formatter, 128)
+    answered(other, "another")
+    assert "exists already" in other.handle(f"/save {file}").note
+    assert len(json.loads(file.read_text())) == 4
+    assert "4 messages read" in other.handle(f"/load {file}").note
+    assert other.messages == conversation.messages
+    other.handle("/undo")
+    assert "2 messages written" in other.handle(f"/save {file}").note
+    assert [path.name for path in tmp_path.iterdir()] == ["my talk.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", "[" * 100_000, '["a"]', '[{"role": "x", "content": "a"}]', "\xff"],
+)
+def test_what_is_no_dialog_is_not_loaded(content, conversation, tmp_path):
+    answered(conversation, "one")
+    before = list(conversation.messages)
+    file = tmp_path / "other.json"
+    file.write_bytes(content.encode("latin-1"))
+    assert "does not hold a JSON list of messages" in conversation.handle(f"/load {file}").note
+    assert "exists already" in conversation.handle(f"/save {file}").note
+    for missing in (tmp_path, tmp_path / "none", "/dev/zero"):
+        assert "is not a file" in conversation.handle(f"/load {missing}").note
+    assert "error: " in conversation.handle(f"/save {tmp_path}/no/folder/x.json").note
+    assert conversation.messages == before
+
+
+def test_set(conversation):
+    assert conversation.handle("/set temperature 0").note == "temperature 0"
+    assert conversation.handle('/set stop ["a", "b"]').note == 'stop ["a", "b"]'
+    conversation.handle("/set max_gen_len 12")
+    chosen = {"temperature": 0, "top_p": 0.9, "seed": 7, "stop": ["a", "b"], "max_tokens": 12}
+    assert conversation.sampling() == chosen
+    conversation.handle("/set max_gen_len none")
+    conversation.handle("/set stop none")
+    assert conversation.sampling() == {**chosen, "stop": (), "max_tokens": None}
+    shown = conversation.handle("/set").note.splitlines()
+    assert [line.split()[0] for line in shown] == list(SETTINGS)
+    assert {"temperature 0.0", "stop none", "max_gen_len none", "seed 7"} <= set(shown)
+    conversation.handle("/set seed none")
+    assert conversation.sampling()["seed"] != conversation.sampling()["seed"], "a new one each time"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("temperature -1", "temperature=-1 must be"),
+        ("temperature nan", "temperature='nan' must be"),
+        ("temperature NaN", "temperature=nan must be"),
+        ("max_gen_len -1", "max_gen_len=-1 must be"),
+        ("seed -1", "seed=-1 must be"),
+        ("seed x", "seed='x' must be"),
+        ("top_p", "give a value too: /set top_p VALUE"),
+        ("warmth 1", "there is no setting warmth: there are temperature"),
+        ("min_p " + "[" * 100_000, "min_p="),
+    ],
+)
+def test_a_bad_setting_changes_nothing(text, message, conversation):
+    before = conversation.sampling()
+    assert message in conversation.handle(f"/set {text}").note
+    assert conversation.sampling() == before
+
+
+def test_stats_and_figures(conversation, shared_llama):
+    assert conversation.handle("/stats").note == "context 0 of 128 tokens | turns 0"
+    answered(conversation, "one", "two")
+    context, last, total = conversation.handle("/stats").note.splitlines()
+    ids = shared_llama.formatter.encode_dialog_prompt(conversation.messages)
+    header = shared_llama.formatter.encode_header(assistant(""))
+    assert context == f"context {len(ids) - len(header)} of 128 tokens | turns 2"
+    figures = "first token 500 ms | 10.0 tokens/s | context 51 of 128 tokens, 16 from cache"
+    assert last == f"last answer: {figures}"
+    assert total == "all answers: 2, 42 tokens in 5.0 s"
+
+
+def test_commands_never_reach_the_model(conversation):
+    answered(conversation, "one")
+    for text in ("/nope", "/", "/ ", "/help me", "/save", "/undo 2", "/tmp/file", "/Bye"):
+        turn = conversation.handle(text)
+        assert turn.note and not turn.dialog and not turn.leave, text
+    assert conversation.handle("/nope x").note.startswith("there is no command /nope: /help")
+    assert conversation.handle("//help me").dialog[-1] == user("/help me")
+    assert all(f"/{name} " in conversation.handle("/help").note for name in COMMANDS)
+    assert conversation.handle("/bye") == Turn(leave=True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "turns"),
+    [
+        (["one", "two"], ["one", "two"]),
+        (["one\\", " two\\", "three", "four"], ["one\n two\nthree", "four"]),
+        (['"""', "a", "", "b\\", '"""', "c"], ["a\n\nb\\", "c"]),
+        (['"""', "/help", '"""', "/help"], ["//help", "/help"]),
+        (['"""', "the end comes first"], ["the end comes first"]),
+        (["one\\"], ["one"]),
+        (["pasted\ntext"], ["pasted\ntext"]),
+        (['"""\npasted\n"""', "b"], ["pasted", "b"]),
+        (['say """', '"""x"""'], ['say """', '"""x"""']),
+    ],
+)
+def test_turns_of_several_lines(lines, turns):
+    left = list(lines)
+
+    def read_line(prompt: str) -> str:
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    assert [read_turn(read_line) for _ in turns] == turns
+    with pytest.raises(EOFError):
+        read_turn(read_line)
+
+
+def test_a_dialog_that_leaves_no_room_names_the_remedy(conversation):
+    with pytest.raises(ValueError, match=r"must fit 128: /undo .* /clear .* --max_seq_len"):
+        conversation.prompt(conversation.handle("x" * 200))
+
+
+def test_chat_refuses_several_groups(shared_llama):
+    class Groups:
+        model = type("M", (), {"parallel": ModelParallel(data_size=2)})
+
+    with pytest.raises(ValueError, match="one conversation, and there are 2 model-parallel groups"):
+        chat(Groups())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="temperature=-1 must be"):
+        chat(shared_llama, temperature=-1)
+
+
+Piped = Callable[..., tuple[list[str], str]]
+
+
+@pytest.fixture
+def piped(demo, monkeypatch, capsys) -> Piped:
+    """piped(text, **settings) -> (lines on stdout, stderr) of a chat with the demo model."""
+
+    def run(text: str, **settings) -> tuple[list[str], str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        capsys.readouterr()
+        chat(demo, **settings)
+        found = capsys.readouterr()
+        return found.out.splitlines(), found.err
+
+    return run
+
+
+def test_answers_are_those_of_chat_completion(demo, piped):
+    """Each with the turns before it in view, and with what they computed in the cache."""
+    out, err = piped(f"{FRANCE}\n{JAPAN}\n", temperature=0.0)
+    assert out == replies(demo, FRANCE, JAPAN)
+    first, second = err.splitlines()
+    assert "tokens/s" in first and "tokens/s" in second
+    used = len(demo.formatter.encode_dialog_prompt([user(FRANCE)]))
+    used += len(demo.tokenizer.encode(out[0], bos=False, eos=False))
+    assert f"context {used} of 512 tokens" in first
+    cached = re.search(r"(\d+) from cache", second)
+    assert cached and used - 17 <= int(cached[1]) < used, "all pages that the first turn filled"
+
+
+def test_a_question_too_long_is_not_kept_and_the_chat_goes_on(demo, piped):
+    out, err = piped(f"{'cat ' * 600}\n{FRANCE}\n/stats\n", temperature=0.0)
+    assert out == replies(demo, FRANCE)
+    assert "must fit 512: /undo" in err and "The question was not kept." in err
+    assert "turns 1" in err
+
+
+def test_an_error_in_an_answer_is_not_the_end(demo, piped, monkeypatch):
+    start, calls = demo.engine.runner.start, []
+
+    def fail_once(scheduled):
+        calls.append(scheduled)
+        if len(calls) == 3:
+            raise ValueError("no token to choose")
+        return start(scheduled)
+
+    monkeypatch.setattr(demo.engine.runner, "start", fail_once)
+    out, err = piped(f"{STORY}\n{FRANCE}\n/stats\n", temperature=0.0)
+    assert out[-1].endswith(replies(demo, FRANCE)[0])
+    assert "error: no token to choose. The question was not kept." in err and "turns 1" in err
+
+
+def test_a_full_context_says_so(demo, piped):
+    long = "cat " * 450
+    _, err = piped(f"/set min_tokens 99\n{long}\n{FRANCE}\n/undo\n/set min_tokens 0\n{FRANCE}\n")
+    assert "the context is full: /undo or /clear" in err and "context 512 of 512" in err
+    assert "must fit 512" in err and err.count("tokens/s") == 2
+    _, err = piped(f"{STORY}\n", max_gen_len=5)
+    assert "cut at max_gen_len" in err
+
+
+def test_retry_gives_another_answer_and_the_chat_is_reproducible(piped):
+    settings = {"temperature": 1.0, "seed": 5, "max_gen_len": 30}
+    once, _ = piped(f"{STORY}\n", **settings)
+    twice, _ = piped(f"{STORY}\n/retry\n", **settings)
+    assert twice[: len(once)] == once and twice[len(once) :] != once
+    undone, _ = piped(f"{STORY}\n/retry\n/undo\n{STORY}\n", **settings)
+    assert undone == twice + once
+
+
+@pytest.mark.slow
+def test_piped_into_the_script_on_two_ranks(demo):
+    """The answers and nothing else on stdout; figures and what Llama.build prints on stderr; exit
+    code 0 at the end of input."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        str(REPO / "scripts" / "chat.py"),
+        "--temperature", "0", "--dtype", "fp32", "--device", "cpu", "--system", "42",
+    ]  # fmt: skip
+    text = f'/system\n/clear all\n{FRANCE}\n"""\nAnd of\nJapan?\n"""\n/nope\n/bye\nnever asked\n'
+    done = subprocess.run(
+        command, input=text, env=environment(), capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == replies(demo, FRANCE, "And of\nJapan?")
+    assert done.stderr.count("tokens/s") == 2 and done.stderr.count("Loaded in") == 1
+    assert "\n42\n" in done.stderr and "there is no command /nope" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_answer_cannot_steer_the_terminal(capsys):
+    terminal = Terminal()
+    terminal.write("\x1b[2Jin a pipe it is data\n")
+    terminal.screen = True
+    terminal.write("a\x1b]0;title\x07b\rc\t\x9bd\n")
+    assert capsys.readouterr().out == (
+        "\x1b[2Jin a pipe it is data\na\ufffd]0;title\ufffdb\ufffdc\t\ufffdd\n"
+    )
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    """chat.py | head -1"""
+    script = Path(REPO, "scripts", "chat.py")
+    process = subprocess.Popen(
+        [sys.executable, script, "--device", "cpu"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+    )  # fmt: skip
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()
+    process.stdin.write(f"{FRANCE}\n".encode())
+    process.stdin.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(60) == 0 and "Traceback" not in errors and "Broken pipe" not in errors

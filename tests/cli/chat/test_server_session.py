@@ -1,0 +1,94 @@
+"""`llama chat --url`: a real server, the command in a process of its own, in a pipe and a terminal.
+
+The oracle is the same chat on the engine.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from helpers.launch import environment
+from helpers.prompts import FRANCE, JAPAN, STORY, replies
+from helpers.server import RunningServer, run_server
+from helpers.terminal import CTRL_C, Session
+from llama.sampling_params import SamplingParams
+from llama.server.openai.client_bodies import Delta, chat_body, delta_of, filled
+from llama.server.openai.requests import parse_body
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu", "--api_key", "k")
+    with run_server(*flags) as running:
+        yield running
+
+
+def chat(url: str, text: str, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    """Without torch; the text is standard input."""
+    code = (
+        "import sys; from llama.cli import main; code = main(['chat', *sys.argv[1:]]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "--url", url, "--temperature", "0", *flags], input=text,
+        env=environment(**variables), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_answers_are_those_of_the_engine(server, demo):
+    """Two turns, settings and counts; a refusal leaves the dialog as it was."""
+    asked = f"{FRANCE}\n/set max_gen_len 5000\nx\n/set max_gen_len none\n"
+    done = chat(server.url, f"{asked}{JAPAN}\n/stats\n", LLAMA_API_KEY="k")
+    assert done.stdout.splitlines() == replies(demo, FRANCE, JAPAN), done.stderr
+    assert done.returncode == 0
+    assert "max_tokens=5000 are more" in done.stderr and "was not kept" in done.stderr
+    assert done.stderr.count(" of 512 tokens, ") == 3 and "turns 2" in done.stderr
+    refused = chat(server.url, "x\n", "--api_key", "wrong")
+    assert refused.returncode == 1 and "refuses the key" in refused.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_frees_the_server(server, demo):
+    session = Session.__new__(Session)
+    session.start(
+        sys.executable, "-m", "llama", "chat", "--url", server.url, "--temperature=0",
+        LLAMA_API_KEY="k",
+    )  # fmt: skip
+    try:
+        session.command("/set min_tokens 490", "min_tokens 490")
+        session.at_prompt(f"{STORY}\r")
+        session.expect("Once upon a time")
+        session.keys(CTRL_C)
+        session.expect("stopped | ")
+        headers = {"Authorization": "Bearer k"}
+        end = time.monotonic() + 10
+        while httpx.get(f"{server.url}/load", headers=headers).json() != {"server_load": 0}:
+            assert time.monotonic() < end
+        session.command("/clear", "forgotten")
+        session.command("/set min_tokens 0", "min_tokens 0")
+        assert session.ask(FRANCE) == replies(demo, FRANCE)[0]
+    finally:
+        session.close()
+
+
+def test_bodies_of_the_client_are_those_that_the_server_reads():
+    dialog = [{"role": "user", "content": "x"}]
+    params = SamplingParams(temperature=0.3, top_k=5, stop=["a", "b"], seed=2**63 - 1, max_tokens=9)
+    read = parse_body(chat_body(dialog, params, model="m"), SamplingParams(), chat=True)
+    assert (read.params, read.messages, read.model) == (params, dialog, "m")
+    assert read.stream and read.has_usage
+    given = {"prompt": "x", "top_p": None, "max_completion_tokens": 4}
+    body = filled(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)
+    params = parse_body(body, SamplingParams(), chat=False).params
+    assert (params.top_p, params.max_tokens, params.seed) == (0.5, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "chunk", [None, [], {}, {"choices": None}, {"choices": [7]}, {"choices": [{"delta": 7}]}]
+)
+def test_chunks_of_other_servers_are_no_crash(chunk):
+    found = delta_of(chunk)
+    assert found == Delta() or found.error is not None

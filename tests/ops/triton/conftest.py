@@ -1,0 +1,85 @@
+"""The Triton kernels on a CPU, through Triton's interpreter, which must be chosen before it loads.
+
+float16 and float32 only: the interpreter multiplies the raw bits of bfloat16 (triton #11584).
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops.triton import kernels
+
+os.environ["TRITON_INTERPRET"] = "1"
+CPU = torch.device("cpu")
+_LOOPS_OVER_LOADED_NUMBERS = ["test_attention.py", "test_layers.py"]
+
+try:
+    import triton
+except ImportError:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    # The interpreter of 3.6 ends there with NumPy 2.4: it makes a Python int of an array.
+    collect_ignore = _LOOPS_OVER_LOADED_NUMBERS if version < (3, 7) else []
+
+
+@pytest.fixture(autouse=True)
+def gpu_kernels() -> Iterator[None]:
+    """The ops run their Triton kernels on tensors of the CPU."""
+    kernels.use(CPU, kernels.NAMES, (torch.float16, torch.float32))
+    yield
+    kernels.use(CPU, ())
+
+
+@pytest.fixture(params=[torch.float16, torch.float32], ids=["fp16", "fp32"])
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch) -> Callable[[], AbstractContextManager[None]]:
+    """with poisoned(): memory that is asked for is full of NaN, so what is not written shows."""
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **options: Any) -> Tensor:
+            out = make(*args, **options)
+            return out.fill_(float("nan")) if out.is_floating_point() else out
+
+        return made
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", filled(torch.empty))
+            patch.setattr(torch, "empty_like", filled(torch.empty_like))
+            patch.setattr(Tensor, "new_empty", filled(Tensor.new_empty))
+            yield
+
+    return context
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """The kernels that are launched, in order."""
+    from llama.ops.triton import attention, elementwise, linear
+
+    names: list[str] = []
+
+    class Noted:
+        def __init__(self, module: Any, name: str) -> None:
+            self.name, self.kernel = name, getattr(module, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for module in (attention, elementwise, linear):
+        for name in [x for x in vars(module) if x.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Noted(module, name))
+    return names

@@ -1,0 +1,162 @@
+"""Paged attention by the Triton kernels, interpreted, against float64 and the torch body."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.model import Batch
+from llama.ops.attention import paged_attention
+from llama.ops.triton import attention, kernels
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}  # of the largest number
+SHAPES = [  # (H, K, D), S, parts of a sequence's keys in decode
+    ((4, 1, 32), 4, 4), ((2, 2, 16), 16, 1), ((6, 2, 64), 100, 8), ((17, 1, 16), 1, 2),
+]  # fmt: skip
+
+
+class Case:
+    """Queries and pages of sequences with `lens` tokens, of which the last `query_lens` are new.
+
+    What no query may see is NaN: pages of nobody, and slots past a sequence's end.
+    """
+
+    def __init__(self, lens, query_lens, dtype, shape=(4, 1, 32), page_size=4) -> None:
+        n_heads, n_kv_heads, head_dim = shape
+        generator = torch.Generator().manual_seed(sum(lens))
+        held = [-(-n // page_size) for n in lens]
+        order = torch.randperm(sum(held) + 2, generator=generator).tolist()
+        pages = [[order.pop() for _ in range(n)] for n in held]
+        starts = [n - new for n, new in zip(lens, query_lens, strict=True)]
+        _, self.batch = Batch.pack([], starts, query_lens, pages, page_size, [], CPU)
+        shape = (2, sum(held) + 2, page_size, n_kv_heads, head_dim)
+        self.kv_cache = torch.full(shape, float("nan"), dtype=dtype)
+        for row, length in zip(self.batch.page_table, lens, strict=True):
+            slots = (row[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+            shape = (2, length, n_kv_heads, head_dim)
+            self.kv_cache.flatten(1, 2)[:, slots] = torch.randn(shape, generator=generator).to(
+                dtype
+            )
+        shape = (sum(query_lens), n_heads, head_dim)
+        self.queries = torch.randn(shape, generator=generator).to(dtype)
+
+    def run(self) -> Tensor:
+        b = self.batch
+        lens = b.query_starts, b.seq_lens, b.query_lens_cpu, b.seq_lens_cpu
+        return paged_attention(self.queries, self.kv_cache, b.page_table, *lens)
+
+    def exact(self) -> Tensor:
+        """In float64, a query at a time."""
+        group = self.queries.shape[1] // self.kv_cache.shape[3]
+        size, out, row = self.kv_cache.shape[2], [], 0
+        lens = zip(self.batch.query_lens_cpu, self.batch.seq_lens_cpu, strict=True)
+        for seq, (new, length) in enumerate(lens):
+            for seen in range(length - new + 1, length + 1):
+                at = torch.arange(seen)
+                slots = self.batch.page_table[seq, at // size] * size + at % size
+                parts = self.kv_cache.flatten(1, 2)[:, slots].double()
+                keys, values = parts.repeat_interleave(group, 2)
+                scores = torch.einsum("hd,lhd->hl", self.queries[row].double(), keys)
+                weights = (scores / keys.shape[2] ** 0.5).softmax(-1)
+                out.append(torch.einsum("hl,lhd->hd", weights, values))
+                row += 1
+        return torch.stack(out)
+
+
+def check(case: Case, poisoned) -> None:
+    want = case.exact()
+    with poisoned():
+        got = case.run()
+    assert got.dtype is case.queries.dtype
+    assert (got - want).abs().max() <= TOLERANCE[got.dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("shape, page_size, splits", SHAPES)
+def test_decode(monkeypatch, poisoned, launches, dtype, shape, page_size, splits):
+    monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
+    check(Case([1, 15, 16, 17, 255], [1] * 5, dtype, shape, page_size), poisoned)
+    assert launches == ["decode_kernel", "merge_kernel"][: 1 if splits == 1 else 2]
+
+
+@pytest.mark.parametrize("shape, page_size, _", SHAPES)
+def test_prefill(monkeypatch, poisoned, launches, dtype, shape, page_size, _):
+    """Whole prompts and chunks, longer and shorter than a block of queries."""
+    check(Case([15, 17, 63, 130], [15, 2, 63, 40], dtype, shape, page_size), poisoned)
+    assert launches == ["prefill_kernel"]
+
+
+def test_both_in_one_batch(monkeypatch, poisoned, launches, dtype):
+    lens, query_lens = [1, 40, 255, 16, 17, 70, 2], [1, 1, 1, 16, 16, 33, 2]
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 4)
+    check(Case(lens, query_lens, dtype, (4, 2, 32)), poisoned)
+    assert launches == ["decode_kernel", "merge_kernel", "prefill_kernel"]
+
+
+def test_blocks_of_queries_fall_to_their_sequences(monkeypatch, poisoned):
+    """Lengths around a block of queries, in every order: each has its blocks, and none is left."""
+    monkeypatch.setattr(attention, "prefill_tile", lambda *_: attention.Tile(16, 64, 4, 2))
+    for lens in ([4, 4, 4], [3, 5, 8], [9, 2, 2, 2, 2], [8, 7, 2], [2, 31]):  # 4 queries a block
+        check(Case([9, *lens], [1, *lens], torch.float32), poisoned)
+
+
+def test_queries_that_are_not_in_one_piece(monkeypatch, poisoned, dtype):
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    case = Case([37, 20], [1, 20], dtype)
+    case.queries = case.queries.transpose(0, 1).contiguous().transpose(0, 1)
+    check(case, poisoned)
+
+
+def test_offsets_of_64_bits(monkeypatch, poisoned, dtype):
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(attention, "_MAX_OFFSET", 0)
+    check(Case([37, 20], [1, 20], dtype), poisoned)
+
+
+def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
+    """Rows of a captured step: the host knows a limit of the lengths, the device the lengths. A
+    sequence without tokens gets zeros, and page tables are part of a wider buffer."""
+    case = Case([37, 5, 64], [1, 1, 1], dtype)
+    want = case.exact()
+    b, wide = case.batch, torch.zeros(5, 40, dtype=torch.int64)
+    wide[:3, : b.page_table.shape[1]] = b.page_table
+    queries = torch.cat((case.queries, torch.ones(2, 4, 32, dtype=dtype)))
+    lens = torch.tensor([37, 5, 64, 0, 0])
+    limits = [1] * 5, [30 * 4] * 5
+    for splits in (1, 8):
+        monkeypatch.setattr(attention, "num_splits", lambda *_, n=splits: n)
+        with poisoned():
+            got = paged_attention(
+                queries, case.kv_cache, wide[:, :30], torch.arange(6), lens, *limits
+            )
+        assert (got[:3] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+        assert (got[3:] == 0).all()
+
+
+def test_the_torch_body_agrees(monkeypatch, dtype):
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    case = Case([1, 40, 255, 16, 70], [1, 1, 1, 16, 33], dtype, (2, 2, 16))
+    case.kv_cache.nan_to_num_()  # it multiplies what a query may not see by 0
+    got = case.run()
+    kernels.use(CPU, ())
+    torch.testing.assert_close(got, case.run(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 512])
+def test_other_sizes_stay_with_torch(launches, head_dim):
+    case = Case([5, 9], [1, 9], torch.float32, (4, 2, head_dim))
+    case.kv_cache.nan_to_num_()
+    torch.testing.assert_close(case.run().double(), case.exact(), atol=1e-5, rtol=0)
+    assert launches == []
+
+
+def test_splits_fill_the_device_and_depend_on_the_batch_alone():
+    """Of 8 kv heads: a sequence alone has 64 parts, and 128 sequences one each."""
+    assert [attention.num_splits(n, 8) for n in (1, 2, 3, 8, 32, 64, 65, 128, 512)] == [
+        64, 64, 32, 16, 4, 2, 1, 1, 1
+    ]  # fmt: skip
+    assert attention.num_splits(64, 1) == 16
+    for n_kv_heads in (1, 2, 8):
+        sizes = attention.decode_variants(n_kv_heads)
+        parts = [attention.num_splits(n, n_kv_heads) for n in sizes]
+        assert parts == [64, 32, 16, 8, 4, 2, 1]
+        assert parts == sorted({attention.num_splits(n, n_kv_heads) for n in range(1, 3000)})[::-1]

@@ -1,0 +1,109 @@
+"""RMSNorm, rotary embedding with store, and SwiGLU: each Triton kernel against its torch body."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops.norm import add_norm, rms_norm
+from llama.ops.rope import precompute_freqs_cis, rope_and_store
+from llama.ops.swiglu import silu_mul
+from llama.ops.triton import elementwise, kernels
+
+CPU = torch.device("cpu")
+OPS = ("add_norm", "rms_norm", "rope_and_store", "silu_mul")
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture
+def both(monkeypatch, poisoned) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+    """both(run): what `run` gives with the kernels, and what with the torch bodies."""
+
+    def run_both(run: Callable[[], Any]) -> tuple[Any, Any]:
+        with poisoned():
+            got = run()
+        with monkeypatch.context() as patch:
+            for name in OPS:
+                patch.setattr(elementwise, name, None)  # would fail if it were called
+            kernels.use(CPU, ())
+            want = run()
+        kernels.use(CPU, kernels.NAMES, (torch.float16, torch.float32))
+        return got, want
+
+    return run_both
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    """The order of a sum and the last bit of an exponential may differ. In fp16 that is rounded
+    away, but for one number in a thousand, which may be rounded the other way twice."""
+    assert got.dtype is want.dtype and got.shape == want.shape
+    if got.dtype is torch.float16:
+        torch.testing.assert_close(got, want, rtol=2**-9, atol=0)
+        assert (got != want).sum() <= got.numel() / 1000
+    else:
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (3, 96), (2, 2, 64), (5, 1000), (0, 64)])
+def test_norms(both, dtype, shape):
+    x, delta = (numbers(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight = numbers(shape[-1], dtype=dtype, seed=2)
+    for eps in (1e-5, 0.5):
+        got, want = both(lambda eps=eps: add_norm(x, delta, weight, eps))
+        assert torch.equal(got[0], want[0])
+        check(got[1], want[1])
+        check(*both(lambda eps=eps: rms_norm(x, weight, eps)))
+
+
+def test_rows_that_are_not_in_one_piece(both, dtype):
+    x, weight = numbers(4, 2, 64, dtype=dtype), numbers(64, dtype=dtype)
+    rows = x[:, 1]
+    check(*both(lambda: rms_norm(rows, weight, 1e-5)))
+    check(*both(lambda: add_norm(rows, rows, weight, 1e-5)[1]))
+    check(*both(lambda: silu_mul(rows)))
+
+
+@pytest.mark.parametrize(
+    "count, heads, head_dim", [(1, (4, 2), 32), (7, (6, 3), 64), (3, (8, 1), 16)]
+)
+def test_rope_and_store(both, dtype, count, heads, head_dim):
+    """The bits of the torch body, in the slots that are written, and no others are touched."""
+    n_heads, n_kv_heads = heads
+    qkv = numbers(count, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
+    freqs_cis = precompute_freqs_cis(head_dim, 5000, 5e5, 8.0)[4000 : 4000 + 9 * count : 9]
+    slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:count]
+    before = numbers(2, 6, 4, n_kv_heads, head_dim, dtype=dtype, seed=1)
+
+    def run() -> tuple[Tensor, Tensor]:
+        kv_cache = before.clone()
+        return rope_and_store(qkv, freqs_cis, kv_cache, slots), kv_cache
+
+    got, want = both(run)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 160), (3, 2, 64), (2, 2 * 1030), (0, 64)])
+def test_silu_mul(both, dtype, shape):
+    x = numbers(*shape, dtype=dtype) * 4
+    x[..., :2] = torch.tensor([-80.0, 80.0])  # the exponential's ends
+    check(*both(lambda: silu_mul(x)))
+
+
+def test_what_the_kernels_do_not_take_stays_with_torch(monkeypatch):
+    """Another type, a cache that is not in one piece, a head dim that is no power of two."""
+    for name in OPS:
+        monkeypatch.setattr(elementwise, name, None)
+    x = numbers(3, 64, dtype=torch.bfloat16)
+    add_norm(x, x, x[0], 1e-5)
+    rms_norm(x.half(), x[0].float(), 1e-5)
+    silu_mul(x)
+    kv_cache = numbers(2, 12, 4, 1, 32, dtype=torch.float32)
+    qkv, slots = numbers(3, 6, 32, dtype=torch.float32), torch.arange(3)
+    rope_and_store(qkv, precompute_freqs_cis(32, 3, 5e5, None), kv_cache[:, ::2], slots)
+    kv_cache, qkv = kv_cache[..., :24].contiguous(), qkv[..., :24]
+    rope_and_store(qkv, precompute_freqs_cis(24, 3, 5e5, None), kv_cache, slots)

@@ -1,0 +1,81 @@
+"""Steps of a whole model through the Triton kernels, interpreted."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama import Llama, ModelArgs, Transformer
+from llama.model import Batch
+from llama.ops.triton import attention, kernels
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+PARAMS: dict[str, Any] = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 96,
+    "multiple_of": 32, "norm_eps": 1e-5, "rope_theta": 500000.0, "max_seq_len": 128,
+}  # fmt: skip
+STEPS = [  # (tokens before, new tokens) of each sequence
+    [(30, 1), (3, 1)], [(0, 9)], [(5, 1), (0, 1), (17, 12), (0, 5)],
+]  # fmt: skip
+
+
+def make_model(dtype: torch.dtype) -> Transformer:
+    model = Transformer(ModelArgs(**PARAMS), dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        scale = 0.1 if weight.dim() == 2 else 1.0
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return model
+
+
+def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
+    """Hidden states, and keys and values afterwards."""
+    starts, lens = [s for s, _ in sequences], [n for _, n in sequences]
+    held = [-(-(s + n) // PAGE_SIZE) for s, n in sequences]
+    order = list(range(sum(held)))
+    pages = [[order.pop() for _ in range(n)] for n in held]
+    ids, rows = [7 * i % 96 for i in range(sum(lens))], list(range(sum(lens)))
+    tokens, batch = Batch.pack(ids, starts, lens, pages, PAGE_SIZE, rows, CPU)
+    kv_cache = model.new_kv_cache(sum(held), PAGE_SIZE)
+    kv_cache.copy_(torch.randn(kv_cache.shape, generator=torch.Generator().manual_seed(2)))
+    with torch.inference_mode():
+        return [model.hidden_states(tokens, batch, kv_cache), kv_cache]
+
+
+def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
+    """Through the same kernels; and nearly the numbers of the torch bodies."""
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    model = make_model(dtype)
+    for step in STEPS:
+        launches.clear()
+        stacked = run(model, step)
+        assert launches.count("norm_kernel") == 5  # one per residual but the last, and two more
+        assert launches.count("rope_kernel") == launches.count("silu_mul_kernel") == 2
+        assert launches.count("decode_kernel") == 2 * any(n == 1 for _, n in step)
+        assert launches.count("prefill_kernel") == 2 * any(n > 1 for _, n in step)
+        handle = model.layers[0].register_forward_hook(lambda *_: None)
+        launches.clear()
+        through_modules = run(model, step)
+        assert launches.count("norm_kernel") == 5 and launches.count("rope_kernel") == 2
+        kernels.use(CPU, ())
+        plain = run(model, step)
+        kernels.use(CPU, kernels.NAMES, (torch.float16, torch.float32))
+        handle.remove()
+        for got, same, near in zip(stacked, through_modules, plain, strict=True):
+            assert torch.equal(got, same)
+            atol = 2e-2 if dtype is torch.float16 else 1e-5
+            torch.testing.assert_close(got, near, atol=atol, rtol=1e-2)
+
+
+def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):
+    """Prompts of several lengths, in steps that mix prefill and decode, and in chunks."""
+    prompts = [[1, 5, 9], [2] * 21, [7], [3, 4] * 9]
+    model = Llama.build(str(checkpoint_dir[0]), None, 64, 2, device="cpu", dtype="fp32")
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    got, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
+    assert launches.count("decode_kernel") and launches.count("prefill_kernel")
+    launches.clear()
+    kernels.use(CPU, ())
+    want, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
+    assert got == want and not launches

@@ -1,0 +1,95 @@
+"""A few rows times a weight: the Triton kernels, interpreted, and which of them runs where."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops.linear import linear
+from llama.ops.triton import linear as gpu
+from llama.ops.triton.linear import Tile
+
+CPU = torch.device("cpu")
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture
+def choices(monkeypatch) -> None:
+    """None are made, and none stay."""
+    monkeypatch.setattr(gpu, "_chosen", {})
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 32, 4, 3, True), Tile(8, 64, 4, 2, False)])
+@pytest.mark.parametrize("n", [5, 16, 50])
+def test_products(poisoned, dtype, tile, n):
+    """Any number of outputs, and what is past the rows of x is not touched."""
+    for m in (1, 2, 15, 16) if tile.uses_dot else (1,):
+        x, weight = numbers(m, 128, dtype=dtype), numbers(n, 128, dtype=dtype, seed=1)
+        exact = x.double() @ weight.double().T
+        for wanted in (None, torch.float32):
+            with poisoned():
+                got = gpu.run(x, weight, tile, wanted)
+            assert got.shape == (m, n) and got.dtype is (wanted or dtype)
+            rounding = 2**-11 if got.dtype is torch.float16 else 2e-6
+            assert (got - exact).abs().max() <= rounding * exact.abs().max()
+
+
+def test_leading_dimensions_and_rows_apart(poisoned):
+    x, weight = numbers(2, 3, 2, 64, dtype=torch.float32), numbers(7, 64, dtype=torch.float32)
+    tile = Tile(16, 32, 4, 3, True)
+    for rows in (x[:, :, 0], x[0, 0]):
+        with poisoned():
+            got = gpu.run(rows, weight, tile)
+        torch.testing.assert_close(got, rows @ weight.T)
+
+
+def test_the_op_runs_what_was_chosen_for_its_sizes(choices, monkeypatch):
+    ran: list[tuple[int, Tile]] = []
+    run = gpu.run
+
+    def noted(x: Tensor, weight: Tensor, tile: Tile, dtype: torch.dtype | None) -> Tensor:
+        ran.append((len(x), tile))
+        return run(x, weight, tile, dtype)
+
+    monkeypatch.setattr(gpu, "run", noted)
+    weight = numbers(40, 256, dtype=torch.float32)
+    tile = gpu.candidates(40, 256, 3)[0]
+    gpu.choose(CPU, 40, 256, 4, tile)
+    gpu.choose(CPU, 40, 256, 16, tile)
+    for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17):
+        x = numbers(m, 256, dtype=torch.float32)
+        torch.testing.assert_close(linear(x, weight), x @ weight.T)
+    linear(numbers(3, 256, dtype=torch.bfloat16), weight.bfloat16())
+    linear(numbers(3, 256, dtype=torch.float32), weight[:39])
+    assert ran == [(3, tile), (4, tile), (9, tile), (16, tile)]
+    gpu.choose(CPU, 40, 256, 4, None)
+    linear(numbers(3, 256, dtype=torch.float32), weight)
+    assert len(ran) == 4
+    assert (
+        linear(numbers(9, 256, dtype=torch.float16), weight.half(), dtype=torch.float32).dtype
+        is torch.float32
+    )
+
+
+def test_candidates_fit_their_sizes():
+    """A weight is read in whole turns; without matrix units there is one row of x."""
+    assert gpu.candidates(64, 4096, 17) == gpu.candidates(64, 4096, 0) == []
+    assert gpu.candidates(64, 100, 1) == []
+    for m in gpu.BUCKETS:
+        for k in (1024, 2048, 3584, 4096, 8192, 14336):
+            tiles = gpu.candidates(4096, k, m)
+            assert len(tiles) >= 3 and all(k % tile.columns == 0 for tile in tiles)
+            assert any(not tile.uses_dot for tile in tiles) == (m == 1)
+            assert [Tile(*json.loads(json.dumps(tile))) for tile in tiles] == tiles
+
+
+@pytest.mark.parametrize(
+    "m, tile", [(3, None), (4, Tile(32, 100, 4, 4, True)), (2, Tile(4, 1024, 4, 4, False))]
+)
+def test_a_choice_that_cannot_run_is_refused(choices, m, tile):
+    with pytest.raises(ValueError, match=r"must be one of|cannot multiply"):
+        gpu.choose(CPU, 40, 1024, m, tile)

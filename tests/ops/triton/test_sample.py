@@ -1,0 +1,163 @@
+"""The sampling kernels in Triton's interpreter give the very ids of the torch body."""
+
+import math
+import random
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton's kernels need Triton")
+
+from llama.engine.sampler import sample as sample_sequences
+from llama.engine.sampler import top_of_share
+from llama.engine.sequence import Sequence, TokenParams
+from llama.ops import sample as op
+from llama.ops.sample import SamplingRow
+from llama.ops.triton import kernels
+from llama.ops.triton import sample as gpu
+
+CPU = torch.device("cpu")
+INF, NAN = math.inf, math.nan
+
+
+@pytest.fixture(autouse=True)
+def torch_body(no_kernels, monkeypatch) -> Iterator[None]:
+    """The ops run their torch bodies, with the interpreter's exp2: torch's may differ in a bit."""
+
+    def probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+        rates = torch.tensor([math.log2(math.e) / row.temperature for row in rows])
+        return torch.from_numpy(np.exp2(((logits - row_max[:, None]) * rates[:, None]).numpy()))
+
+    monkeypatch.setattr(op, "_probs", probs)
+    kernels.use(CPU, ())
+    yield
+    kernels.use(CPU, ())
+
+
+def random_rows(rng: random.Random, vocab: int, count: int) -> list[SamplingRow | None]:
+    rows: list[SamplingRow | None] = [None, SamplingRow()]
+    while len(rows) < count:
+        row = SamplingRow(
+            temperature=rng.choice([1.0, 0.6, rng.uniform(0.01, 3)]),
+            min_p=rng.choice([0.0, 0.0, rng.random() ** 4, 1.0]),
+            top_k=rng.choice([0, 0, -1, 1, 20, rng.randint(1, vocab + 3)]),
+            top_p=rng.choice([1.0, 0.9, 0.0, rng.random(), 1 - 2**-40]),
+        )
+        rows.append(row)
+    return rng.sample(rows, count)
+
+
+def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> tuple[list, list]:
+    """Ids of the torch body and of the kernels, which make the uniforms themselves."""
+    seeds = [rng.getrandbits(rng.choice([8, 62])) for _ in rows]
+    positions = [rng.getrandbits(rng.choice([4, 31])) for _ in rows]
+    wanted = op.choose_ids(logits, rows, seeds, positions)
+    params = gpu.pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
+    has_filters = any(row is not None and row.is_filtered for row in rows)
+    found = gpu.choose(logits, params, has_draws=True, has_filters=has_filters)
+    return wanted.tolist(), found.tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 6.0])
+@pytest.mark.parametrize("vocab", [1, 40, 1024, 1500])
+def test_ids_are_those_of_the_torch_body(vocab, spread):
+    """Greedy, plain and filtered rows beside one another, with ties, in one block and in two."""
+    rng = random.Random(vocab)
+    logits = torch.randn(8, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    rows = random_rows(rng, vocab, 8)
+    wanted, found = both(logits.bfloat16().float(), rows, rng)
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        SamplingRow(top_p=0.7),
+        SamplingRow(top_k=300, top_p=0.5),
+        SamplingRow(top_k=1500),
+        SamplingRow(min_p=0.2, top_p=0.9),
+    ],
+)
+def test_more_candidates_than_slots(monkeypatch, row):
+    """The whole row is read instead. All blocks take part: 1,100 tokens are two of them."""
+    monkeypatch.setattr(gpu, "SLOTS", 16)
+    logits = torch.randn(3, 1100, generator=torch.Generator().manual_seed(3)) * 0.1
+    logits[1] = 0.0  # ties everywhere
+    wanted, found = both(logits, [row] * 3, random.Random(4))
+    assert found == wanted
+
+
+def test_the_real_vocabulary(monkeypatch):
+    """Four blocks and not 126, as the interpreter is slow; a few tokens hold most of the mass."""
+    monkeypatch.setattr(gpu, "_MIN_BLOCK", 2**15)
+    order = torch.randperm(128_256, generator=torch.Generator().manual_seed(5))
+    logits = (-2.5 * torch.arange(1.0, 128_257).log())[order].repeat(3, 1)
+    rows = [SamplingRow(), SamplingRow(top_p=0.9), SamplingRow(top_k=4, top_p=0.95)]
+    wanted, found = both(logits, rows, random.Random(6))
+    assert found == wanted
+
+
+def test_a_row_without_a_finite_maximum_has_no_id():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(7))
+    logits[0, 3], logits[1, 29], logits[2] = NAN, INF, -INF
+    logits[3, 1:] = -INF  # one token is allowed
+    for row in (None, SamplingRow(), SamplingRow(top_p=0.5), SamplingRow(min_p=0.1, top_k=3)):
+        wanted, found = both(logits, [row] * 5, random.Random(8))
+        assert found == wanted
+        assert found[:4] == [-1, -1, -1, 0] and found[4] >= 0
+
+
+def test_top_tokens_are_the_first_of_the_largest():
+    logits = torch.randn(7, 2100, generator=torch.Generator().manual_seed(9)).round()
+    logits[1], logits[2] = 0.0, -INF
+    logits[3, 1500], logits[4, [1024, 2099]] = INF, 9.0
+    logits[5, 1023] = NAN
+    for rows in (logits, logits[:, ::2], logits[:, 1000:]):  # in any layout
+        row_max, ids = op.top_tokens(rows)
+        found_max, found = gpu.top_tokens(rows)
+        torch.testing.assert_close(found_max, row_max, rtol=0, atol=0, equal_nan=True)
+        is_number = ~row_max.isnan()
+        assert torch.equal(found[is_number], ids[is_number])
+
+
+def test_the_sampler_runs_the_kernels_that_are_in_use(monkeypatch):
+    """Through the ops, with uniforms made here and there, for a whole row and for ranks' shares."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(10))
+    params = [TokenParams(temperature=0.0), TokenParams(), TokenParams(top_p=0.8, temperature=0.7)]
+    sequences = [
+        Sequence(tokens=[1], params=p, max_len=9, seed=2**61 + i) for i, p in enumerate(params)
+    ]
+    rows, words = [SamplingRow(top_k=9)] * 3, op.uniform(torch.arange(3), torch.arange(3))
+    wanted = [
+        sample_sequences(logits, sequences).ids,
+        top_of_share(logits, 100),
+        op.sample_ids(logits, logits.amax(-1), rows, words),
+    ]
+    kernels.use(CPU, ["sample"])
+    launched = []
+    for name in ("choose", "top_tokens", "sample_ids"):
+        real = getattr(gpu, name)
+
+        def noted(*args, real=real, name=name, **options):
+            launched.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(gpu, name, noted)
+    found = [
+        sample_sequences(logits, sequences).ids,
+        top_of_share(logits, 100),
+        op.sample_ids(logits, logits.amax(-1), rows, words),
+    ]
+    assert launched == ["choose", "top_tokens", "top_tokens", "sample_ids"]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_vocabulary_too_large_for_the_kernels_is_sampled_by_torch(monkeypatch):
+    monkeypatch.setattr(op, "MAX_KERNEL_VOCAB", 20)
+    monkeypatch.setattr(gpu, "choose", None)
+    kernels.use(CPU, ["sample"])
+    assert op.choose_ids(torch.arange(21.0)[None], [None], [0], [0]).tolist() == [20]

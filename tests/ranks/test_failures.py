@@ -1,0 +1,257 @@
+"""One rank fails, stalls or leaves, in real processes: the job ends, and one message says why.
+
+Ranks are forked from a program that has imported torch once; where torchrun has a part in it, it is
+torchrun. No time is asserted but 30 seconds, which tell a hang from an end.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from helpers.launch import PROGRAMS, environment
+from llama.ranks import NotMetError
+from llama.ranks.meeting import Meeting
+from llama.ranks.rendezvous import _open_store
+from llama.ranks.stalls import name_the_stalled
+
+pytestmark = pytest.mark.dist
+
+LIMIT_S = 30  # tells a hang from an end
+HOST = socket.gethostname()
+KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
+STALLED = ": the others waited 2 s in "
+LIMIT = " (the limit is timeout_s)"
+
+# name: world, fault, rank, when, seconds that a step may take, what is said after "rank R on HOST"
+CASES = {
+    "kill-prefill": (2, "SIGKILL", 1, "prefill", 60, KILLED),
+    "kill-decode": (2, "SIGKILL", 0, "decode", 60, KILLED),
+    "kill-idle": (2, "SIGKILL", 1, "idle", 60, KILLED),
+    "kill-idle-0": (2, "SIGKILL", 0, "idle", 60, KILLED),
+    "kill-decode-4": (4, "SIGKILL", 2, "decode", 60, KILLED),
+    "exception-prefill": (2, "exception", 0, "prefill", 60, "failed in a step: IndexError: made "),
+    "exception-4": (4, "exception", 3, "decode", 60, "failed in a step: IndexError: made to fail"),
+    "memory": (2, "memory", 1, "decode", 60, "failed in a step: MemoryError: made to fail"),
+    "exit": (2, "exit", 1, "decode", 60, "failed in a step: sys.exit(0)"),
+    "script": (2, "exception", 1, "script", 60, "failed: IndexError: made to fail"),
+    "left": (2, "exit", 1, "script", 60, "ended while the others were still working"),
+    "stop": (2, "SIGSTOP", 1, "decode", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
+    "stop-4": (4, "SIGSTOP", 0, "prefill", 2, "is stopped (by SIGSTOP or a debugger)" + STALLED),
+    "sleep": (2, "sleep", 1, "decode", 2, "is in the step, but does not come to what the others "),
+    "elsewhere": (2, "sleep", 1, "script", 2, "is not in a step, but runs other code" + STALLED),
+    "kill-groups": (2, "SIGKILL", 1, "groups", 60, KILLED),
+    "stop-groups": (2, "SIGSTOP", 1, "groups", 2, "is stopped (by SIGSTOP or a debugger)"),
+}  # fmt: skip
+MEETINGS = {  # name: as above; what one of the ranks that wait for another says
+    "never": (3, "SIGKILL", 1, "never", 2, "of 3 did not come to 127.0.0.1:"),
+    "never-0": (2, "SIGKILL", 0, "never", 2, ""),  # it would have made the store
+    "came": (4, "SIGKILL", 1, "came", 6, KILLED + ", before all ranks had met"),
+}
+DRAINS = {  # name: fault, seconds to finish
+    "drain": ("stop", 20.0),
+    "second": ("stop twice", 20.0),
+    "too-long": ("stop, and go on", 0.5),
+}
+PAUSE = {"world": 2, "fault": "", "rank": 0, "when": "pause", "timeout_s": 4.0}
+
+
+@pytest.fixture(scope="module")
+def folder(make_checkpoint) -> str:
+    return str(make_checkpoint(n_kv_heads=4)[0])
+
+
+@pytest.fixture(scope="module")
+def ended(folder, tmp_path_factory) -> dict[str, dict]:
+    """What came of every case: one process imports torch for all of them."""
+    keys = ("world", "fault", "rank", "when", "timeout_s")
+    cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
+    cases["pause"] = PAUSE
+    for name, (fault, drain_s) in DRAINS.items():
+        cases[name] = {**PAUSE, "fault": fault, "when": "decode", "drain_s": drain_s}
+        cases[name]["timeout_s"] = 60
+    cases["drain-chat"] = cases["drain"] | {"is_chat": True}
+    cases["apart"] = cases["stop"] | {"is_apart": True}
+    out = tmp_path_factory.mktemp("cases")
+    (out / "cases").write_text(json.dumps(cases))
+    command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
+    subprocess.run(command, env=environment(), timeout=240, check=True)
+    found = {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
+    for name in DRAINS:
+        found[name]["lines"] = (out / f"{name}.out").read_text().splitlines()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
+    """No rank is left, none ends with success, and one message names the rank and the cause; there
+    is one traceback for an exception, else none; no rank ends with SIGABRT."""
+    world, fault, rank, _, _, cause = CASES[name]
+    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    assert None not in statuses, f"still there after 30 s: {statuses}\n{said}"
+    left_early = name == "left"
+    assert all(s for r, s in enumerate(statuses) if not (left_early and r == rank)), statuses
+    assert -signal.SIGABRT not in statuses
+    assert said.count("error: ") == 1, said
+    assert f"rank {rank} on {HOST} {cause}" in said
+    assert said.count("Traceback") == (fault in ("exception", "memory") or name == "exit"), said
+    if fault in ("SIGSTOP", "sleep"):
+        assert said.count("--- rank ") == world - (fault == "SIGSTOP"), "a stack of each that can"
+        assert LIMIT in said
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended):
+    """One rank says which came and which did not, or where they were to meet. With "came", rank 3
+    comes when all others have ended, and has to say that the store is gone."""
+    _, _, rank, _, limit_s, cause = MEETINGS[name]
+    statuses, said = ended[name]["statuses"], ended[name]["said"]
+    assert None not in statuses and all(statuses), f"{statuses}\n{said}"
+    assert ended[name]["seconds"] < limit_s + 15, "the limit is a bound, not torch's own"
+    first, *others = [line for line in said.splitlines() if "NotMetError: " in line]
+    if cause:
+        assert f"rank {rank} on {HOST} {cause}" in first
+    if name == "never":
+        assert f"; rank 0, 2 on {HOST} did" in first
+    others = others if cause else [first]
+    assert len(others) == (name != "never"), said
+    assert all("the ranks cannot meet at 127.0.0.1:" in line for line in others)
+
+
+def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
+    """Open the store as one of two ranks that a launch with these variables would have."""
+    told = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", **variables}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    rank, place = int(told["RANK"]), f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
+    _open_store(Meeting(rank, 2, place, limit_s), rank, timedelta(seconds=limit_s))
+
+
+def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
+    """torch's own errors have several lines, and its own wait cannot be broken off."""
+    with socket.socket() as taken, socket.socket() as free:
+        for s in (taken, free):
+            s.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, closed = str(taken.getsockname()[1]), str(free.getsockname()[1])
+        with pytest.raises(NotMetError, match=rf"another process listens at .*:{port}, .*ss"):
+            open_alone(monkeypatch, MASTER_PORT=port, RANK="0")
+        with pytest.raises(NotMetError, match=rf"at 127.0.0.1:{closed} \(Connection refused\): "):
+            open_alone(monkeypatch, MASTER_PORT=closed)
+        with pytest.raises(NotMetError, match=r"at no.such.host.invalid:1 \(.+\): check that addr"):
+            open_alone(monkeypatch, MASTER_PORT="1", MASTER_ADDR="no.such.host.invalid")
+        with pytest.raises(NotMetError, match=r"refused: torchrun there has ended"):
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            open_alone(monkeypatch, 5.0, MASTER_PORT=closed)
+
+
+def test_idle_is_not_a_stall(ended):
+    """Ranks that are idle for longer than a step may take go on afterwards."""
+    assert ended["pause"]["statuses"] == [0, 0], ended["pause"]["said"]
+    assert ended["pause"]["said"] == ""
+
+
+def test_a_stall_on_another_machine_is_named():
+    """By what the first rank of that machine last said in torch's store."""
+    peers: Any = SimpleNamespace(
+        rank=0, host="a", local=[], all={1: SimpleNamespace(name="rank 1 on b")}
+    )
+    own = {"what": "a step", "waits": True, "steps": 4}
+    for change, told in (
+        ({"waits": False}, "rank 1 on b is in the step, but does not come to"),
+        ({"steps": 3}, "rank 1 on b is behind the others, in step 3 of 4"),
+        ({"what": ""}, "rank 1 on b is not in a step"),
+    ):
+        name = name_the_stalled(peers, range(2), own, {}, {1: {**own, **change}})
+        assert name is not None and name.startswith(told)
+        assert name_the_stalled(peers, range(1), own, {}, {1: {**own, **change}}) is None
+
+
+def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):
+    """The other machine hears nothing of it and ends. Where it is nobody could kill it but the
+    kernel: its limit is the step's 2 seconds and 4 more."""
+    assert ended["apart"]["statuses"] == [1, -signal.SIGKILL], ended["apart"]["said"]
+    assert "rank 1) was not heard of for 3 s" in ended["apart"]["said"]
+    assert ended["apart"]["said"].count("error: ") == 1
+
+
+def test_the_kernel_kills_a_process_that_does_not_set_the_timer_again():
+    """Not even one that is stopped stays; one that goes on, or turns it off, does."""
+    code = """
+import os, signal, sys, time
+from llama.ranks.processes import KillTimer
+timer = KillTimer()
+for _ in range(4):
+    timer.set(0.5)
+    time.sleep(0.25)
+if sys.argv[1] == "stops":
+    os.kill(os.getpid(), signal.SIGSTOP)
+timer.set(0)
+time.sleep(1.0)
+"""
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code, word], env=environment())
+        for word in ("stops", "leaves")
+    ]
+    assert [run.wait(LIMIT_S) for run in runs] == [-signal.SIGKILL, 0]
+
+
+def test_nothing_is_left_of_the_jobs(ended):
+    """Neither sockets (all are without files) nor segments of shared memory."""
+    assert "llama-" not in Path("/proc/net/unix").read_text()
+    shm = Path("/dev/shm")
+    assert not [p for p in shm.iterdir() if "llama" in p.name] if shm.is_dir() else True
+
+
+def test_a_signal_lets_a_batch_job_finish_what_runs(ended):
+    """The four requests that ran are answered whole, nothing new starts, the exit code is 0. A
+    second signal ends it at once, and so does the limit, which is an error."""
+    done = ended["drain"]
+    assert done["statuses"] == [0, 0], done["said"]
+    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish, and no new")
+    assert done["said"].count("\n") == 1
+    assert len(done["lines"]) == 4 and all(json.loads(x)["error"] is None for x in done["lines"])
+    assert ended["second"]["statuses"] == [128 + signal.SIGTERM] * 2
+    assert ended["second"]["said"].count("\n") == 1 and not ended["second"]["lines"]
+    late = ended["too-long"]
+    assert late["statuses"] == [1, 1]
+    assert late["said"].count("error: the requests did not finish within 0.5 s") == 1
+
+
+def test_a_signal_lets_a_chat_finish_its_answer(ended):
+    """The answer is whole, the next question is not waited for, and the exit code is 0."""
+    done = ended["drain-chat"]
+    assert done["statuses"] == [0, 0], done["said"]
+    assert done["said"].startswith("SIGTERM: running requests have 20 s to finish")
+    assert "cut at max_gen_len | " in done["said"] and "Traceback" not in done["said"]
+
+
+def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
+    """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
+    own summary names it, too, and not a rank that ended because of it."""
+    launches = {}
+    for fault, rank, when in (("agent", 0, "idle"), ("SIGKILL", 1, "decode")):
+        case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60}
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            str(PROGRAMS / "failing.py"), json.dumps(case), folder, str(tmp_path / "mark"),
+        ]  # fmt: skip
+        launches[fault] = subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+    # The pipe ends when the last process that could write to it is gone.
+    said = {fault: launch.communicate(timeout=100)[1] for fault, launch in launches.items()}
+    assert launches["agent"].returncode == -signal.SIGKILL
+    assert f"torchrun (process {launches['agent'].pid}) on {HOST}" in said["agent"]
+    assert said["agent"].count("error: ") == 1 and "Traceback" not in said["agent"]
+    assert launches["SIGKILL"].returncode == 1
+    assert said["SIGKILL"].count(f"error: rank 1 on {HOST} {KILLED}") == 1
+    root = said["SIGKILL"].partition("Root Cause")[2]
+    assert "rank      : 1 (" in root and "exitcode  : -9" in root

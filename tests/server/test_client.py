@@ -1,0 +1,122 @@
+"""The client of `--url` and servers that misbehave: each of its waits ends, with the URL named."""
+
+import contextlib
+import json
+import socketserver
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from llama.cli.batch.server_job import run_server_batch
+from llama.cli.client import Client, ServerError
+
+LIMIT_S = 0.25
+MODELS = b'{"data": [{"id": "m"}]}'
+EVENTS = b"data: {}\n\n" * 20 + b"data: [DONE]\n\n"
+PAUSE_S = 3.0 / len(EVENTS)  # between two bytes of a server that sends one at a time
+LATE = f"sent no whole answer within {LIMIT_S} s"
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+CHUNK = HEAD + b"Transfer-Encoding: chunked\r\n\r\n100\r\ndata: {}\n"
+REFUSAL = b"HTTP/1.1 503 Busy\r\nContent-Length: 2\r\nRetry-After: 0\r\n\r\nno"
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(EVENTS)
+# What a server does: what it sends at once, what byte by byte, and whether it then hangs up.
+ACTIONS: dict[str, tuple[bytes, bytes, bool]] = {
+    "never answers": (b"", b"", False),
+    "trickles the head": (b"", HEAD + b"Content-Length: 2\r\n\r\n{}", False),
+    "trickles the body": (WHOLE, EVENTS, False),
+    "sends half a chunk": (CHUNK, b"", False),
+    "sends half a chunk and hangs up": (CHUNK, b"", True),
+    "hangs up in the body": (WHOLE + EVENTS[:40], b"", True),
+    "hangs up": (b"", b"", True),
+    "refuses for ever": (REFUSAL, b"", False),
+}
+
+
+class Handler(socketserver.StreamRequestHandler):
+    action: str
+    lists_models: bool
+
+    def handle(self) -> None:
+        while head := self.rfile.readline():
+            length = 0
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            self.rfile.read(length)
+            if self.lists_models and head.startswith(b"GET"):
+                answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(MODELS)
+                self.wfile.write(answer + MODELS)
+                continue
+            at_once, slowly, hangs_up = ACTIONS[self.action]
+            self.wfile.write(at_once)
+            for i in range(len(slowly)):
+                self.wfile.write(slowly[i : i + 1])
+                time.sleep(PAUSE_S)
+            if hangs_up:
+                return
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # the client has left
+            super().finish()
+
+
+class Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that leaves is what is tested."""
+
+
+@contextlib.contextmanager
+def misbehaving(action: str, *, lists_models: bool = True) -> Iterator[str]:
+    handler = type("Own", (Handler,), {"action": action, "lists_models": lists_models})
+    with Server(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _short_limits(monkeypatch) -> None:
+    monkeypatch.setattr("llama.cli.client._ANSWER_S", LIMIT_S)
+    monkeypatch.setattr("llama.cli.client._CONNECT_S", LIMIT_S)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
+    """An answer, a stream, the list of models, and a batch job that tries once. A server that sends
+    a byte now and then would be whole after 3 s: the limit is that of the whole answer."""
+    said = "status 503: no" if action == "refuses for ever" else LATE
+    if "hangs up" in action:
+        said = "(broke off: .|the stream ended without its last event)"
+    with misbehaving(action, lists_models=False) as url:
+        wanted = rf"{url}:? {said}|{url}: {said}"
+        with pytest.raises(ServerError, match=wanted):
+            Client(url).post("/v1/completions", {"prompt": "x"})
+        with pytest.raises(ServerError, match=wanted):
+            list(Client(url).events("/v1/completions", {"prompt": "x"}))
+        with pytest.raises(ServerError, match=wanted):
+            Client(url).model(None)
+    (tmp_path / "in").write_text("hello\n" * 3)
+    with misbehaving(action) as url:
+        report = run_server_batch(url, str(tmp_path / "in"), str(tmp_path / "out"), retry_s=0)
+        assert (report.written, report.failed) == (3, 3)
+    for line in (tmp_path / "out").read_text().splitlines():
+        assert url in json.loads(line)["error"]["message"]
+
+
+def test_a_late_answer_does_not_spoil_the_next():
+    """The connection is given up with it; the limit of a request begins with the request."""
+    with misbehaving("trickles the body") as url:
+        client = Client(url)
+        for _ in range(3):
+            assert client.model(None).name == "m"
+            time.sleep(LIMIT_S / 2)
+        with pytest.raises(ServerError, match=LATE):
+            client.post("/v1/completions", {})
+        assert client.model(None).name == "m"

@@ -1,0 +1,372 @@
+"""FastChat's worker without FastChat: the app called in this process, registration, flags.
+
+tests/server/test_fastchat_host.py has the same worker under FastChat itself.
+"""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from helpers.fastchat import DIALOGS, NO_SYSTEM
+from helpers.launch import environment
+from llama import AsyncLLMEngine, Llama
+from llama.compat import fastchat, fastchat_app
+from llama.compat.fastchat_app import FastChatApp, as_trained, conversation_template
+from llama.tokenizer import ChatFormat
+
+LIMIT_S = 30.0
+START_LIMIT_S = 120.0  # two processes that import torch, on a busy machine
+FRANCE = {"role": "user", "content": "What is the capital of France?"}
+
+
+class Client:
+    """One request to an ASGI app, which the client may leave."""
+
+    def __init__(self, app, path: str, body: bytes = b"", method: str = "POST") -> None:
+        self.left, self.got_part = asyncio.Event(), asyncio.Event()
+        self.status = 0
+        self.parts: list[bytes] = []
+        self._body: bytes | None = body
+        scope = {"type": "http", "path": path, "method": method}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+
+    async def _receive(self):
+        if self._body is None:
+            await self.left.wait()
+            return {"type": "http.disconnect"}
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif message["body"]:
+            self.parts.append(message["body"])
+            self.got_part.set()
+
+    async def whole(self) -> tuple[int, bytes]:
+        await asyncio.wait_for(self.task, LIMIT_S)
+        return self.status, b"".join(self.parts)
+
+    async def reports(self) -> list[dict]:
+        status, body = await self.whole()
+        assert status == 200 and body.endswith(b"\0")
+        return [json.loads(part) for part in body.split(b"\0")[:-1]]
+
+
+async def post(app, path: str, **params) -> dict:
+    status, body = await Client(app, path, json.dumps(params).encode()).whole()
+    assert status == 200
+    return json.loads(body)
+
+
+def stream(app, **params) -> Client:
+    return Client(app, "/worker_generate_stream", json.dumps(params).encode())
+
+
+def make_app(llama: Llama, **options) -> FastChatApp:
+    return FastChatApp(AsyncLLMEngine(llama), ["demo"], **options)
+
+
+def written(dialog, conv: dict) -> str:
+    """As FastChat's ADD_COLON_TWO writes a dialog; test_fastchat_host.py has FastChat's own."""
+    system = "".join(m["content"] for m in dialog if m["role"] == "system")
+    prompt = conv["system_template"].format(system_message=system) + conv["sep"]
+    for i, message in enumerate([m for m in dialog if m["role"] != "system"]):
+        prompt += conv["roles"][message["role"] == "assistant"] + ":"
+        if message["content"]:
+            prompt += " " + message["content"] + (conv["sep"], conv["sep2"])[i % 2]
+    return prompt + conv["roles"][1] + ":"
+
+
+def written_by_main(dialog) -> str:
+    """As the style LLAMA3 of FastChat's main branch writes a dialog; its web pages use it."""
+    prompt = "<|begin_of_text|>"
+    for message in dialog:
+        prompt += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
+        prompt += f"{message['content'].strip()}<|eot_id|>" if message["content"] else ""
+    return prompt + NO_SYSTEM
+
+
+@pytest.mark.parametrize("dialog", DIALOGS)
+def test_prompts_of_the_template_are_the_chat_format(demo, dialog):
+    tokenizer = demo.tokenizer
+    prompt = written(dialog, conversation_template("llama-3", tokenizer))
+    ids = ChatFormat(tokenizer).encode_dialog_prompt(dialog)
+    assert tokenizer(as_trained(prompt)).input_ids == ids
+    assert tokenizer(as_trained(written_by_main(dialog))).input_ids == ids
+
+
+def test_other_texts_stay_as_they_are():
+    half_a_chat = NO_SYSTEM + "  the answer begins "
+    for text in ("", " a: \n", "<|eot_id|> a ", half_a_chat, "<|start_header_id|> no end"):
+        assert as_trained(text) == text
+
+
+def test_raw_is_the_messages_alone(demo):
+    conv = conversation_template("raw", demo.tokenizer)
+    dialog = [{"role": "user", "content": "Once upon"}, {"role": "assistant", "content": " a time"}]
+    assert as_trained(written(dialog, conv)) == "Once upon a time"
+
+
+def test_stream_generate_and_what_the_controller_asks(demo):
+    app = make_app(demo)
+    prompt = written([FRANCE], app.conv)
+    params = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
+
+    async def scenario():
+        reports = await stream(app, **params).reports()
+        answer = demo.chat_completion([[FRANCE]], temperature=0)[0]["generation"]["content"]
+        assert reports[-1]["text"] == reports[-2]["text"] == answer
+        assert [r["finish_reason"] for r in reports[-2:]] == [None, "stop"], "the reason is alone"
+        texts = [report["text"] for report in reports]
+        assert len(set(texts)) > 3 and texts == sorted(texts, key=len), "it comes in parts"
+        assert await post(app, "/worker_generate", **params) == reports[-1]
+        count = await post(app, "/count_token", prompt=prompt)
+        assert count == {"count": reports[-1]["usage"]["prompt_tokens"], "error_code": 0}
+        assert await post(app, "/model_details") == {"context_length": demo.llm_engine.max_seq_len}
+        assert (await post(app, "/worker_get_conv_template"))["conv"] == app.conv
+        status = {"model_names": ["demo"], "speed": 1, "queue_length": 0}
+        assert await post(app, "/worker_get_status") == status == app.status()
+
+    asyncio.run(scenario())
+
+
+def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
+    app = make_app(demo)
+
+    async def scenario():
+        cases: list[tuple[int, str, dict]] = [
+            (40302, "presence_penalty=9", {"prompt": "a", "presence_penalty": 9.0}),
+            (40302, "max_new_tokens", {"prompt": "a", "max_new_tokens": -1}),
+            (40302, "leaves no room", {"prompt": "a " * 600}),
+            (40302, "stop", {"prompt": "a", "stop": 5}),
+            (40302, "prompt", {}),
+        ]
+        for code, named, params in cases:
+            report = await post(app, "/worker_generate", **params)
+            assert report["error_code"] == code and named in report["text"]
+            assert report["error"]["message"] == report["text"]
+            assert await stream(app, **params).reports() == [report]
+        refused = await post(app, "/worker_get_embeddings", input=["a"])
+        assert refused["error_code"] == 40301 and "no embeddings" in refused["text"]
+        assert (await post(app, "/count_token"))["error_code"] == 40001
+        assert app.queue_length == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body", "status"),
+    [
+        ("/worker_generate", "POST", b"{", 400),
+        ("/worker_generate", "POST", b"[1]", 400),
+        ("/worker_get_status", "GET", b"", 405),
+        ("/v1/models", "POST", b"", 404),
+    ],
+)
+def test_requests_that_are_no_requests(demo, path, method, body, status):
+    async def scenario():
+        found, answer = await Client(make_app(demo), path, body, method).whole()
+        assert (found, json.loads(answer)["error_code"]) == (status, 40001)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_aborts_its_request(demo):
+    """One in the engine and one that waits for its turn; a third comes after them."""
+    app = make_app(demo, limit_concurrency=1)
+    core = demo.llm_engine.core
+    long = {"prompt": "Once upon a time", "temperature": 0, "max_new_tokens": 400, "stop": "\0"}
+
+    async def scenario():
+        first = stream(app, **long)
+        await asyncio.wait_for(first.got_part.wait(), LIMIT_S)
+        second, third = stream(app, **long), stream(app, prompt="a", max_new_tokens=2)
+        for _ in range(4):  # the second would have joined the first one's steps by then
+            first.got_part.clear()
+            await asyncio.wait_for(first.got_part.wait(), LIMIT_S)
+        assert app.queue_length == 3 and not second.parts, "one runs at a time"
+        second.left.set()
+        first.left.set()
+        await asyncio.wait_for(asyncio.gather(first.task, second.task), LIMIT_S)
+        assert (await third.reports())[-1]["finish_reason"] == "length"
+        assert len(first.parts) < 400 and not second.parts
+        assert app.queue_length == 0 and not demo.llm_engine.has_unfinished_requests()
+
+    asyncio.run(scenario())
+    assert not core.scheduler.running and not core.scheduler.waiting
+
+
+def test_a_worker_that_closes_ends_its_streams_with_an_error(demo):
+    app = make_app(demo)
+
+    async def scenario():
+        client = stream(app, prompt="Once upon a time", max_new_tokens=400, temperature=0)
+        await asyncio.wait_for(client.got_part.wait(), LIMIT_S)
+        await asyncio.to_thread(app.engine.close)
+        last = (await client.reports())[-1]
+        assert last["error_code"] == 50001 and "shutting down" in last["text"]
+        late = await post(app, "/worker_generate", prompt="a")
+        assert late["error_code"] == 50001
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_is_away_or_forgets_is_told_again(monkeypatch, capsys):
+    posts: list[tuple[str, dict]] = []
+    answers = iter([
+        OSError("refused"), OSError("refused"), None,  # away, away, registered
+        {"exist": True}, {"exist": False}, None,  # known, forgotten, registered again
+    ])  # fmt: skip
+    done = threading.Event()
+
+    def post_to(url, body):
+        posts.append((url, body))
+        answer = next(answers, None)
+        if answer is None and len(posts) >= 6:
+            done.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def scenario():
+        status = {"model_names": ["demo"], "speed": 1, "queue_length": 3}
+        task = asyncio.create_task(
+            fastchat.stay_registered("http://c", "http://w", lambda: status, 0.001)
+        )
+        assert await asyncio.to_thread(done.wait, LIMIT_S)
+        task.cancel()
+
+    monkeypatch.setattr(fastchat, "_post", post_to)
+    asyncio.run(scenario())
+    paths = [url.removeprefix("http://c/") for url, _ in posts[:6]]
+    register, beat = "register_worker", "receive_heart_beat"
+    assert paths == [register, register, register, beat, beat, register]
+    assert posts[2][1]["worker_status"]["model_names"] == ["demo"]
+    assert posts[3][1] == {"worker_name": "http://w", "queue_length": 3}
+    assert capsys.readouterr().err.count("refused") == 1, "said once"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--conv-template", "vicuna"], "llama-3 or raw"),
+        (["--host", "0.0.0.0"], "--worker-address"),
+        (["--controller-address", "localhost:21001"], "http://"),
+        (["--port", "65536"], "--port"),
+        (["--limit-worker-concurrency", "0"], "--limit_worker_concurrency"),
+        (["a", "--model-path", "b"], "--model_path"),
+        (["--model-names", "a,,b"], "--model_names"),
+        (["--controler-address", "http://c"], "--controller_address"),
+    ],
+)
+def test_a_wrong_flag_ends_the_worker_early(monkeypatch, capsys, words, named):
+    monkeypatch.setitem(sys.modules, "uvicorn", object())
+    monkeypatch.setattr(fastchat, "load", lambda options: pytest.fail("it loads"))
+    assert fastchat.main(words) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch, capsys):
+    monkeypatch.setattr(fastchat, "load", lambda options: pytest.fail("it loads"))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert fastchat.main([]) == 2
+    assert "llama[fastchat]" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", object())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert fastchat.main(["--port", port]) == 1
+        assert f"port {port}" in capsys.readouterr().err
+    monkeypatch.setenv("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "soon")
+    assert fastchat.main([]) == 2
+
+
+def test_template_names_are_those_of_the_app():
+    assert tuple(fastchat_app._TEMPLATES) == fastchat._TEMPLATE_NAMES
+
+
+class Controller(http.server.BaseHTTPRequestHandler):
+    """What FastChat's controller does with a worker: it notes what the worker says of itself."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.said.put((self.path, body))  # type: ignore[attr-defined]
+        answer = json.dumps({"exist": True}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def controller() -> Iterator[tuple[str, queue.Queue]]:
+    """Its address, and what it hears."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller) as server:
+        server.said = queue.Queue()  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", server.said  # type: ignore[attr-defined]
+        server.shutdown()
+
+
+def ask(url: str, **params: Any) -> bytes:
+    with urllib.request.urlopen(url, json.dumps(params).encode(), timeout=LIMIT_S) as response:
+        return response.read()
+
+
+@pytest.mark.dist
+def test_two_ranks_are_one_worker(demo, tmp_path):
+    """Rank 0 alone registers, with requests at once, a bad one, and a stream that SIGTERM ends."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        "-m", "llama.compat.fastchat", "--port", "0", "--dtype", "fp32",
+        "--model-names", "demo", "--max-seq-len", "512", "--controller-address",
+    ]  # fmt: skip
+    prompt = written([FRANCE], conversation_template("llama-3", demo.tokenizer))
+    greedy = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
+    long = {"prompt": "Once", "temperature": 0, "max_new_tokens": 490, "stop": "\0"}
+    env = environment(FASTCHAT_WORKER_HEART_BEAT_INTERVAL="1")
+    with contextlib.ExitStack() as stack:
+        address, said = stack.enter_context(controller())
+        job = subprocess.Popen(
+            [*command, address], env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        stack.callback(job.kill)
+        path, card = said.get(timeout=START_LIMIT_S)
+        assert path == "/register_worker" and card["worker_status"]["model_names"] == ["demo"]
+        url = card["worker_name"]
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        asked = [pool.submit(ask, f"{url}/worker_generate", **greedy) for _ in range(3)]
+        bad = json.loads(ask(f"{url}/worker_generate", prompt="a", top_p=7))
+        assert bad["error_code"] == 40302 and "top_p" in bad["text"]
+        answer = demo.chat_completion([[FRANCE]], temperature=0)[0]["generation"]["content"]
+        assert [json.loads(a.result())["text"] for a in asked] == [answer] * 3
+        beat = said.get(timeout=LIMIT_S)
+        assert beat == ("/receive_heart_beat", {"worker_name": url, "queue_length": 0})
+        body = json.dumps(long).encode()
+        stream = urllib.request.urlopen(
+            f"{url}/worker_generate_stream", body, timeout=LIMIT_S
+        )  # fmt: skip
+        stream.read(1)
+        job.send_signal(signal.SIGTERM)
+        last = json.loads(stream.read().split(b"\0")[-2])
+        assert last["error_code"] == 50001 and "shutting down" in last["text"]
+        _, errors = job.communicate(timeout=LIMIT_S)
+    assert "error:" not in errors and errors.count("registered with the controller") == 1, errors
+    assert errors.count("worker for demo at") == 1
+    assert {path for path, _ in said.queue} <= {"/receive_heart_beat"}

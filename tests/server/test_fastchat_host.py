@@ -1,0 +1,333 @@
+"""FastChat itself: its controller and OpenAI server, our worker, and OpenAI's client.
+
+All are processes of their own on loopback. llama/server/README.md says how to make an environment
+that has FastChat; in any other these tests are skipped.
+"""
+
+import concurrent.futures
+import contextlib
+import importlib.util
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.fastchat import DIALOGS
+from helpers.launch import DEMO, environment
+from llama.compat.fastchat_app import as_trained, conversation_template
+from llama.tokenizer import ChatFormat
+
+MISSING = [name for name in ("fastchat", "openai", "uvicorn") if not importlib.util.find_spec(name)]
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed: llama/server/README.md"),
+]
+LIMIT_S = 60.0
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def wait_until(is_so: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+class Process:
+    """A Python module as a process, with its output in a file."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.output = folder / f"{time.monotonic_ns()}.txt"
+        variables = {"LOGDIR": str(folder), "FASTCHAT_WORKER_HEART_BEAT_INTERVAL": "1"}
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                cwd=folder, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_until(self, is_so: Callable[[], object]) -> None:
+        def is_so_while_it_runs() -> object:
+            assert self.process.poll() is None, self.text()
+            return is_so()
+
+        wait_until(is_so_while_it_runs, f"see {self.output}")
+
+    def wait_for(self, pattern: str) -> str:
+        self.wait_until(lambda: re.search(pattern, self.text()))
+        return re.findall(pattern, self.text())[0]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *words: str) -> Iterator[Process]:
+    process = Process(folder, *words)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return str(s.getsockname()[1])
+
+
+def post(url: str, **body: Any) -> Any:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
+        return json.load(response)
+
+
+def answers(url: str, **body: Any) -> bool:
+    with contextlib.suppress(OSError):
+        return post(url, **body) is not None
+    return False
+
+
+@contextlib.contextmanager
+def controller_at(folder: Path, port: str) -> Iterator[str]:
+    words = ["fastchat.serve.controller", "--host", "127.0.0.1", "--port", port]
+    with running(folder, *words) as controller:
+        url = f"http://127.0.0.1:{port}"
+        controller.wait_until(lambda: answers(f"{url}/list_models"))
+        yield url
+
+
+def worker(folder: Path, *words: str):
+    ours = ["llama.compat.fastchat", str(DEMO), "--port", "0", "--dtype", "fp32"]
+    return running(folder, *ours, "--max-seq-len", "512", *words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fastchat")
+
+
+@pytest.fixture(scope="module")
+def worker_url(folder) -> Iterator[tuple[str, str]]:
+    """The addresses of the API server and of the worker."""
+    port = free_port()
+    with (
+        controller_at(folder, free_port()) as controller,
+        worker(folder, "--controller-address", controller) as ours,
+        running(
+            folder, "fastchat.serve.openai_api_server", "--controller-address", controller,
+            "--host", "127.0.0.1", "--port", port,
+        ) as server,
+    ):  # fmt: skip
+        url = ours.wait_for(r"worker for demo at (\S+);")
+        ours.wait_for(r"(registered) with")
+        check = {"model": "demo", "prompt": "a", "max_tokens": 1}
+        at = f"http://127.0.0.1:{port}"
+        server.wait_until(lambda: answers(f"{at}/api/v1/token_check", prompts=[check]))
+        yield at, url
+
+
+@pytest.fixture(scope="module")
+def client(worker_url):
+    import openai
+
+    return openai.OpenAI(
+        base_url=f"{worker_url[0]}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
+    )
+
+
+def test_models_and_token_check(client, worker_url, demo):
+    assert [model.id for model in client.models.list()] == ["demo"]
+    item = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8}
+    (found,) = post(f"{worker_url[0]}/api/v1/token_check", prompts=[item])["prompts"]
+    count = len(demo.tokenizer.encode(item["prompt"], bos=True, eos=False))
+    assert found == {"fits": True, "tokenCount": count, "contextLength": 512}
+
+
+@pytest.mark.parametrize("style", ["worker", "LLAMA3"])
+@pytest.mark.parametrize("dialog", DIALOGS)
+def test_fastchats_prompts_are_the_chat_format(demo, dialog, style):
+    """As its API server fills in a conversation; LLAMA3 is what its main branch has of its own."""
+    from fastchat.conversation import Conversation, SeparatorStyle
+
+    fields = conversation_template("llama-3", demo.tokenizer)
+    if style == "LLAMA3":
+        if not hasattr(SeparatorStyle, "LLAMA3"):
+            pytest.skip("this FastChat has no style for Llama 3")
+        fields |= {"roles": ("user", "assistant"), "sep_style": SeparatorStyle.LLAMA3, "sep": ""}
+    assert SeparatorStyle.ADD_COLON_TWO == 2
+    conv = Conversation(**{**fields, "sep_style": SeparatorStyle(fields["sep_style"])})
+    for message in dialog:
+        if message["role"] == "system":
+            conv.set_system_message(message["content"])
+        else:
+            conv.append_message(conv.roles[message["role"] == "assistant"], message["content"])
+    conv.append_message(conv.roles[1], None)
+    ids = demo.tokenizer(as_trained(conv.get_prompt())).input_ids
+    assert ids == ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog)
+
+
+@pytest.mark.parametrize("dialog", DIALOGS)
+def test_chat_is_chat_completion(client, demo, dialog):
+    made = client.chat.completions.create(
+        model="demo", messages=dialog, temperature=0, max_tokens=40
+    )
+    text = demo.chat_completion([dialog], temperature=0, max_gen_len=40)[0]["generation"]["content"]
+    assert made.choices[0].message.content == text
+    assert made.usage.prompt_tokens == len(ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog))
+
+
+def test_messages_in_parts(client):
+    """Text is text, as one that is no list; an image is refused."""
+    import openai
+
+    text = {"type": "text", "text": FRANCE[0]["content"]}
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    given = {"model": "demo", "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(messages=FRANCE, **given)
+    parts = client.chat.completions.create(messages=[{"role": "user", "content": [text]}], **given)
+    assert parts.choices[0].message.content == whole.choices[0].message.content
+    assert parts.usage == whole.usage
+    with pytest.raises(openai.BadRequestError, match="images"):
+        client.chat.completions.create(
+            messages=[{"role": "user", "content": [text, image]}], **given
+        )
+
+
+def test_chat_streams(client, demo):
+    chunks = list(
+        client.chat.completions.create(model="demo", messages=FRANCE, temperature=0, stream=True)
+    )
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    answer = demo.chat_completion([FRANCE], temperature=0)[0]["generation"]["content"]
+    assert "".join(texts) == answer and sum(map(bool, texts)) > 2
+    assert (texts[-1], chunks[-1].choices[0].finish_reason) == ("", "stop")
+    assert {chunk.choices[0].finish_reason for chunk in chunks[:-1]} == {None}
+
+
+def test_several_answers_are_samples(client):
+    made = client.chat.completions.create(
+        model="demo", messages=FRANCE, temperature=2, n=6, max_tokens=30
+    )
+    assert len({choice.message.content for choice in made.choices}) > 1
+
+
+def test_completions(client, demo):
+    ask = client.completions.create
+    given = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    text = demo.text_completion(["Once upon a time"], 0, max_gen_len=12)[0]["generation"]
+    assert ask(**given).choices[0].text == text
+    assert ask(**given, echo=True).choices[0].text == "Once upon a time" + text
+    assert ask(**given, stop=[text[5:8]]).choices[0].text == text[:5]
+    assert [choice.text for choice in ask(**given, n=2).choices] == [text, text]
+    made = ask(**given, echo=True, logprobs=1).choices[0]
+    assert "".join(made.logprobs.tokens) == "<|begin_of_text|>" + made.text
+    own = demo.text_completion(["Once upon a time"], 0, max_gen_len=12, logprobs=True)[0]
+    assert made.logprobs.token_logprobs[-12:] == pytest.approx(own["logprobs"], abs=1e-4)
+    sampled = given | {"temperature": 1.0}
+    best = ask(**sampled, best_of=3)
+    assert len(best.choices) == 1 and best.usage.completion_tokens > 12
+    streamed = [chunk.choices[0].text for chunk in ask(**given, stream=True)]
+    assert "".join(streamed) == text and len(streamed) > 3
+
+
+@pytest.mark.parametrize(
+    ("named", "changes"),
+    [
+        ("temperature", {"temperature": 5}),
+        ("presence_penalty=3", {"presence_penalty": 3}),
+        ("maximum context length", {"messages": [{"role": "user", "content": "a b " * 600}]}),
+    ],
+)
+def test_what_cannot_be_done_is_a_clear_error(client, named, changes):
+    import openai
+
+    given = {"model": "demo", "messages": FRANCE, "max_tokens": 8, **changes}
+    with pytest.raises(openai.BadRequestError, match=named) as found:
+        client.chat.completions.create(**given)
+    assert found.value.status_code == 400
+    with pytest.raises(openai.APIError, match=named):
+        list(client.chat.completions.create(**given, stream=True))
+
+
+def test_embeddings_are_refused(client):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
+        client.embeddings.create(model="demo", input="Once upon a time")
+
+
+def test_eight_streams_at_once(client, demo):
+    dialogs = [[{"role": "user", "content": f"What is {i} plus {i}?"}] for i in range(8)]
+
+    def streamed(dialog) -> str:
+        chunks = client.chat.completions.create(
+            model="demo", messages=dialog, temperature=0, max_tokens=40, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(streamed, dialogs))
+    alone = demo.chat_completion(dialogs, temperature=0, max_gen_len=40)
+    assert found == [answer["generation"]["content"] for answer in alone]
+
+
+def test_a_client_that_leaves_frees_the_engine(client, worker_url):
+    """The request of one that left has more sequences than run at once, and so would outlast the
+    request that comes after it."""
+    chunks = client.chat.completions.create(
+        model="demo", messages=FRANCE, max_tokens=400, n=3, stream=True
+    )
+    next(chunks)
+    chunks.close()
+    params = {"prompt": "Once upon a time", "max_new_tokens": 400, "n": 64, "temperature": 1.0}
+    connection = urllib.request.Request(
+        f"{worker_url[1]}/worker_generate_stream", json.dumps(params).encode()
+    )
+    with urllib.request.urlopen(connection, timeout=LIMIT_S) as response:
+        assert response.read(1)
+        assert post(f"{worker_url[1]}/worker_get_status")["queue_length"] >= 1
+    report = post(f"{worker_url[1]}/worker_generate", prompt="a", max_new_tokens=2)
+    assert report["error_code"] == 0
+    assert post(f"{worker_url[1]}/worker_get_status")["queue_length"] == 0
+
+
+def test_a_controller_that_starts_again_knows_the_worker(folder):
+    port = free_port()
+    with worker(folder, "--controller-address", f"http://127.0.0.1:{port}") as ours:
+        ours.wait_for("(no answer) from the controller")  # the worker is there first
+        for _ in range(2):
+            with controller_at(folder, port) as url:
+                ours.wait_until(lambda url=url: "demo" in post(f"{url}/list_models")["models"])
+        ours.process.send_signal(signal.SIGTERM)
+        assert ours.process.wait(LIMIT_S) == 0, ours.text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_worker_and_its_streams(folder, number, code):
+    with worker(folder, "--no-register") as ours:
+        url = ours.wait_for(r"worker for demo at (\S+);")
+        ours.wait_until(lambda: answers(f"{url}/worker_get_status"))
+        params = {"prompt": "Once upon a time", "max_new_tokens": 400, "n": 64}
+        request = urllib.request.Request(
+            f"{url}/worker_generate_stream", json.dumps(params).encode()
+        )
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
+            first = response.read(1)
+            ours.process.send_signal(number)
+            *_, last = (first + response.read()).rstrip(b"\0").split(b"\0")
+        assert "shutting down" in json.loads(last)["text"]
+        assert ours.process.wait(LIMIT_S) == code, ours.text()
+        assert "Traceback" not in ours.text()

@@ -1,0 +1,60 @@
+"""Request bodies of OpenAI's API: every field that is taken.
+
+Bad bodies are in the table of test_bad_requests.py, and responses are tested with real answers in
+batch/test_lines.py.
+"""
+
+import dataclasses
+from typing import Any
+
+from llama.sampling_params import SamplingParams
+from llama.server.openai.requests import parse_body
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def test_every_field_reaches_the_sampler():
+    """All of SamplingParams by its own name, OpenAI's aliases, labels, and null for not given."""
+    changed: dict[str, Any] = {
+        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 3,
+        "min_p": 0.125, "repetition_penalty": 1.5, "presence_penalty": 1.0,
+        "frequency_penalty": -1.0, "stop": ["a", "b"], "stop_token_ids": [4],
+        "include_stop_str_in_output": True, "skip_special_tokens": True, "ignore_eos": True,
+        "seed": 8, "n": 2, "best_of": 3,
+        "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
+    }  # fmt: skip
+    names = {f.name for f in dataclasses.fields(SamplingParams)}
+    assert changed.keys() == names - {"prompt_logprobs", "structured_output"}
+    labels = {"model": "m", "user": "u", "metadata": {"k": "v"}, "stream": False, "tools": None}
+    request = parse_body({"prompt": "x", **changed, **labels}, SamplingParams(), chat=False)
+    assert request.params == SamplingParams(**{**changed, "logit_bias": {7: 1.5}})
+    assert (request.chat, request.prompts, request.model, request.user) == (False, ("x",), "m", "u")
+    assert not request.stream
+    defaults = SamplingParams(max_tokens=None, temperature=0.6, top_p=0.9)
+    request = parse_body(
+        {"prompt": "x", "temperature": None, "max_tokens": None}, defaults, chat=False
+    )
+    assert request.params == defaults
+    request = parse_body({"messages": HELLO, "max_completion_tokens": 4}, defaults, chat=True)
+    assert request.params == dataclasses.replace(defaults, max_tokens=4)
+    assert (request.add_generation_prompt, request.continue_final_message) == (True, False)
+    body = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": True}
+    request = parse_body(body, defaults, chat=True)
+    assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
+
+
+def test_a_body_may_have_many_prompts_and_ask_for_a_stream():
+    defaults = SamplingParams(max_tokens=None)
+    for prompt, prompts in [
+        ("x", ("x",)),
+        (["x", "y"], ("x", "y")),
+        ([1, 2], ([1, 2],)),
+        ([[1], [2, 3]], ([1], [2, 3])),
+    ]:
+        assert parse_body({"prompt": prompt}, defaults, chat=False).prompts == prompts
+    body = {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}
+    request = parse_body(body, defaults, chat=False)
+    assert request.stream and request.has_usage
+    assert not parse_body({"prompt": "x", "stream": True}, defaults, chat=False).has_usage
+    echoed = parse_body({"prompt": "x", "echo": True, "logprobs": 2}, defaults, chat=False)
+    assert echoed.params == SamplingParams(max_tokens=None, logprobs=2, prompt_logprobs=2)

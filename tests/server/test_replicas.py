@@ -1,0 +1,79 @@
+"""Two servers behind nginx, with the example's own configuration; skipped where nginx is not."""
+
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from helpers.launch import REPO
+from helpers.server import RunningServer, raw_events, run_server
+from llama.cli.batch.loop import BatchReport
+from llama.cli.batch.server_job import run_server_batch
+
+CONF = REPO / "torchrun_examples" / "nginx_two_servers.conf"
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
+    """kill -9 of one of two servers under load: each line of a batch job has its
+    answer. Streams pass."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(run_server("--max_seq_len", "512")) for _ in range(2)]
+        url = stack.enter_context(_Nginx(tmp_path, servers))
+        assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+        events = raw_events(f"{url}/v1/completions", {"prompt": "Once", "stream": True})
+        assert events[-1] == "[DONE]" and len(events) > 3
+        lines = [{"prompt": f"Hi {i}", "max_tokens": 60, "ignore_eos": True} for i in range(300)]
+        (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        out, reports = tmp_path / "out", []
+
+        def work() -> None:
+            reports.append(run_server_batch(url, str(tmp_path / "in"), str(out)))
+
+        thread = threading.Thread(target=work, daemon=True)  # it may try again for minutes
+        thread.start()
+        end = time.monotonic() + 60
+        while not out.exists() or out.read_bytes().count(b"\n") < 40:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        servers[0].process.kill()
+        thread.join(60)
+        assert reports == [BatchReport(300, 0)]
+        assert all(len(server.log) > 5 for server in servers), "both had a part"
+
+
+class _Nginx:
+    """nginx with the example's configuration, on free ports. `with` gives its URL."""
+
+    def __init__(self, folder: Path, servers: list[RunningServer]) -> None:
+        self._folder, conf = folder, CONF.read_text()
+        for server, port in zip(servers, ("8001", "8002"), strict=True):
+            assert f"server 127.0.0.1:{port} " in conf
+            conf = conf.replace(f"127.0.0.1:{port}", server.url.removeprefix("http://"))
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            self._port = found.getsockname()[1]
+        conf = conf.replace("127.0.0.1:8000", f"127.0.0.1:{self._port}")
+        (folder / "nginx.conf").write_text(conf)
+
+    def __enter__(self) -> str:
+        command = ["nginx", "-p", str(self._folder), "-c", str(self._folder / "nginx.conf")]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        url, end = f"http://127.0.0.1:{self._port}", time.monotonic() + 20
+        while True:
+            try:
+                httpx.get(f"{url}/health")
+                return url
+            except httpx.TransportError:
+                assert self._process.poll() is None and time.monotonic() < end
+                time.sleep(0.02)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)

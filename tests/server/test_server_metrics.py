@@ -1,0 +1,136 @@
+"""The figures of /metrics: they count what they say, and the dashboard asks for no others."""
+
+import json
+import re
+import subprocess
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from helpers.launch import REPO
+from helpers.server import run_server
+from llama.ranks.peers import Peers
+from llama.ranks.watch import Watch
+from llama.server.metrics import _ranks_alive
+
+NAMES = """
+    num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
+    prefix_cache_hits_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+    e2e_request_latency_seconds_bucket request_success_total num_preemptions_total
+    step_seconds_sum step_seconds_count rank_alive
+""".split()
+
+
+def figures(url: str) -> dict[tuple[str, ...], float]:
+    """(name without llama:, its labels' values) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            found[(sample.name.removeprefix("llama:"), *sample.labels.values())] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def own_server():
+    """Its figures begin at 0; two sequences run at once."""
+    with run_server("--max_seq_len", "512", "--dtype", "fp32", "--max_batch_size", "2") as running:
+        yield running
+
+
+def test_figures_count_requests_and_tokens(own_server):
+    """Two prompts with 7 and 2 answers' tokens; the second time the first prompt is cached. While 5
+    sequences are asked for and 2 fit, 3 wait. A line in the log for each, without the prompt."""
+    url = f"{own_server.url}/v1/completions"
+    prompt = [7] * 40
+    body = {"prompt": [prompt, [5]], "max_tokens": 3, "ignore_eos": True}
+    for _ in range(2):
+        answer = httpx.post(url, json=body, headers={"X-Request-Id": "mine"}, timeout=60)
+        assert answer.headers["x-request-id"] == "mine"
+    now = figures(own_server.url)
+    assert set(NAMES) <= {name for name, *_ in now}
+    assert now["request_success_total", "length"] == 4
+    assert now["generation_tokens_total",] == 12
+    assert now["prefix_cache_queries_total",] == 82
+    assert now["prompt_tokens_total",] == 82 - 32, "those that were computed"
+    assert now["prefix_cache_hits_total",] == 32
+    assert now["time_to_first_token_seconds_count",] == 4
+    assert now["inter_token_latency_seconds_count",] <= 8
+    assert now["e2e_request_latency_seconds_count",] == 2
+    assert now["rank_alive", "0"] == 1
+    assert now["step_seconds_count",] >= 6 and now["step_seconds_sum",] > 0
+    lines = [line for line in own_server.log if " mine: 200, 41 prompt tokens (" in line]
+    assert len(lines) == 2 and "6 generated, ended by length" in lines[1]
+
+    long = {"prompt": "Xylophone", "max_tokens": 400, "ignore_eos": True, "n": 5, "stream": True}
+    with httpx.stream("POST", url, json=long, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        parts = response.iter_bytes()
+        next(parts)
+        now = figures(own_server.url)
+        assert (now["num_requests_running",], now["num_requests_waiting",]) == (2, 3)
+        assert 0 < now["kv_cache_usage_perc",] <= 1
+    assert httpx.post(url, json={"prompt": "Xylophone", "n": 99}).status_code == 400
+    assert "Xylophone" not in "".join(own_server.log)
+    end = time.monotonic() + 20  # for the thread that reads the log
+    while not any(": 400, for 'n', POST '/v1/completions'" in line for line in own_server.log):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_name_of_a_request_may_come_twice(own_server):
+    """The client chooses it: two at once with the same are two."""
+    url, answers = f"{own_server.url}/v1/completions", []
+
+    def ask() -> None:
+        headers = {"X-Request-Id": "same"}
+        body = {"prompt": "a", "max_tokens": 30}
+        answers.append(httpx.post(url, json=body, headers=headers, timeout=60).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [200] * 3
+
+
+def test_a_rank_that_left_or_was_killed_is_not_alive():
+    """As rank 0 sees it: rank 1 is heard to leave, rank 2 is another process, and gone."""
+    zero, one = Peers(0), Peers(1)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        other = json.dumps([zero.host, process.pid, zero.machine, "", ""]).encode()
+        for peers in (zero, one):
+            peers.meet([zero.introduction(), one.introduction(), other])
+        watch = Watch(zero, range(3), None)
+        parallel: Any = SimpleNamespace(size=3, watch=watch)
+        assert _ranks_alive(parallel) == [True, True, True]
+        one.tell(kind="left")
+        for told in zero.read():
+            watch._heard(*told)
+        assert zero.newly_gone() == [] and _ranks_alive(parallel) == [True, False, True]
+        process.kill()
+        process.wait()
+        assert len(zero.newly_gone()) == 1 and _ranks_alive(parallel) == [True, False, False]
+    for peers in (zero, one):
+        peers.close()
+    alone: Any = SimpleNamespace(size=1, watch=None)
+    assert _ranks_alive(alone) == [True]
+
+
+def test_the_dashboard_asks_for_figures_that_are_there(own_server):
+    httpx.post(f"{own_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    there = {name for name, *_ in figures(own_server.url)}
+    dashboard = json.loads((REPO / "torchrun_examples" / "grafana_dashboard.json").read_text())
+    asked = set()
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            names = re.findall(r"llama:(\w+)", target["expr"])
+            assert names, target
+            asked |= set(names)
+    assert asked <= there, asked - there
+    assert set(NAMES) <= asked

@@ -1,0 +1,172 @@
+"""Tool calls through the real routes, with OpenAI's own client and a model that follows a script.
+
+The checkpoint, the engine and the app are real; only the ids that are sampled come from a script.
+"""
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from helpers.scripted import ScriptedServer
+from llama.prompts import ToolFormat, encode_chat
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+CODE: Any = {"type": "function", "function": {"name": "code_interpreter"}}
+QUESTION: Any = [{"role": "user", "content": "How is it in Zürich?"}]
+CALL = '{"name": "weather", "parameters": {"city": "Zürich 🌧"}}'
+ZURICH = {"city": "Zürich 🌧"}
+
+
+class ChatServer(ScriptedServer):
+    def chat(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
+        """The whole answer; it must be what the chunks of a stream join to."""
+        body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
+
+        async def both(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+            whole = await client.chat.completions.create(**body)
+            stream = await client.chat.completions.create(**body, stream=True)
+            return whole, [chunk async for chunk in stream]
+
+        whole, chunks = self.call(both, tool_format)
+        for choice in whole.choices:
+            parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+            check_stream(choice, parts)
+        return whole
+
+
+def check_stream(choice: Any, parts: list[Any]) -> None:
+    reasons = [part.finish_reason for part in parts]
+    assert reasons == [None] * (len(parts) - 1) + [choice.finish_reason]
+    content = "".join(part.delta.content or "" for part in parts)
+    assert content == (choice.message.content or "")
+    calls: dict[int, Any] = {}
+    for call in [call for part in parts for call in part.delta.tool_calls or []]:
+        if call.index not in calls:
+            assert call.id and call.type == "function" and call.function.arguments == ""
+            calls[call.index] = [call.id, call.function.name, ""]
+        else:
+            assert call.id is call.type is call.function.name is None
+            calls[call.index][2] += call.function.arguments
+    assert list(calls) == list(range(len(calls)))
+    # The ids of a response are its own.
+    wanted = [[c.function.name, c.function.arguments] for c in choice.message.tool_calls or []]
+    assert [each[1:] for each in calls.values()] == wanted
+
+
+@pytest.fixture(scope="module")
+def server(llama_for_tools) -> ChatServer:
+    return ChatServer(llama_for_tools)
+
+
+def calls_of(choice: Any) -> list[tuple[str, Any]]:
+    found = choice.message.tool_calls or []
+    return [(call.function.name, json.loads(call.function.arguments)) for call in found]
+
+
+def test_a_call_and_the_words_before_it(server):
+    server.says(f"I will look. {CALL}")
+    (choice,) = server.chat().choices
+    assert (choice.message.content, choice.finish_reason) == ("I will look. ", "tool_calls")
+    assert calls_of(choice) == [("weather", ZURICH)]
+    server.says(CALL)
+    answer = server.chat(n=2, temperature=0.5)
+    assert [calls_of(choice) for choice in answer.choices] == [[("weather", ZURICH)]] * 2
+    assert answer.choices[0].message.content is None
+    ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+    assert len(ids) == 2
+
+
+def test_several_python_calls(server):
+    server.says("[weather(city='Zürich 🌧'), weather(city=\"Bern\")]")
+    (choice,) = server.chat(ToolFormat.LLAMA_3_2).choices
+    assert calls_of(choice) == [("weather", ZURICH), ("weather", {"city": "Bern"})]
+    (choice,) = server.chat(ToolFormat.LLAMA_3_2, parallel_tool_calls=False).choices
+    assert calls_of(choice) == [("weather", ZURICH)]
+
+
+def test_code_after_its_token(server):
+    """The token is no text, so the ids tell that it came; eom_id ends the answer."""
+    server.says("<|python_tag|>print('ü')<|eom_id|>")
+    (choice,) = server.chat(tools=[WEATHER, CODE]).choices
+    assert calls_of(choice) == [("code_interpreter", {"code": "print('ü')"})]
+    assert choice.finish_reason == "tool_calls"
+    (choice,) = server.chat().choices
+    assert (choice.message.content, choice.finish_reason) == ("print('ü')", "stop")
+    (choice,) = server.chat(extra_body={"skip_special_tokens": False}).choices
+    assert choice.message.content == "<|python_tag|>print('ü')"
+
+
+def test_words_and_calls_that_are_cut_off(server):
+    server.says('It is {"name": "sunny"}.')
+    (choice,) = server.chat().choices
+    assert (choice.message.content, choice.finish_reason) == ('It is {"name": "sunny"}.', "stop")
+    assert choice.message.tool_calls is None
+    server.says(CALL)
+    (choice,) = server.chat(tool_choice="none").choices
+    assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
+    (choice,) = server.chat(max_tokens=45).choices
+    assert choice.finish_reason == "length"
+    arguments = choice.message.tool_calls[0].function.arguments
+    assert json.dumps(ZURICH, ensure_ascii=False).startswith(arguments) and arguments
+
+
+def test_the_dialog_goes_back_in(server):
+    """The client's own message, with its calls, and their results: the ids are those of the
+    format, and /tokenize and the chat agree."""
+    server.says(CALL)
+    first = server.chat()
+    message = first.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "22 °C"}
+    dialog = [*QUESTION, message.model_dump(exclude_none=True), result]
+    wanted = encode_chat(server.llama.tokenizer, dialog, [WEATHER])
+    server.says("It is warm.")
+    second = server.chat(messages=dialog)
+    assert second.choices[0].message.content == "It is warm."
+    assert second.usage.prompt_tokens == len(wanted)
+
+    async def tokenize(client: openai.AsyncOpenAI) -> Any:
+        body = {"messages": dialog, "tools": [WEATHER]}
+        return await client.post("http://localhost/tokenize", body=body, cast_to=object)
+
+    assert server.call(tokenize)["tokens"] == wanted
+    none = server.chat(tool_choice="none").usage.prompt_tokens
+    assert none == len(encode_chat(server.llama.tokenizer, QUESTION))
+
+
+FORECAST: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Zürich", "Bern"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "wind": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2])
+def test_a_forced_call_fits_its_schema_whatever_the_weights(server, tool_format):
+    """Random weights: a call where there must be one; where strict holds it, a call that fits, or
+    words."""
+    function = {"name": "forecast", "parameters": FORECAST}
+    tools = [{"type": "function", "function": function}, WEATHER]
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    named = {"type": "function", "function": {"name": "forecast"}}
+    with server.random_model():
+        for seed in range(3):
+            few = {"seed": seed, "max_tokens": 150}
+            (one,) = server.chat(tool_format, tools=tools, tool_choice=named, **few).choices
+            (any_,) = server.chat(tool_format, tools=tools, tool_choice="required", **few).choices
+            (free,) = server.chat(tool_format, tools=strict, **few).choices
+            assert [name for name, _ in calls_of(one)] == ["forecast"]
+            assert (one.message.content, one.finish_reason) == (None, "tool_calls")
+            assert any_.message.tool_calls
+            assert any_.message.content is None or any_.finish_reason == "length"
+            whole = [c for c in (one, any_, free) if c.finish_reason == "tool_calls"]
+            for name, arguments in [pair for choice in whole for pair in calls_of(choice)]:
+                jsonschema.validate(arguments, FORECAST if name == "forecast" else SCHEMA)

@@ -1,0 +1,584 @@
+"""vLLM's API on random models and the demo: the flows of its clients, and what it refuses.
+
+The oracles are Meta's calls on the same model; where vLLM itself is installed, its own classes.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from helpers.launch import DEMO, PROGRAMS, environment
+from helpers.prompts import FRANCE, prompts_of, user
+from llama import Llama
+from llama.checkpoint.convert import convert
+from llama.compat.vllm import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    CompletionOutput,
+    EngineArgs,
+    LLMEngine,
+    Logprob,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from llama.prompts import encode_chat, parse_tool_call
+
+IDS = prompts_of([9, 12, 5], seed=3)
+NO_EFFECT: dict[str, Any] = {"gpu_memory_utilization": 0.9, "swap_space": 4}
+ASKS_FOR_NOTHING: dict[str, Any] = {"enable_lora": False, "revision": None, "worker_use_ray": False}
+DEMO_ARGS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_model_len": 512, "enforce_eager": True,
+    "trust_remote_code": True, "disable_log_stats": True, "pipeline_parallel_size": 1,
+}  # fmt: skip
+
+
+def greedy(count: int = 12, **others: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, **others)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(DEMO), tokenizer=str(DEMO), **DEMO_ARGS)
+
+
+@pytest.fixture
+def engine(shared_llama) -> LLMEngine:
+    return LLMEngine(shared_llama)
+
+
+def ends_of(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """What a client's loop over `step` comes to."""
+    ends = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                ends[output.request_id] = output
+    return ends
+
+
+def test_generate_takes_every_form_of_a_prompt(llm):
+    text = "Once upon a time"
+    ids = llm.llama.tokenizer.encode(text, bos=True, eos=False)
+    (wanted,) = llm.llama.text_completion([text], 0.0, max_gen_len=12)
+    forms = [text, {"prompt": text}, ids, {"prompt_token_ids": ids}, "<|begin_of_text|>" + text]
+    outputs = llm.generate(forms, greedy())
+    assert [output.outputs[0].text for output in outputs] == [wanted["generation"]] * 5
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 5
+    assert [output.prompt for output in outputs[:4]] == [text, text, None, None]
+    assert [int(output.request_id) for output in outputs] == [
+        int(outputs[0].request_id) + i for i in range(5)
+    ]
+    one = [llm.generate(form, greedy(), use_tqdm=False) for form in forms[:4]]
+    one.append(llm.generate(prompt_token_ids=[ids], sampling_params=greedy()))
+    assert [output.outputs[0].text for (output,) in one] == [wanted["generation"]] * 5
+    assert llm.generate([], greedy()) == []
+
+
+def test_structured_outputs(llm):
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    (output,) = llm.generate(["One"], SamplingParams(structured_outputs=form, seed=1))
+    assert output.outputs[0].text in ("yes", "no")
+
+
+def test_each_prompt_may_have_its_own_parameters(llm, capsys):
+    outputs = llm.generate(["One", "Two"], [greedy(3), greedy(5)], use_tqdm=True)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
+    assert "Processed prompts: 100%" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+        llm.generate(["One", "Two"], [greedy()])
+
+
+def test_a_seed_is_that_seed_for_each_request(llm):
+    asked = SamplingParams(temperature=5.0, seed=5, max_tokens=8)  # or it tells what it knows
+    first, second = llm.generate(["The cat"] * 2, asked)
+    (wanted,) = llm.llama.text_completion(["The cat"], 5.0, 1.0, 8, seed=5)
+    assert first.outputs[0].text == second.outputs[0].text == wanted["generation"]
+    many = llm.generate("The cat", SamplingParams(n=3, temperature=5.0, seed=5, max_tokens=8))
+    assert [answer.index for answer in many[0].outputs] == [0, 1, 2]
+    assert many[0].outputs[0].text == wanted["generation"]
+    assert len({answer.text for answer in many[0].outputs}) == 3
+
+
+def test_without_a_seed_each_prompt_has_a_sample_of_its_own(llm):
+    outputs = llm.generate(["The cat"] * 4, SamplingParams(temperature=5.0, max_tokens=8))
+    assert len({output.outputs[0].text for output in outputs}) == 4
+
+
+def test_the_tokenizer_has_the_calls_of_transformers(llm):
+    tokenizer, ours = llm.get_tokenizer(), llm.llama.tokenizer
+    ids = ours.encode("One two", bos=True, eos=False)
+    assert tokenizer.encode("One two") == tokenizer("One two").input_ids == ids
+    assert tokenizer.encode("One two", add_special_tokens=False) == ids[1:]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "One two"
+    assert len(tokenizer) == tokenizer.vocab_size == ours.n_words
+    assert ours.eot_id in tokenizer.all_special_ids and tokenizer.bos_token_id == ids[0]
+    dialog = [user("Say <|eot_id|>")]
+    assert tokenizer.apply_chat_template(dialog).count(ours.eot_id) == 1
+    with pytest.raises(ValueError, match="a message holds the name of a special token"):
+        tokenizer.apply_chat_template(dialog, tokenize=False)
+
+
+def test_the_stop_token_is_the_last_id_and_has_a_logprob(llm):
+    """vLLM counts it; Meta's calls leave it out."""
+    prompt = encode_chat(llm.llama.tokenizer, [user(FRANCE)])
+    (output,) = llm.generate([prompt], greedy(60, logprobs=2))
+    (tokens,), scores = llm.llama.generate([prompt], 60, 0.0, logprobs=True)
+    answer = output.outputs[0]
+    assert answer.token_ids == [*tokens, llm.llama.tokenizer.eot_id]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+    assert answer.finished() and output.finished
+    own = [x[token].logprob for x, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    assert own[:-1] == pytest.approx(scores[0], abs=1e-5)
+    assert answer.cumulative_logprob == pytest.approx(sum(own), abs=1e-4)
+    assert [x[token].rank for x, token in zip(answer.logprobs, answer.token_ids, strict=True)] == (
+        [1] * len(own)
+    )
+    assert answer.logprobs[0][tokens[0]].decoded_token == llm.llama.tokenizer.decode(tokens[:1])
+    assert [sorted(x.rank for x in position.values()) for position in answer.logprobs] == (
+        [[1, 2]] * len(own)
+    )
+    asked = greedy(60, stop_token_ids=[tokens[2]])
+    (named,) = llm.generate([prompt], asked)
+    assert named.outputs[0].stop_reason == tokens[2] == named.outputs[0].token_ids[-1]
+
+
+def test_prompt_logprobs_and_the_rank_of_an_unlikely_token(llm):
+    (output,) = llm.generate("A dog of", SamplingParams(max_tokens=1, prompt_logprobs=1))
+    first, *others = output.prompt_logprobs
+    assert first is None and len(others) == len(output.prompt_token_ids) - 1
+    ranks = [x[token].rank for x, token in zip(others, output.prompt_token_ids[1:], strict=True)]
+    assert set(ranks) <= {1, None} and None in ranks
+    assert all(isinstance(entry, Logprob) for x in others for entry in x.values())
+
+
+def test_special_tokens_show_only_where_they_are_asked_for(engine):
+    """The random model's vocabulary is half special tokens."""
+    tokenizer = engine.llama.tokenizer
+    for name, fields in {
+        "skipped": {}, "shown": {"skip_special_tokens": False}, "none": {"detokenize": False},
+        "apart": {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+    }.items():  # fmt: skip
+        engine.add_request(name, IDS[0], greedy(30, ignore_eos=True, **fields))
+    ends = {name: output.outputs[0] for name, output in ends_of(engine).items()}
+    ids = ends["skipped"].token_ids
+    assert any(token > 255 for token in ids) and any(token < 256 for token in ids)
+    assert ends["skipped"].text == tokenizer.decode([token for token in ids if token < 256])
+    assert ends["shown"].text == ends["apart"].text == tokenizer.decode(ids)
+    assert ends["none"].text == "" and ends["none"].token_ids == ids
+
+
+def test_a_prompt_is_cut_on_its_left(llm):
+    ids = llm.llama.tokenizer.encode("One two three four five", bos=True, eos=False)
+    asked = greedy(1, truncate_prompt_tokens=3)
+    text, tokens, short = llm.generate(["One two three four five", ids, "One"], asked)
+    assert text.prompt_token_ids == ids[:1] + ids[-2:]  # as transformers cuts, on the left
+    assert tokens.prompt_token_ids == ids[-3:]
+    assert short.prompt_token_ids == ids[:2]
+
+
+def test_beam_search_is_that_of_llama(llm):
+    asked = greedy(10, use_beam_search=True, best_of=3, n=2, length_penalty=0.5)
+    outputs = llm.generate(["The cat", "One"], [asked, greedy(4)])
+    wanted = llm.llama.beam_search(["The cat"], 3, 10, length_penalty=0.5)[0][:2]
+    assert [answer.text for answer in outputs[0].outputs] == [b["generation"] for b in wanted]
+    assert [answer.finish_reason for answer in outputs[0].outputs] == ["stop"] * 2
+    best = outputs[0].outputs[0]
+    length = len(best.token_ids) + 1  # the stop token counts, and is left out
+    assert best.cumulative_logprob == pytest.approx(wanted[0]["score"] * length**0.5)
+    assert len(outputs[1].outputs[0].token_ids) == 4
+    (output,) = llm.beam_search("The cat", BeamSearchParams(3, 10, length_penalty=0.5))
+    assert [answer.text for answer in output.outputs[:2]] == [b["generation"] for b in wanted]
+
+
+def test_an_engine_takes_requests_as_every_version_did(engine, shared_llama):
+    asked = greedy(6, ignore_eos=True)
+    engine.add_request("today", {"prompt_token_ids": IDS[0]}, asked)
+    engine.add_request("0.6", inputs={"prompt_token_ids": IDS[0]}, params=asked)
+    engine.add_request("0.4", None, asked, IDS[0])
+    engine.add_request("named", prompt=IDS[0], sampling_params=asked)
+    engine.add_request("beams", IDS[0], greedy(4, use_beam_search=True, best_of=2, n=2))
+    with pytest.raises(ValueError, match=r"request_id='0\.4' is in use"):
+        engine.add_request("0.4", IDS[1], asked)
+    assert engine.get_num_unfinished_requests() == 5
+    ends = ends_of(engine)
+    requests = [shared_llama.llm_engine.prepare("", IDS[0], asked.engine_params())]
+    wanted = shared_llama.llm_engine.run(requests)[0].outputs[0].token_ids
+    for name in ("today", "0.6", "0.4", "named"):
+        assert ends[name].outputs[0].token_ids == wanted, name
+    assert len(ends["beams"].outputs) == 2 and engine.step() == []
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_output_holds_what_its_kind_says(engine, kind):
+    asked = greedy(8, ignore_eos=True, output_kind=kind, logprobs=0, skip_special_tokens=False)
+    engine.add_request("a", IDS[0], dataclasses.replace(asked, prompt_logprobs=0))
+    engine.add_request("whole", IDS[0], dataclasses.replace(
+        asked, output_kind=RequestOutputKind.CUMULATIVE))  # fmt: skip
+    seen: list[RequestOutput] = []
+    whole: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            (whole if output.request_id == "whole" else seen).append(output)
+    last = whole[-1].outputs[0]
+    answers = [output.outputs[0] for output in seen]
+    if kind is RequestOutputKind.DELTA:
+        assert [len(a.token_ids) for a in answers] == [len(a.logprobs or ()) for a in answers]
+        assert [token for a in answers for token in a.token_ids] == last.token_ids
+        assert "".join(a.text for a in answers) == last.text
+        assert [output.prompt_logprobs is None for output in seen] == [False] + [True] * 7
+    else:
+        assert len(answers) == (8 if kind is RequestOutputKind.CUMULATIVE else 1)
+        assert (answers[-1].text, answers[-1].token_ids) == (last.text, last.token_ids)
+        assert seen[-1].prompt_logprobs is not None
+
+
+def test_aborted_requests_are_gone_and_others_go_on(engine):
+    for name in "abc":
+        engine.add_request(name, IDS[0], greedy(30, ignore_eos=True))
+    engine.add_request("beams", IDS[0], greedy(4, use_beam_search=True, best_of=2))
+    engine.step()
+    engine.add_request("late", IDS[0], greedy(4, use_beam_search=True, best_of=2))
+    engine.abort_request("a")
+    engine.abort_request(["b", "late", "unknown"])
+    assert list(ends_of(engine)) == ["c"]
+
+
+def test_a_failed_step_leaves_no_request_behind(engine, shared_llama, monkeypatch):
+    """A client's loop asks has_unfinished_requests: it must not go on for ever."""
+    engine.add_request("a", IDS[0], greedy())
+
+    def fail() -> None:
+        raise OSError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_llama.engine, "step", fail)
+        with pytest.raises(OSError, match="no more"):
+            engine.step()
+    assert not engine.has_unfinished_requests()
+    engine.add_request("a", IDS[0], greedy(2, ignore_eos=True))
+    assert len(ends_of(engine)["a"].outputs[0].token_ids) == 2
+
+
+def test_async_requests_stream_side_by_side(shared_llama):
+    served = AsyncLLMEngine(shared_llama)
+
+    async def answer(i: int, **fields: Any) -> list[RequestOutput]:
+        stream = served.generate(IDS[i], greedy(10, ignore_eos=True, **fields), f"r{i}")
+        return [output async for output in stream]
+
+    async def main() -> list[list[RequestOutput]]:
+        assert (await served.get_tokenizer()) is served.get_tokenizer()
+        assert (await served.get_model_config()).max_model_len == 128
+        found = await asyncio.gather(
+            answer(0), answer(1, output_kind=RequestOutputKind.DELTA),
+            answer(2, use_beam_search=True, best_of=2),
+        )  # fmt: skip
+        async for output in served.generate({"prompt_token_ids": IDS[0]}, greedy(90), "left"):
+            assert not output.finished
+            break
+        return list(found)
+
+    found = asyncio.run(main())
+    served.shutdown()
+    alone = LLMEngine(shared_llama)
+    for i in range(3):
+        search = {"use_beam_search": True, "best_of": 2} if i == 2 else {}
+        alone.add_request(str(i), IDS[i], greedy(10, ignore_eos=True, **search))
+    ends = ends_of(alone)
+    wanted = {name: output.outputs[0].token_ids for name, output in ends.items()}
+    assert found[0][-1].outputs[0] == ends["0"].outputs[0]
+    assert any(token > 255 for token in wanted["0"]), "no special token: the text tests less"
+    assert [token for o in found[1] for token in o.outputs[0].token_ids] == wanted["1"]
+    assert [len(o.outputs[0].token_ids) for o in found[2]] == [10]
+    assert found[2][0].outputs[0].token_ids == wanted["2"]
+    assert not shared_llama.llm_engine.has_unfinished_requests()
+
+
+def test_async_requests_can_be_aborted_and_the_engine_shut_down(shared_llama):
+    served = AsyncLLMEngine(shared_llama)
+
+    async def reason_of(i: int, asked: SamplingParams, *, shut_down: bool = False) -> str | None:
+        stream = served.generate(IDS[i], asked, f"r{i}")
+        task = asyncio.ensure_future(anext(stream))
+        while not (shared_llama.llm_engine.has_unfinished_requests() or task.done()):
+            await asyncio.sleep(0)
+        if shut_down:
+            await asyncio.to_thread(served.shutdown)
+        else:
+            await served.abort([f"r{i}", "unknown"])
+        output = await task
+        async for later in stream:
+            output = later
+        return output.outputs[0].finish_reason
+
+    async def main() -> None:
+        await served.check_health()
+        beams = greedy(100, use_beam_search=True, best_of=4, ignore_eos=True)
+        assert await reason_of(0, beams) == "abort"
+        assert await reason_of(1, greedy(100, ignore_eos=True)) == "abort"
+        assert await reason_of(2, beams, shut_down=True) == "abort"
+        assert served.is_stopped and not served.errored
+        for asked in (beams, greedy()):
+            with pytest.raises(RuntimeError, match="make another one"):
+                await anext(served.generate(IDS[0], asked, "late"))
+
+    asyncio.run(main())
+
+
+def test_chat_is_chat_completion(llm):
+    dialogs = [[user(FRANCE)], [user("What is the capital of Japan?")]]
+    wanted = llm.llama.chat_completion(dialogs, 0.0, max_gen_len=40)
+    outputs = llm.chat(dialogs, greedy(40))
+    assert [o.outputs[0].text for o in outputs] == [w["generation"]["content"] for w in wanted]
+    assert outputs[0].prompt == llm.get_tokenizer().apply_chat_template(
+        dialogs[0], tokenize=False, add_generation_prompt=True
+    )
+    (one,) = llm.chat(dialogs[0], greedy(40), use_tqdm=False)
+    assert one.outputs[0].text == outputs[0].outputs[0].text
+    start: list[Any] = [*dialogs[0], {"role": "assistant", "content": one.outputs[0].text[:10]}]
+    (rest,) = llm.chat(start, greedy(40), add_generation_prompt=False, continue_final_message=True)
+    assert rest.prompt_token_ids == encode_chat(
+        llm.llama.tokenizer, start, add_generation_prompt=False, continue_final_message=True
+    )
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    (called,) = llm.chat(dialogs[0], greedy(2), tools=tools)
+    assert called.prompt_token_ids == encode_chat(llm.llama.tokenizer, dialogs[0], tools)
+
+
+TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"country": "str"}}}]
+
+
+@pytest.mark.parametrize("beams", [False, True])
+def test_the_flow_of_a_chatglm_client(llm, beams):
+    """History and tools into a text, the text streamed by increments, the call read from it, and
+    the tool's result in the next prompt: the program of ChatGLM's server for vLLM."""
+    engine = AsyncLLMEngine(llm.llama, AsyncEngineArgs(str(DEMO)))
+    history: list[dict[str, Any]] = [{"role": "user", "content": FRANCE}]
+
+    async def stream(messages: list[dict[str, Any]], name: str) -> list[str]:
+        tokenizer = await engine.get_tokenizer()
+        inputs = tokenizer.apply_chat_template(
+            messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
+        )
+        params = SamplingParams(
+            n=1, best_of=2 if beams else 1, presence_penalty=0.0, frequency_penalty=0.0,
+            temperature=0.0 if beams else 0.8, top_p=1.0 if beams else 0.8, top_k=-1,
+            repetition_penalty=1.0, use_beam_search=beams, length_penalty=1, early_stopping=False,
+            stop_token_ids=[tokenizer.eos_token_id], ignore_eos=False, max_tokens=20,
+            logprobs=None, prompt_logprobs=None, skip_special_tokens=True,
+        )  # fmt: skip
+        increments, seen = [], ""
+        outputs = engine.generate(inputs=inputs, sampling_params=params, request_id=name)
+        async for output in outputs:
+            text = output.outputs[0].text
+            assert text.startswith(seen) and output.prompt == inputs
+            increments.append(text[len(seen) :])
+            seen = text
+        assert output.finished and len(output.outputs[0].token_ids) > 0
+        return increments
+
+    async def main() -> tuple[list[str], list[str]]:
+        first = await stream(history, "a")
+        call = parse_tool_call('{"name": "capital", "parameters": {"country": "France"}}')
+        assert call is not None
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        history.append({"role": "assistant", "tool_calls": [{"function": function}]})
+        history.append({"role": "tool", "content": "Paris"})
+        return first, await stream(history, "b")
+
+    first, second = asyncio.run(main())
+    engine.shutdown()
+    assert "".join(first) and "".join(second)
+    assert (len(first) == 1) == beams
+
+
+def test_generation_config_gives_the_defaults(tmp_path):
+    args = EngineArgs(str(tmp_path))
+    assert args.default_params() == SamplingParams()
+    said = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    wanted = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=7)
+    assert args.default_params() == wanted
+    assert EngineArgs(str(tmp_path), generation_config="vllm").default_params() == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"top_p": 9}')
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p=9 must be a number"):
+        args.default_params()
+
+
+def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
+    seen: list[Any] = []
+
+    def build(*args: Any, **named: Any) -> Llama:
+        seen.append((args, named))
+        return shared_llama
+
+    monkeypatch.setattr(Llama, "build", build)
+    parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args([
+        "--model", "m", "--max-model-len", "64", "--dtype", "bfloat16", "--seed", "3",
+        "--tensor-parallel-size", "2", "--max-num-seqs", "5", "--tokenizer", str(DEMO),
+    ]))  # fmt: skip
+    assert type(args) is AsyncEngineArgs
+    served = AsyncLLMEngine.from_engine_args(args, usage_context="ENGINE_CONTEXT")
+    assert (served.engine.model_config.model, served.model_config.max_model_len) == ("m", 128)
+    args = EngineArgs("m", quantization="int8", distributed_timeout_seconds=9)
+    assert LLMEngine.from_engine_args(args).get_model_config().get_vocab_size() == 512
+    with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
+        LLMEngine.from_engine_args(args, executor=1)
+    tokenizer = str(DEMO / "tokenizer.model")
+    common: dict[str, Any] = {"device": None, "kv_cache_memory_bytes": None}
+    assert seen == [
+        (("m", tokenizer, 64, 5, 2, 3), {**common, "dtype": "bf16"}),
+        (("m", None, None, None, 1, 0), {**common, "dtype": "int8", "timeout_s": 9}),
+    ]
+
+
+def test_memory_utilization_says_that_it_does_nothing():
+    with pytest.warns(UserWarning, match="kv_cache_memory_bytes sets its size"):
+        EngineArgs("m", **NO_EFFECT)
+
+
+def test_from_optional_and_changes_before_use(llm):
+    asked = SamplingParams.from_optional(
+        n=None, temperature=None, top_k=-1, logit_bias={"7": 200}, seed=-1, max_tokens=None
+    )
+    assert asked == SamplingParams(top_k=-1, logit_bias={7: 100.0}, seed=-1, max_tokens=None)
+    assert asked.engine_params().seed is None
+    asked = greedy(30)
+    copy = asked.clone()
+    asked.max_tokens = 2  # clients do
+    assert len(llm.generate("One", asked)[0].outputs[0].token_ids) == 2 and copy.max_tokens == 30
+    asked.top_p = 2.0
+    with pytest.raises(ValueError, match=r"top_p=2\.0 must be a number from 0 to 1"):
+        llm.generate("One", asked)
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"extra_args": {"a": 1}}, "SamplingParams cannot do extra_args={'a': 1}: leave it out"),
+    ({"logits_processors": [len]}, "cannot do logits_processors="),
+    ({"temprature": 0.5}, "cannot do temprature=0.5"),
+    ({"flat_logprobs": True}, "cannot do flat_logprobs=True: leave it out (allowed: False)"),
+    ({"temperature": -1}, "temperature=-1 must be a number from 0 to 100"),
+    ({"stop": "x", "detokenize": False}, "stop needs detokenize=True"),
+    ({"detokenize": 1}, "detokenize=1 must be True or False"),
+    ({"output_kind": 1}, "output_kind=1 must be a RequestOutputKind"),
+    ({"length_penalty": 2.0}, "length_penalty and early_stopping need use_beam_search=True"),
+    ({"early_stopping": True}, "length_penalty and early_stopping need use_beam_search=True"),
+    ({"use_beam_search": True, "temperature": 0}, "needs best_of=None, its number of beams"),
+    ({"use_beam_search": True, "best_of": 2}, "use_beam_search needs temperature=0, not 1.0"),
+    ({"use_beam_search": True, "best_of": 2, "temperature": 0, "presence_penalty": -1},
+     "use_beam_search cannot follow presence_penalty=-1.0"),
+    ({"use_beam_search": True, "best_of": 2, "temperature": 0, "stop": "x"},
+     "use_beam_search cannot follow stop=('x',)"),
+    ({"use_beam_search": True, "best_of": 2, "temperature": 0, "early_stopping": "soon"},
+     "early_stopping='soon': give True, False or 'never'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_PARAMS)
+def test_a_bad_parameter_is_an_error_that_names_it(fields, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        SamplingParams(**fields)
+    assert message in str(caught.value)
+
+
+BAD_ARGS: list[tuple[dict[str, Any], str]] = [
+    ({"enable_lora": True}, "EngineArgs cannot do enable_lora=True: leave it out (allowed: False)"),
+    ({"pipeline_parallel_size": 2}, "cannot do pipeline_parallel_size=2"),
+    ({"speculative_config": {"model": "x"}}, "cannot do speculative_config="),
+    ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
+    ({"quantization": "awq"}, "quantization='awq' must be None or 'int8'"),
+    ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_ARGS)
+def test_a_bad_engine_argument_is_an_error_that_names_it(fields, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        EngineArgs("m", **fields)
+    assert message in str(caught.value)
+    AsyncEngineArgs("m", **ASKS_FOR_NOTHING)
+
+
+def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
+    asked = greedy()
+    for prompt, message in [
+        ({"prompt": "x", "multi_modal_data": {}}, "a prompt cannot do multi_modal_data={}"),
+        ({}, "the prompt {} must be a string, a list of token ids, or a dict"),
+        ([1, "x"], "prompt 0 holds 'x'"),
+        (7, "prompts must be a prompt or a list of them, got int"),
+        ([[]], "prompt 0 has 0 tokens"),
+    ]:  # fmt: skip
+        with pytest.raises((TypeError, ValueError)) as caught:
+            llm.generate(prompt, asked)
+        assert message in str(caught.value)
+    with pytest.raises(TypeError, match=r"LLM\.generate cannot do lora_request='x'"):
+        llm.generate("x", asked, lora_request="x")
+    with pytest.raises(TypeError, match=r"LLM\.chat cannot do chat_template='x'"):
+        llm.chat([user("x")], asked, chat_template="x")
+    with pytest.raises(TypeError, match="add_request cannot do priority=1"):
+        engine.add_request("a", "x", asked, priority=1)
+    with pytest.raises(TypeError, match="prompt and inputs are the same: give one"):
+        engine.add_request("a", "x", asked, inputs="x")
+    with pytest.raises(TypeError, match=r"params must be .*SamplingParams, got dict"):
+        engine.add_request("a", "x", {})
+    with pytest.raises(ValueError, match="truncate_prompt_tokens=0 must be"):
+        engine.add_request("a", "x", greedy(truncate_prompt_tokens=0))
+    assert not engine.has_unfinished_requests()
+
+
+@pytest.mark.hosts
+def test_names_and_defaults_are_those_of_vllm():
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed here")
+    theirs: Any = vllm.SamplingParams()
+    old = {"best_of", "use_beam_search", "length_penalty", "early_stopping",
+           "truncate_prompt_tokens"}  # fmt: skip
+    ours = SamplingParams()
+    assert {f.name for f in dataclasses.fields(ours)} - old <= set(
+        vllm.SamplingParams.__struct_fields__
+    )
+    empty = {"stop", "stop_token_ids", "bad_words"}  # which vLLM makes lists of
+    for f in dataclasses.fields(ours):
+        if f.name not in old | empty | {"output_kind"}:
+            assert getattr(ours, f.name) == getattr(theirs, f.name), f.name
+    assert [kind.name for kind in RequestOutputKind] == [k.name for k in type(theirs.output_kind)]
+    for mine, whose in ((CompletionOutput, vllm.CompletionOutput), (EngineArgs, vllm.EngineArgs)):
+        known = {f.name: f for f in dataclasses.fields(whose)}
+        for f in dataclasses.fields(mine):
+            if f.name not in ("device", "model"):
+                assert f.default == known[f.name].default, f.name
+    made = vllm.RequestOutput("a", "b", [1], None, [], True)
+    mine_made = RequestOutput("a", "b", [1], None, [], True)
+    assert vars(mine_made).items() <= vars(made).items()
+
+
+@pytest.mark.hosts
+def test_a_client_of_vllm_gets_the_same_answers(tmp_path):
+    """One program, run on vLLM and on this module: ids, reasons, log-probabilities and ranks."""
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    convert(DEMO, tmp_path / "model")
+    command = [sys.executable, str(PROGRAMS / "vllm_answers.py"), str(tmp_path / "model"),
+               str(tmp_path / "out.json")]  # fmt: skip
+    subprocess.run(command, check=True, env=environment(), timeout=240)
+    both = json.loads((tmp_path / "out.json").read_text())
+    assert len(both["ours"]) == 9
+    for ours, theirs in zip(both["ours"], both["vllm"], strict=True):
+        for name in ("prompt", "ids", "text", "reasons"):
+            assert ours[name] == theirs[name], name
+        assert ours["cumulative"] == pytest.approx(theirs["cumulative"], abs=1e-3)
+        for name in ("logprobs", "prompt_logprobs"):
+            assert flat(ours[name]) == pytest.approx(flat(theirs[name]), abs=1e-3), name
+
+
+def flat(positions: list[list[list[float]] | None] | None) -> list[float]:
+    return [x for entries in positions or [] for entry in entries or [] for x in entry]

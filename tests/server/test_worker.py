@@ -1,0 +1,339 @@
+"""generate_stream and its dialects: what a host may send, what it gets, what it is told.
+
+The oracles: the same request to LLMEngine, transformers' scores of the same weights, the raw model
+asked token by token, and FastChat's own rules written down here.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.prompts import prompts_of
+from llama import AsyncLLMEngine, Llama, SamplingParams
+from llama.compat.hosts import (
+    async_generate_stream,
+    generate_stream,
+    gorilla_generate_stream,
+    guanaco_generate_stream,
+)
+
+
+def key_of(llama: Llama, token: int) -> str:
+    """A token in OpenAI's logprobs: its text, or its bytes where they are no whole characters."""
+    raw = llama.tokenizer.decode_bytes([token])
+    with contextlib.suppress(UnicodeDecodeError):
+        return raw.decode()
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def params(**changes: Any) -> dict[str, Any]:
+    return {
+        "prompt": "Once upon",
+        "max_new_tokens": 12,
+        "temperature": 0.0,
+        "echo": False,
+        **changes,
+    }
+
+
+def stream(llama: Llama, *, context_len: int = 128, **changes: Any) -> list[dict[str, Any]]:
+    return list(generate_stream(llama, llama.tokenizer, params(**changes), "cpu", context_len))
+
+
+def stream_async(llama: Llama, *, context_len: int = 128, **changes: Any) -> list[dict[str, Any]]:
+    async def collect() -> list[dict[str, Any]]:
+        served = AsyncLLMEngine(llama)
+        reports = async_generate_stream(
+            served, llama.tokenizer, params(**changes), "cpu", context_len
+        )
+        try:
+            return [report async for report in reports]
+        finally:
+            served.close()
+
+    return asyncio.run(collect())
+
+
+def answer(llama: Llama, prompt: str, **sampling: Any) -> list[str]:
+    """What LLMEngine says to the same request, without special tokens."""
+    engine = llama.llm_engine
+    wanted = SamplingParams(skip_special_tokens=True, **sampling)
+    (output,) = engine.run([engine.prepare("", llama.tokenizer(prompt).input_ids, wanted)])
+    return [each.text for each in output.outputs]
+
+
+# --- what is streamed
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 20])
+def test_a_dict_comes_with_the_first_token_then_every_interval(interval, shared_llama):
+    """FastChat's counts, by its rule: i % interval == 0 for the i-th token from 0, and the end."""
+    told = list(
+        generate_stream(shared_llama, shared_llama.tokenizer, params(), "cpu", 128, interval)
+    )
+    texts = [t["text"] for t in told]
+    assert texts[-1] == answer(shared_llama, "Once upon", max_tokens=12, temperature=0)[0]
+    assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
+    counts = [t["usage"]["completion_tokens"] for t in told]
+    last = counts[-1]
+    by_rule = [i + 1 for i in range(last) if i % interval == 0]
+    assert counts == [*(c for c in by_rule if c < last), last, last]
+    assert [t["finish_reason"] for t in told[:-1]] == [None] * (len(told) - 1)
+    assert told[-1]["finish_reason"] in ("length", "stop")
+    usage = told[-1]["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_special_tokens_do_not_show(shared_llama):
+    """A random model says many: they are counted, and in no text, and in logprobs by name."""
+    changes: dict[str, Any] = {
+        "max_new_tokens": 60, "temperature": 1.0, "seed": 5, "logprobs": 0,
+    }  # fmt: skip
+    last = stream(shared_llama, **changes, stop_token_ids=None)[-1]
+    names = [t for t in last["logprobs"]["tokens"] if t in shared_llama.tokenizer.special_tokens]
+    assert names and "<|" not in last["text"]
+    assert last["usage"]["completion_tokens"] == len(last["logprobs"]["tokens"])
+    assert "<|" not in stream_async(shared_llama, **changes)[-1]["text"]
+
+
+def test_a_template_of_special_tokens_is_read(demo):
+    """Hosts write Llama 3's template as text: the answer is chat_completion's. An echo is what a
+    host decodes of the prompt, or, from DB-GPT, the prompt as it came."""
+    dialog: list[Any] = [{"role": "user", "content": "Hello"}]
+    prompt = demo.tokenizer.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
+    (wanted,) = demo.chat_completion([dialog], 0.0, max_gen_len=12)
+    content = wanted["generation"]["content"]
+    assert stream(demo, prompt=prompt)[-1]["text"] == content
+    shown = re.sub(r"<\|\w+\|>", "", prompt)
+    assert stream(demo, prompt=prompt, echo=True)[-1]["text"] == shown + content
+    assert stream_async(demo, prompt=prompt, echo=True)[-1]["text"] == prompt + content
+
+
+def test_logprobs_are_fastchats(shared_llama):
+    """The scores that the raw model gives; with echo the prompt's, the first of which is None."""
+    for echo in (False, True):
+        last = stream(shared_llama, logprobs=2, echo=echo, ignored=None)[-1]
+        found = last["logprobs"]
+        assert found.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+        assert len({len(values) for values in found.values()}) == 1
+        ids = shared_llama.tokenizer("Once upon").input_ids
+        request = SamplingParams(max_tokens=12, temperature=0)
+        engine = shared_llama.llm_engine
+        (output,) = engine.run([engine.prepare("", ids, request)])
+        tokens = ids + output.outputs[0].token_ids
+        scores = shared_llama.model(torch.tensor([tokens]), 0)[0].log_softmax(-1)
+        values = [float(scores[i - 1, t]) for i, t in enumerate(tokens) if i]
+        own = values[-len(output.outputs[0].token_ids) :]
+        if echo:
+            assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+            assert found["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
+            assert found["tokens"] == [key_of(shared_llama, t) for t in tokens]
+            assert found["text_offset"][:3] == [0, 0, 1]  # begin_of_text is not in the text
+        else:
+            assert found["token_logprobs"] == pytest.approx(own, abs=1e-4)
+            assert found["text_offset"][0] == 0
+        assert all(2 <= len(top) <= 3 for top in found["top_logprobs"][1:])
+    assert stream(shared_llama)[-1]["logprobs"] is None
+
+
+ENDS = (".", "?", "!", "...", "。", "？", "！", "…", '"', "'", "”")  # FastChat's, in its utils.py
+
+
+def go_on_to_the_end_of_a_sentence(
+    llama: Llama, prompt: str, stops: set[int], count: int
+) -> tuple[str, list[int], int]:
+    """FastChat's rule, greedily: a stop token inside a sentence gives way to the next best."""
+    tokens = llama.tokenizer(prompt).input_ids
+    start, passed = len(tokens), 0
+    text = ""
+    while len(tokens) - start < count:
+        best = llama.model(torch.tensor([tokens]), 0)[0, -1].argsort(descending=True).tolist()
+        if best[0] in stops:
+            if text.endswith(ENDS):
+                break
+            passed += 1
+        tokens.append(next(t for t in best if t not in stops) if best[0] in stops else best[0])
+        text = llama.tokenizer.decode(tokens[start:], skip_special_tokens=True)
+    return text, tokens[start:], passed
+
+
+def test_judge_sent_end_passes_over_stop_tokens_inside_a_sentence(shared_llama):
+    """As an argument, as FastChat's chat loop gives it, and as a key; usage and logprobs are of the
+    whole answer."""
+    own = [*range(0, 256, 2), *range(300, 400)]
+    stops = {*own, *shared_llama.tokenizer.stop_tokens}
+    ends = set()
+    for prompt in ("Once", "g", "x"):  # the last has half a character at a joint
+        text, tokens, passed = go_on_to_the_end_of_a_sentence(shared_llama, prompt, stops, 30)
+        changes: dict[str, Any] = {
+            "max_new_tokens": 30,
+            "stop_token_ids": own,
+            "logprobs": 0,
+            "prompt": prompt,
+        }
+        by_key = stream(shared_llama, judge_sent_end=True, **changes)
+        by_argument = list(
+            generate_stream(
+                shared_llama, shared_llama.tokenizer, params(**changes), "cpu",
+                context_len=128, judge_sent_end=True,
+            )
+        )  # fmt: skip
+        assert by_key == by_argument
+        last = by_key[-1]
+        assert (last["text"], last["usage"]["completion_tokens"]) == (text, len(tokens))
+        assert last["logprobs"]["tokens"] == [key_of(shared_llama, t) for t in tokens]
+        assert last["usage"]["prompt_tokens"] == len(shared_llama.tokenizer(prompt).input_ids)
+        assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(by_key))
+        assert [t["finish_reason"] for t in by_key[:-1]] == [None] * (len(by_key) - 1)
+        ends.add((last["finish_reason"], passed > 0))
+    assert {("stop", True), ("length", True)} <= ends
+    assert not shared_llama.llm_engine.has_unfinished_requests()
+
+
+def test_closing_aborts(shared_llama):
+    for make in (generate_stream, gorilla_generate_stream, guanaco_generate_stream):
+        reports: Any = make(shared_llama, shared_llama.tokenizer, params(), "cpu", 128)
+        next(reports)
+        assert shared_llama.llm_engine.has_unfinished_requests()
+        reports.close()
+        assert not shared_llama.llm_engine.has_unfinished_requests()
+
+
+def test_no_token_to_choose_is_a_runtime_error(shared_llama):
+    """FastChat catches that one and tells its client; a text with no error would look like one."""
+    weights = shared_llama.model.norm.weight.data
+    before = weights.clone()
+    try:
+        weights.fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="no token to choose"):
+            stream(shared_llama, prompt="never seen before")
+    finally:
+        weights.copy_(before)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"beams": 3}, "params has beams=3, which this worker cannot do"),
+        ({"use_beam_search": True}, "use_beam_search=True"),
+        ({"prompt": None}, "no 'prompt'"),
+        ({"max_new_tokens": 128}, "max_new_tokens=128 leaves no room in a context of 128"),
+        ({"max_new_tokens": "8.5"}, "params: max_new_tokens=8.5 must be a whole number"),
+        ({"temperature": -1.0}, "params: temperature"),
+        ({"top_p": "a lot"}, "params: top_p='a lot' must be a number"),
+        ({"stop_token_ids": [512]}, "stop_token_ids has the token id 512"),
+        ({"n": 2, "temperature": 1, "logprobs": 1}, "logprobs needs n=1, not n=2"),
+        ({"n": 2, "temperature": 1, "judge_sent_end": True}, "judge_sent_end needs n=1"),
+        ({"echo": "maybe"}, "echo='maybe' must be True or False"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_the_call(change, message, shared_llama):
+    tokenizer = shared_llama.tokenizer
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate_stream(shared_llama, tokenizer, params(**change), "cpu", 128)
+    assert not shared_llama.llm_engine.has_unfinished_requests()
+
+
+def test_another_model_tokenizer_or_device_is_refused(shared_llama, demo):
+    good: list[Any] = [shared_llama, shared_llama.tokenizer, params(), "cpu", 128, 2]
+    for place, bad, message in (
+        (0, shared_llama.model, "model must be a Llama, got Transformer"),
+        (1, demo.tokenizer, "tokenizer is not the model's own"),
+        (3, "cuda", "device='cuda', but the model was built on cpu"),
+        (4, "wide", "context_len='wide'"),
+        (5, 0, "stream_interval=0"),
+    ):
+        call = [*good[:place], bad, *good[place + 1 :]]
+        with pytest.raises(ValueError, match=re.escape(message)):
+            generate_stream(*call)
+
+    async def with_a_llama() -> None:
+        await anext(async_generate_stream(*good[:5]))
+
+    with pytest.raises(
+        ValueError, match=r"must be a llama.AsyncLLMEngine, got llama\.generation\.Llama"
+    ):
+        asyncio.run(with_a_llama())
+
+
+# --- dialects, and nothing cut unsaid
+
+
+def test_a_prompt_that_loses_its_beginning_says_so(shared_llama):
+    """The answer has its room, and begin_of_text stays: as if the prompt were its end alone."""
+    with pytest.warns(UserWarning, match="the prompt lost 422 tokens at its beginning") as seen:
+        told = stream(shared_llama, prompt="z" * 500 + "Once upon", context_len=100, echo=True)
+    assert len(seen) == 1
+    kept = "z" * (87 - len("Once upon")) + "Once upon"
+    wanted = answer(shared_llama, kept, max_tokens=12, temperature=0)[0]
+    assert {t["usage"]["prompt_tokens"] for t in told} == {88}
+    assert {t["usage"]["dropped_prompt_tokens"] for t in told} == {422}
+    assert told[-1]["text"] == kept + wanted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stream(shared_llama)[-1]["usage"]["dropped_prompt_tokens"] == 0
+
+
+def test_db_gpt_keeps_the_prompt_and_shortens_the_answer(shared_llama):
+    """As vLLM does: all of the prompt is read, and the answer ends where the context does."""
+    prompt = "z" * 90
+    wanted = answer(shared_llama, prompt, max_tokens=9, temperature=0, ignore_eos=False)[0]
+    for wish in (30, None, 2**31 - 1):
+        last = stream_async(shared_llama, prompt=prompt, max_new_tokens=wish, context_len=100)[-1]
+        assert last["text"] == wanted and last["usage"]["dropped_prompt_tokens"] == 0
+        assert last["usage"]["prompt_tokens"] == 91
+    with pytest.raises(ValueError, match="has 101 tokens and leaves no room in a context of 100"):
+        stream_async(shared_llama, prompt="z" * 100, context_len=100)
+
+
+def test_n_answers_are_joined_and_each_has_its_reason(shared_llama):
+    changes: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 4}
+    wanted = answer(shared_llama, "Once upon", max_tokens=12, **changes)
+    assert len(set(wanted)) == 3
+    for told in (stream_async(shared_llama, **changes), stream(shared_llama, **changes)):
+        assert told[-1]["text"] == " ".join(wanted)
+        assert set(told[-1]["finish_reason"]) <= {"stop", "length"}
+        assert len(told[-1]["finish_reason"]) == 3
+    best = answer(shared_llama, "Once upon", max_tokens=12, temperature=1.0, seed=4, best_of=3)
+    assert stream(shared_llama, temperature=1.0, seed=4, best_of="3")[-1]["text"] == best[0]
+
+
+def test_the_benchmark_variable_ignores_every_stop(shared_llama, monkeypatch):
+    """DB_GPT_MODEL_BENCHMARK, read at the call: each request makes max_new_tokens."""
+    changes: dict[str, Any] = {"stop": ["e", "a"], "stop_token_ids": [*range(200)]}
+    stopped = stream_async(shared_llama, max_new_tokens=30, **changes)[-1]
+    assert stopped["finish_reason"] == "stop"
+    monkeypatch.setenv("DB_GPT_MODEL_BENCHMARK", "True")
+    last = stream_async(shared_llama, max_new_tokens=30, **changes)[-1]
+    assert (last["usage"]["completion_tokens"], last["finish_reason"]) == (30, "length")
+    monkeypatch.setenv("DB_GPT_MODEL_BENCHMARK", "False")
+    assert stream_async(shared_llama, max_new_tokens=30, **changes)[-1] == stopped
+
+
+def test_many_async_requests_get_each_its_own_answer(shared_llama):
+    texts = [shared_llama.tokenizer.decode(ids) for ids in prompts_of([4, 9, 20, 33], seed=3)]
+    wanted = [answer(shared_llama, text, max_tokens=12, temperature=0)[0] for text in texts]
+
+    async def one(served: AsyncLLMEngine, text: str) -> str:
+        reports = async_generate_stream(
+            served, shared_llama.tokenizer, params(prompt=text), "cpu", 128
+        )
+        return [report["text"] async for report in reports][-1]
+
+    async def main() -> list[str]:
+        served = AsyncLLMEngine(shared_llama)
+        try:
+            return await asyncio.gather(*(one(served, text) for text in texts))
+        finally:
+            served.close()
+
+    assert asyncio.run(main()) == wanted

@@ -1,0 +1,265 @@
+"""The hosts' own loops around generate_stream, written anew: one for each program that has one.
+
+What a loop makes of our reports is compared with the same request to LLMEngine. Where FastChat's
+inference code is installed (fschat 0.2.36 with accelerate and peft), its function, on transformers
+with our tokenizer, is compared with ours, and its chat loop runs on ours.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.launch import DEMO
+from llama import AsyncLLMEngine, Llama, SamplingParams
+from llama.checkpoint.convert import convert
+from llama.compat.hosts import (
+    async_generate_stream,
+    generate_stream,
+    gorilla_generate_stream,
+    guanaco_generate_stream,
+)
+
+PROMPT = "Once upon a time"
+
+
+def answer(llama: Llama, **sampling: Any) -> list[str]:
+    engine = llama.llm_engine
+    params = SamplingParams(skip_special_tokens=True, **sampling)
+    (output,) = engine.run([engine.prepare("", PROMPT, params)])
+    return [each.text for each in output.outputs]
+
+
+def words_printed(reports: Iterator[Any]) -> str:
+    """FastChat's and gorilla's command line: whole words as they come, and the rest at the end."""
+    shown, printed = 0, ""
+    words: list[str] = []
+    for report in reports:
+        words = report["text"].strip().split(" ")
+        ready = len(words) - 1
+        if ready > shown:
+            printed += " ".join(words[shown:ready]) + " "
+            shown = ready
+    return printed + " ".join(words[shown:])
+
+
+def test_fastchats_chat_loop(demo):
+    """It names context_len and judge_sent_end, and prints words by their number so far."""
+    sent = {
+        "model": "demo", "prompt": PROMPT, "temperature": 0.7, "repetition_penalty": 1.0,
+        "max_new_tokens": 40, "stop": None, "stop_token_ids": [None], "echo": False, "seed": 3,
+    }  # fmt: skip
+    reports = generate_stream(
+        demo, demo.tokenizer, sent, "cpu", context_len=512, judge_sent_end=False
+    )
+    (wanted,) = answer(demo, max_tokens=40, temperature=0.7, seed=3)
+    assert len(wanted.split()) > 10
+    assert words_printed(reports) == wanted.strip()
+
+
+def fastchat_gate(function: Callable, llama: Llama, sent: dict[str, Any]) -> Iterator[bytes]:
+    """FastChat's model worker: it knows these keys and these exceptions, and no others."""
+    try:
+        for output in function(llama, llama.tokenizer, sent, "cpu", 512, 2):
+            reply = {"text": output["text"], "error_code": 0}
+            for key in ("usage", "finish_reason", "logprobs"):
+                if key in output:
+                    reply[key] = output[key]
+            yield json.dumps(reply).encode() + b"\0"
+    except (torch.cuda.OutOfMemoryError, ValueError, RuntimeError) as error:
+        yield json.dumps({"text": f"({error})", "error_code": 50002}).encode() + b"\0"
+
+
+def openai_chunks(chunks: Iterator[bytes]) -> list[tuple[str | None, str | None]]:
+    """FastChat's OpenAI server: the text that is new, by its length; then reasons without text."""
+    previous, sent, ends = "", [], []
+    for chunk in chunks:
+        content = json.loads(chunk[:-1])
+        if content["error_code"]:
+            return [("error", content["text"])]
+        text = content["text"].replace("\ufffd", "")
+        new, previous = text[len(previous) :], max(previous, text, key=len)
+        if new:
+            sent.append((new, content["finish_reason"]))
+        elif content["finish_reason"] is not None:
+            ends.append((None, content["finish_reason"]))
+    return sent + ends
+
+
+def test_fastchats_model_worker_and_openai_server(demo):
+    """The first piece is the first token's, no piece is lost, and the end has a chunk of its own.
+    An error reaches the client; one of another kind would end the stream without a word."""
+    sent = {"model": "m", "prompt": PROMPT, "temperature": 0, "top_k": -1.0, "top_p": None,
+            "max_new_tokens": 31.0, "logprobs": None, "echo": None, "stop": [], "best_of": None,
+            "stop_token_ids": None, "use_beam_search": False}  # fmt: skip
+    chunks = openai_chunks(fastchat_gate(generate_stream, demo, sent))
+    (wanted,) = answer(demo, max_tokens=31, temperature=0)
+    *texts, end = chunks
+    assert "".join(str(text) for text, _ in texts) == wanted
+    assert {reason for _, reason in texts} == {None} and end == (None, "length")
+    assert texts[0][0] == answer(demo, max_tokens=1, temperature=0)[0]
+    for bad, named in (("max_new_tokens", "many"), ("top_p", [1]), ("stop", 7), ("n", {})):
+        ((kind, message),) = openai_chunks(
+            fastchat_gate(generate_stream, demo, sent | {bad: named})
+        )
+        assert kind == "error" and bad in str(message)
+    scored = [*fastchat_gate(generate_stream, demo, sent | {"logprobs": 1})][-1]
+    logprobs = json.loads(scored[:-1])["logprobs"]
+    assert "".join(logprobs["tokens"]) == wanted and max(logprobs["token_logprobs"]) <= 0
+
+
+def db_gpt_pieces(outputs: Iterator[Any]) -> list[str]:
+    """DB-GPT's worker: strings or dicts of the text so far; what is new is what is longer."""
+    previous, pieces = "", []
+    for output in outputs:
+        text = output if isinstance(output, str) else output["text"]
+        pieces.append(text[len(previous) :])
+        previous = text
+    return pieces
+
+
+def test_gorillas_function_in_db_gpts_worker(demo):
+    """Strings, with the first token and every second one; temperature 1; no prompt in the text."""
+    sent = {"prompt": PROMPT, "max_new_tokens": 30, "stop": None, "echo": True, "seed": 5}
+    pieces = db_gpt_pieces(gorilla_generate_stream(demo, demo.tokenizer, sent, "cpu"))
+    (wanted,) = answer(demo, max_tokens=30, temperature=1.0, seed=5)
+    assert "".join(pieces) == wanted and len(pieces) == 16 and all(pieces)
+    stopped = gorilla_generate_stream(demo, demo.tokenizer, sent | {"stop": "."}, "cpu", 512, 2)
+    assert "".join(db_gpt_pieces(stopped)) == wanted[: wanted.index(".")]
+
+
+def test_guanacos_function_in_db_gpts_worker(demo):
+    """Strings for every token; guanaco's own top_k of 1 and repetition penalty of 1.7."""
+    sent = {"prompt": PROMPT, "max_new_tokens": 30, "temperature": 0.8}
+    pieces = db_gpt_pieces(guanaco_generate_stream(demo, demo.tokenizer, sent, "cpu"))
+    (wanted,) = answer(demo, max_tokens=30, temperature=0, repetition_penalty=1.7)
+    assert "".join(pieces) == wanted and len(pieces) >= 30
+    assert wanted != answer(demo, max_tokens=30, temperature=0)[0]
+
+
+def test_db_gpts_function_for_vllm(demo):
+    """Several at once, each with its own answers, which are joined; a set of stops; echo."""
+    calls: list[dict[str, Any]] = [
+        {"prompt": PROMPT, "temperature": 1.0, "seed": seed, "n": n, "max_new_tokens": "20",
+         "stop": {"."}, "stop_token_ids": [None], "top_k": -1, "best_of": None, "echo": True,
+         "is_reasoning_model": False, "request_id": f"r{seed}", "span_id": "1:2"}
+        for seed, n in ((1, 1), (2, 2), (3, 1))
+    ]  # fmt: skip
+
+    async def one(served: AsyncLLMEngine, sent: dict[str, Any]) -> list[dict[str, Any]]:
+        stream = async_generate_stream(served, demo.tokenizer, sent, "cpu", 512)
+        return [output async for output in stream]
+
+    async def main() -> list[list[dict[str, Any]]]:
+        served = AsyncLLMEngine(demo)
+        try:
+            return await asyncio.gather(*(one(served, sent) for sent in calls))
+        finally:
+            served.close()
+
+    for sent, outputs in zip(calls, asyncio.run(main()), strict=True):
+        n = int(sent["n"])
+        wanted = answer(demo, max_tokens=20, temperature=1.0, seed=sent["seed"], n=n, stop=".")
+        assert outputs[-1]["text"] == " ".join(PROMPT + text for text in wanted)
+        reason = outputs[-1]["finish_reason"]
+        assert len(reason) == n if n > 1 else reason in ("stop", "length")
+        if n == 1:
+            assert "".join(db_gpt_pieces(iter(outputs))) == outputs[-1]["text"]
+
+
+# --- FastChat's own code, where it is installed
+
+
+def fastchat(name: str) -> Any:
+    why = "it needs FastChat: pip install fschat==0.2.36 accelerate peft sentencepiece"
+    return pytest.importorskip(f"fastchat.serve.{name}", reason=why, exc_type=ImportError)
+
+
+class HostTokenizer:
+    """Our tokenizer, without decode's two options for spaces, which only transformers has."""
+
+    def __init__(self, llama: Llama) -> None:
+        self.tokenizer = llama.tokenizer
+        self.eos_token_id = llama.tokenizer.eos_token_id
+
+    def __call__(self, text: str) -> Any:
+        return self.tokenizer(text)
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Any:
+    fastchat("inference")  # or skip, before any work
+    from transformers import LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("hosts") / "hf"
+    convert(DEMO, folder)
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"echo": False}, {"max_new_tokens": 1}, {"max_new_tokens": 200, "echo": False},
+     {"repetition_penalty": 1.3}, {"stop": ["named", "x y z"], "echo": False}, {"logprobs": 1},
+     {"logprobs": 1, "echo": False, "max_new_tokens": 8}, {"top_k": "3"}, {"n": 1, "best_of": 1}],
+)  # fmt: skip
+def test_fastchats_own_function_says_the_same(changes, demo, theirs):
+    """Greedily, text by text: the same texts, as many of them, and the same logprobs."""
+    sent = {"prompt": PROMPT, "temperature": 0.0, "max_new_tokens": 21, **changes}
+    inference = fastchat("inference")
+    for interval, judge in ((2, False), (3, True)):
+        wanted = list(
+            inference.generate_stream(
+                theirs, HostTokenizer(demo), dict(sent), "cpu", 512, interval, judge
+            )
+        )
+        found = list(generate_stream(demo, demo.tokenizer, sent, "cpu", 512, interval, judge))
+        if "stop" not in sent:  # FastChat holds a whole report back for a part of a stop string
+            assert [f["text"] for f in found] == [w["text"] for w in wanted]
+        assert found[-1]["text"] == wanted[-1]["text"]
+        assert found[-1]["finish_reason"] == wanted[-1]["finish_reason"]
+        assert found[-1]["usage"]["prompt_tokens"] == wanted[-1]["usage"]["prompt_tokens"]
+        if "logprobs" in sent:
+            ours, host = found[-1]["logprobs"], wanted[-1]["logprobs"]
+            assert ours.keys() == host.keys() and ours["tokens"] == host["tokens"]
+            first = int(host["token_logprobs"][0] is None)
+            assert ours["token_logprobs"][:first] == host["token_logprobs"][:first]
+            assert ours["token_logprobs"][first:] == pytest.approx(
+                host["token_logprobs"][first:], abs=1e-4
+            )
+
+
+@pytest.mark.hosts
+def test_fastchats_own_chat_loop(demo, monkeypatch):
+    """A turn typed in, the answer printed; its import of generate_stream is changed, no more."""
+    inference = fastchat("inference")
+    cli = fastchat("cli")
+    typed = iter(["Once upon a time", ""])
+    answers = []
+
+    class Terminal(cli.SimpleChatIO):  # type: ignore[name-defined]
+        def prompt_for_input(self, role: str) -> str:
+            return next(typed)
+
+        def stream_output(self, output_stream: Any) -> str:
+            answers.append(super().stream_output(output_stream))
+            return str(answers[-1])
+
+    monkeypatch.setattr(inference, "load_model", lambda *_, **__: (demo, demo.tokenizer))
+    monkeypatch.setattr(inference, "generate_stream", generate_stream)
+    config = SimpleNamespace(max_sequence_length=512, rope_scaling=None)
+    monkeypatch.setattr(demo, "config", config, raising=False)
+    inference.chat_loop(
+        model_path="demo", device="cpu", num_gpus=1, max_gpu_memory="", dtype=None,
+        load_8bit=False, cpu_offloading=False, conv_template="zero_shot", conv_system_msg=None,
+        temperature=0.0, repetition_penalty=1.0, max_new_tokens=30, chatio=Terminal(),
+        judge_sent_end=True, debug=False,
+    )  # fmt: skip
+    assert len(answers) == 1 and len(answers[0].split()) > 3
