@@ -1,7 +1,8 @@
 """The values that a caller gives, checked once and for all: plain Python numbers and paths out.
 
-numpy's and torch's scalars are numbers too. TypeError (no number) or ValueError (out of range) says
-what was given and what is allowed. Nothing here imports numpy or torch.
+numpy's and torch's scalars are numbers too. `FieldTypeError` (no number) or `FieldError` (out of
+range) names the field, and says what was given and what is allowed. Nothing here imports numpy or
+torch.
 """
 
 import contextlib
@@ -13,6 +14,30 @@ from collections.abc import Iterator
 from typing import Any, Literal, overload
 
 _SHOWN_CHARS = 80  # of a value that an error quotes
+
+
+class FieldError(ValueError):
+    """A value that cannot be used. field: the name of what was checked, such as `temperature` or
+    `stop[3]`. problem: the rest of the message, which begins with the field: "=-1 must be ...".
+
+    Whoever took the value from another place says so with `at`.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(field, problem)
+        self.field = field
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.field + self.problem
+
+    def at(self, field: str) -> "FieldError":
+        """The same problem of another field."""
+        return type(self)(field, self.problem)
+
+
+class FieldTypeError(FieldError, TypeError):
+    """A value of a type that cannot be used."""
 
 
 def brief(value: object) -> str:
@@ -49,9 +74,9 @@ def whole_number(
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
         number = None
     if number is None:
-        raise TypeError(f"{name}={brief(value)} must be {allowed}")
+        raise FieldTypeError(name, f"={brief(value)} must be {allowed}")
     if not low <= number <= high:
-        raise ValueError(f"{name}={brief(number)} must be {allowed}")
+        raise FieldError(name, f"={brief(number)} must be {allowed}")
     return number
 
 
@@ -83,14 +108,14 @@ def number(
     allowed = f"a number {start} to {high}" + " or None" * optional
     plain = _scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
-        raise TypeError(f"{name}={brief(value)} must be {allowed}")
+        raise FieldTypeError(name, f"={brief(value)} must be {allowed}")
     try:
         result = float(plain)
     except OverflowError:  # an int of more than 308 digits
         result = math.inf
     inside = low < result <= high if above else low <= result <= high
     if not (inside and math.isfinite(result)):
-        raise ValueError(f"{name}={brief(plain)} must be {allowed}")
+        raise FieldError(name, f"={brief(plain)} must be {allowed}")
     return result
 
 
@@ -104,7 +129,7 @@ def path_like(name: str, value: Any) -> str | os.PathLike[str]:
         return str(value)
     if not isinstance(value, str | os.PathLike):
         remedy = f", such as ./{value}" if isinstance(value, float) else ""
-        raise TypeError(f"{name}={brief(value)} must be the text of a path{remedy}")
+        raise FieldTypeError(name, f"={brief(value)} must be the text of a path{remedy}")
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llama.checks import brief, number, whole_number
+from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
 from llama.structured_output import StructuredOutput
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
@@ -37,9 +37,9 @@ def _token_id(name: str, value: Any) -> int:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name}={brief(value)} must be a string of 1 to 256 characters")
+        raise FieldTypeError(name, f"={brief(value)} must be a string of 1 to 256 characters")
     if not 1 <= len(value) <= 256:
-        raise ValueError(f"{name}={brief(value)} must have 1 to 256 characters, not {len(value)}")
+        raise FieldError(name, f"={brief(value)} must have 1 to 256 characters, not {len(value)}")
     return value
 
 
@@ -48,9 +48,11 @@ def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={brief(value)} must be a list or tuple of at most {most} entries")
+        raise FieldTypeError(
+            name, f"={brief(value)} must be a list or tuple of at most {most} entries"
+        )
     if len(value) > most:
-        raise ValueError(f"{name} has {len(value)} entries: it must have at most {most}")
+        raise FieldError(name, f" has {len(value)} entries: it must have at most {most}")
     return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(value))
 
 
@@ -60,9 +62,11 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
         return ()
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
-        raise TypeError(f"logit_bias={brief(value)} must map token ids to numbers, or be None")
+        raise FieldTypeError(
+            "logit_bias", f"={brief(value)} must map token ids to numbers, or be None"
+        )
     if len(pairs) > 1024:
-        raise ValueError(f"logit_bias has {len(pairs)} entries: it must have at most 1024")
+        raise FieldError("logit_bias", f" has {len(pairs)} entries: it must have at most 1024")
     checked = {
         _token_id("logit_bias id", token): number(f"logit_bias[{token}]", bias, -100, 100)
         for token, bias in pairs
@@ -74,10 +78,12 @@ def _form(value: Any) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"structured_output={brief(value)} must be a StructuredOutput, or be None")
+        raise FieldTypeError(
+            "structured_output", f"={brief(value)} must be a StructuredOutput, or be None"
+        )
     unknown = sorted(value.keys() - {f.name for f in fields(StructuredOutput)})
     if unknown:
-        raise ValueError(f"structured_output has no field {unknown[0]!r}")
+        raise FieldError("structured_output", f" has no field {unknown[0]!r}")
     return StructuredOutput(**value)
 
 
@@ -86,7 +92,7 @@ class SamplingParams:
     """How the tokens of one request are chosen, when they end, and what is reported.
 
     Names, defaults and meanings are those of vLLM and of the OpenAI API, and of transformers where
-    it has the field. TypeError or ValueError names the field, the value and what is allowed.
+    it has the field. A `FieldError` names the field, the value and what is allowed.
     `llama.engine.sampler` says in which order the fields are applied.
 
     temperature: divides the logits (Ackley et al. 1985); below 1e-5 the top token is taken.
@@ -149,7 +155,7 @@ class SamplingParams:
         self._set("best_of", best_of)
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise FieldTypeError(name, f"={brief(getattr(self, name))} must be True or False")
         self._set("logit_bias", _bias(self.logit_bias))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _tuple_of(_text, "stop", stop, 32))
@@ -158,16 +164,17 @@ class SamplingParams:
         self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, 256))
         self._set("structured_output", _form(self.structured_output))
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
-            raise ValueError(
-                "ignore_eos and min_tokens cannot be used with structured_output, which ends an "
-                "answer where its form does: leave them out"
+            raise FieldError(
+                "ignore_eos",
+                " and min_tokens cannot be used with structured_output, which ends an "
+                "answer where its form does: leave them out",
             )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on
 
     def check_vocab(self, vocab_size: int) -> None:
-        """ValueError unless every id of the request is one of a vocabulary of `vocab_size`."""
+        """FieldError unless every id of the request is one of a vocabulary of `vocab_size`."""
         named = {
             "logit_bias": dict(self.logit_bias or ()),
             "stop_token_ids": self.stop_token_ids,
@@ -175,7 +182,8 @@ class SamplingParams:
         for name, ids in named.items():
             for token in ids:
                 if token >= vocab_size:
-                    raise ValueError(
-                        f"{name} has the token id {token}: this vocabulary's are from 0 to "
-                        f"{vocab_size - 1}"
+                    raise FieldError(
+                        name,
+                        f" has the token id {token}: this vocabulary's are from 0 to "
+                        f"{vocab_size - 1}",
                     )

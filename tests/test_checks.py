@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from llama.checks import brief, number, path_like, whole_number
+from llama.checks import FieldError, brief, number, path_like, whole_number
 
 SEVEN = [
     7,
@@ -109,3 +109,16 @@ def test_a_folder_with_a_number_for_a_name():
     for wrong in (None, True, b"a", ["a"]):
         with pytest.raises(TypeError, match=r"^p=.* must be the text of a path$"):
             path_like("p", wrong)
+
+
+@pytest.mark.parametrize(("value", "kind"), [("x", TypeError), (-1, ValueError)])
+def test_an_error_says_which_field_it_is_about(value, kind):
+    """So that a server can name the field of its own body, without reading the message."""
+    with pytest.raises(kind) as caught:
+        whole_number("top_k", value, 0, 5)
+    error = caught.value
+    assert isinstance(error, FieldError) and error.field == "top_k"
+    assert str(error) == f"top_k={value!r} must be a whole number from 0 to 5"
+    moved = error.at("limits[2]")
+    assert type(moved) is type(error) and moved.field == "limits[2]"
+    assert str(moved) == f"limits[2]={value!r} must be a whole number from 0 to 5"

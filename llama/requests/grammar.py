@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llama.checks import FieldError
 from llama.structured_output import StructuredOutput
 from llama.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ _STEP_ITEMS = 500_000
 # Between the tokens of JSON: bounded, or a small model never ends its blanks.
 _WHITESPACE = r"\n?[ \t]{0,32}"
 _MISSING = (
-    "structured_output needs the package llguidance: pip install 'llama[serve]', or in a checkout "
+    " needs the package llguidance: pip install 'llama[serve]', or in a checkout "
     "pip install -e '.[serve]'"
 )
 
@@ -71,7 +72,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
 
     def matcher(self, form: StructuredOutput) -> Matcher:
-        """A matcher at the beginning of the form; ValueError says what is wrong with it.
+        """A matcher at the beginning of the form; FieldError says what is wrong with it.
 
         The package releases Python's lock while it compiles, within limits of its own.
         """
@@ -97,7 +98,7 @@ class GrammarCompiler:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
-            raise ValueError(_MISSING) from None
+            raise FieldError("structured_output", _MISSING) from None
         place = f"structured_output.{form.kind}"
         limits = LLParserLimits(
             initial_lexer_fuel=_COMPILE_FUEL, step_lexer_fuel=_STEP_FUEL, max_lexer_states=_STATES,
@@ -106,11 +107,11 @@ class GrammarCompiler:
         try:
             matcher = LLMatcher(self._index, _grammar(form), log_level=0, limits=limits)
         except (ValueError, RuntimeError) as e:
-            raise ValueError(f"{place} cannot be used: {_first_line(str(e))}") from None
+            raise FieldError(place, f" cannot be used: {_first_line(str(e))}") from None
         if not matcher.is_error():
             _try_first_tokens(matcher)
         if matcher.is_error():
-            raise ValueError(f"{place} cannot be used: {_first_line(matcher.get_error())}")
+            raise FieldError(place, f" cannot be used: {_first_line(matcher.get_error())}")
         matcher.reset()
         return matcher
 

@@ -89,5 +89,5 @@ def translate(
     try:
         chat = parse_body({**body, "messages": dialog.messages}, defaults, chat=True)
     except (TypeError, ValueError) as e:
-        raise type(e)(wording.of(str(e))) from None
+        raise ValueError(wording.of(str(e))) from None
     return Translated(chat, wording, form_field, continues)

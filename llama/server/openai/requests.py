@@ -234,4 +234,4 @@ def _named(field: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as e:
         message = str(e).removeprefix("StructuredOutput.__init__() ")
-        raise type(e)(f"{field}: {message}") from None
+        raise ValueError(f"{field}: {message}") from None
