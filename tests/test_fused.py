@@ -2,6 +2,7 @@
 call, or as a sequence of ops."""
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from llama import ModelArgs, Transformer
-from llama.model import Attention, Batch
+from llama.model import Attention
+from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.op_stack import OpStack
 from llama.ops.triton import kernels as gpu_kernels
@@ -305,8 +307,7 @@ def test_a_batch_that_does_not_fit_together_is_refused(kernels, fault):
     kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
 
     def run_stack(x: Tensor, freqs: Tensor, **rest: Any) -> None:
-        lens: Any = {"query_lens_cpu": batch.query_lens_cpu, "seq_lens_cpu": batch.seq_lens_cpu}
-        stack.run(x, freqs, kv_cache, **rest, **lens)
+        stack.run(x, freqs, kv_cache, dataclasses.replace(batch, **rest))
 
     run_stack(**parts)
     with pytest.raises(AssertionError):

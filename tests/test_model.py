@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from llama.model import Batch
+from llama.ops.batch import Batch
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from llama.engine.scheduler import Scheduled
-from llama.model.transformer import Batch, Transformer
+from llama.model.transformer import Transformer
+from llama.ops.batch import Batch
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _LEAST_PAGES = 64  # the narrowest page table; wider ones are powers of two times it

@@ -32,7 +32,8 @@ from llama.engine.sampler import (
 )
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
-from llama.model.transformer import Batch, Transformer
+from llama.model.transformer import Transformer
+from llama.ops.batch import Batch
 from llama.ops.cpu import openmp
 from llama.ops.sample import on_device_of
 

@@ -2,11 +2,10 @@
 
 from llama.model.args import ModelArgs
 from llama.model.layers import RMSNorm
-from llama.model.transformer import Attention, Batch, FeedForward, Transformer, TransformerBlock
+from llama.model.transformer import Attention, FeedForward, Transformer, TransformerBlock
 
 __all__ = [
     "Attention",
-    "Batch",
     "FeedForward",
     "ModelArgs",
     "RMSNorm",

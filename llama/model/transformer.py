@@ -8,13 +8,9 @@ and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pag
 page, M pages per sequence, L layers.
 """
 
-from array import array
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,88 +27,10 @@ from llama.model.layers import (
     unfilled,
 )
 from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
 from llama.ranks import ModelParallel
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tokens of one step, sequence after sequence; those with a single new token come first.
-
-    For sequences of 5, 7 and 2 tokens of which 1, 1 and 2 are new, with S = 4 and pages [3, 0],
-    [5, 1] and [2]: positions [4, 6, 0, 1], slots [0, 6, 8, 9], page_table [[3, 0], [5, 1], [2, 0]],
-    query_starts [0, 1, 2, 4], seq_lens [5, 7, 2], and logit_rows [0, 1, 3] when all three want a
-    token. The tensors are int64 on the model's device. The two lists are on the host, so that an op
-    that needs these lengths there does not wait for the device.
-    """
-
-    positions: Tensor  # (T) of each token in its sequence
-    slots: Tensor  # (T) where its key and value go: page * S + offset
-    page_table: Tensor  # (B, M), unused entries 0
-    query_starts: Tensor  # (B + 1) first row of each sequence, then T
-    seq_lens: Tensor  # (B) tokens in all, the new ones among them
-    logit_rows: Tensor  # (R) rows of the batch whose next token is asked for
-    query_lens_cpu: list[int]  # (B) new tokens
-    seq_lens_cpu: list[int]  # (B)
-
-    @classmethod
-    def pack(
-        cls,
-        tokens: Seq[int],
-        starts: Seq[int],
-        query_lens: Seq[int],
-        pages: Seq[Seq[int]],
-        page_size: int,
-        logit_rows: Seq[int],
-        device: torch.device,
-    ) -> tuple[Tensor, "Batch"]:
-        """The tokens (T) and the batch on `device`, sent there in one copy; on a CPU in none.
-
-        starts, query_lens, pages: per sequence, the tokens computed so far, the number of new ones,
-        and the pages that it holds. tokens may be empty, where the caller has them on the device.
-        """
-        first, lens = np.array(starts, np.int64), np.array(query_lens, np.int64)
-        seq_lens = first + lens
-        used = -(-seq_lens // page_size)
-        b, t, width = len(lens), int(lens.sum()), int(used.max())
-        assert b == len(first) == len(pages), (b, len(first), len(pages))
-        assert (lens[: (lens == 1).sum()] == 1).all(), "single-token sequences come first"
-        sizes = [len(tokens), t, t, b * width, b + 1, b, len(logit_rows)]
-        pinned = device.type == "cuda"
-        buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
-        parts = (part.numpy() for part in buffer.split(sizes))
-        ids, positions, slots, table, query_starts, lengths, rows = parts
-        ids[:], lengths[:], rows[:] = tokens, seq_lens, logit_rows
-        _fill_page_table(table.reshape(b, width), pages, used.tolist())
-        query_starts[0] = 0
-        lens.cumsum(out=query_starts[1:])
-        positions[:] = np.arange(t) + np.repeat(first - query_starts[:-1], lens)
-        page, offset = np.divmod(positions, page_size)
-        slots[:] = table[np.repeat(np.arange(b) * width, lens) + page] * page_size + offset
-        # A copy to mps must not be asynchronous: the buffer may be freed before it is read
-        # (pytorch #189690).
-        there = buffer.to(device, non_blocking=pinned).split(sizes)
-        batch = cls(
-            positions=there[1],
-            slots=there[2],
-            page_table=there[3].view(b, width),
-            query_starts=there[4],
-            seq_lens=there[5],
-            logit_rows=there[6],
-            query_lens_cpu=lens.tolist(),
-            seq_lens_cpu=seq_lens.tolist(),
-        )
-        return there[0], batch
-
-
-def _fill_page_table(table: np.ndarray, pages: Seq[Seq[int]], used: list[int]) -> None:
-    """table (B, M): the first `used` pages of each sequence, then zeros."""
-    table.fill(0)
-    for row, held, count in zip(table, pages, used, strict=True):
-        known = np.frombuffer(held, np.int64) if isinstance(held, array) else np.asarray(held)
-        row[:count] = known[:count]
-
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
@@ -138,15 +56,7 @@ class Attention(FusedBlock):
         rows = self.wqkv(x).flatten(0, -2)
         qkv = rows.unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
         q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots)
-        out = paged_attention(
-            q,
-            kv_cache,
-            batch.page_table,
-            batch.query_starts,
-            batch.seq_lens,
-            batch.query_lens_cpu,
-            batch.seq_lens_cpu,
-        )
+        out = paged_attention(q, kv_cache, batch)
         return self.wo(out.view(*x.shape[:-1], -1))
 
 
@@ -286,12 +196,7 @@ class Transformer(nn.Module):
                 self.tok_embeddings(tokens),
                 self.freqs_cis[batch.positions],
                 kv_cache,
-                batch.slots,
-                batch.page_table,
-                batch.query_starts,
-                batch.seq_lens,
-                batch.query_lens_cpu,
-                batch.seq_lens_cpu,
+                batch,
                 self.parallel.all_reduce if self.parallel.size > 1 else None,
             )
         return self.norm(h[batch.logit_rows])

@@ -16,8 +16,6 @@ M pages per sequence, G = H / K.
 """
 
 import functools
-from bisect import bisect_right
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.triton import kernels
 
@@ -33,42 +32,33 @@ MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def paged_attention(
-    queries: Tensor,
-    kv_cache: Tensor,
-    page_table: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    query_lens_cpu: Seq[int],
-    seq_lens_cpu: Seq[int],
-) -> Tensor:
+def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
 
-    page_table (B, M), query_starts (B + 1) and seq_lens (B) are int64 on the queries' device, see
-    `llama.model.Batch`; sequences with one query come first. The same lengths are wanted on the
-    host, so that nothing here waits for the device. In the torch body, the sequences with one query
-    go through one call, and each longer one has its own.
+    Of the batch: its page table and its lengths, on the device and on the host, so that nothing
+    here waits for the device. In the torch body, the sequences with one query go through one call,
+    and each longer one has its own.
     """
-    n = bisect_right(query_lens_cpu, 1)
+    table, seq_lens, n = batch.page_table, batch.seq_lens, batch.num_decodes
     if kernels.has_kernel("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
         from llama.ops.triton import attention
 
         return attention.paged_attention(
-            queries, kv_cache, page_table, query_starts, seq_lens, num_decodes=n
+            queries, kv_cache, table, batch.query_starts, seq_lens, num_decodes=n
         )
     can_run = queries.shape[-1] <= MAX_HEAD_DIM and kv_cache.is_contiguous()
     if can_run and native.has_kernel(queries, kv_cache):
-        slots = page_table.shape[1] * kv_cache.shape[2]
-        assert max(seq_lens_cpu) <= slots, (seq_lens_cpu, page_table.shape, kv_cache.shape)
-        return _native(queries.contiguous(), kv_cache, page_table, query_starts, seq_lens)
+        slots = table.shape[1] * kv_cache.shape[2]
+        assert max(batch.seq_lens_cpu) <= slots, (batch.seq_lens_cpu, table.shape, kv_cache.shape)
+        return _native(queries.contiguous(), kv_cache, batch)
     out = torch.empty_like(queries)
     if n:
-        num_pages = -(-max(seq_lens_cpu[:n]) // kv_cache.shape[2])
-        out[:n] = _decode(queries[:n], kv_cache, page_table[:n, :num_pages], seq_lens[:n])
+        num_pages = -(-max(batch.seq_lens_cpu[:n]) // kv_cache.shape[2])
+        out[:n] = _decode(queries[:n], kv_cache, table[:n, :num_pages], seq_lens[:n])
     start = n
-    for row in range(n, len(query_lens_cpu)):
-        end = start + query_lens_cpu[row]
-        out[start:end] = _prefill(queries[start:end], kv_cache, page_table[row], seq_lens_cpu[row])
+    for row in range(n, len(batch.query_lens_cpu)):
+        end = start + batch.query_lens_cpu[row]
+        out[start:end] = _prefill(queries[start:end], kv_cache, table[row], batch.seq_lens_cpu[row])
         start = end
     return out
 
@@ -79,13 +69,11 @@ def _suits_gpu(queries: Tensor, kv_cache: Tensor) -> bool:
     return 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
 
 
-def _native(
-    queries: Tensor, kv_cache: Tensor, page_table: Tensor, query_starts: Tensor, seq_lens: Tensor
-) -> Tensor:
+def _native(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     _, n_heads, head_dim = queries.shape
     _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
-    n, width = page_table.shape
-    query_starts, seq_lens = query_starts.contiguous(), seq_lens.contiguous()
+    n, width = batch.page_table.shape
+    query_starts, seq_lens = batch.query_starts.contiguous(), batch.seq_lens.contiguous()
     sizes = n, n_heads, n_kv_heads, head_dim
     num_bytes = native.call("attention_workspace", query_starts, seq_lens, *sizes)
     out = torch.empty_like(queries)
@@ -93,7 +81,7 @@ def _native(
         "paged_attention_bf16",
         queries,
         kv_cache,
-        page_table.contiguous(),
+        batch.page_table.contiguous(),
         query_starts,
         seq_lens,
         out,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.attention import MAX_HEAD_DIM
+from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.linear import N_BLOCK
 
@@ -113,30 +114,28 @@ class LayerStack:
         x: Tensor,
         freqs_cis: Tensor,
         kv_cache: Tensor,
-        slots: Tensor,
-        page_table: Tensor,
-        query_starts: Tensor,
-        seq_lens: Tensor,
-        query_lens_cpu: Seq[int],
-        seq_lens_cpu: Seq[int],
+        batch: Batch,
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
 
-        The rest as for `rope_and_store` and `paged_attention`; the lists on the host are only
-        checked. all_reduce: sums over the ranks in place, where each has a share of the weights;
-        then there are two native calls a layer, with a sum after each.
+        all_reduce: sums over the ranks in place, where each has a share of the weights; then there
+        are two native calls a layer, with a sum after each.
         """
-        (t, e), (b, width) = x.shape, page_table.shape
+        (t, e), (b, width) = x.shape, batch.page_table.shape
         x = x.clone(memory_format=torch.contiguous_format)
         num_pages, page_size = kv_cache.shape[2:4]
-        fits = len(query_lens_cpu) == b and max(seq_lens_cpu) <= width * page_size
-        assert self.takes(kv_cache) and fits, (kv_cache.shape, page_table.shape)
+        fits = len(batch.seq_lens_cpu) == b and max(batch.seq_lens_cpu) <= width * page_size
+        assert self.takes(kv_cache) and fits, (kv_cache.shape, batch.page_table.shape)
         assert e == self.dim and freqs_cis.shape == (t, self.heads[2] // 2), (x.shape, e)
-        assert len(slots) == t and len(query_starts) == b + 1 and len(seq_lens) == b, (t, b)
+        lengths = len(batch.slots), len(batch.query_starts), len(batch.seq_lens)
+        assert lengths == (t, b + 1, b), (lengths, t, b)
         freqs_cis, slots, page_table, query_starts, seq_lens = (
-            part.contiguous() for part in (freqs_cis, slots, page_table, query_starts, seq_lens)
-        )
+            part.contiguous()
+            for part in (
+                freqs_cis, batch.slots, batch.page_table, batch.query_starts, batch.seq_lens
+            )
+        )  # fmt: skip
         sizes = (t, b, e, *self.heads, self.ffn)
         threads = torch.get_num_threads()
         num_bytes = native.call("layers_workspace", query_starts, seq_lens, *sizes, threads)

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
 from llama.ops.layers import LayerWeights
 from llama.ops.linear import linear
 from llama.ops.norm import add_norm, rms_norm
@@ -42,30 +43,23 @@ class OpStack:
         x: Tensor,
         freqs_cis: Tensor,
         kv_cache: Tensor,
-        slots: Tensor,
-        page_table: Tensor,
-        query_starts: Tensor,
-        seq_lens: Tensor,
-        query_lens_cpu: Seq[int],
-        seq_lens_cpu: Seq[int],
+        batch: Batch,
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
 
-        The rest as for `rope_and_store` and `paged_attention`. all_reduce: sums over the ranks,
-        in place or not, where each has a share of the weights.
+        all_reduce: sums over the ranks, in place or not, where each has a share of the weights.
         """
         assert self.takes(kv_cache), kv_cache.shape
-        lens = query_starts, seq_lens, query_lens_cpu, seq_lens_cpu
         reduced = all_reduce or (lambda part: part)
         following = [*(layer.attention_norm for layer in self.weights[1:]), None]
         normed = rms_norm(x, self.weights[0].attention_norm, self.eps)
         for layer, pages, next_norm in zip(self.weights, kv_cache.unbind(), following, strict=True):
             qkv = linear(normed, layer.wqkv.weight, layer.wqkv.scales)
             queries = rope_and_store(
-                qkv.unflatten(-1, (-1, self.head_dim)), freqs_cis, pages, slots
+                qkv.unflatten(-1, (-1, self.head_dim)), freqs_cis, pages, batch.slots
             )
-            out = paged_attention(queries, pages, page_table, *lens).flatten(1)
+            out = paged_attention(queries, pages, batch).flatten(1)
             part = reduced(linear(out, layer.wo.weight, layer.wo.scales))
             x, normed = add_norm(x, part, layer.ffn_norm, self.eps)
             gated = silu_mul(linear(normed, layer.w13.weight, layer.w13.scales))

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llama.engine.graphs import DecodeGraphs
 from llama.engine.sampler import top_ids
 from llama.engine.tape import TapeRecorder
-from llama.model import Batch, Transformer
+from llama.model import Transformer
 from llama.model.args import ModelArgs
+from llama.ops.batch import Batch
 from llama.ranks import ModelParallel
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")

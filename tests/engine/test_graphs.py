@@ -14,8 +14,9 @@ from llama.engine.graphs import StaticBatch, bucket_of, is_decode
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.tape import NotCapturable, TapeRecorder
-from llama.model import Batch, Transformer
+from llama.model import Transformer
 from llama.model.args import ModelArgs
+from llama.ops.batch import Batch
 from llama.ops.triton import kernels
 
 PAGE = 4

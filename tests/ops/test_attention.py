@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama.model import Batch
+from helpers.batches import batch_of
 from llama.ops import attention
 from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)
@@ -33,15 +34,13 @@ class Case:
         self.queries = (queries * size).bfloat16().to(device)
 
     def run(self) -> Tensor:
-        b = self.batch
-        lens = b.query_starts, b.seq_lens, b.query_lens_cpu, b.seq_lens_cpu
-        return paged_attention(self.queries, self.kv_cache, b.page_table, *lens)
+        return paged_attention(self.queries, self.kv_cache, self.batch)
 
     def row(self, row: int, seq: int, length: int) -> Tensor:
         """One query as a decode step of its own, at a context of `length`."""
         table = self.batch.page_table[seq : seq + 1]
-        lens = torch.tensor([0, 1]), torch.tensor([length]), [1], [length]
-        return paged_attention(self.queries[row : row + 1], self.kv_cache, table, *lens)
+        batch = batch_of(table, [0, 1], [length], [1], [length])
+        return paged_attention(self.queries[row : row + 1], self.kv_cache, batch)
 
     def rows(self) -> list[tuple[int, int, int]]:
         """(row, sequence, tokens that it sees) of every query."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.batches import batch_of
 from llama.ops.attention import paged_attention
 from llama.ops.cpu import native
 from llama.ops.norm import rms_norm
@@ -186,7 +187,6 @@ def test_what_fits_goes_to_the_kernels(kernels, monkeypatch):
     rms_norm(x, x[0], 1e-5)
     silu_mul(x)
     queries, pages = rope.run()
-    lens = torch.tensor([0, 1]), torch.tensor([1]), [1], [1]
-    paged_attention(queries[:1], pages, torch.tensor([[0]]), *lens)
+    paged_attention(queries[:1], pages, batch_of(torch.tensor([[0]]), [0, 1], [1], [1], [1]))
     names = ["rms_norm_bf16", "silu_mul_bf16", "rope_and_store_bf16"]
     assert called == [*names, "attention_workspace", "paged_attention_bf16"]

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.batches import batch_of
 from llama import ModelArgs, Transformer
-from llama.model import Batch
 from llama.ops import attention
+from llama.ops.batch import Batch
 from llama.ops.linear import linear
 
 pytestmark = pytest.mark.skipif(
@@ -154,8 +155,8 @@ def test_flash_attention_reads_keys_once_for_their_group(monkeypatch, capability
     queries = torch.empty(9, 8, 64, dtype=torch.bfloat16, device=CUDA)
     kv_cache = torch.empty(2, 4, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
     table = torch.zeros(1, 2, dtype=torch.int64, device=CUDA)
-    starts, lens = (torch.zeros(n, dtype=torch.int64, device=CUDA) for n in (2, 1))
     for seq_len in (9, 20):
-        out = attention.paged_attention(queries, kv_cache, table, starts, lens, [9], [seq_len])
+        batch = batch_of(table, [0, 9], [seq_len], [9], [seq_len])
+        out = attention.paged_attention(queries, kv_cache, batch)
         assert out.shape == queries.shape
     assert shapes == [(1, 8 if copies else 2, 9, 64), (1, 8, 20, 64)]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from llama.cli import main
-from llama.model import Batch, Transformer
+from llama.model import Transformer
+from llama.ops.batch import Batch
 
 RAISE, NAN = 1000, 1001  # ids of the demo model that no answer of the test has
 

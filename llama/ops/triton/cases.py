@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llama.ops import norm
 from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
@@ -92,14 +93,20 @@ def attention(sizes: Sizes, place: Place) -> Iterator[Case]:
         queries = place.normal(sum(counts), sizes.n_heads, sizes.head_dim)
         starts = place.whole([0, *itertools.accumulate(counts)])
         inputs = (queries, cache, rows, starts, place.whole(lens), counts, shown)
-        yield Case(what, paged_attention, inputs)
+        yield Case(what, _attend, inputs)
     for large, offset in _large_caches(cache, place):
         queries = place.normal(len(lengths), sizes.n_heads, sizes.head_dim)
         rest = (place.whole(range(len(lengths) + 1)), place.whole(lengths), ones, lengths)
         yield Case(
-            f"a cache of {large.shape[1]:,} pages", paged_attention,
+            f"a cache of {large.shape[1]:,} pages", _attend,
             (queries, large, table + offset, *rest), (queries, cache, table, *rest),
         )  # fmt: skip
+
+
+def _attend(queries: Tensor, kv_cache: Tensor, table: Tensor, starts: Tensor, *lens: Any) -> Tensor:
+    none = table.new_empty(0)
+    batch = Batch(none, none, table, starts, lens[0], none, *lens[1:])
+    return paged_attention(queries, kv_cache, batch)
 
 
 def _pages(lengths: Sequence[int], page_size: int) -> tuple[list[list[int]], int]:

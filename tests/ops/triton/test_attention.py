@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama.model import Batch
+from helpers.batches import batch_of
 from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
 from llama.ops.triton import attention, kernels
 
 CPU = torch.device("cpu")
@@ -41,9 +42,7 @@ class Case:
         self.queries = torch.randn(shape, generator=generator).to(dtype)
 
     def run(self) -> Tensor:
-        b = self.batch
-        lens = b.query_starts, b.seq_lens, b.query_lens_cpu, b.seq_lens_cpu
-        return paged_attention(self.queries, self.kv_cache, b.page_table, *lens)
+        return paged_attention(self.queries, self.kv_cache, self.batch)
 
     def exact(self) -> Tensor:
         """In float64, a query at a time."""
@@ -120,14 +119,12 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
     b, wide = case.batch, torch.zeros(5, 40, dtype=torch.int64)
     wide[:3, : b.page_table.shape[1]] = b.page_table
     queries = torch.cat((case.queries, torch.ones(2, 4, 32, dtype=dtype)))
-    lens = torch.tensor([37, 5, 64, 0, 0])
-    limits = [1] * 5, [30 * 4] * 5
+    lens, limits = [37, 5, 64, 0, 0], ([1] * 5, [30 * 4] * 5)
+    padded = batch_of(wide[:, :30], range(6), lens, *limits)
     for splits in (1, 8):
         monkeypatch.setattr(attention, "num_splits", lambda *_, n=splits: n)
         with poisoned():
-            got = paged_attention(
-                queries, case.kv_cache, wide[:, :30], torch.arange(6), lens, *limits
-            )
+            got = paged_attention(queries, case.kv_cache, padded)
         assert (got[:3] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
         assert (got[3:] == 0).all()
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llama import Llama, ModelArgs, Transformer
-from llama.model import Batch
+from llama.ops.batch import Batch
 from llama.ops.triton import attention, kernels
 
 CPU = torch.device("cpu")
