@@ -18,22 +18,20 @@ _SHOWN_CHARS = 80  # of a value that an error quotes
 
 class FieldError(ValueError):
     """A value that cannot be used. field: the name of what was checked, such as `temperature` or
-    `stop[3]`. problem: the rest of the message, which begins with the field: "=-1 must be ...".
+    `stop[3]`. The message says it as well, at its beginning where that can be."""
 
-    Whoever took the value from another place says so with `at`.
-    """
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(field, problem)
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
         self.field = field
-        self.problem = problem
+        self.message = message
 
     def __str__(self) -> str:
-        return self.field + self.problem
+        return self.message
 
     def at(self, field: str) -> "FieldError":
-        """The same problem of another field."""
-        return type(self)(field, self.problem)
+        """The same of another field, where the value was taken from."""
+        rest = self.message.removeprefix(self.field)
+        return type(self)(field, self.message if rest == self.message else field + rest)
 
 
 class FieldTypeError(FieldError, TypeError):
@@ -74,9 +72,9 @@ def whole_number(
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
         number = None
     if number is None:
-        raise FieldTypeError(name, f"={brief(value)} must be {allowed}")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")
     if not low <= number <= high:
-        raise FieldError(name, f"={brief(number)} must be {allowed}")
+        raise FieldError(name, f"{name}={brief(number)} must be {allowed}")
     return number
 
 
@@ -108,14 +106,14 @@ def number(
     allowed = f"a number {start} to {high}" + " or None" * optional
     plain = _scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
-        raise FieldTypeError(name, f"={brief(value)} must be {allowed}")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")
     try:
         result = float(plain)
     except OverflowError:  # an int of more than 308 digits
         result = math.inf
     inside = low < result <= high if above else low <= result <= high
     if not (inside and math.isfinite(result)):
-        raise FieldError(name, f"={brief(plain)} must be {allowed}")
+        raise FieldError(name, f"{name}={brief(plain)} must be {allowed}")
     return result
 
 
@@ -129,7 +127,7 @@ def path_like(name: str, value: Any) -> str | os.PathLike[str]:
         return str(value)
     if not isinstance(value, str | os.PathLike):
         remedy = f", such as ./{value}" if isinstance(value, float) else ""
-        raise FieldTypeError(name, f"={brief(value)} must be the text of a path{remedy}")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be the text of a path{remedy}")
     return value
 
 

@@ -37,9 +37,11 @@ def _token_id(name: str, value: Any) -> int:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise FieldTypeError(name, f"={brief(value)} must be a string of 1 to 256 characters")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be a string of 1 to 256 characters")
     if not 1 <= len(value) <= 256:
-        raise FieldError(name, f"={brief(value)} must have 1 to 256 characters, not {len(value)}")
+        raise FieldError(
+            name, f"{name}={brief(value)} must have 1 to 256 characters, not {len(value)}"
+        )
     return value
 
 
@@ -49,10 +51,10 @@ def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int
         value = value.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise FieldTypeError(
-            name, f"={brief(value)} must be a list or tuple of at most {most} entries"
+            name, f"{name}={brief(value)} must be a list or tuple of at most {most} entries"
         )
     if len(value) > most:
-        raise FieldError(name, f" has {len(value)} entries: it must have at most {most}")
+        raise FieldError(name, f"{name} has {len(value)} entries: it must have at most {most}")
     return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(value))
 
 
@@ -63,10 +65,12 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
         raise FieldTypeError(
-            "logit_bias", f"={brief(value)} must map token ids to numbers, or be None"
+            "logit_bias", f"logit_bias={brief(value)} must map token ids to numbers, or be None"
         )
     if len(pairs) > 1024:
-        raise FieldError("logit_bias", f" has {len(pairs)} entries: it must have at most 1024")
+        raise FieldError(
+            "logit_bias", f"logit_bias has {len(pairs)} entries: it must have at most 1024"
+        )
     checked = {
         _token_id("logit_bias id", token): number(f"logit_bias[{token}]", bias, -100, 100)
         for token, bias in pairs
@@ -79,11 +83,12 @@ def _form(value: Any) -> StructuredOutput | None:
         return value
     if not isinstance(value, Mapping):
         raise FieldTypeError(
-            "structured_output", f"={brief(value)} must be a StructuredOutput, or be None"
+            "structured_output",
+            f"structured_output={brief(value)} must be a StructuredOutput, or be None",
         )
     unknown = sorted(value.keys() - {f.name for f in fields(StructuredOutput)})
     if unknown:
-        raise FieldError("structured_output", f" has no field {unknown[0]!r}")
+        raise FieldError("structured_output", f"structured_output has no field {unknown[0]!r}")
     return StructuredOutput(**value)
 
 
@@ -155,7 +160,9 @@ class SamplingParams:
         self._set("best_of", best_of)
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                raise FieldTypeError(name, f"={brief(getattr(self, name))} must be True or False")
+                raise FieldTypeError(
+                    name, f"{name}={brief(getattr(self, name))} must be True or False"
+                )
         self._set("logit_bias", _bias(self.logit_bias))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _tuple_of(_text, "stop", stop, 32))
@@ -166,7 +173,7 @@ class SamplingParams:
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
             raise FieldError(
                 "ignore_eos",
-                " and min_tokens cannot be used with structured_output, which ends an "
+                "ignore_eos and min_tokens cannot be used with structured_output, which ends an "
                 "answer where its form does: leave them out",
             )
 
@@ -184,6 +191,6 @@ class SamplingParams:
                 if token >= vocab_size:
                     raise FieldError(
                         name,
-                        f" has the token id {token}: this vocabulary's are from 0 to "
+                        f"{name} has the token id {token}: this vocabulary's are from 0 to "
                         f"{vocab_size - 1}",
                     )

@@ -38,10 +38,15 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         given = [name for name in _FIELDS if getattr(self, name) not in (None, False)]
         if self.json is False:
-            raise FieldError("structured_output.json", ": the schema false allows no answer")
+            raise FieldError(
+                "structured_output.json",
+                "structured_output.json: the schema false allows no answer",
+            )
         if len(given) != 1:
             named, fields = " and ".join(given) or "none", ", ".join(_FIELDS)
-            raise FieldError("structured_output", f" must have one of {fields}, got {named}")
+            raise FieldError(
+                "structured_output", f"structured_output must have one of {fields}, got {named}"
+            )
         checked = _CHECKS[given[0]](f"structured_output.{given[0]}", getattr(self, given[0]))
         object.__setattr__(self, given[0], checked)
 
@@ -62,9 +67,11 @@ _FIELDS = ("json", "json_object", "regex", "choice", "grammar")
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise FieldTypeError(name, f"={brief(value)} must be a string")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be a string")
     if not 1 <= len(value) <= _MOST_CHARACTERS:
-        raise FieldError(name, f" must have 1 to {_MOST_CHARACTERS} characters, not {len(value)}")
+        raise FieldError(
+            name, f"{name} must have 1 to {_MOST_CHARACTERS} characters, not {len(value)}"
+        )
     return value
 
 
@@ -74,23 +81,23 @@ def _schema(name: str, value: Any) -> str:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
-        raise FieldError(name, f" is not JSON: {e}") from None
+        raise FieldError(name, f"{name} is not JSON: {e}") from None
     if not isinstance(schema, dict | bool):
-        raise FieldTypeError(name, f"={brief(value)} must be a JSON schema: an object")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be a JSON schema: an object")
     return _text(name, text)
 
 
 def _is_true(name: str, value: Any) -> bool:
     if value is not True:
-        raise FieldTypeError(name, f"={brief(value)} must be True or None")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be True or None")
     return value
 
 
 def _choices(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise FieldTypeError(name, f"={brief(value)} must be a list of texts")
+        raise FieldTypeError(name, f"{name}={brief(value)} must be a list of texts")
     if not 1 <= len(value) <= _MOST_CHOICES:
-        raise FieldError(name, f" must have 1 to {_MOST_CHOICES} entries, not {len(value)}")
+        raise FieldError(name, f"{name} must have 1 to {_MOST_CHOICES} entries, not {len(value)}")
     return tuple(_text(f"{name}[{i}]", entry) for i, entry in enumerate(value))
 
 

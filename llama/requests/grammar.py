@@ -31,7 +31,7 @@ _STEP_ITEMS = 500_000
 # Between the tokens of JSON: bounded, or a small model never ends its blanks.
 _WHITESPACE = r"\n?[ \t]{0,32}"
 _MISSING = (
-    " needs the package llguidance: pip install 'llama[serve]', or in a checkout "
+    "structured_output needs the package llguidance: pip install 'llama[serve]', or in a checkout "
     "pip install -e '.[serve]'"
 )
 
@@ -107,11 +107,11 @@ class GrammarCompiler:
         try:
             matcher = LLMatcher(self._index, _grammar(form), log_level=0, limits=limits)
         except (ValueError, RuntimeError) as e:
-            raise FieldError(place, f" cannot be used: {_first_line(str(e))}") from None
+            raise FieldError(place, f"{place} cannot be used: {_first_line(str(e))}") from None
         if not matcher.is_error():
             _try_first_tokens(matcher)
         if matcher.is_error():
-            raise FieldError(place, f" cannot be used: {_first_line(matcher.get_error())}")
+            raise FieldError(place, f"{place} cannot be used: {_first_line(matcher.get_error())}")
         matcher.reset()
         return matcher
 
