@@ -3,9 +3,9 @@
     python -m llama.engine.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
 In: a job as JSON, as for `llama.ops.triton.check`. Out: a line of JSON with the reason why they may
-not, or null; on a CPU, of a tape in place of graphs. Two layers of the model's sizes are run both
-ways, in a process of its own, as a wrong graph can hang or end it. What that does not show is
-captured collectives: ranks try those together, in their own processes, where each wait has a limit.
+not, or null. Two layers of the model's sizes are run both ways, in a process of its own, as a wrong
+graph can hang or end it. What that does not show is captured collectives: ranks try those together,
+in their own processes, where each wait has a limit.
 """
 
 import sys
@@ -21,7 +21,6 @@ from llama.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from llama.engine.sampler import top_ids
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
-from llama.engine.tape import TapeRecorder
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.triton import check, kernels
@@ -131,9 +130,7 @@ def main(arguments: Seq[str]) -> int:
         model = Transformer(args, dtype=dtype, device=device)
         for weight in model.parameters():
             weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
-        is_cuda = device.type == "cuda"
-        recorder = CudaRecorder(device) if is_cuda else TapeRecorder.of_model(model)
-        compare(model, recorder, sizes.page_size)
+        compare(model, CudaRecorder(device), sizes.page_size)
         reason = None
     except Exception as e:  # whatever it is: graphs are not used
         reason = check.words_of(e)

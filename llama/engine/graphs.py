@@ -6,8 +6,8 @@ Python and the driver more time than the GPU; a replayed graph costs one launch 
 guide, "CUDA Graphs"). The price is a fixed shape: a batch is filled up to the next of a few sizes
 with rows that write to a page that nobody reads.
 
-A recorder decides what recording means: torch.cuda.graph here, a tape of operators in
-`llama.engine.tape` where there is no GPU. It knows nothing of requests or sampling parameters.
+A recorder decides what recording means: torch.cuda.graph here; tests have a tape of operators. It
+knows nothing of requests or sampling parameters.
 
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """

@@ -49,7 +49,7 @@ def choose_ids(
     if _has_kernel(logits):
         from llama.ops.triton import sample
 
-        params = sample.pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
+        params = pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
         return sample.choose(
             logits,
             params.to(logits.device, non_blocking=logits.device.type == "cuda"),
@@ -111,7 +111,7 @@ def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms
     if _has_kernel(logits):
         from llama.ops.triton import sample
 
-        params = sample.pack_params(rows, uniforms)
+        params = pack_params(rows, uniforms)
         params = params.to(logits.device, non_blocking=logits.device.type == "cuda")
         is_filtered = [row.is_filtered for row in rows]
         return sample.sample_ids(logits, row_max, params, has_filters=any(is_filtered))
@@ -145,16 +145,39 @@ def _has_kernel(logits: Tensor) -> bool:
 
 def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     b, v = logits.shape
-    packed = [
-        (math.ceil(r.min_p * UNIT), max(r.top_k, 0), int(r.top_p * 2**62), (high << 31) + low)
-        for r, (high, low) in zip(rows, uniforms.tolist(), strict=True)
-    ]
+    params = pack_params(rows, uniforms)[:, 1:5].contiguous()
     ids = torch.empty(b, dtype=torch.int64)
     num_bytes = native.call("sample_workspace", b, v, torch.get_num_threads())
     workspace = torch.empty(num_bytes, dtype=torch.uint8)  # touched as far as a row has candidates
     probs = _probs(logits, row_max, rows).contiguous()
-    native.call("sample_ids", probs, torch.tensor(packed), ids, workspace, b, v)
+    native.call("sample_ids", probs, params, ids, workspace, b, v)
     return ids
+
+
+def pack_params(
+    rows: Seq[SamplingRow | None], words: Tensor | None = None, seeds: Seq[tuple[int, int]] = ()
+) -> Tensor:
+    """What kernels read of each row, as one tensor on the host: (B, 6) int64.
+
+    The bits of the float32 that turns logits into powers of 2, 0 for a greedy row, which is None;
+    the least probability that min_p keeps; top_k; top_p of 2**62; and either the uniform of 2**62,
+    made of words (B, 2) of 31 bits, or a seed and a position, of which the kernels make it.
+    """
+    packed = np.zeros((len(rows), 6), np.int64)
+    rates = [0.0 if row is None else math.log2(math.e) / row.temperature for row in rows]
+    packed[:, 0] = np.array(rates, np.float32).view(np.int32)
+    packed[:, 1:4] = [
+        (0, 0, 2**62)
+        if row is None
+        else (math.ceil(row.min_p * UNIT), max(row.top_k, 0), int(row.top_p * 2**62))
+        for row in rows
+    ]
+    if words is None:
+        packed[:, 4:] = seeds
+    else:
+        high, low = words.numpy().T
+        packed[:, 4] = (high << 31) + low
+    return torch.from_numpy(packed)
 
 
 def _probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:

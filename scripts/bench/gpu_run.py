@@ -20,7 +20,6 @@ from bench.shapes import SHAPES, random_model, write_tokenizer
 from llama import Tokenizer, Transformer, gpu
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import CudaRecorder, Outputs, Recorder
-from llama.engine.tape import TapeRecorder
 from llama.ops.triton import kernels
 from llama.requests.llm_engine import LLMEngine
 
@@ -94,7 +93,7 @@ class Section:
             model,
             num_pages=-(-num_tokens // PAGE_SIZE) + 1,
             runs_ahead=True,
-            recorder=None if mode == "torch" else self._recorder(model, has_kernels),
+            recorder=None if mode == "torch" else self._recorder(),
         )
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)
@@ -102,14 +101,12 @@ class Section:
         length = model.params.max_seq_len
         return LLMEngine(core, tokenizer, max_seq_len=length, seed=0, parallel=model.parallel)
 
-    def _recorder(self, model: Transformer, has_kernels: bool) -> Recorder:
-        if not self.dry:
-            return CudaRecorder(self.device)
-        return Again() if has_kernels else TapeRecorder.of_model(model)
+    def _recorder(self) -> Recorder:
+        return Again() if self.dry else CudaRecorder(self.device)
 
 
 class Again:
-    """A recorder that runs the function again: for kernels in the interpreter."""
+    """A recorder that runs the function again: a graph, on a machine that has none."""
 
     def record(
         self, function: Callable[[], Outputs], inputs: Iterable[Tensor]

@@ -14,9 +14,9 @@ import torch._subclasses.fake_tensor as fake_tensor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.tape import TapeRecorder
 from llama.engine.graphs import DecodeGraphs
 from llama.engine.sampler import top_ids
-from llama.engine.tape import TapeRecorder
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.batch import Batch

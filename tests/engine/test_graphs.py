@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from helpers.tape import NotCapturable, TapeRecorder
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
 from llama.engine.graphs import StaticBatch, bucket_of, is_decode
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
-from llama.engine.tape import NotCapturable, TapeRecorder
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.batch import Batch

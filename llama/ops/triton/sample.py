@@ -16,15 +16,10 @@ whole row instead: slower, the same id.
 Shapes: B rows, V vocabulary, N blocks per row.
 """
 
-import math
-from collections.abc import Sequence as Seq
-
-import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from llama.ops.sample import UNIT, SamplingRow
 from llama.ops.triton.sample_filters import gather, pick_of_kept
 from llama.ops.triton.sample_rows import NUM_PARAMS, block_sums, block_tops, pick_of_all, row_tops
 
@@ -32,32 +27,6 @@ SLOTS = 4096  # tokens per row that filters look at together
 
 _MAX_BLOCKS, _MIN_BLOCK = 128, 1024  # per row, tokens
 _CHUNK = 512  # tokens that are compared with the 16 bounds of a digit at once
-
-
-def pack_params(
-    rows: Seq[SamplingRow | None], words: Tensor | None = None, seeds: Seq[tuple[int, int]] = ()
-) -> Tensor:
-    """What `choose` and `sample_ids` read of each row, as one tensor to upload: (B, 6) int64.
-
-    The bits of the float32 that turns logits into powers of 2, 0 for a greedy row, which is None;
-    the least probability that min_p keeps; top_k; top_p of 2**62; and either the uniform of 2**62,
-    made of words (B, 2) of 31 bits, or a seed and a position, of which the kernels make it.
-    """
-    packed = np.zeros((len(rows), NUM_PARAMS.value), np.int64)
-    rates = [0.0 if row is None else math.log2(math.e) / row.temperature for row in rows]
-    packed[:, 0] = np.array(rates, np.float32).view(np.int32)
-    packed[:, 1:4] = [
-        (0, 0, 2**62)
-        if row is None
-        else (math.ceil(row.min_p * UNIT), max(row.top_k, 0), int(row.top_p * 2**62))
-        for row in rows
-    ]
-    if words is None:
-        packed[:, 4:] = seeds
-    else:
-        high, low = words.numpy().T
-        packed[:, 4] = (high << 31) + low
-    return torch.from_numpy(packed)
 
 
 def top_tokens(logits: Tensor, is_checked: bool = False) -> tuple[Tensor, Tensor]:
@@ -80,6 +49,7 @@ def sample_ids(
 ) -> Tensor:
     """(B, V) float32 logits, their maxima (B), params (B, 6) on the device -> (B) int64 ids.
 
+    params: as `llama.ops.sample.pack_params` makes them. is_seeded: they end with seeds.
     has_filters: whether any row may have some; without, their kernels are not launched. A row that
     is greedy or has no finite maximum gets the id 0.
     """
