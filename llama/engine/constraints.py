@@ -17,14 +17,14 @@ from torch import Tensor
 from llama.engine.sequence import Sequence
 
 
-class Allowed:
+class TokenMask:
     """What one step's constrained rows may choose from."""
 
     def __init__(self, rows: list[int], bits: "Future[np.ndarray]") -> None:
         self._rows = rows
         self._bits = bits
 
-    def only(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         """logits (B, V) -> a copy, -inf for the tokens that their row's constraint excludes."""
         bits = np.unpackbits(self._bits.result().view(np.uint8), axis=1, bitorder="little")
         allowed = torch.from_numpy(bits[:, : logits.shape[1]]).bool().to(logits.device)
@@ -32,15 +32,15 @@ class Allowed:
         return logits.index_put((rows,), logits[rows].masked_fill(~allowed, -math.inf))
 
 
-class AllowedTokens:
+class TokenMasks:
     """Asks constraints, one step after the other. `n_vocab` is V."""
 
     def __init__(self, n_vocab: int) -> None:
         self._words = -(-n_vocab // 32)
         self._pool: ThreadPoolExecutor | None = None  # made for the first that needs it
 
-    def begin(self, sequences: Seq[Sequence]) -> Allowed | None:
-        """Begin to find what the sequences may get next; None where nothing constrains them here.
+    def start(self, sequences: Seq[Sequence]) -> TokenMask | None:
+        """Start to find what the sequences may get next; None where nothing constrains them here.
 
         A rank that follows has no constraint: it takes rank 0's ids.
         """
@@ -50,7 +50,7 @@ class AllowedTokens:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="llama-constraints")
         asked = [(seq.constraint, seq.output) for seq in (sequences[row] for row in rows)]
-        return Allowed(rows, self._pool.submit(self._fill, asked))
+        return TokenMask(rows, self._pool.submit(self._fill, asked))
 
     def _fill(self, asked: list) -> np.ndarray:
         """(C, words) int32. A constraint that fails allows nothing: only its own sequence ends."""

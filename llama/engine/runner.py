@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llama.device import current
-from llama.engine.constraints import Allowed, AllowedTokens
+from llama.engine.constraints import TokenMask, TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder
 from llama.engine.sampler import (
     Sampled,
@@ -83,7 +83,7 @@ class ModelRunner:
         self.kv_cache = model.new_kv_cache(num_pages + (recorder is not None), page_size)
         device = self.kv_cache.device
         self.runs_ahead = device.type == "cuda" if runs_ahead is None else runs_ahead
-        self._allowed_tokens = AllowedTokens(model.vocab_size)
+        self._token_masks = TokenMasks(model.vocab_size)
         self._last_ids = torch.zeros(_most_rows(model), dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
         self._graphs: DecodeGraphs | None = None
@@ -106,16 +106,16 @@ class ModelRunner:
 
     def _start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
         sampling = [item.sequence for item in scheduled if item.samples]
-        allowed = self._allowed_tokens.begin(sampling)
+        mask = self._token_masks.start(sampling)
         is_greedy = needs_top_only(sampling)
         prompts: list[PromptScores] = []
-        sampled = self._replayed(scheduled, sampling, is_greedy, allowed)
+        sampled = self._replayed(scheduled, sampling, is_greedy, mask)
         if sampled is None:
             hidden = self._hidden(scheduled)
             prompts = self._score(scheduled, hidden[len(sampling) :])
             if not sampling:
                 return lambda: StepOutput([], prompts=prompts)
-            sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, allowed)
+            sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, mask)
         columns = self._columns(sampled, sampling, is_greedy)
         if self.runs_ahead:
             self._last_ids[: len(sampling)] = columns[:, 0]
@@ -128,7 +128,7 @@ class ModelRunner:
         scheduled: list[Scheduled],
         sampling: list[Sequence],
         is_greedy: bool,
-        allowed: Allowed | None,
+        mask: TokenMask | None,
     ) -> Sampled | None:
         """The step by a graph; None where there are none, or not for this kind of step.
 
@@ -139,7 +139,7 @@ class ModelRunner:
         if graphs is None or not graphs.takes(scheduled):
             return None
         try:
-            return self._decode(graphs, scheduled, sampling, is_greedy, allowed)
+            return self._decode(graphs, scheduled, sampling, is_greedy, mask)
         except CaptureError as e:
             if self.model.parallel.size > 1:
                 raise
@@ -153,7 +153,7 @@ class ModelRunner:
         scheduled: list[Scheduled],
         sampling: list[Sequence],
         is_greedy: bool,
-        allowed: Allowed | None,
+        mask: TokenMask | None,
     ) -> Sampled:
         n, is_alone = len(sampling), self.model.parallel.size == 1
         tokens = [seq.tokens[-1] for seq in sampling]
@@ -162,14 +162,14 @@ class ModelRunner:
         decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
         if is_greedy or decoded.logits is None:
             return Sampled(decoded.ids[:n])
-        return sample(decoded.logits[:n], sampling, allowed)
+        return sample(decoded.logits[:n], sampling, mask)
 
     def _sample(
-        self, rows: Tensor, sampling: list[Sequence], is_greedy: bool, allowed: Allowed | None
+        self, rows: Tensor, sampling: list[Sequence], is_greedy: bool, mask: TokenMask | None
     ) -> Sampled:
         if self.model.parallel.size > 1 and is_greedy:
             return Sampled(self._top_of_ranks(rows))
-        return sample(self.model.logits(rows), sampling, allowed)
+        return sample(self.model.logits(rows), sampling, mask)
 
     def _top_of_ranks(self, hidden: Tensor) -> Tensor:
         """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row.

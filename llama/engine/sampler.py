@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llama.engine.constraints import Allowed
+from llama.engine.constraints import TokenMask
 from llama.engine.sequence import Sequence
 from llama.ops.sample import SamplingRow, choose_ids, on_device_of, top_tokens, uniform
 
@@ -52,7 +52,7 @@ class Sampled:
     top_logprobs: Tensor | None = None  # (B, K) float32
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence], allowed: Allowed | None = None) -> Sampled:
+def sample(logits: Tensor, sequences: Seq[Sequence], mask: TokenMask | None = None) -> Sampled:
     """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
 
     In this order, each only if some row asks for it: what its constraint excludes; logit_bias,
@@ -64,7 +64,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence], allowed: Allowed | None = N
     nucleus, those with the lowest ids are kept.
     """
     assert logits.shape[0] == len(sequences)
-    adjusted = logits if allowed is None else allowed.only(logits)
+    adjusted = logits if mask is None else mask.apply(logits)
     adjusted = _added(adjusted, [_bias(seq) for seq in sequences])
     adjusted = _repetition_penalty(adjusted, sequences)
     adjusted = _added(adjusted, [_penalties(seq) for seq in sequences])
