@@ -1,26 +1,26 @@
 """A client of a server with OpenAI's API, for `llama batch --url` and `llama chat --url`.
 
-In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. It needs
-Python's standard library alone, and no model. One `Client` is one connection, for one thread at a
-time; `close` may come from another thread, and ends what the first one waits for. Each wait has a
-limit: of a request's sending and its answer together, however the bytes come.
+In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. The package
+openai carries the bytes; no model and no torch is needed. One `Client` has an event loop of its
+own, which goes on in `run`, so a client belongs to one thread. Each wait has a limit: of a
+request's sending and its answer together, however the bytes come.
 """
 
+import asyncio
 import contextlib
-import functools
-import http.client
-import io
 import json
 import random
-import socket
-import threading
+import ssl
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from llama.server.openai.client_bodies import ModelCard, error_message, model_card
+import httpx2
+import openai
+
+from llama.cli.client_bodies import ModelCard, error_message, model_card
 
 _CONNECT_S = 10.0
 _ANSWER_S = 3600.0  # for a whole answer: one can be slow, but not so slow
@@ -28,7 +28,8 @@ _MAX_ANSWER = 256 * 2**20  # bytes
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two attempts; doubled each time
 _MAX_RETRY_AFTER_S = 60.0  # of what a server asks for
 _TRANSIENT = {408, 429, 500, 502, 503, 504}  # another attempt, or another replica, may answer
-_LOST = (OSError, http.client.HTTPException)
+
+_T = TypeVar("_T")
 
 
 class ServerError(OSError):
@@ -59,40 +60,11 @@ class Reply:
     request_id: str
 
 
-class _TimedReader(io.RawIOBase):
-    """What a socket receives until `end`, of time.monotonic; TimeoutError then.
-
-    The socket's own timeout is that of one read: a byte now and then would prolong it for ever.
-    """
-
-    def __init__(self, sock: socket.socket, raw: io.RawIOBase, end: float) -> None:
-        self._sock, self._raw, self._end = sock, raw, end
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left_s = self._end - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left_s)
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class _TimedResponse(http.client.HTTPResponse):
-    """A response whose last byte must come before `end`."""
-
-    def __init__(self, sock: socket.socket, *args: Any, end: float, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_TimedReader(sock, self.fp.detach(), end))
-
-
 class Client:
-    """One connection. url: with or without /v1 at its end. ValueError for one that is no URL."""
+    """url: with or without /v1 at its end. ValueError for one that is no URL.
+
+    The coroutines of this class run in `run`, or beside it in what `start` began.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -103,147 +75,126 @@ class Client:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("the key must be printable ASCII: see --api_key and LLAMA_API_KEY")
         self.url = url
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        host, port = parts.hostname, parts.port
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else None
-        self._connection = (kind or http.client.HTTPConnection)(host, port, timeout=_CONNECT_S)
-        self._socket: socket.socket | None = None
-        self._limit_s = _CONNECT_S  # of the request under way
-        self._is_closed = False
+        self._runner = asyncio.Runner()
+        self._headers: dict[str, Any] = {"Content-Type": "application/json"}
+        if not api_key:
+            self._headers["Authorization"] = openai.Omit()
+        self._openai = openai.AsyncOpenAI(
+            base_url=parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl(),
+            api_key=api_key or "",  # None would send that of OPENAI_API_KEY, which is another's
+            admin_api_key="",
+            max_retries=0,  # `with_retries` knows for how long, and stops for a signal
+            timeout=httpx2.Timeout(None, connect=_CONNECT_S),
+            http_client=openai.DefaultAsyncHttpxClient(
+                verify=ssl.create_default_context(),  # the certificates of this system
+                trust_env=False,  # a proxy may not know the server
+                follow_redirects=False,
+                limits=httpx2.Limits(),
+            ),
+        )
+        self._openai.organization = self._openai.project = None  # nor those of the environment
 
-    def model(self, name: str | None) -> ModelCard:
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What the work returns; what was started goes on meanwhile, and only then."""
+        return self._runner.run(work)
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        return self._runner.get_loop().create_task(work)
+
+    def close(self) -> None:
+        """Cancel what was started, and end the connections."""
+        self.run(self._close())
+        self._runner.close()
+
+    async def _close(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._openai.close()
+
+    async def model(self, name: str | None) -> ModelCard:
         """The server's model of that name, or its first. ServerError or ValueError."""
+        async with self._within(_CONNECT_S):
+            data = await self._read(await self._openai.get("/v1/models", **self._options()))
         try:
-            with self._response("GET", "/v1/models", None, timeout_s=_CONNECT_S) as response:
-                return model_card(_json(self._read(response)), name)
+            return model_card(_json(data), name)
         except ValueError as e:
             raise ValueError(f"{self.url}: {e}") from None
 
-    def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
+    async def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
         """The answer to one request. ServerError."""
-        more = {"X-Request-Id": request_id} if request_id else {}
-        with self._response("POST", path, body, more, timeout_s=_ANSWER_S) as response:
-            data = self._read(response)
-            try:
-                found = _json(data)
-            except ValueError as e:
-                raise ServerError(f"{self.url}{path} {e}", response.status) from None
-            return Reply(found, response.headers.get("X-Request-Id", ""))
+        options = self._options({"X-Request-Id": request_id} if request_id else {})
+        async with self._within(_ANSWER_S):
+            content = json.dumps(body).encode()
+            response = await self._openai.post(path, content=content, **options)
+            data = await self._read(response)
+        try:
+            return Reply(_json(data), response.headers.get("X-Request-Id", ""))
+        except ValueError as e:
+            raise ServerError(f"{self.url}{path} {e}", response.status_code) from None
 
-    def events(self, path: str, body: Any) -> Iterator[Any]:
+    async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
         """The data of each server-sent event of a POST, up to [DONE]. ServerError."""
-        with self._response("POST", path, body, timeout_s=_ANSWER_S) as response:
-            try:
-                for line in response:
-                    if not line.startswith(b"data:"):
-                        continue  # a comment, an event's name, or the end of an event
-                    data = line.removeprefix(b"data:").strip()
-                    if data == b"[DONE]":
-                        response.read()  # its end: the connection can be used again
-                        return
-                    yield _json(data)
-            except ValueError as e:
-                raise ServerError(f"{self.url}: {e}", response.status) from None
-            except _LOST as e:
-                raise self._lost(e) from None
-        raise ServerError(f"{self.url}: the stream ended without its last event")
+        options = self._options() | {"cast_to": object}
+        async with self._within(_ANSWER_S):
+            content = json.dumps(body).encode()
+            async with await self._openai.post(path, content=content, **options) as stream:
+                try:
+                    async for event in stream:
+                        yield event
+                except (ValueError, RecursionError) as e:
+                    raise ServerError(f"{self.url} sent an event that is no JSON: {e}") from None
 
-    def close(self) -> None:
-        """End the connection, and what another thread waits for on it."""
-        self._is_closed = True
-        sock = self._socket
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def _options(self, headers: dict[str, str] | None = None) -> dict[str, Any]:
+        """Arguments of openai's get and post, whose response then is not read yet."""
+        return {
+            "cast_to": httpx2.Response,
+            "options": {"headers": self._headers | (headers or {})},
+            "stream": True,
+            "stream_cls": openai.AsyncStream[object],
+        }
 
-    @contextlib.contextmanager
-    def _response(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        headers: dict[str, str] | None = None,
-        *,
-        timeout_s: float,
-    ) -> Iterator[http.client.HTTPResponse]:
-        """A response with status 200. One that is not read to its end costs the connection."""
-        data = None if body is None else json.dumps(body).encode()
-        response = self._send(method, path, data, headers or {}, timeout_s)
+    @contextlib.asynccontextmanager
+    async def _within(self, limit_s: float) -> AsyncGenerator[None, None]:
+        """All of an exchange with the server, whose errors become a ServerError."""
         try:
-            if response.status != 200:
-                raise self._refusal(response)
-            yield response
-        finally:
-            if not response.isclosed() or self._is_closed:
-                self._connection.close()
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise ServerError(f"{self.url} sent no whole answer within {limit_s:g} s") from None
+        except openai.APIStatusError as e:
+            raise self._refusal(e) from None
+        except (openai.APIConnectionError, httpx2.HTTPError) as e:
+            cause = e.__cause__ if isinstance(e, openai.APIConnectionError) else e
+            has_begun = not isinstance(cause, httpx2.ConnectError | httpx2.ConnectTimeout)
+            what = "broke off" if has_begun else "cannot be reached"
+            why = str(cause) or type(cause).__name__
+            raise ServerError(f"{self.url} {what}: {why}") from None
+        except openai.APIError as e:  # an event of a stream
+            raise ServerError(error_message({"error": e.body}, str(e).encode())) from None
 
-    def _send(
-        self, method: str, path: str, data: bytes | None, headers: dict[str, str], timeout_s: float
-    ) -> http.client.HTTPResponse:
-        """On a connection that was used before, a second time if the server had closed it."""
-        self._limit_s, end = timeout_s, time.monotonic() + timeout_s
-        response_class: Any = functools.partial(_TimedResponse, end=end)
-        self._connection.response_class = response_class
-        while True:
-            was_open = self._connection.sock is not None
-            if not was_open:
-                self._connect()
-            try:
-                self._connection.sock.settimeout(timeout_s)  # for all that is sent
-                self._connection.request(method, self._path + path, data, self._headers | headers)
-                return self._connection.getresponse()
-            except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError) as e:
-                self._connection.close()
-                if not was_open or self._is_closed:
-                    raise self._lost(e) from None
-            except _LOST as e:
-                self._connection.close()
-                raise self._lost(e) from None
+    async def _read(self, response: httpx2.Response) -> bytes:
+        data = bytearray()
+        async with contextlib.aclosing(response):
+            async for piece in response.aiter_bytes():
+                data += piece
+                if len(data) > _MAX_ANSWER:
+                    raise ServerError(f"{self.url}: the answer has over {_MAX_ANSWER} bytes", 413)
+        return bytes(data)
 
-    def _connect(self) -> None:
-        try:
-            self._connection.connect()
-        except OSError as e:
-            self._connection.close()
-            raise ServerError(f"{self.url} cannot be reached: {e or type(e).__name__}") from None
-        self._socket = self._connection.sock
-
-    def _read(self, response: http.client.HTTPResponse) -> bytes:
-        length = response.length  # None where it is not known before the end
-        try:
-            if length is not None and length <= _MAX_ANSWER:
-                return response.read()  # an error where less comes, which read(amount) passes over
-            data = response.read(_MAX_ANSWER)
-            if response.isclosed() or not response.read(1):
-                return data
-        except _LOST as e:
-            raise self._lost(e) from None
-        raise ServerError(f"{self.url}: the answer has over {_MAX_ANSWER} bytes", 413)
-
-    def _lost(self, error: Exception) -> ServerError:
-        if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the network's
-            return ServerError(f"{self.url} sent no whole answer within {self._limit_s:g} s")
-        return ServerError(f"{self.url} broke off: {str(error) or type(error).__name__}")
-
-    def _refusal(self, response: http.client.HTTPResponse) -> ServerError:
-        data = self._read(response)
-        with contextlib.suppress(ValueError):
-            return self._error(response, error_message(_json(data), data))
-        return self._error(response, error_message(None, data))
-
-    def _error(self, response: http.client.HTTPResponse, message: str) -> ServerError:
-        if response.status in (401, 403):
+    def _refusal(self, error: openai.APIStatusError) -> ServerError:
+        status, after = error.status_code, error.response.headers.get("Retry-After", "")
+        message = error_message({"error": error.body}, error.response.content)
+        if status in (401, 403):
             message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
-        after = response.headers.get("Retry-After", "")
         seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else None
-        message = f"{self.url}: status {response.status}: {message}"
-        return ServerError(message, response.status, seconds)
+        return ServerError(f"{self.url}: status {status}: {message}", status, seconds)
 
 
-def with_retries(attempt: Callable[[], Reply], *, limit_s: float, stops: threading.Event) -> Reply:
+async def with_retries(
+    attempt: Callable[[], Awaitable[Reply]], *, limit_s: float, stops: asyncio.Event
+) -> Reply:
     """The reply of an attempt, after waits that grow from 0.5 to 30 s, or that the server asks for.
 
     A wait is between a half and the whole of that, at random, so that many clients do not come
@@ -253,12 +204,16 @@ def with_retries(attempt: Callable[[], Reply], *, limit_s: float, stops: threadi
     wait_s, end = _FIRST_WAIT_S, None
     while True:
         try:
-            return attempt()
+            return await attempt()
         except ServerError as e:
             now = time.monotonic()
             end = now + limit_s if end is None else end
             pause_s = max(e.retry_after_s or 0.0, wait_s * random.uniform(0.5, 1.0))
-            if not e.is_transient or now + pause_s > end or stops.wait(pause_s):
+            if not e.is_transient or now + pause_s > end:
+                raise
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stops.wait(), pause_s)
+            if stops.is_set():
                 raise
         wait_s = min(2 * wait_s, _MAX_WAIT_S)
 

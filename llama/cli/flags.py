@@ -7,10 +7,11 @@ wrong flag is found at once.
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,6 +27,18 @@ class UsageError(ValueError):
 
 class HelpWanted(Exception):
     """`--help` was given; the text is the help."""
+
+
+@contextlib.contextmanager
+def extra(name: str, user: str) -> Iterator[None]:
+    """UsageError that names the extra of this package that `user` needs, where it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        raise UsageError(
+            f"{user} needs {e.name}, which is not installed: pip install 'llama[{name}]', or "
+            f"in a checkout pip install -e '.[{name}]'"
+        ) from None
 
 
 @dataclass(frozen=True)

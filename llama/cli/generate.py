@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama.cli.flags import UsageError
+from llama.cli.flags import UsageError, extra
 from llama.cli.model import check_client, check_sampling, demo_dir, figures, load
 from llama.cli.ranks import finish_on_signal, global_rank, say
 from llama.signals import SIGNALS, stop_requested
@@ -50,7 +50,8 @@ def _chat_on_server(options: argparse.Namespace) -> int:
     """Without torch, which takes seconds to import."""
     check_client(options)
     finish_on_signal()
-    from llama.cli.chat.server_session import chat_on_server
+    with extra("client", "--url"):
+        from llama.cli.chat.server_session import chat_on_server
 
     chat_on_server(
         options.url,
@@ -198,7 +199,8 @@ def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport"
 def _batch_on_server(options: argparse.Namespace, resume: bool) -> "BatchReport":
     """Without torch, which takes seconds to import."""
     check_client(options)
-    from llama.cli.batch.server_job import run_server_batch
+    with extra("client", "--url"):
+        from llama.cli.batch.server_job import run_server_batch
 
     with SIGNALS.taken_alone():
         return run_server_batch(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama.cli.flags import UsageError
+from llama.cli.flags import UsageError, extra
 from llama.cli.model import demo_dir, load
 from llama.cli.ranks import finish_on_signal, global_rank, say
 
@@ -51,13 +51,8 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _listen(options: argparse.Namespace, name: str) -> "Server":
-    try:
+    with extra("serve", "the server"):
         from llama.server.process import Server, log_to_stderr
-    except ModuleNotFoundError as e:
-        raise UsageError(
-            f"the server needs {e.name}, which is not installed: pip install 'llama[serve]', or "
-            "in a checkout pip install -e '.[serve]'"
-        ) from None
     from llama.prompts import ToolFormat
     from llama.server.service import Limits
 

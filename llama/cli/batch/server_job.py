@@ -5,22 +5,20 @@ records. So many requests are sent at once; those that the server refuses for no
 under way when a connection was lost, are sent again after waits that grow.
 """
 
-import contextlib
+import asyncio
 import functools
 import os
-import queue
-import threading
 import time
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import checked_body, error_record, response_record, target
 from llama.cli.batch.loop import BatchReport, Loop
 from llama.cli.client import Client, Reply, ServerError, with_retries
+from llama.cli.client_bodies import counts_of, filled
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
-from llama.server.openai.client_bodies import counts_of, filled
 from llama.signals import SIGNALS, stop_requested
 
 MAX_CONCURRENCY = 1024
@@ -58,47 +56,29 @@ def run_server_batch(
     if not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ValueError(f"concurrency={concurrency} must be 1 to {MAX_CONCURRENCY}")
     check_files(in_path, out_path, resume=resume)
-    with closing(Client(url, api_key)) as client:
-        card = client.model(model)
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
-    with (
-        open(in_path, "rb") as file,
-        closing(Results(out_path, max_lines=os.fstat(file.fileno()).st_size)) as results,
-    ):
-        num_done = results.num_done
+    with closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
+        name = client.run(client.model(model)).name
         answers = ServerAnswers(
-            url, api_key, defaults, card.name, seed=seed, concurrency=concurrency, retry_s=retry_s
+            client, defaults, name, seed=seed, concurrency=concurrency, retry_s=retry_s
         )
-        loop = Loop(answers, file, results, defaults, seed=seed, shows=progress)
-        with closing(loop):
-            loop.run()
-        written, failed = loop.tally.sums["written"], loop.tally.sums["failed"]
-        results.check_written(num_done + written)
-        return BatchReport(written, failed + results.failed)
-
-
-class _Task(NamedTuple):
-    line: Line
-    custom_id: str
-    path: str
-    body: dict[str, Any]
-
-
-class _Result(NamedTuple):
-    """reply: the server's answer; or else error: why there is none."""
-
-    task: _Task
-    reply: Reply | None
-    error: Exception | None
+        results = Results(out_path, max_lines=os.fstat(file.fileno()).st_size)
+        with closing(results):
+            num_done = results.num_done
+            loop = Loop(answers, file, results, defaults, seed=seed, shows=progress)
+            with closing(loop):
+                loop.run()
+            written, failed = loop.tally.sums["written"], loop.tally.sums["failed"]
+            results.check_written(num_done + written)
+            return BatchReport(written, failed + results.failed)
 
 
 class ServerAnswers:
-    """Lines answered by a server. Each of `concurrency` threads has a connection of its own."""
+    """Lines answered by a server, `concurrency` at once. The client's loop runs in `finished`."""
 
     def __init__(
         self,
-        url: str,
-        api_key: str | None,
+        client: Client,
         defaults: SamplingParams,
         model: str,
         *,
@@ -107,85 +87,64 @@ class ServerAnswers:
         retry_s: float,
     ) -> None:
         self.num_tokens = 0
+        self._client = client
         self._defaults = defaults
         self._model = model
         self._seed = seed
         self._concurrency = concurrency
         self._retry_s = retry_s
-        self._num_running = 0
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
-        self._stops = threading.Event()  # no request is sent again
-        self._clients = [Client(url, api_key) for _ in range(concurrency)]
-        for client in self._clients:
-            threading.Thread(target=self._work, args=(client,), daemon=True).start()
+        self._running: dict[asyncio.Task[Reply], tuple[Line, str]] = {}
+        self._stops = asyncio.Event()  # no request is sent again
 
     @property
     def has_room(self) -> bool:
-        return self._num_running < self._concurrency
+        return len(self._running) < self._concurrency
 
     @property
     def is_idle(self) -> bool:
-        return not self._num_running or self._is_too_late()
+        return not self._running or self._is_too_late()
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         path, body = target(fields)
         seed = derived_seed(self._seed, line.number - 1)
         body = filled(checked_body(body), self._defaults, model=self._model, seed=seed)
-        self._tasks.put(_Task(line, custom_id, path, body))
-        self._num_running += 1
+        name = f"line-{line.number}"
+        attempt = functools.partial(self._client.post, path, body, request_id=name)
+        reply = with_retries(attempt, limit_s=self._retry_s, stops=self._stops)
+        self._running[self._client.start(reply)] = line, custom_id
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """Wait for answers, half a second at most. ServerError where the server refuses the key:
         that is no fault of the line."""
         if stop_requested():
             self._stops.set()
-        results = []
-        with contextlib.suppress(queue.Empty):
-            results.append(self._results.get(timeout=_WAIT_S))
-            while True:
-                results.append(self._results.get_nowait())
-        self._num_running -= len(results)
-        return [record for result in results if (record := self._record(result)) is not None]
+        wait = asyncio.wait(self._running, timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = self._client.run(wait)
+        answers = [(*self._running.pop(task), task) for task in done]
+        return [record for answer in answers if (record := self._record(*answer)) is not None]
 
     def close(self) -> None:
-        self._stops.set()
-        for client in self._clients:
-            self._tasks.put(None)
-            client.close()
+        """What runs is dropped with the client."""
 
     def _is_too_late(self) -> bool:
         """Whether what still runs is left to a later job: a signal came, and the time is over."""
         since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
         return since is not None and limit_s is not None and time.monotonic() - since > limit_s
 
-    def _record(self, result: _Result) -> tuple[Line, dict[str, Any]] | None:
+    def _record(
+        self, line: Line, custom_id: str, answer: asyncio.Task[Reply]
+    ) -> tuple[Line, dict[str, Any]] | None:
         """None where a signal came before there was an answer: the line is done on resume."""
-        task, reply, error = result
-        if reply is not None:
-            counts = counts_of(reply.body.get("usage")) if isinstance(reply.body, dict) else None
-            self.num_tokens += counts[2] if counts else 0
-            request_id = reply.request_id or f"line-{task.line.number}"
-            return task.line, response_record(task.custom_id, request_id, reply.body)
-        if not isinstance(error, ServerError):
-            raise error or AssertionError("a result without an answer and an error")
-        if error.is_about_the_key:
-            raise error
-        if error.is_transient and self._stops.is_set():
-            return None
-        code = "server_error" if error.is_transient else "invalid_request"
-        return task.line, error_record(task.custom_id, task.line.number, code, str(error))
-
-    def _work(self, client: Client) -> None:
-        """The thread of one connection."""
-        while (task := self._tasks.get()) is not None:
-            reply: Reply | None = None
-            caught: Exception | None = None
-            attempt = functools.partial(
-                client.post, task.path, task.body, request_id=f"line-{task.line.number}"
-            )
-            try:
-                reply = with_retries(attempt, limit_s=self._retry_s, stops=self._stops)
-            except Exception as e:  # whatever it is, the main thread must know
-                caught = e
-            self._results.put(_Result(task, reply, caught))
+        try:
+            reply = answer.result()
+        except ServerError as error:
+            if error.is_about_the_key:
+                raise
+            if error.is_transient and self._stops.is_set():
+                return None
+            code = "server_error" if error.is_transient else "invalid_request"
+            return line, error_record(custom_id, line.number, code, str(error))
+        counts = counts_of(reply.body.get("usage")) if isinstance(reply.body, dict) else None
+        self.num_tokens += counts[2] if counts else 0
+        request_id = reply.request_id or f"line-{line.number}"
+        return line, response_record(custom_id, request_id, reply.body)

@@ -15,8 +15,8 @@ from helpers.launch import environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies
 from helpers.server import RunningServer, run_server
 from helpers.terminal import CTRL_C, Session
+from llama.cli.client_bodies import Delta, chat_body, delta_of, filled
 from llama.sampling_params import SamplingParams
-from llama.server.openai.client_bodies import Delta, chat_body, delta_of, filled
 from llama.server.openai.requests import parse_body
 
 

@@ -3,12 +3,15 @@
 import contextlib
 import json
 import socketserver
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 
+from llama.cli import main
 from llama.cli.batch.server_job import run_server_batch
 from llama.cli.client import Client, ServerError
 
@@ -38,11 +41,13 @@ ACTIONS: dict[str, tuple[bytes, bytes, bool]] = {
 class Handler(socketserver.StreamRequestHandler):
     action: str
     lists_models: bool
+    heads: list[bytes]
 
     def handle(self) -> None:
         while head := self.rfile.readline():
             length = 0
             while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                self.heads.append(line)
                 if line.lower().startswith(b"content-length:"):
                     length = int(line.split(b":")[1])
             self.rfile.read(length)
@@ -71,14 +76,27 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 @contextlib.contextmanager
-def misbehaving(action: str, *, lists_models: bool = True) -> Iterator[str]:
-    handler = type("Own", (Handler,), {"action": action, "lists_models": lists_models})
+def misbehaving(
+    action: str, *, lists_models: bool = True, heads: list[bytes] | None = None
+) -> Iterator[str]:
+    own = {"action": action, "lists_models": lists_models, "heads": [] if heads is None else heads}
+    handler = type("Own", (Handler,), own)
     with Server(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
+
+
+def call(url: str, make: Callable[[Client], Any]) -> Any:
+    """The result of a coroutine of a client of that server."""
+    with contextlib.closing(Client(url)) as client:
+        return client.run(make(client))
+
+
+async def listed(events: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in events]
 
 
 @pytest.fixture(autouse=True)
@@ -97,11 +115,11 @@ def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
     with misbehaving(action, lists_models=False) as url:
         wanted = rf"{url}:? {said}|{url}: {said}"
         with pytest.raises(ServerError, match=wanted):
-            Client(url).post("/v1/completions", {"prompt": "x"})
+            call(url, lambda client: client.post("/v1/completions", {"prompt": "x"}))
         with pytest.raises(ServerError, match=wanted):
-            list(Client(url).events("/v1/completions", {"prompt": "x"}))
+            call(url, lambda client: listed(client.events("/v1/completions", {"prompt": "x"})))
         with pytest.raises(ServerError, match=wanted):
-            Client(url).model(None)
+            call(url, lambda client: client.model(None))
     (tmp_path / "in").write_text("hello\n" * 3)
     with misbehaving(action) as url:
         report = run_server_batch(url, str(tmp_path / "in"), str(tmp_path / "out"), retry_s=0)
@@ -112,11 +130,33 @@ def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
 
 def test_a_late_answer_does_not_spoil_the_next():
     """The connection is given up with it; the limit of a request begins with the request."""
-    with misbehaving("trickles the body") as url:
-        client = Client(url)
+    with misbehaving("trickles the body") as url, contextlib.closing(Client(url)) as client:
         for _ in range(3):
-            assert client.model(None).name == "m"
+            assert client.run(client.model(None)).name == "m"
             time.sleep(LIMIT_S / 2)
         with pytest.raises(ServerError, match=LATE):
-            client.post("/v1/completions", {})
-        assert client.model(None).name == "m"
+            client.run(client.post("/v1/completions", {}))
+        assert client.run(client.model(None)).name == "m"
+
+
+def test_what_the_environment_has_for_others_stays_here(monkeypatch):
+    """A key of OpenAI's own service, and a proxy, are not for the server of --url."""
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID"):
+        monkeypatch.setenv(f"OPENAI_{name}", "secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    heads: list[bytes] = []
+    with misbehaving("hangs up", heads=heads) as url:
+        assert call(url, lambda client: client.model(None)).name == "m"
+    assert heads and b"secret" not in b"".join(heads)
+    assert b"authorization" not in b"".join(heads).lower()
+
+
+@pytest.mark.parametrize("command", [["chat"], ["batch", "IN", "OUT"]])
+def test_the_extra_is_named_where_it_is_not_installed(monkeypatch, capsys, command):
+    loaded = ("client", "batch.server_job", "chat.server_session")
+    for name in loaded:
+        monkeypatch.delitem(sys.modules, f"llama.cli.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "openai", None)
+    assert main([*command, "--url", "http://localhost:1"]) == 2
+    assert "--url needs openai" in (told := capsys.readouterr().err)
+    assert "pip install 'llama[client]'" in told

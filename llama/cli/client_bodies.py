@@ -92,8 +92,6 @@ def delta_of(chunk: Any) -> Delta:
     """A chunk of a stream with one choice. Tool calls and reasoning are not text."""
     if not isinstance(chunk, dict):
         return Delta(error="the server sent a chunk that is no object")
-    if chunk.get("error") is not None:
-        return Delta(error=error_message(chunk, b""))
     usage, choices = chunk.get("usage"), chunk.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else {}
     delta = choice.get("delta") if isinstance(choice, dict) else None
