@@ -4,13 +4,11 @@ tests/test_cli.py has what it says of a process alone.
 """
 
 import re
-import resource
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,39 +39,26 @@ def problems(*facts: Fact) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def healthy(monkeypatch, tmp_path) -> Path:
-    """A machine without traps, whatever the one that runs the tests is; gives its meminfo."""
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 1000 kB\n")
-    monkeypatch.setattr(traps_module, "_MEMINFO", meminfo)
+def healthy(monkeypatch) -> None:
+    """A machine without traps, whatever the one that runs the tests is."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     monkeypatch.setattr(traps_module.os, "cpu_count", lambda: 8)
-    return meminfo
 
 
 def test_a_machine_without_traps_has_no_problem():
     for variables in ({}, TWO_MACHINES, {"GLOO_SOCKET_IFNAME": "eth0"}):
         facts = list(traps(variables))
-        assert not problems(*facts) and {"shm", "open files", "host"} <= {f.name for f in facts}
+        assert not problems(*facts) and {"shm", "host"} <= {f.name for f in facts}
     assert not problems(*thread_traps({"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, 8))
 
 
-def test_limits_of_memory_and_files(healthy, monkeypatch):
+def test_a_shared_memory_that_is_too_small(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 << 20))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
-    healthy.write_text("MemTotal: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 800 kB\n")
     found = problems(*traps({}))
-    assert found.keys() == {"shm", "open files", "swap"}
+    assert found.keys() == {"shm"}
     assert "has 10 MiB free" in found["shm"] and "--shm-size" in found["shm"]
-    assert (
-        "ulimit -n 1024" in found["open files"] and "the hard limit is 512" in found["open files"]
-    )
-    healthy.write_text("MemTotal: 1000 kB\nSwapTotal: 1000 kB\nSwapFree: 950 kB\n")
-    swap = next(fact for fact in traps({}) if fact.name == "swap")
-    assert not swap.problem, "a little is swapped out on many machines"
 
 
 def test_a_name_that_other_machines_cannot_use(monkeypatch):
@@ -170,9 +155,6 @@ def test_unlike_ranks_are_named():
     torch_fact, kernels_fact = rank_report._unlike(records)
     told = "unlike on the ranks: 2.10 on rank 0, 2.11 on rank 1; install one version"
     assert torch_fact == Fact("torch", told, True) and not kernels_fact.problem
-    offsets = [(0.0, 0.0), (-3.0, 0.001)]
-    found = problems(*rank_report._places([dict(r, place="cpu") for r in records], offsets))
-    assert found["clock"].startswith("the clocks of rank 0 and rank 1 are 3.0 s apart")
 
 
 @pytest.fixture
@@ -200,7 +182,7 @@ def test_doctor_on_two_ranks(launched):
     path = backend.partition(" for tensors")[0]
     assert path in ("shared memory", "gloo")
     assert backend == f"{path} for tensors, {path} for control; 1 group of 2 ranks"
-    assert "clock" in texts["rank 1"][0] and socket.gethostname() in texts["rank 1"][0]
+    assert texts["rank 1"][0].startswith(f"on {socket.gethostname()}, cpu, ")
     model, gloo = texts["all-reduce"]
     assert model.startswith("the model's, 2 ranks: ") and gloo.startswith("gloo alone, 2 ranks: ")
     for timings in (model, gloo):

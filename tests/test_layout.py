@@ -93,7 +93,7 @@ def test_imports_have_no_circle():
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/ranks/(groups|hierarchy|one_shot|rendezvous)\.py"),
+        ("torch.distributed", r"llama/ranks/(groups|one_shot|rendezvous)\.py"),
         ("fairscale", r"llama/ranks/groups\.py"),
         ("triton", r"llama/ops/triton/"),
         ("fastapi", r"llama/server/"),

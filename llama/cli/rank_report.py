@@ -16,10 +16,9 @@ from llama.cli.traps import Fact
 from llama.device import free_bytes
 from llama.ops.cpu import native
 from llama.ranks import ModelParallel, connect
-from llama.ranks.measure import all_reduce_seconds, clock_offsets, gather_texts
+from llama.ranks.measure import all_reduce_seconds, gather_texts
 
 _LIMIT_S = 120.0  # the kernels of another machine may have to be compiled first
-_OF_CLOCK_S = 1.0  # an offset that makes times in logs useless
 
 
 def report(
@@ -30,7 +29,8 @@ def report(
         parallel = connect(model_parallel_size, device, _LIMIT_S)
         records = [json.loads(text) for text in gather_texts(parallel, _own_record(own, device))]
         yield Fact("backend", _backend(parallel, device))
-        yield from _places(records, clock_offsets(parallel))
+        for rank, record in enumerate(records):
+            yield Fact(f"rank {rank}", f"on {record['host']}, {record['device']}")
         yield from _problems_elsewhere(records)
         yield from _unlike(records)
         for name, seconds in all_reduce_seconds(parallel, device):
@@ -52,7 +52,7 @@ def _own_record(own: list[Fact], device: torch.device) -> str:
     library = native.kernels()
     return json.dumps({
         "host": socket.gethostname(),
-        "place": f"{device}, {free_bytes(device) / 2**30:.1f} GiB free, "
+        "device": f"{device}, {free_bytes(device) / 2**30:.1f} GiB free, "
         f"{torch.get_num_threads()} threads",
         "versions": {
             "llama": llama.__version__,
@@ -66,29 +66,12 @@ def _own_record(own: list[Fact], device: torch.device) -> str:
 
 def _backend(parallel: ModelParallel, device: torch.device) -> str:
     assert parallel.group is not None
-    control = "gloo"
-    if parallel.shared is not None:
-        control = "shared memory"
-    elif parallel.hierarchy is not None and parallel.hierarchy.shares_memory:
-        control = "shared memory inside each machine and gloo between them"
-    is_quick = control != "gloo" and device.type == "cpu"
-    tensors = control if is_quick else parallel.group.name()
+    control = "gloo" if parallel.shared is None else "shared memory"
+    tensors = control if device.type == "cpu" else parallel.group.name()
     return (
         f"{tensors} for tensors, {control} for control; {parallel.data_size} "
         f"group{'s' * (parallel.data_size > 1)} of {parallel.size} ranks"
     )
-
-
-def _places(records: list[dict], offsets: list[tuple[float, float]]) -> Iterator[Fact]:
-    """Where each rank is. Other ranks than rank 0 have no offsets, and print nothing."""
-    for rank, (record, (ahead, error)) in enumerate(zip(records, offsets, strict=False)):
-        side = "ahead" if ahead > 0 else "behind"
-        clock = f"clock {_time(abs(ahead))} {side} (within {_time(error)})"
-        clock = clock if rank else "the clock that the others are compared with"
-        yield Fact(f"rank {rank}", f"on {record['host']}, {record['place']}, {clock}")
-        if abs(ahead) - error > _OF_CLOCK_S:
-            yield Fact("clock", f"the clocks of rank 0 and rank {rank} are {_time(abs(ahead))} "
-                       "apart: run NTP (chrony) on both machines", problem=True)  # fmt: skip
 
 
 def _problems_elsewhere(records: list[dict]) -> Iterator[Fact]:

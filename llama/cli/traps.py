@@ -1,4 +1,4 @@
-"""What of a machine and its settings stops ranks, or slows them: limits, names, ports, swap.
+"""What of a machine and its settings stops ranks, or slows them: shared memory, cores, names.
 
 In: the environment's variables and what the system says of itself. Out: facts for `llama doctor`,
 of which the problems say the remedy. It must not know models, and does not import torch.
@@ -6,20 +6,16 @@ of which the problems say the remedy. It must not know models, and does not impo
 
 import errno
 import os
-import resource
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-_MIB, _GIB = 2**20, 2**30
+_MIB = 2**20
 _MIN_SHM = 64 * _MIB  # Docker's default, of which nothing is in use
 _MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a machine
-_MIN_FILES = 1024  # sockets to every rank, mapped files, the shell's own
-_SWAP_SHARE = 0.1  # of the memory: from there on weights are among what was swapped out
 _CONNECT_S = 5.0
-_MEMINFO = Path("/proc/meminfo")
 
 
 class Fact(NamedTuple):
@@ -37,8 +33,6 @@ def traps(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[Fact]:
     if environ.get("WORLD_SIZE") is None or environ.get("LOCAL_WORLD_SIZE") is None:
         machines = 1
     yield from _shared_memory(Path("/dev/shm"), num_local, gpus)
-    yield from _open_files()
-    yield from _swap()
     yield from _host_name(environ, machines)
     yield from _interfaces(environ)
     yield from _rendezvous(environ)
@@ -95,31 +89,6 @@ def _shared_memory(folder: Path, num_local: int, gpus: int) -> Iterator[Fact]:
             f"{folder}"
         )
     yield Fact("shm", text, problem=free < needed)
-
-
-def _open_files() -> Iterator[Fact]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < _MIN_FILES
-    limit = "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    text = f"{limit} may be open in a process"
-    if few:
-        text += f": ulimit -n {_MIN_FILES}, as ranks hold sockets to each other"
-        if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
-            text += f" (the hard limit is {hard}: LimitNOFILE= or limits.conf raises it)"
-    yield Fact("open files", text, problem=few)
-
-
-def _swap() -> Iterator[Fact]:
-    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []
-    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
-    used = sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
-    if used <= 0:
-        return
-    much = used > _SWAP_SHARE * sizes["MemTotal"]
-    text = f"{used / _GIB:.1f} GiB of swap are in use"
-    if much:
-        text += ": weights that are swapped out are read from the disk in each step; free memory"
-    yield Fact("swap", text, problem=much)
 
 
 def _host_name(environ: Mapping[str, str], machines: int) -> Iterator[Fact]:

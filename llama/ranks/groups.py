@@ -1,8 +1,8 @@
 """Process groups, and what ranks do together: reduce, gather, broadcast, agree.
 
 In: torchrun's variables (none are needed for one process). Out: a `ModelParallel`, the handle by
-which a rank reduces, gathers and agrees with its peers. Only this file, hierarchy.py, one_shot.py
-and rendezvous.py import torch.distributed, and this one alone fairscale.
+which a rank reduces, gathers and agrees with its peers. Only this file, one_shot.py and
+rendezvous.py import torch.distributed, and this one alone fairscale.
 
 WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
 stays inside one machine where it can. Only tensors of a fixed layout cross ranks: never pickles.
@@ -26,7 +26,6 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from torch import Tensor
 
 from llama.ranks.errors import RankError
-from llama.ranks.hierarchy import Hierarchy, broadcast_bytes, share_memory
 from llama.ranks.machines import check_interfaces, warn_if_groups_span
 from llama.ranks.one_shot import OneShot
 from llama.ranks.rendezvous import LATER_S, errors_of_groups, meet_all
@@ -35,6 +34,8 @@ from llama.ranks.watch import Watch, current_watch, stop_watch
 
 _MESSAGE_BYTES = 2048  # of an error's text that reach the other ranks
 _MEETING_BYTES = 512  # what a rank says of itself when ranks meet
+_FRAME_BYTES = 512  # of a message's first part: most messages need no second
+_LENGTH_BYTES = 8
 _NOT_WATCHED = contextlib.nullcontext()
 
 
@@ -51,7 +52,6 @@ class ModelParallel:
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
-    hierarchy: Hierarchy | None = None  # where they are on several
     one_shot: OneShot | None = None  # small sums of its GPUs, where they can do it
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
@@ -75,18 +75,12 @@ class ModelParallel:
         """Whether the group's tensors go through nccl, whose collectives a CUDA graph can hold."""
         return self.group is not None and dist.get_backend(self.group) == "nccl"
 
-    @property
-    def _path(self) -> SharedMemory | Hierarchy | None:
-        """What is quicker than gloo alone, for tensors on the CPU and for messages."""
-        return self.shared if self.shared is not None else self.hierarchy
-
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks of the group, in place."""
         if self.size == 1:
             return x
-        path = self._path
-        if path is not None and _is_on_cpu(x) and path.can_sum(x):
-            path.all_reduce(x)
+        if self.shared is not None and _is_on_cpu(x) and self.shared.can_sum(x):
+            self.shared.all_reduce(x)
         elif self.one_shot is not None and self.one_shot.takes(x):
             self.one_shot.all_reduce(x)
         else:
@@ -97,9 +91,8 @@ class ModelParallel:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
         if self.size == 1:
             return x
-        path = self._path
-        if path is not None and _is_on_cpu(x):
-            return path.all_gather(x)
+        if self.shared is not None and _is_on_cpu(x):
+            return self.shared.all_gather(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
@@ -108,9 +101,8 @@ class ModelParallel:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
         if self.size == 1:
             return x
-        path = self._path
-        if path is not None and _is_on_cpu(x):
-            path.broadcast(x)
+        if self.shared is not None and _is_on_cpu(x):
+            self.shared.broadcast(x)
         else:
             dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
         return x
@@ -131,10 +123,9 @@ class ModelParallel:
         """
         if self.control is None or self.size == 1:
             return data
-        path = self._path
-        if path is None:
-            return broadcast_bytes(self.control, data)
-        return path.broadcast_bytes(data, timeout_s=None if is_idle else self.timeout_s)
+        if self.shared is None:
+            return _broadcast_bytes(self.control, data)
+        return self.shared.broadcast_bytes(data, timeout_s=None if is_idle else self.timeout_s)
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
@@ -194,6 +185,29 @@ def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return [bytes(row.tolist()) for row in everyone]
+
+
+def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
+    """The bytes of the first rank of a gloo group, on all of its ranks.
+
+    A message of up to 504 bytes is one broadcast: [length, message, zeros].
+    """
+    source, is_source = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    room = _FRAME_BYTES - _LENGTH_BYTES
+    if is_source:
+        start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+        frame[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+    dist.broadcast(frame, src=source, group=group)
+    packed = frame.numpy().tobytes()
+    length = int.from_bytes(packed[:_LENGTH_BYTES], "little")
+    if length <= room:
+        return packed[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    rest = torch.zeros(length - room, dtype=torch.uint8)
+    if is_source:
+        rest = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
+    dist.broadcast(rest, src=source, group=group)
+    return packed[_LENGTH_BYTES:] + rest.numpy().tobytes()
 
 
 def _compare(
@@ -345,9 +359,11 @@ def _make_groups(
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
     control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
-    shared, hierarchy = None, None
+    shared = None
     if size > 1:
-        shared, hierarchy = share_memory(control, lambda own: _meet(control, own), limit)
+        names = dist.get_process_group_ranks(control)
+        meet = functools.partial(_meet, control)
+        shared = SharedMemory.join(rank, names, meet, limit.total_seconds())
     one_shot = None
     if device.type == "cuda" and shared is not None and dist.get_backend(group) == "nccl":
         one_shot = OneShot.join(group, control, device)
@@ -361,7 +377,6 @@ def _make_groups(
         control=control,
         world=world,
         shared=shared,
-        hierarchy=hierarchy,
         one_shot=one_shot,
         watch=current_watch(),
     )

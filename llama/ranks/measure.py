@@ -1,8 +1,7 @@
-"""What ranks learn of one another: texts, clocks, and the time of an all-reduce by its size.
+"""What ranks learn of one another: texts, and the time of an all-reduce by its size.
 
-In: a `ModelParallel` of several ranks. Out: strings and seconds, alike on every rank where all are
-gathered. Every rank of the world must make the same calls in the same order. It must not know
-models; only tensors of a fixed layout cross ranks.
+In: a `ModelParallel` of several ranks. Out: strings and seconds. Every rank of the world makes the
+same calls in the same order. It must not know models; only tensors of a fixed layout cross ranks.
 """
 
 import statistics
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from llama.ranks.groups import ModelParallel
 
-_ROUNDS = 8  # of a clock's comparison: the quickest is the most exact
 _SIZES = {4 << 10: 50, 64 << 10: 20, 1 << 20: 5, 16 << 20: 2}  # bytes: how often each is timed
 
 
@@ -34,36 +32,6 @@ def gather_texts(parallel: ModelParallel, text: str) -> list[str]:
         bytes(row[: int(length)].tolist()).decode()
         for row, length in zip(rows, lengths, strict=True)
     ]
-
-
-def clock_offsets(parallel: ModelParallel) -> list[tuple[float, float]]:
-    """On global rank 0: (seconds that a rank's clock is ahead of rank 0's, and the error at most).
-
-    Cristian's algorithm: rank 0 asks for the time and takes it for that of the middle between
-    question and answer; half the round trip bounds the error. Other ranks get an empty list.
-    """
-    world = parallel.world
-    if world is None:
-        return [(0.0, 0.0)]
-    stamp = torch.zeros(1, dtype=torch.float64)
-    if parallel.global_rank:
-        for _ in range(_ROUNDS):
-            world.recv([stamp], 0, 0).wait()
-            stamp[0] = time.time()
-            world.send([stamp], 0, 0).wait()
-        return []
-    offsets = [(0.0, 0.0)]
-    for rank in range(1, world.size()):
-        rounds = []
-        for _ in range(_ROUNDS):
-            asked = time.time()
-            world.send([stamp], rank, 0).wait()
-            world.recv([stamp], rank, 0).wait()
-            half = (time.time() - asked) / 2
-            rounds.append((half, float(stamp) - asked - half))
-        half, ahead = min(rounds)
-        offsets.append((ahead, half))
-    return offsets
 
 
 def all_reduce_seconds(

@@ -19,13 +19,13 @@ import os
 import select
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llama.ops.cpu import build, native
 from llama.ranks.errors import RankError
+from llama.ranks.processes import machine_id
 
 _DONE, _PENDING, _MISMATCH = 0, 1, 2  # what the kernels return; 3: another operation was broken off
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # that can be summed
@@ -80,36 +80,28 @@ class SharedMemory:
     @classmethod
     def join(
         cls, rank: int, names: list[int], exchange: Exchange, timeout_s: float
-    ) -> tuple["SharedMemory | None", list[list[int]]]:
-        """Meet the other ranks: what this one shares with those of its machine, and all machines.
+    ) -> "SharedMemory | None":
+        """Meet the other ranks: one for this rank, or None on every rank.
 
-        A machine is the ranks that can map one another's memory, in order; machines are in the
-        order of their first ranks. Where one of its ranks cannot map it, each counts as a machine
-        of its own. A rank that is alone on a machine shares nothing: None.
-
-        exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike, and
-        get the same machines.
+        None where a rank is on another machine, or cannot map the memory of the first.
+        exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike.
         """
-        met = [
-            row.decode().rsplit(" ", 1) for row in exchange(f"{_machine()} {os.getpid()}".encode())
-        ]
-        pids = [int(pid) for _, pid in met]
-        machines = _by_machine([machine for machine, _ in met])
-        own = next(ranks for ranks in machines if rank in ranks)
-        fd = _create(len(own)) if rank == own[0] and len(own) > 1 else None
-        number = exchange(b"" if fd is None else str(fd).encode())[own[0]].decode()
+        met = exchange(f"{_machine()} {os.getpid()}".encode())
+        machines, pids = zip(*(row.decode().rsplit(" ", 1) for row in met), strict=True)
+        if len(set(machines)) > 1 or not machines[0]:
+            return None
+        fd = None if rank else _create(len(names))
+        number = exchange(b"" if fd is None else str(fd).encode())[0].decode()
         joined = None
         with contextlib.suppress(OSError):
             if number:
-                memory = _open(pids[own[0]], number, sum(_channel_bytes(len(own))))
-                peers = {i: os.pidfd_open(pids[r]) for i, r in enumerate(own) if r != rank}
-                joined = cls(memory, own.index(rank), peers, [names[r] for r in own], timeout_s)
+                memory = _open(int(pids[0]), number, sum(_channel_bytes(len(names))))
+                peers = {r: os.pidfd_open(int(pid)) for r, pid in enumerate(pids) if r != rank}
+                joined = cls(memory, rank, peers, names, timeout_s)
         have_joined = exchange(b"" if joined is None else b"1")
         if fd is not None:
             os.close(fd)
-        sharing = [ranks for ranks in machines if all(have_joined[r] for r in ranks)]
-        alone = [[r] for ranks in machines if ranks not in sharing for r in ranks]
-        return joined if own in sharing else None, sorted(sharing + alone)
+        return joined if all(have_joined) else None
 
     def __del__(self) -> None:
         for fd in self.__dict__.get("_pidfds", {}).values():
@@ -280,8 +272,6 @@ def _machine() -> str:
         return ""
     try:
         os.close(os.pidfd_open(os.getpid()))  # Linux 5.3, and not every sandbox
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
     except OSError:
         return ""
     # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.
@@ -289,15 +279,7 @@ def _machine() -> str:
     can_load = any(path.exists() for path in shipped) or build.find_compiler() is not None
     if not can_load or native.kernels() is None:
         return ""
-    return "/".join([boot, *namespaces, str(os.getuid()), os.environ.get("GROUP_RANK", "")])
-
-
-def _by_machine(places: list[str]) -> list[list[int]]:
-    """The ranks of each machine, in order; those without a name for it are on one of their own."""
-    machines: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        machines.setdefault(place or f"of rank {rank}", []).append(rank)
-    return list(machines.values())
+    return "/".join([machine_id(), str(os.getuid()), os.environ.get("GROUP_RANK", "")])
 
 
 def _channel_bytes(ranks: int) -> list[int]:

@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,33 +125,19 @@ def on_both(
 
 
 def step(folder: str, batch: int) -> None:
-    """One rank: the median milliseconds of a step, and of what rank 0's sums take by size.
-
-    Also through gloo alone, in turn.
-    """
+    """One rank: the median milliseconds of a step, and of what rank 0's sums take by size."""
     from llama import Llama
-    from llama.ranks.measure import all_reduce_seconds, clock_offsets
+    from llama.ranks.measure import all_reduce_seconds
 
     llama = Llama.build(folder, None, 128, batch, device="cpu", dtype="bf16")
     parallel = llama.model.parallel
-    paths = {"gloo": parallel}
-    if parallel.hierarchy is not None:
-        paths = {"hierarchical": parallel, "gloo alone": replace(parallel, hierarchy=None)}
-    times: dict[str, list[float]] = {path: [] for path in paths}
     prompts = [[256 + i, 65] for i in range(batch)]
-    for _ in range(_TURNS):
-        for path, joined in paths.items():
-            for module in llama.model.modules():
-                if hasattr(module, "parallel"):
-                    module.parallel = joined  # type: ignore[assignment]
-            times[path] += _step_seconds(llama, prompts)
-    offsets = clock_offsets(parallel)
+    times = [seconds for _ in range(_TURNS) for seconds in _step_seconds(llama, prompts)]
     sums = dict(all_reduce_seconds(parallel, llama.model.norm.weight.device))
     if parallel.rank == 0:
         record = {
-            "step_ms": {path: statistics.median(own) * 1e3 for path, own in times.items()},
-            "least_ms": {path: min(own) * 1e3 for path, own in times.items()},
-            "half_round_trip_ms": offsets[-1][1] * 1e3,
+            "step_ms": statistics.median(times) * 1e3,
+            "least_ms": min(times) * 1e3,
             "all_reduce_ms": {
                 path: {size: seconds * 1e3 for size, seconds in own.items()}
                 for path, own in sums.items()

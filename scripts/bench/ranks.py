@@ -58,16 +58,15 @@ def ranks(
 ) -> None:
     """A step on this many ranks, and the time of it in collectives: start it with torchrun.
 
-    Alone it is the one process to compare with; --threads is per rank. Each batch is run through
-    shared memory, or where ranks are on several machines, shared memory inside each and gloo
-    between them; and again through gloo alone.
+    Alone it is the one process to compare with; --threads is per rank. Where the ranks share
+    memory, each batch is run through it, and again through gloo.
     """
     bench = Bench(**flags)
     longest = whole("tokens", tokens) + whole("steps", steps) + 2 * max(batches) + 2
     joined = connect(None, bench.device_used, _LIMIT_S)
     paths = {_path_name(joined): joined}
-    if joined.shared is not None or joined.hierarchy is not None:
-        paths["gloo"] = replace(joined, shared=None, hierarchy=None)
+    if joined.shared is not None:
+        paths["gloo"] = replace(joined, shared=None)
     rows = []
     for path, parallel in paths.items():
         timed = _Timed(**{f.name: getattr(parallel, f.name) for f in fields(parallel)})
@@ -84,9 +83,7 @@ def ranks(
 def _path_name(parallel: ModelParallel) -> str:
     if parallel.size == 1:
         return "alone"
-    if parallel.shared is not None:
-        return "shared memory"
-    return "gloo" if parallel.hierarchy is None else "hierarchical"
+    return "gloo" if parallel.shared is None else "shared memory"
 
 
 def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) -> Llama:

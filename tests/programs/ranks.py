@@ -23,7 +23,6 @@ from torch import Tensor
 from llama import AsyncLLMEngine, Llama
 from llama.compat import vllm
 from llama.ranks import ModelParallel, RankError
-from llama.ranks.measure import clock_offsets
 from llama.ranks.one_shot import MOST_BYTES, OneShot
 from llama.sampling_params import SamplingParams
 
@@ -55,9 +54,19 @@ def place(folder: str, size: int | None = None) -> list[int]:
 
 
 def half_round_trip(folder: str) -> float | None:
-    """Seconds from rank 0 to rank 1 by the quickest of some messages; None on other ranks."""
-    offsets = clock_offsets(build(folder).model.parallel)
-    return offsets[1][1] if offsets else None
+    """Half the seconds of the quickest of some messages to rank 1 and back; None on others."""
+    world = build(folder).model.parallel.world
+    assert world is not None
+    message, seconds = torch.zeros(1), []
+    for _ in range(8):
+        began = time.monotonic()
+        for sender in (0, 1):
+            if sender == RANK:
+                world.send([message], 1 - RANK, 0).wait()
+            else:
+                world.recv([message], 1 - RANK, 0).wait()
+        seconds.append(time.monotonic() - began)
+    return None if RANK else min(seconds) / 2
 
 
 def different(folder: str, prompts: list) -> None:
@@ -183,11 +192,9 @@ def one_shot_sums(folder: str) -> list:
 
 
 def spans_machines(folder: str) -> list:
-    """The group's ranks by machine, and whether this one exchanges tensors in shared memory."""
-    hierarchy = build(folder).model.parallel.hierarchy
-    assert hierarchy is not None
-    memory = hierarchy._memory
-    return [hierarchy.machines, memory is not None and memory.turns()[memory.rank] > 0]
+    """The number of ranks of the group, and whether they share memory."""
+    parallel = build(folder).model.parallel
+    return [parallel.size, parallel.shared is not None]
 
 
 def gathered(folder: str) -> list[list[int]]:
