@@ -21,6 +21,7 @@ from llama.gpu import recorder_for
 from llama.loading import load_model, pages_for
 from llama.model.transformer import Transformer
 from llama.predictions import BeamPrediction, ChatPrediction, CompletionPrediction, TextDelta
+from llama.prompts import ToolFormat, tool_format_of
 from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import BeamParams, beam_search
 from llama.requests.llm_engine import LLMEngine
@@ -187,6 +188,11 @@ class Llama:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The form of this model's tool calls, or NONE; see `tool_format_of`."""
+        return tool_format_of(self.model.params.rope_factor, is_guard=self.is_guard)
 
     @property
     def engine(self) -> EngineCore:

@@ -15,7 +15,7 @@ from llama.prompts.parser import (
     ToolCallParser,
     parse_tool_call,
 )
-from llama.prompts.prompts import encode_chat
+from llama.prompts.template import encode_chat
 
 __all__ = [
     "CallArguments",

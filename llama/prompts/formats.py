@@ -4,14 +4,13 @@ In: the sizes of a model, and JSON objects that describe functions. Out: a `Tool
 `Tools`. It knows no tokens and no text of an answer.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from llama.generation import Llama
+from llama.checks import FieldError
+from llama.prompts.messages import check_json
 
 CODE = "code_interpreter"
 SEARCHES = ("brave_search", "wolfram_alpha")  # called as brave_search.call(query="...")
@@ -26,19 +25,16 @@ class ToolFormat(Enum):
     LLAMA_3_2 = "llama3.2"
 
 
-def tool_format_of(llama: "Llama") -> ToolFormat:
+def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
     """The format that the checkpoint's files tell.
 
     3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
     3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard has the
     sizes of the model that it was made from; `llama.checkpoint.guard` knows it by other files.
     """
-    if llama.is_guard:
+    if is_guard or rope_factor is None:
         return ToolFormat.NONE
-    factor = llama.model.params.rope_factor
-    if factor is None:
-        return ToolFormat.NONE
-    return ToolFormat.LLAMA_3_2 if factor == 32 else ToolFormat.LLAMA_3_1
+    return ToolFormat.LLAMA_3_2 if rope_factor == 32 else ToolFormat.LLAMA_3_1
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,10 @@ class Tools:
         for i, tool in enumerate(given):
             if not isinstance(tool, dict):
                 raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
-            check_json(f"tools[{i}]", tool)
+            try:
+                check_json(tool)
+            except ValueError as e:
+                raise FieldError(f"tools[{i}]", f"tools[{i}]: {e}") from None
             function = function_of(tool)
             name = function.get("name")
             if name in (CODE, *SEARCHES) and len(function) == 1:
@@ -75,8 +74,8 @@ class Tools:
     def __bool__(self) -> bool:
         return bool(self.functions or self.built_in)
 
-    def only(self, name: str) -> "Tools":
-        """The one of this name."""
+    def subset(self, name: str) -> "Tools":
+        """The one of this name alone."""
         functions = [tool for tool in self.functions if function_of(tool).get("name") == name]
         return Tools(tuple(functions), tuple(each for each in self.built_in if each == name))
 
@@ -89,21 +88,3 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """The function in a tool of OpenAI's form; the tool itself where it is the bare function."""
     function = tool.get("function")
     return function if isinstance(function, dict) else tool
-
-
-def check_json(name: str, value: Any, most: int = 64) -> None:
-    """ValueError where a value of JSON is nested so deeply that writing it could fail, or has a
-    number that JSON cannot write, such as 1e999."""
-    level = [value]
-    for _ in range(most):
-        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
-            raise ValueError(f"{name}: a number is too large, or none of JSON")
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return
-    raise ValueError(f"{name}: nested more than {most} deep")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from llama.prompts import ToolFormat, tool_format_of
+from llama.prompts import ToolFormat
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
@@ -128,7 +128,7 @@ class Service:
     @property
     def tool_format(self) -> ToolFormat:
         """The one given, else that of the checkpoint's generation."""
-        return self._tool_format or tool_format_of(self.loaded())
+        return self._tool_format or self.loaded().tool_format
 
     def now(self) -> int:
         """Seconds since 1970, for the bodies of responses."""

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llama.prompts import ToolFormat
+from llama.prompts.tools import TOOL_FIELDS, read_tools
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
 from llama.server.exchange import described, read_json
 from llama.server.openai.chat_prompt import encode_messages
 from llama.server.openai.json_types import json_type, refuse_fields
 from llama.server.openai.requests import field_of
-from llama.server.openai.tool_fields import TOOL_FIELDS, read_tools
 from llama.server.service import Service
 from llama.tokenizer import Tokenizer
 
@@ -130,7 +130,7 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
     if is_chat:
         given = {name: body.get(name, default) for name, default in flags.items()}
         try:
-            tools = read_tools(body)
+            tools = read_tools(body.get("tools"), body.get("tool_choice"))
             ids = encode_messages(
                 tokenizer,
                 body["messages"],

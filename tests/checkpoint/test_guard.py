@@ -9,7 +9,7 @@ import pytest
 
 from llama import Llama
 from llama.checkpoint.guard import is_guard
-from llama.prompts import ToolFormat, tool_format_of
+from llama.prompts import ToolFormat
 
 TEMPLATE = "{{ bos_token }}Task: ...\\n<BEGIN UNSAFE CONTENT CATEGORIES>\\nS1: Violent Crimes.\\n"
 
@@ -55,7 +55,7 @@ def test_a_guard_that_is_loaded_has_no_tools(make_checkpoint):
     folder, _, _ = make_checkpoint(use_scaled_rope=True)
     sizes: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 1, "device": "cpu"}
     with Llama.build(str(folder), **sizes) as llama:
-        assert tool_format_of(llama) is ToolFormat.LLAMA_3_1
+        assert llama.tool_format is ToolFormat.LLAMA_3_1
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     with Llama.build(str(folder), **sizes) as llama:
-        assert tool_format_of(llama) is ToolFormat.NONE
+        assert llama.tool_format is ToolFormat.NONE

@@ -107,7 +107,7 @@ def test_a_forced_call_fits_its_schema(takes, tool_format):
 
 @pytest.mark.parametrize("tool_format", [JSON, PYTHON])
 def test_one_function_or_one_call_may_be_wanted(takes, tool_format):
-    named = call_grammar(TOOLS.only("now"), tool_format, must_call=True)
+    named = call_grammar(TOOLS.subset("now"), tool_format, must_call=True)
     one = call_grammar(TOOLS, tool_format, must_call=True, parallel=False)
     single, several = GOOD[tool_format][3], GOOD[tool_format][2]
     assert takes(named, single) and not takes(named, GOOD[tool_format][0])

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import llama_models
@@ -215,9 +214,7 @@ def test_no_text_becomes_a_special_token(tokenizer, tool_format):
 
 def test_the_generation_is_told_by_the_files(tokenizer):
     def format_of(is_guard: bool = False, **params: Any) -> ToolFormat:
-        model = SimpleNamespace(params=ModelArgs(**params))
-        llama: Any = SimpleNamespace(model=model, is_guard=is_guard)
-        return tool_format_of(llama)
+        return tool_format_of(ModelArgs(**params).rope_factor, is_guard=is_guard)
 
     assert format_of(dim=4096) is ToolFormat.NONE
     assert format_of(dim=4096, use_scaled_rope=True) is ToolFormat.LLAMA_3_1

@@ -19,7 +19,6 @@ from llama.cli.batch.lines import answer_record, read_request
 from llama.cli.batch.loop import BatchReport as BatchReport
 from llama.cli.batch.loop import Loop
 from llama.generation import Llama
-from llama.prompts import tool_format_of
 from llama.ranks import SharedCounter
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
@@ -124,7 +123,7 @@ class EngineAnswers:
     def __init__(self, llama: Llama, defaults: SamplingParams, model: str) -> None:
         self.llama = llama
         self.engine = llama.llm_engine
-        self.tool_format = tool_format_of(llama)
+        self.tool_format = llama.tool_format
         self.defaults = defaults
         self.model = model
         self.running: dict[str, _Running] = {}

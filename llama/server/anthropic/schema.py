@@ -5,10 +5,10 @@ In: the limits that `parse_messages_body` holds requests to. Out: a schema for e
 
 from typing import Any
 
+from llama.prompts.tools import MOST_TOOLS
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
 from llama.server.anthropic.requests import CLEAR_THINKING, COUNT_FIELDS, EFFORTS, FIELDS, ONLY
 from llama.server.openai.schema import record
-from llama.server.openai.tool_fields import MOST_TOOLS
 
 _TEXT = {"type": "string"}
 _HINT = {"type": "object"}

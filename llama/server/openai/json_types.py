@@ -4,6 +4,7 @@ import heapq
 from typing import Any, TypeVar
 
 from llama.checks import brief
+from llama.prompts.fields import json_type as json_type
 
 _T = TypeVar("_T")
 _MOST_NAMED = 8  # fields in one error
@@ -26,13 +27,6 @@ def refuse_fields(unknown: set[str], place: str) -> None:
         first = heapq.nsmallest(_MOST_NAMED, unknown)
         names = ", ".join(brief(name) for name in first) + ", ..." * (len(unknown) > len(first))
         raise UnknownField(f"{names} cannot be used in {place}: leave it out", first[0])
-
-
-def json_type(value: object) -> str:
-    """The type of a value from JSON, in JSON's words."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return "a number"
-    return "null" if value is None else _NAMES.get(type(value), "a number")
 
 
 def of_type(value: Any, kind: type[_T], where: str) -> _T:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from llama.checks import brief, whole_number
+from llama.checks import FieldError, brief, whole_number
+from llama.prompts.fields import json_type as json_type
+from llama.prompts.tools import TOOL_FIELDS, ToolRequest, read_tools
 from llama.sampling_params import WHOLE_NUMBERS, SamplingParams
 from llama.server.openai.json_types import UnknownField
-from llama.server.openai.json_types import json_type as json_type
 from llama.server.openai.json_types import refuse_fields as refuse_fields
-from llama.server.openai.tool_fields import TOOL_FIELDS, ToolRequest, read_tools
 from llama.structured_output import StructuredOutput
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
@@ -84,7 +84,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         echo=echo,
         stream=_boolean(given, "stream"),
         has_usage=_has_usage(given),
-        tools=read_tools(given) if chat else None,
+        tools=_tools(given) if chat else None,
         form_field=next(iter(_FORMS & given.keys()), None),
         add_generation_prompt=has_header,
         continue_final_message=is_open,
@@ -95,12 +95,18 @@ def field_of(error: Exception, body: Any) -> str | None:
     """The field of the body that an error of `parse_body` is about, if it is about one."""
     if isinstance(error, UnknownField) and error.field is not None:
         return error.field
-    found = re.match(r"'?([a-z_]+)", str(error))
+    said = error.field if isinstance(error, FieldError) else str(error)
+    found = re.match(r"'?([a-z_]+)", said)
     if found is None or not isinstance(body, dict):
         return None
     name = found[1]
     known = CHAT_FIELDS | TEXT_FIELDS | body.keys()
     return name if name in known else None
+
+
+def _tools(given: dict[str, Any]) -> ToolRequest | None:
+    parallel = _boolean(given, "parallel_tool_calls", True)
+    return read_tools(given.get("tools"), given.get("tool_choice"), parallel)
 
 
 def _prompts(prompt: Any) -> tuple[str | list[int], ...]:

@@ -6,9 +6,9 @@ A schema says less than the errors do: the order of two numbers, say, it cannot 
 
 from typing import Any
 
+from llama.prompts.tools import MOST_TOOLS
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
 from llama.server.openai.requests import CHAT_FIELDS, MOST_PROMPTS, TEXT_FIELDS
-from llama.server.openai.tool_fields import MOST_TOOLS
 
 _TEXT = {"type": "string"}
 _WORD = {"type": "string", "minLength": 1, "maxLength": 256}

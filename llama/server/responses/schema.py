@@ -5,9 +5,9 @@ In: the limits that `parse_responses_body` holds requests to. Out: the schema.
 
 from typing import Any
 
+from llama.prompts.tools import MOST_TOOLS
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS
 from llama.server.openai.schema import record
-from llama.server.openai.tool_fields import MOST_TOOLS
 from llama.server.responses.requests import FIELDS, LABELS, ONLY
 
 _TEXT = {"type": "string"}

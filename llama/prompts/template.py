@@ -1,19 +1,27 @@
 """A dialog and its tools as the ids of a prompt, in the format of the model's generation.
 
-In: messages of OpenAI's form, with "tool_calls" and the role "tool" among them, and the tools that
-the model may call. Out: ids. Text is encoded with no special token allowed; those of the format are
-placed as ids, so that no text of a user, a tool or an argument can become one. It runs no tool.
+In: the messages of a dialog, and the tools that the model may call. Out: ids. Text is encoded with
+no special token allowed; those of the format are placed as ids, so that no text of a user, a tool
+or an argument can become one. It runs no tool.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
-from llama.checks import brief
+from llama.checks import FieldError
 from llama.prompts.calls import is_of_name
-from llama.prompts.formats import CODE, ToolFormat, Tools, check_json, function_of
-from llama.prompts.turns import Turn, in_order, one_call_each
-from llama.tokenizer import ChatFormat, Message, Role, Tokenizer
+from llama.prompts.formats import CODE, ToolFormat, Tools, function_of
+from llama.prompts.messages import (
+    AssistantMessage,
+    ChatMessage,
+    ToolCall,
+    ToolMessage,
+    read_messages,
+    text_of,
+)
+from llama.tokenizer import ChatFormat, Role, Tokenizer
 
 # What the models were trained on, word by word: without a space after the two full stops.
 _DATES = "Cutting Knowledge Date: December 2023\nToday Date: {date}\n"
@@ -34,13 +42,11 @@ _PYTHON_INSTRUCTION = (
     "params_name2=params_value2...), func_name2(params)]\nYou SHOULD NOT include any other text in "
     "the response.\n\nHere is a list of functions in JSON format that you can invoke.\n\n"
 )
-_LABELS = {"tool_call_id", "name", "refusal"}  # of OpenAI's messages; the format has no place
-_ROLES: dict[str, Role] = {"tool": "ipython", "developer": "system"}
 
 
 def encode_chat(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
     tools: Tools | Sequence[Mapping[str, Any]] | None = None,
     *,
     tool_format: ToolFormat = ToolFormat.LLAMA_3_1,
@@ -50,8 +56,8 @@ def encode_chat(
 ) -> list[int]:
     """The ids of a dialog, from begin_of_text on. Without tools it is `ChatFormat`'s prompt.
 
-    messages: {"role", "content"}; content may be a list of {"type": "text", "text"} parts. Those of
-    the assistant may have "tool_calls"; the results follow with role "tool" or "ipython".
+    messages: of OpenAI's form; see `llama.prompts.messages`. Those of the assistant may have
+    "tool_calls"; the results follow with role "tool" or "ipython".
     tools: JSON objects that describe functions. An object with only the name of one of Meta's
     built-in tools (brave_search, wolfram_alpha, code_interpreter) turns that one on.
     tool_format: LLAMA_3_1 is the chat template of Meta's Llama 3.1 to 3.3 Instruct models;
@@ -60,15 +66,14 @@ def encode_chat(
     last message stays open instead. TypeError or ValueError names the message that is wrong.
     """
     if continue_final_message and add_generation_prompt:
-        raise ValueError("continue_final_message needs add_generation_prompt=False")
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError("messages must be a list of at least one message")
+        raise FieldError(
+            "continue_final_message", "continue_final_message needs add_generation_prompt=False"
+        )
+    dialog = read_messages(messages)
     if not isinstance(tools, Tools):
         tools = Tools.of(tools or ())
     check_tools(tokenizer, tools, tool_format)
-    reader = _Reader(tools, tool_format)
-    turns = [reader.turn(message, f"message {i}") for i, message in enumerate(messages)]
-    turns = one_call_each(in_order(turns))
+    turns = _Reader(tools, tool_format).turns(dialog)
     if tools:
         turns = _with_tools(turns, tools, tool_format, date)
     chat = ChatFormat(tokenizer)
@@ -85,20 +90,36 @@ def encode_chat(
 def check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> None:
     """ValueError where the model has no calls for these tools."""
     if tools and tool_format is ToolFormat.NONE:
-        raise ValueError(
+        raise FieldError(
+            "tools",
             "tools cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
-            "Use an Instruct model of Llama 3.1 or later"
+            "Use an Instruct model of Llama 3.1 or later",
         )
     if tools.built_in and tokenizer.python_tag_id is None:
-        raise ValueError(
+        raise FieldError(
+            "tools",
             f"tools: {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
-            "tokenizer does not have: describe it as a function with parameters"
+            "tokenizer does not have: describe it as a function with parameters",
         )
+
+
+@dataclass
+class Turn:
+    """A message as the model sees it: texts, after <|python_tag|> or not, and the token that ends
+    it. number: of the call that it is the result of. more: further calls of the same message, in a
+    format that has one call in each. message: its number in the dialog."""
+
+    role: Role
+    texts: list[str]
+    has_tag: bool = False
+    ends_message: bool = False  # <|eom_id|>: the model waits for a result
+    number: int = 0
+    more: tuple["Turn", ...] = ()
+    message: int = 0
 
 
 def _encode(tokenizer: Tokenizer, chat: ChatFormat, turn: Turn) -> Iterator[int]:
-    message: Message = {"role": turn.role, "content": ""}
-    yield from chat.encode_header(message)
+    yield from chat.encode_header({"role": turn.role, "content": ""})
     if turn.has_tag and tokenizer.python_tag_id is not None:
         yield tokenizer.python_tag_id
     for text in turn.texts:
@@ -107,102 +128,100 @@ def _encode(tokenizer: Tokenizer, chat: ChatFormat, turn: Turn) -> Iterator[int]
     yield tokenizer.eot_id if eom_id is None else eom_id
 
 
+def _error(message: int, words: str) -> FieldError:
+    return FieldError(f"messages[{message}]", f"message {message}: {words}")
+
+
 class _Reader:
-    """Messages of OpenAI's form to turns; it remembers the calls, since results name them."""
+    """Messages to turns; it remembers the calls, since results name them."""
 
     def __init__(self, tools: Tools, tool_format: ToolFormat) -> None:
         self._tools = tools
         self._format = tool_format
         self._numbers: dict[str, int] = {}  # of the calls of the last message that had any, by id
 
-    def turn(self, message: Any, where: str) -> Turn:
-        if not isinstance(message, dict):
-            kind = type(message).__name__
-            raise TypeError(f"{where} must be a dict of role and content, got {kind}")
-        given = {key: value for key, value in message.items() if value is not None}
-        unknown = sorted(given.keys() - {"role", "content", "tool_calls"} - _LABELS)
-        if unknown:
-            raise ValueError(f"{where} has unknown keys {unknown}: leave them out")
-        role = given.get("role")
-        if isinstance(role, str):
-            role = _ROLES.get(role, role)
-        if role not in get_args(Role):
-            allowed = ", ".join([*get_args(Role), *(each for each in _ROLES if each != "tool")])
-            raise ValueError(f"{where}: unknown role {brief(role)}: allowed are {allowed}")
-        if given.get("tool_calls"):
-            if role != "assistant":
-                raise ValueError(f"{where}: tool_calls need the role assistant")
-            return self._calls(given, where)
-        if role == "ipython":
-            return self._result(given, where)
-        return Turn(role, [_text(given.get("content"), where).strip()])  # type: ignore[arg-type]
+    def turns(self, messages: Sequence[ChatMessage]) -> list[Turn]:
+        """In the order that the format wants."""
+        return _one_call_each(_in_order([self._turn(each, i) for i, each in enumerate(messages)]))
 
-    def _result(self, given: dict[str, Any], where: str) -> Turn:
-        content = given.get("content", "")
-        text = _text(content, where) if isinstance(content, list) else content
+    def _turn(self, message: ChatMessage, i: int) -> Turn:
+        if isinstance(message, ToolMessage):
+            return self._result(message)
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            return self._calls(message, i)
+        role: Role = "system" if message.role == "developer" else message.role
+        return Turn(role, [text_of(message.content).strip()])
+
+    def _result(self, message: ToolMessage) -> Turn:
+        content: Any = message.content
+        text = text_of(content) if isinstance(content, list) else content
         # Meta's pages write what a built-in tool returned as it is, and the template all as JSON.
-        if not isinstance(text, str):
-            check_json(f"{where}: content", text)
         is_raw = self._tools.built_in and not self._tools.functions and isinstance(text, str)
-        number = self._numbers.get(str(given.get("tool_call_id")), len(self._numbers))
+        number = self._numbers.get(str(message.tool_call_id), len(self._numbers))
         return Turn("ipython", [text if is_raw else _to_json(text)], number=number)
 
-    def _calls(self, given: dict[str, Any], where: str) -> Turn:
-        calls = given["tool_calls"]
+    def _calls(self, message: AssistantMessage, i: int) -> Turn:
+        calls = message.tool_calls
         if self._format is ToolFormat.NONE:
-            raise ValueError(f"{where}: tool_calls cannot be used: this model has no tools")
-        if not isinstance(calls, list):
-            raise TypeError(f"{where}: tool_calls must be a list of calls")
-        pairs = [_name_and_arguments(call, where) for call in calls]
-        self._numbers = {str(call.get("id")): i for i, call in enumerate(calls)}
-        content = given.get("content")
-        texts = [_text(content, where).lstrip()] if content else []
-        if self._format is ToolFormat.LLAMA_3_2:
-            return self._python_calls(texts, pairs, where)
-        first, *more = [self._call(name, arguments, where) for name, arguments in pairs]
-        first.texts[:0] = texts
-        first.more, first.where = tuple(more), where
-        return first
-
-    def _python_calls(
-        self, texts: list[str], pairs: list[tuple[str, dict[str, Any]]], where: str
-    ) -> Turn:
-        if not any(name in self._tools.built_in for name, _ in pairs):
-            calls = ", ".join(_python_call(*pair) for pair in pairs)
-            return Turn("assistant", [*texts, f"[{calls}]"])
-        if len(pairs) > 1:
-            raise ValueError(f"{where}: tool_calls: the call of a built-in tool stands alone")
-        turn = self._call(*pairs[0], where)
-        turn.texts[:0] = texts
+            raise _error(i, "tool_calls cannot be used: this model has no tools")
+        self._numbers = {str(call.id): number for number, call in enumerate(calls)}
+        is_built_in = any(call.function.name in self._tools.built_in for call in calls)
+        if self._format is ToolFormat.LLAMA_3_2 and not is_built_in:
+            listed = ", ".join(_python_call(call) for call in calls)
+            turn = Turn("assistant", [f"[{listed}]"])
+        elif self._format is ToolFormat.LLAMA_3_2 and len(calls) > 1:
+            raise _error(i, "tool_calls: the call of a built-in tool stands alone")
+        else:
+            turn, *more = [self._call(call, i) for call in calls]
+            turn.more = tuple(more)
+        turn.texts[:0] = [text_of(message.content).lstrip()] if message.content else []
+        turn.message = i
         return turn
 
-    def _call(self, name: str, arguments: dict[str, Any], where: str) -> Turn:
+    def _call(self, call: ToolCall, i: int) -> Turn:
         """One call, of a built-in tool or as JSON."""
+        name, arguments = call.function.name, call.function.values
         if name in self._tools.built_in:
-            text = _built_in_call(name, arguments, where)
+            text = _built_in_call(name, arguments, i)
             return Turn("assistant", [text], has_tag=True, ends_message=True)
         text = f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}'
         ends_message = bool(self._tools.built_in)  # as the template has it
         return Turn("assistant", [text], ends_message=ends_message)
 
 
-def _name_and_arguments(call: Any, where: str) -> tuple[str, dict[str, Any]]:
-    try:
-        unknown = sorted(call.keys() - {"id", "type", "index", "function"})
-        function = call["function"]
-        unknown += sorted(function.keys() - {"name", "arguments"})
-        name, arguments = function["name"], function["arguments"]
-        if isinstance(arguments, str):  # OpenAI's clients send them as JSON
-            arguments = json.loads(arguments or "{}")
-        if unknown or not isinstance(name, str) or not isinstance(arguments, dict):
-            raise ValueError(f"unknown keys {unknown}" if unknown else "a value of another type")
-    except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{where}: a tool call must be {{'function': {{'name': ..., 'arguments': ...}}}}, with "
-            f"arguments as a dict or as JSON ({type(error).__name__}: {error})"
-        ) from None
-    check_json(f"{where}: arguments", arguments)
-    return name, arguments
+def _in_order(turns: list[Turn]) -> list[Turn]:
+    """Results in the order of their calls: the format has no ids, so the order tells them apart."""
+    ordered: list[Turn] = []
+    for turn in turns:
+        at = len(ordered)
+        while turn.role == "ipython" and at and ordered[at - 1].role == "ipython":
+            if ordered[at - 1].number <= turn.number:
+                break
+            at -= 1
+        ordered.insert(at, turn)
+    return ordered
+
+
+def _one_call_each(turns: list[Turn]) -> list[Turn]:
+    """The calls of one message as messages of their own, each with its result after it, as if the
+    model had made one after the other: Llama 3.1 was trained on one call in a message, and Meta's
+    template refuses more."""
+    apart: list[Turn] = []
+    rest = iter(turns)
+    for turn in rest:
+        if not turn.more:
+            apart.append(turn)
+            continue
+        for call in (turn, *turn.more):
+            result = next(rest, None)
+            if result is None or result.role != "ipython":
+                raise _error(
+                    turn.message,
+                    f"tool_calls has {1 + len(turn.more)} calls, and this model's format has one "
+                    "in a message: the result of each must follow, with role tool",
+                )
+            apart += [call, result]
+    return apart
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
@@ -210,28 +229,18 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _text(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not (is_text and isinstance(part.get("text"), str)):
-            raise TypeError(f"{where}: content must be a str, or a list of parts of type text")
-    return "\n".join(part["text"] for part in parts)
-
-
-def _built_in_call(name: str, arguments: dict[str, Any], where: str) -> str:
+def _built_in_call(name: str, arguments: dict[str, Any], message: int) -> str:
     key = "code" if name == CODE else "query"
     if arguments.keys() != {key} or not isinstance(arguments[key], str):
-        raise ValueError(f"{where}: the arguments of {name} must be one text, {key!r}")
+        raise _error(message, f"the arguments of {name} must be one text, {key!r}")
     if name == CODE:
         return str(arguments[key])
     return f"{name}.call(query={_to_json(arguments[key])})"
 
 
-def _python_call(name: str, arguments: dict[str, Any]) -> str:
+def _python_call(call: ToolCall) -> str:
     """f(a=1, b="x"); f(**{"a b": 1}) where a name is no keyword."""
+    name, arguments = call.function.name, call.function.values
     if not all(key and all(map(is_of_name, key)) for key in arguments):
         return f"{name}(**{_python(arguments)})"
     return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
@@ -261,8 +270,8 @@ def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: 
         text = head + _PYTHON_INSTRUCTION + _to_json(listed, indent=4)
         return [Turn("system", [f"{text}\n{system}" if system else text]), *turns]
     if not turns or turns[0].role != "user":
-        raise ValueError(
-            "tools need a first message of the user, after the system's: there is none"
+        raise FieldError(
+            "tools", "tools need a first message of the user, after the system's: there is none"
         )
     built_in = f"Tools: {', '.join(tools.searches)}\n\n" if tools.built_in else ""
     text = f"Environment: ipython\n{built_in}{dates}\n{system}"

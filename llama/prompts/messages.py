@@ -1,0 +1,186 @@
+"""The messages of a dialog, in OpenAI's form: JSON in, checked models out.
+
+Meta's messages of role and content are of this form. A role that no format has, content that is no
+text, and a call that is none, are errors that name the message. It knows no tokens, and not what a
+model can do.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+)
+
+from llama.checks import brief
+from llama.prompts.fields import Fields, field_error, said, wrong
+
+ROLES = ("system", "user", "assistant", "ipython", "tool", "developer")
+_CONTENT = " must be a str, or a list of parts of type text"
+_CALL = (
+    ": a tool call must be {'function': {'name': ..., 'arguments': ...}}, with arguments as a dict "
+    "or as JSON"
+)
+
+
+def check_json(value: Any, most: int = 64) -> None:
+    """ValueError where a value of JSON is nested so deeply that writing it could fail, or has a
+    number that JSON cannot write, such as 1e999."""
+    level = [value]
+    for _ in range(most):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise ValueError("a number is too large, or none of JSON")
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {most} deep")
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[str | list[TextPart], said(_CONTENT, of_parts=True)]
+
+
+class FunctionCall(Fields):
+    """arguments: an object, or its JSON, as OpenAI's clients write it; read, always the object."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+    @field_validator("arguments")
+    @classmethod
+    def _read(cls, given: str | dict[str, Any]) -> dict[str, Any]:
+        try:
+            arguments = json.loads(given or "{}") if isinstance(given, str) else given
+        except (ValueError, RecursionError) as e:
+            raise wrong(f": {type(e).__name__}: {e}") from None
+        if not isinstance(arguments, dict):
+            raise wrong(" must be an object")
+        check_json(arguments)
+        return arguments
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments by name."""
+        assert isinstance(self.arguments, dict)
+        return self.arguments
+
+
+class ToolCall(Fields):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None  # of a stream's parts, which clients join and send back
+
+
+def _call(value: Any, read: Any) -> ToolCall:
+    try:
+        return read(value)
+    except ValidationError as e:
+        raise wrong(f"{_CALL} ({field_error(e)})") from None
+
+
+class _Labelled(Fields):
+    """The fields for which the format has no place: they are taken, and change nothing."""
+
+    unknown_words: ClassVar[str] = " has unknown keys [{names}]: leave them out"
+
+    name: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+
+
+class SystemMessage(_Labelled):
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserMessage(_Labelled):
+    role: Literal["user"]
+    content: Content
+
+
+class AssistantMessage(_Labelled):
+    """What a model said: words, calls, or words and then calls."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[
+        list[Annotated[ToolCall, WrapValidator(_call)]], said(" must be a list of calls")
+    ] = Field(default_factory=list)
+
+
+class ToolMessage(_Labelled):
+    """What a tool returned, and the id of its call: words, or any value of JSON."""
+
+    role: Literal["tool", "ipython"]
+    content: Annotated[
+        str | list[TextPart] | dict[str, Any] | bool | int | float, said(_CONTENT, of_parts=True)
+    ] = ""
+
+    @field_validator("content")
+    @classmethod
+    def _is_json(cls, content: Any) -> Any:
+        check_json(content)
+        return content
+
+
+def _of_known_role(message: Any) -> Any:
+    """What the models cannot say in words: which role it is, and what a role must have."""
+    if isinstance(message, Fields):
+        return message
+    if not isinstance(message, dict):
+        raise wrong(f" must be a dict of role and content, got {type(message).__name__}")
+    role, calls = message.get("role"), message.get("tool_calls")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f": unknown role {brief(role)}: allowed are {', '.join(ROLES)}", "role")
+    if calls and role != "assistant":
+        raise wrong(": tool_calls need the role assistant", "tool_calls")
+    if message.get("content") is None and not calls and role not in ("tool", "ipython"):
+        raise wrong(f": content{_CONTENT}", "content")
+    return message if calls else {k: v for k, v in message.items() if k != "tool_calls"}
+
+
+ChatMessage = Annotated[
+    Annotated[
+        SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    ],
+    BeforeValidator(_of_known_role),
+]
+Dialog = Annotated[list[ChatMessage], Field(min_length=1)]
+_DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
+
+
+def read_messages(
+    messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
+) -> list[ChatMessage]:
+    """The messages, checked; those that are models already stay. `FieldError` names the first one
+    that is wrong: "message 3: content must be ..."."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError("messages must be a list of at least one message")
+    try:
+        return _DIALOG.validate_python(list(messages))
+    except ValidationError as e:
+        raise field_error(e, ROLES, "messages") from None
+
+
+def text_of(content: str | list[TextPart] | None) -> str:
+    """The text of a content; its parts are joined by line breaks."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
