@@ -207,7 +207,7 @@ OF_TOOLS: Faults = [
     ({"tools": 1}, "tools", "tools must be a list"),
     ({"tools": [1]}, "tools", "tools[0] must be an object"),
     ({"tools": [{"type": "custom"}]}, "tools", "tools[0].type must be 'function'"),
-    ({"tools": [{"type": "function"}]}, "tools", "tools[0].function must be an object"),
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0].function is needed"),
     ({"tools": [{**WEATHER, "cache_control": {}}]}, "tools", "tools[0]: 'cache_control'"),
     ({"tools": [WEATHER, WEATHER]}, "tools", "tools[1] has the name 'weather', as one before it"),
     ({"tools": [WEATHER] * 129}, "tools", "it must have at most 128"),
