@@ -66,7 +66,11 @@ class Signals:
             numbers = os.read(self.read_end, 64)
         except OSError:
             return []
-        return [n for n in numbers if signal.getsignal(n) == self._handle]
+        return [n for n in numbers if self.is_own(signal.getsignal(n))]
+
+    def is_own(self, handler: object) -> bool:
+        """Whether a signal's handler is the one that `install` gave it. It never raises."""
+        return handler == self._handle
 
     def note(self) -> int:
         """Which one a signal that came now is: 1 or 2. 0 is the first one again, by another way."""

@@ -140,17 +140,28 @@ class EngineCore:
         """Whether a step is in flight that the next one will read."""
         return self._in_flight is not None
 
-    def step(self) -> list[Sequence]:
+    def step(
+        self,
+        added: Iterable[Sequence] = (),
+        removed: Iterable[Sequence] = (),
+        before_run: Callable[[list[Scheduled]], None] | None = None,
+    ) -> list[Sequence]:
         """One pass of the model. Returns the sequences that got a token or ended.
 
-        Where the runner works ahead, those are of the pass before: none, at the first one.
+        added, removed: what came and what is no longer wanted since the last step. before_run:
+        gets what this one will compute; where rank 0 leads, it tells the other ranks.
+        Where the runner works ahead, the result is of the pass before: nothing, at the first one.
         If the runner fails, every sequence ends with "error" and its pages are freed before the
-        exception goes on: the core is then empty, and takes new ones. After an interrupt, call
-        `restart`.
+        exception goes on: the core is then empty, and takes new ones.
         """
         began = time.perf_counter()
+        for seq in added:
+            self.add(seq)
+        for seq in removed:
+            self.finish(seq, "abort")
         scheduled = self.scheduler.schedule()
-        self.before_run(scheduled)
+        if before_run is not None:
+            before_run(scheduled)
         if not scheduled and not self.is_ahead:
             assert not self.has_unfinished(), "sequences wait, and none can run"
             return []
@@ -185,27 +196,16 @@ class EngineCore:
         self.scheduler.update(step.scheduled, output.ids)
         return [item.sequence for item in live if item.samples or item.sequence.finished]
 
-    def before_run(self, scheduled: list[Scheduled]) -> None:
-        """Called in each step before the model runs: where rank 0 leads, it tells the others."""
-
     def clear(self, reason: str) -> None:
         """End every sequence; what is in the pages is forgotten, as a step may have broken off."""
         self._in_flight = None
         for seq in list(self.scheduler.live()):
             seq.finish_reason = seq.finish_reason or reason
-        self.scheduler.restart(())
-
-    def restart(self, sequences: Iterable[Sequence]) -> None:
-        """After an interrupt: compute these again, in their order; all others are forgotten."""
-        self._in_flight = None
-        self.scheduler.restart(sequences)
+        self.scheduler.clear()
 
 
 def _keep_scores(scheduled: list[Scheduled], output: StepOutput) -> None:
-    """Log-probabilities come before their tokens: what has no token is dropped by a restart.
-
-    One entry per chosen token: the id that stops a sequence has one too, the last.
-    """
+    """One entry per chosen token: the id that stops a sequence has one too, the last."""
     for scores in output.prompts:
         scores.sequence.prompt_logprobs += scores.logprobs
         scores.sequence.prompt_top_logprobs += scores.tops

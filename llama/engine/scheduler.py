@@ -8,7 +8,7 @@ Ints in lists; no torch. Only the order of arrival decides, so all ranks decide 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -96,16 +96,11 @@ class Scheduler:
             if seq.finished:
                 self._leave(seq)
 
-    def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Take these sequences, in their order of arrival, and compute them from the beginning.
-
-        For a step that broke off at an unknown point: no page and no count is trusted after it.
-        """
+    def clear(self) -> None:
+        """Forget every sequence and every page, as after a step that broke off."""
         self.pool.reset()
         self.running.clear()
-        for seq in (live := list(sequences)):
-            seq.forget_computed()
-        self.waiting = deque(seq for seq in live if not seq.finished)
+        self.waiting.clear()
 
     def _leave(self, seq: Sequence) -> None:
         if seq in self.running:

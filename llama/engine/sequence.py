@@ -153,15 +153,3 @@ class Sequence:
         first = max(len(self.prompt_logprobs) - 1 - start, 0)
         last = min(count, self.num_prompt - 1 - start)
         return range(first, max(first, last))
-
-    def forget_computed(self) -> None:
-        """Back to what is certain after a step that broke off: the tokens, and none computed.
-
-        An interrupt can come between any two statements, so lists that grow together may differ.
-        """
-        self.pages, self.num_computed, self.num_pending = no_pages(), 0, 0
-        del self.logprobs[self.num_output :], self.top_logprobs[self.num_output :]
-        scored = min(len(self.prompt_logprobs), len(self.prompt_top_logprobs))
-        del self.prompt_logprobs[scored:], self.prompt_top_logprobs[scored:]
-        if self.num_output and len(self.tokens) == self.max_len:
-            self.finish_reason = self.finish_reason or "length"

@@ -82,7 +82,7 @@ class AsyncLLMEngine:
                 loop.call_soon_threadsafe(changed.set)
 
         for request in requests:
-            request.listener, request.is_claimed = tell_reader, True
+            request.listener = tell_reader
         unfinished = list(requests)
         try:
             self._open.update(requests)
@@ -98,7 +98,7 @@ class AsyncLLMEngine:
                     yield output
         finally:
             self._open.difference_update(requests)
-            self.engine.drop(requests)
+            self.engine.discard(requests)
 
     def _run_until(self, is_ready: Callable[[], bool]) -> None:
         try:

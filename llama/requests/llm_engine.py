@@ -3,14 +3,13 @@
 Everything that generates comes through here. `run` waits for all of its requests, `stream` yields
 their outputs as they come; `add_request` and `step` are for those who know vLLM. There is no thread
 of its own: of the threads that wait, one runs the model for all, and the others sleep until they
-have what they wait for. Requests come and go between two steps.
+have what they wait for. (A thread that owns the engine would cost each token of a stream two
+changes of threads: 4 to 15 % of the demo model's processor time.) Requests come and go between two
+steps, and Ctrl-C takes effect there.
 
 Under torchrun there are two ways. Every rank makes the same calls in the same order, from one
 thread: requests are compared across the ranks when they are submitted, and never in a step. Or
 rank 0 leads (`lead`): it alone is called, from any thread.
-
-It is longer than a file should be, as one lock guards all of its state: what threads add, what a
-step moves and what an interrupt leaves half done are read together or not at all.
 """
 
 import contextlib
@@ -21,11 +20,12 @@ from typing import TypeVar
 
 from llama.checks import brief
 from llama.engine.core import EngineCore
+from llama.engine.interrupts import interrupt_held_back
 from llama.engine.sequence import Sequence
 from llama.ranks import ModelParallel
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import prepare
-from llama.requests.ranks import OneCaller, lead
+from llama.requests.rank_calls import RankCalls
 from llama.requests.request import Answer, Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
@@ -53,20 +53,21 @@ class LLMEngine:
         self.seed = seed
         self.parallel = parallel
         self.grammars = GrammarCompiler(tokenizer)
-        self.num_calls = 0  # of those that gave no seed
-        self._lock = threading.Lock()  # for all below; not held while the model runs
+        self._ranks = RankCalls(core, parallel)
+        self.agree = self._ranks.agree
+        # For all below; not held while the model runs. One thread may take it again: a stream that
+        # nobody reads any more is closed wherever Python finds it.
+        self._lock = threading.RLock()
         self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
         self._due: dict[Request, None] = {}  # what `step` will report
         self._owner: dict[Sequence, tuple[Request, Answer]] = {}  # of what the core computes
-        self._arrived: list[Request] = []  # since the last step began
-        self._left: list[Sequence] = []  # aborted since the last step began
-        self._waiters: list[tuple[Callable[[], bool], threading.Condition]] = []
+        self._added: list[Request] = []  # since the last step began
+        self._removed: list[Sequence] = []
+        self._waiters: dict[threading.Lock, Callable[[], bool]] = {}  # a bell, and when it rings
         self._stepper: int | None = None  # the thread that runs the model now
-        self._is_intact = True  # false while the core changes: after that, it was interrupted
-        self._one_caller = OneCaller(parallel.size)
+        self._num_steps = 0
         self._is_closed = False
-        self.is_led = False  # rank 0 takes all requests; the other ranks follow
 
     def prepare(
         self,
@@ -118,17 +119,20 @@ class LLMEngine:
         error on every rank.
         """
         compared = self._compare(requests)
+        for request in compared:
+            if request.listener is None:
+                request.listener = functools.partial(self._due.setdefault, request)
         try:
             self._queue(compared)
         except BaseException:  # an id in use, or an interrupt: nothing stays half queued
-            self.drop(compared)
+            self.discard(compared)
             raise
         return compared
 
     def run(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """The last output of each request, in their order; whatever ends this early aborts them."""
-        compared = self._compare(requests, is_claimed=True)
-        with self._aborting(compared):
+        compared = self._compare(requests)
+        with self._discarding(compared):
             self._queue(compared)
             self.wait_until(lambda: all(request.finished for request in compared))
             return [self.take_output(request) for request in compared]
@@ -138,7 +142,7 @@ class LLMEngine:
 
         The requests are compared now, and queued when the first output is asked for.
         """
-        return self._stream(self._compare(requests, is_claimed=True))
+        return self._stream(self._compare(requests))
 
     def step(self) -> list[RequestOutput]:
         """New outputs of the requests that were added; if there are none, run the model once first.
@@ -146,15 +150,11 @@ class LLMEngine:
         With best_of > n, a request is reported only when it has finished. If the model fails, all
         requests end and its exception is raised.
         """
-        is_first = True
-
-        def is_ready() -> bool:
-            nonlocal is_first
-            is_first, was_first = False, is_first
-            return not was_first or not self._requests or bool(self._due)
-
+        began = self._num_steps
         try:
-            self.wait_until(is_ready)
+            self.wait_until(
+                lambda: self._num_steps > began or not self._requests or bool(self._due)
+            )
         finally:
             with self._lock:
                 failed = [request for request in self._due if request.exception is not None]
@@ -168,13 +168,16 @@ class LLMEngine:
 
         It is called within the engine's lock: it must be quick and must not call the engine.
         """
+        bell = threading.Lock()
         try:
-            while not self._step_or_sleep(is_ready):
-                pass
+            while not self._run_model(is_ready, bell):
+                if bell in self._waiters:
+                    bell.acquire(timeout=_LONGEST_SLEEP_S)
         finally:
             with self._lock:
-                if self._stepper is None and self._waiters:
-                    self._waiters[0][1].notify()  # this thread leaves: it hands over
+                self._waiters.pop(bell, None)
+                if self._stepper is None:  # this thread leaves: it hands over
+                    self._ring(list(self._waiters)[:1])
 
     def take_output(self, request: Request) -> RequestOutput:
         """The output now due. That of a finished request is the last: it is forgotten then."""
@@ -191,8 +194,8 @@ class LLMEngine:
 
     def abort(self, request: Request) -> None:
         """End a request; its last output has finish_reason "abort". Nothing, if it has finished."""
-        with self._lock:
-            self._end(request)
+        with interrupt_held_back(), self._lock:
+            self._abort(request)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Rank 0 does the work, and its result is returned there; the other ranks follow its steps.
@@ -206,7 +209,12 @@ class LLMEngine:
         """
         if self.parallel.size == 1 or self.is_led:
             return work()
-        return lead(self, work)
+        return self._ranks.lead(work, self.has_unfinished_requests, self.discard_all)
+
+    @property
+    def is_led(self) -> bool:
+        """Whether rank 0 takes all requests, and the other ranks follow."""
+        return self._ranks.is_led
 
     def find(self, request_id: str) -> Request | None:
         """The unfinished request of that name."""
@@ -215,9 +223,38 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
+    def close(self) -> None:
+        """Abort all requests; what is submitted afterwards is a RuntimeError."""
+        self._is_closed = True
+        with interrupt_held_back(), self._lock:
+            for request in list(self._requests):
+                self._abort(request)
+
+    def discard_all(self) -> None:
+        self.discard(list(self._requests))
+
+    def discard(self, requests: Iterable[Request]) -> None:
+        """Abort what is not finished, and keep nothing of the rest."""
+        with interrupt_held_back(), self._lock:
+            for request in requests:
+                self._abort(request)
+                self._forget(request)
+
+    @contextlib.contextmanager
+    def _discarding(self, requests: list[Request]) -> Iterator[None]:
+        """Whatever ends the block, the engine keeps none of the requests after it."""
+        try:
+            yield
+        finally:
+            try:
+                self.discard(requests)
+            except KeyboardInterrupt:
+                self.discard(requests)
+                raise
+
     def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
         unfinished = dict.fromkeys(requests)
-        with self._aborting(requests):
+        with self._discarding(requests):
             self._queue(requests)
             while unfinished:
                 self.wait_until(lambda: any(request.has_output for request in unfinished))
@@ -227,69 +264,23 @@ class LLMEngine:
                         del unfinished[request]
                     yield output
 
-    @contextlib.contextmanager
-    def _aborting(self, requests: list[Request]) -> Iterator[None]:
-        """Whatever ends the block, the engine keeps none of the requests after it."""
-        try:
-            yield
-        finally:
-            try:
-                self.drop(requests)
-            except KeyboardInterrupt:
-                self.drop(requests)
-                raise
-
-    def close(self) -> None:
-        """Abort all requests; what is submitted afterwards is a RuntimeError."""
-        self._is_closed = True
-        with self._lock:
-            for request in list(self._requests):
-                self._end(request)
-
-    def drop_all(self) -> None:
-        self.drop(list(self._requests))
-
-    def drop(self, requests: Iterable[Request]) -> None:
-        """Abort what is not finished, and keep nothing of the rest."""
-        with self._lock:
-            for request in requests:
-                self._end(request)
-                self._forget(request)
-
-    def _compare(self, requests: Iterable[Request], *, is_claimed: bool = False) -> list[Request]:
-        """The requests, if they are the same on every rank; else an error on every rank."""
-        with self._calling(), self.agree("the prompts or parameters") as must_match:
+    def _compare(self, requests: Iterable[Request]) -> list[Request]:
+        """The requests, with seeds, if they are the same on every rank; else an error on every
+        rank. A call that is refused takes no number on any rank."""
+        with (
+            self._ranks.one_caller(self.has_unfinished_requests),
+            self.agree("the prompts or parameters") as must_match,
+        ):
             if self._is_closed:
                 raise RuntimeError("this engine is closed: build another one")
             compared = list(requests)
-            for request in compared:
-                request.is_claimed = is_claimed or request.is_claimed
-                must_match.append(request.fingerprint())
-        self._number(compared)
-        return compared
-
-    def _calling(self) -> contextlib.AbstractContextManager[None]:
-        """RuntimeError where two threads call, on many ranks: the ranks' orders would differ."""
-        if self.parallel.size == 1 or self.is_led:
-            return contextlib.nullcontext()
-        return self._one_caller.calling(self.has_unfinished_requests)
-
-    def agree(self, what: str) -> contextlib.AbstractContextManager[list[object]]:
-        """`ModelParallel.agree` where every rank makes the call; nothing where rank 0 leads."""
-        return contextlib.nullcontext([]) if self.is_led else self.parallel.agree(what)
-
-    def _number(self, requests: list[Request]) -> None:
-        """Give seeds to the requests that have none: from the call's number and their places.
-
-        It follows the comparison, so that a refused call takes no number on any rank.
-        """
-        if any(request.seed is None for request in requests):
-            with self._lock:
-                call, self.num_calls = self.num_calls, self.num_calls + 1
-            seed = derived_seed(self.seed, call, of="call")
-            for place, request in enumerate(requests):
+            must_match += [request.fingerprint() for request in compared]
+        if any(request.seed is None for request in compared):
+            seed = derived_seed(self.seed, self._ranks.take_number(), of="call")
+            for place, request in enumerate(compared):
                 if request.seed is None:
                     request.set_seed(derived_seed(seed, place))
+        return compared
 
     def _queue(self, requests: list[Request]) -> None:
         with self._lock:
@@ -299,13 +290,9 @@ class LLMEngine:
                     raise ValueError(
                         f"request_id={brief(name)} is in use by a request not yet finished"
                     )
-            for request in requests:
-                if request.request_id:
-                    self._names[request.request_id] = request
-                if not request.is_claimed:
-                    request.listener = functools.partial(self._due.setdefault, request)
-                self._requests[request] = None
-                self._arrived.append(request)
+            self._names |= {r.request_id: r for r in requests if r.request_id}
+            self._requests |= dict.fromkeys(requests)
+            self._added += requests
 
     def _take(self, request: Request) -> RequestOutput:
         self._due.pop(request, None)
@@ -319,120 +306,89 @@ class LLMEngine:
         if self._names.get(request.request_id) is request:
             del self._names[request.request_id]
 
-    def _end(self, request: Request) -> None:
+    def _abort(self, request: Request) -> None:
         """End a request: now, between two steps, or else when the present step ends."""
         if not request.finished:
             request.end("abort")
-        if request in self._arrived:
-            self._arrived.remove(request)
+        if request in self._added:
+            self._added.remove(request)
         for answer in request.answers:
-            self._disown(answer.sequence)
+            self._release(answer.sequence)
         if self._stepper is None:
-            self._let_go()
+            self._apply_removed()
         self._wake_ready()
 
-    def _disown(self, seq: Sequence) -> None:
-        if seq in self._owner:
-            self._left.append(seq)
-            del self._owner[seq]
+    def _release(self, seq: Sequence) -> None:
+        if self._owner.pop(seq, None) is not None:
+            self._removed.append(seq)
 
-    def _step_or_sleep(self, is_ready: Callable[[], bool]) -> bool:
-        """True if ready. Else run the model once, or sleep while another thread is at it."""
-        with self._lock:
-            if is_ready():
-                return True
-            if self._stepper not in (None, threading.get_ident()):
-                self._sleep(is_ready)
-                return False
-            self._stepper = threading.get_ident()
-        self._step()
+    def _run_model(self, is_ready: Callable[[], bool], bell: threading.Lock) -> bool:
+        """Run the model until ready: true. False where another thread runs it: then `bell` rings
+        when this one is ready, or has to run it. Or false after an interrupt that raised nothing.
+        """
+        with interrupt_held_back() as interrupts:
+            while not interrupts:
+                with self._lock:
+                    if is_ready():
+                        return True
+                    if self._stepper not in (None, threading.get_ident()):
+                        bell.acquire(blocking=False)  # it may have rung since the last sleep
+                        self._waiters[bell] = is_ready
+                        return False
+                    self._stepper = threading.get_ident()
+                self._step()
         return False
-
-    def _sleep(self, is_ready: Callable[[], bool]) -> None:
-        waiter = is_ready, threading.Condition(self._lock)
-        self._waiters.append(waiter)
-        try:
-            waiter[1].wait(_LONGEST_SLEEP_S)
-        finally:
-            self._waiters.remove(waiter)
 
     def _step(self) -> None:
         """Run the model once for all requests. The lock is not held while it runs."""
         try:
             with self._lock:
-                self._admit()
-            with self.parallel.step():
-                moved = self.core.step()
+                added, removed = self._take_pending()
+            moved = self._ranks.step(added, removed)
             with self._lock:
                 for seq in moved:
                     self._read(seq)
-                self._is_intact = True
-                self._let_go()
-        except KeyboardInterrupt:  # of this thread alone: the requests of others go on
-            raise
         except BaseException as error:
             with self._lock:
                 self._fail(error)
             raise
         finally:
-            self._stepper = None
             with self._lock:
+                self._stepper = None
+                self._num_steps += 1
+                self._apply_removed()
                 self._wake_ready()
 
-    def _admit(self) -> None:
-        """Before a step: queue what has arrived."""
-        self._restart_if_interrupted()
-        self._is_intact = False
-        while self._arrived:
-            request = self._arrived[0]
-            self._owner |= {a.sequence: (request, a) for a in request.answers}
-            del self._arrived[0]
-            for answer in request.answers:
-                self.core.add(answer.sequence)
+    def _take_pending(self) -> tuple[list[Sequence], list[Sequence]]:
+        """What was added and removed since the last step."""
+        owned = {a.sequence: (request, a) for request in self._added for a in request.answers}
+        self._owner |= owned
+        removed, self._added, self._removed = self._removed, [], []
+        return list(owned), removed
 
-    def _restart_if_interrupted(self) -> None:
-        """An interrupt (Ctrl-C) broke a change of the core off: begin anew with what has an owner.
-
-        It can come between any two statements, so no page and no count is trusted. Tokens are, and
-        the next ones are drawn as if nothing had happened.
-        """
-        if self._is_intact:
-            return
-        self._left.clear()
-        for request in self._arrived:
-            for answer in request.answers:
-                self._owner.pop(answer.sequence, None)
-        self.core.restart(self._owner)
-        self._is_intact = True
-        for seq in list(self._owner):
-            self._read(seq)
+    def _apply_removed(self) -> None:
+        """Between two steps: free the pages of what ended by its text, or was aborted. Where rank 0
+        leads, the next step does it, on every rank."""
+        if not self.is_led:
+            for seq in self._removed:
+                self.core.finish(seq, "abort")
+            self._removed.clear()
 
     def _read(self, seq: Sequence) -> None:
         """Make text of a sequence's new tokens; one that was aborted meanwhile has no owner."""
-        if seq not in self._owner:
-            return
-        request, answer = self._owner[seq]
-        answer.read()
-        if answer.finish_reason is not None:
-            self._disown(seq)
-        request.note_output()
-
-    def _let_go(self) -> None:
-        """Between two steps: free the pages of what ended by its text, or was aborted."""
-        self._restart_if_interrupted()
-        self._is_intact = False
-        for seq in self._left:
-            self.core.finish(seq, "abort")
-        self._left.clear()
-        self._is_intact = True
+        if seq in self._owner:
+            request, answer = self._owner[seq]
+            answer.read()
+            if answer.finish_reason is not None:
+                self._release(seq)
+            request.note_output()
 
     def _fail(self, error: BaseException) -> None:
         """A step failed: all that were in it end with its exception. The core is empty then."""
         failed = {request: None for request, _ in self._owner.values()}
         self._owner.clear()
-        self._left.clear()
+        self._removed.clear()
         self.core.clear("error")
-        self._is_intact = True
         if not isinstance(error, Exception):  # SystemExit, say: it must not end those who wait
             error = RuntimeError(f"the step was ended by {type(error).__name__}: {error}")
         for request in failed:
@@ -440,6 +396,9 @@ class LLMEngine:
             request.end("error")
 
     def _wake_ready(self) -> None:
-        for is_ready, condition in self._waiters:
-            if is_ready():
-                condition.notify()
+        self._ring([bell for bell, is_ready in self._waiters.items() if is_ready()])
+
+    def _ring(self, bells: list[threading.Lock]) -> None:
+        for bell in bells:
+            del self._waiters[bell]
+            bell.release()

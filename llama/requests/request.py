@@ -185,8 +185,8 @@ class Request:
     """A checked request with its sequences, from `LLMEngine.prepare`.
 
     listener: called when it has an output, within the engine's lock, by the thread that ran the
-    step: it must be quick and must not call the engine. is_claimed: somebody waits for this request
-    and takes its outputs; those of the others come from `LLMEngine.step`, which listens itself.
+    step: it must be quick and must not call the engine. Where `submit` finds none, it is that of
+    `LLMEngine.step`.
     """
 
     request_id: str
@@ -195,7 +195,6 @@ class Request:
     answers: list[Answer]
     index: int = 0
     listener: Callable[[], object] | None = None
-    is_claimed: bool = False
     has_output: bool = False
     exception: BaseException | None = None  # of the step that failed for all
     seed: int | None = None  # given with it, or derived when it is submitted; see `set_seed`

@@ -306,7 +306,7 @@ def _begin(engine: LLMEngine, batch: int, context: int) -> None:
 
 
 def _let_go(engine: LLMEngine) -> None:
-    engine.drop_all()
+    engine.discard_all()
     engine.core.runner.close()
 
 
@@ -324,7 +324,7 @@ def _say_decode(
         engine.step()
     machine.wait_for(at.device)
     step = (time.perf_counter() - began) / steps
-    engine.drop_all()
+    engine.discard_all()
     contexts = [context + steps // 2] * batch
     bandwidth, flops = at.found("read bandwidth", 4.3e12), at.found("matrix rate", 7.9e14)
     floor = step_roofline(args, at.dtype.itemsize, contexts, bandwidth, flops)

@@ -55,7 +55,9 @@ def test_close_ends_what_is_in_flight_and_what_comes_after(served):
 def test_an_abort_before_the_first_step_counts(served, shared_llama, monkeypatch):
     """The step is held back until the abort has been said."""
     step, may_step = shared_llama.engine.step, threading.Event()
-    monkeypatch.setattr(shared_llama.engine, "step", lambda: may_step.wait(60) and step())
+    monkeypatch.setattr(
+        shared_llama.engine, "step", lambda *args: may_step.wait(60) and step(*args)
+    )
 
     async def main() -> list[RequestOutput]:
         stream = served.generate(PROMPTS[0], LONG, "a")

@@ -6,6 +6,7 @@ Also what an interrupt (Ctrl-C) leaves behind, at every statement of the engine.
 import itertools
 import linecache
 import random
+import signal
 import sys
 import threading
 import time
@@ -139,14 +140,14 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
     step, in_step, short_is_done = engine.core.step, threading.Event(), threading.Event()
     steps = itertools.count()
 
-    def held_step():
+    def held_step(*args):
         in_step.set()
         number = next(steps)
         while number == 0 and not engine._waiters:  # the other thread sleeps from here on
             time.sleep(0.001)
         if number == 20:
             assert short_is_done.wait(30), "the short answer is there, and nobody woke its thread"
-        return step()
+        return step(*args)
 
     monkeypatch.setattr(engine.core, "step", held_step)
     with ThreadPoolExecutor(2) as pool:
@@ -158,9 +159,7 @@ def test_threads_wake_one_another(first, shared_llama, engine, monkeypatch):
         try:
             assert {name: future.result(30) for name, future in futures.items()} == wanted
         finally:  # or the pool would wait for a thread that nobody wakes
-            for _, condition in list(engine._waiters):
-                with condition:
-                    condition.notify()
+            engine._ring(list(engine._waiters))
 
 
 def test_step_serves_who_adds_while_others_run(shared_llama, engine):
@@ -212,7 +211,7 @@ OURS = [str(Path(package.__path__[0])) for package in (llama.engine, llama.reque
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th statement that the engine executes in this thread.
+    """Ctrl-C, a real signal, at the n-th statement that the engine executes in this thread.
 
     But not at the end of a `with` statement, which Python traces as a statement: a real signal is
     heard there only after the lock has been released.
@@ -228,7 +227,7 @@ class Interrupt:
         if event == "line" and not line.lstrip().startswith("with "):
             self.left -= 1
             if self.left == 0:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self
 
 
@@ -268,3 +267,45 @@ def test_an_interrupt_at_any_statement_loses_nothing(make_checkpoint):
         if ended:
             break
     assert interrupted > 100, "the test interrupted nothing"
+
+
+def interrupted_step(engine: LLMEngine, times: int) -> Callable[[list], Any]:
+    start = engine.core.runner.start
+
+    def interrupted(scheduled):
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        return start(scheduled)
+
+    return interrupted
+
+
+def test_an_interrupt_takes_effect_after_the_step(shared_llama, engine, monkeypatch):
+    """A step that breaks off would leave pages and counts that nobody can trust, and the other
+    ranks waiting in it."""
+    prompts = prompts_of([5, 6], seed=57)
+    wanted = shared_llama.generate(prompts[:1], 8, 0.0)[0]
+    engine.add_request("other", prompts[0], SamplingParams(max_tokens=8, temperature=0))
+    monkeypatch.setattr(engine.core.runner, "start", interrupted_step(engine, 1))
+    with pytest.raises(KeyboardInterrupt):
+        shared_llama.generate(prompts[1:], 8, 0.0)
+    monkeypatch.undo()
+    (output,) = engine.step()
+    assert len(output.outputs[0].token_ids) == 1, "the step was not finished"
+    while not output.finished:
+        (output,) = engine.step()
+    assert [output.outputs[0].token_ids] == wanted
+
+
+def test_a_second_interrupt_breaks_the_step_off(shared_llama, engine, monkeypatch):
+    """Who waits for a step of minutes need not wait: all requests in it end with an error."""
+    prompts = prompts_of([5, 6], seed=58)
+    engine.add_request("other", prompts[0], SamplingParams(max_tokens=8, temperature=0))
+    monkeypatch.setattr(engine.core.runner, "start", interrupted_step(engine, 2))
+    with pytest.raises(KeyboardInterrupt):
+        shared_llama.generate(prompts[1:], 8, 0.0)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="ended by KeyboardInterrupt"):
+        engine.step()
+    assert_empty(engine)
+    assert shared_llama.generate(prompts[:1], 4, 0.0)[0][0]

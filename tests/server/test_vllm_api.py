@@ -257,7 +257,7 @@ def test_a_failed_step_leaves_no_request_behind(engine, shared_llama, monkeypatc
     """A client's loop asks has_unfinished_requests: it must not go on for ever."""
     engine.add_request("a", IDS[0], greedy())
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise OSError("no more")
 
     with monkeypatch.context() as patch:

@@ -234,10 +234,10 @@ def test_an_interrupted_job_leaves_the_model_usable(llama, undisturbed, monkeypa
     """Ctrl-C in a notebook: the results so far are in the file, and nothing runs on."""
     step = llama.engine.step
 
-    def step_and_stop() -> list:
+    def step_and_stop(*args) -> list:
         if num_lines(undisturbed / "stopped") > 20:
             raise KeyboardInterrupt
-        return step()
+        return step(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(llama.engine, "step", step_and_stop)

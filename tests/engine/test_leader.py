@@ -3,19 +3,17 @@
 The ranks are two threads with a queue between them; test_parallel.py has real ones.
 """
 
-import os
 import queue
 import random
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import pytest
 
-from helpers.scheduling import VOCAB, FakeEngine, engine, sequence
+from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from llama.engine.core import EngineCore
-from llama.engine.lead import FollowingCore, LeadingCore, Message
+from llama.engine.leader import Follower, Leader, Message
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ranks import ModelParallel, RankError
 
@@ -34,24 +32,25 @@ class Wire(ModelParallel):
 
 
 class Ranks:
-    """A leading core, and a thread that follows it."""
+    """A core that leads, and a thread that makes another one follow it."""
 
     def __init__(self, timeout_s: float = 600.0, **settings: int) -> None:
         messages: queue.Queue[bytes] = queue.Queue()
         here, there = (
             Wire(rank=rank, size=2, timeout_s=timeout_s, messages=messages) for rank in (0, 1)
         )
+        self.core, self.messages = engine(**settings), messages
         self.follower = engine(**settings)
         self.steps: list[list[int]] = []  # of the follower: the tokens of each sequence that moved
-        self.leader = LeadingCore(engine(**settings), here)
-        self.following = FollowingCore(self.follower, there)
-        self.last_word: list[int] = []
+        self.leader = Leader(self.core, here)
+        self.following = Follower(self.follower, there)
+        self.num_calls: list[int] = []
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._follow, daemon=True)
 
     def _follow(self) -> None:
         try:
-            self.last_word.append(self.following.follow())
+            self.num_calls.append(self.following.follow())
         except Exception as error:
             self.error = error
 
@@ -74,22 +73,21 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
     ranks.thread.start()
     live: list[Sequence] = []
     for _ in range(150):
+        removed = [rng.choice(live)] if live and rng.random() < 0.2 else []
+        added = []
         for _ in range(rng.choice((0, 0, 1, 2))):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
-            live.append(sequence(prompt, rng.randrange(1, 14), frozenset({rng.randrange(40)})))
-            ranks.leader.add(live[-1])
-        if live and rng.random() < 0.2:
-            ranks.leader.finish(rng.choice(live), "abort")
-        ranks.leader.step()
-        live = [seq for seq in live if not seq.finished]
-        wanted = known(ranks.leader)
+            added.append(sequence(prompt, rng.randrange(1, 14), frozenset({rng.randrange(40)})))
+        ranks.leader.step(added, removed)
+        live = [seq for seq in live + added if not seq.finished]
+        wanted = known(ranks.core)
         wait_until(lambda: ranks.following._num_steps == ranks.leader._num_steps)
         wait_until(lambda: known(ranks.follower) == wanted, "the follower differs")  # noqa: B023
-        ranks.leader.scheduler.check()
-    assert ranks.leader.scheduler.num_preemptions > 0, "nobody was preempted"
+        ranks.core.scheduler.check()
+    assert ranks.core.scheduler.num_preemptions > 0, "nobody was preempted"
     assert ranks.error is None
     ranks.close()
-    assert ranks.last_word == [77] and not ranks.follower.has_unfinished()
+    assert ranks.num_calls == [77] and not ranks.follower.has_unfinished()
     assert ranks.follower.scheduler.pool.num_free == 9
 
 
@@ -114,27 +112,31 @@ def test_a_message_carries_every_field() -> None:
     assert same == {"prompt_logprobs"}, "the test leaves a field at its default"
     seq = Sequence([5, 128_255, 0], params, 131_072, 2**63 - 1, frozenset({128_001, 9}))
     found = Message.unpack(Message(1, 2**40, 2**32 - 1, [(7, seq)], [3, 2]).pack())
-    assert (found.kind, found.step, found.checksum, found.gone) == (1, 2**40, 2**32 - 1, [3, 2])
-    ((serial, copy),) = found.came
+    assert (found.kind, found.number, found.checksum, found.removed) == (
+        1,
+        2**40,
+        2**32 - 1,
+        [3, 2],
+    )
+    ((serial, copy),) = found.added
     assert (serial, copy.tokens, copy.params) == (7, seq.tokens, params)
     assert (copy.max_len, copy.seed, copy.stop_ids) == (seq.max_len, seq.seed, seq.stop_ids)
 
 
-@pytest.mark.parametrize("stray", ["budget", "pages", "missed a step"])
-def test_a_rank_that_would_compute_something_else_is_an_error_before_the_model_runs(stray) -> None:
+@pytest.mark.parametrize("fault", ["budget", "pages", "missed a step"])
+def test_a_rank_that_would_compute_something_else_is_an_error_before_the_model_runs(fault) -> None:
     ranks = Ranks()
-    if stray == "budget":
+    if fault == "budget":
         ranks.follower.scheduler.token_budget = 4
-    elif stray == "pages":
+    elif fault == "pages":
         ranks.follower.scheduler.pool.allocate()
     else:
         ranks.following._num_steps = 1
     ranks.thread.start()
-    ranks.leader.add(sequence([1, 2, 3, 4, 5, 6], 3))
-    ranks.leader.step()
+    ranks.leader.step([sequence([1, 2, 3, 4, 5, 6], 3)], [])
     ranks.thread.join(30)
     assert isinstance(ranks.error, RankError)
-    assert "rank 1 strays from rank 0 at step 0" in str(ranks.error)
+    assert "rank 1 diverged from rank 0 at step 0" in str(ranks.error)
     follower: FakeEngine = ranks.follower
     assert not follower.runner.computed
 
@@ -145,52 +147,42 @@ def test_after_a_failed_step_the_ranks_do_not_meet_again(monkeypatch) -> None:
     def fail(scheduled: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(ranks.leader.runner, "start", fail)
-    ranks.leader.add(sequence([1, 2], 3))
+    monkeypatch.setattr(ranks.core.runner, "start", fail)
     with pytest.raises(MemoryError):
-        ranks.leader.step()
-    ranks.leader.add(sequence([1, 2], 3))
+        ranks.leader.step([sequence([1, 2], 3)], [])
     with pytest.raises(RankError, match="have stopped: no room"):
-        ranks.leader.step()
-    sent = ranks.leader._parallel.messages.qsize()  # type: ignore[attr-defined]
+        ranks.leader.step([sequence([1, 2], 3)], [])
+    sent = ranks.messages.qsize()
     ranks.leader.close(0)
-    assert ranks.leader._parallel.messages.qsize() == sent  # type: ignore[attr-defined]
+    assert ranks.messages.qsize() == sent
 
 
-def test_an_interrupt_takes_effect_after_the_step(monkeypatch) -> None:
-    """Ctrl-C in the middle of a step on rank 0 alone would leave the other ranks waiting in it."""
-    ranks = Ranks()
+def test_a_step_in_flight_is_read_by_the_first_step_that_is_led() -> None:
+    """Its sequence was aborted before rank 0 led: both ranks still have it to read."""
+    ranks = Ranks(runs_ahead=True)
+    for core in (ranks.core, ranks.follower):
+        seq = sequence([1, 2, 3], 5)
+        core.step([seq])
+        core.finish(seq, "abort")
+        assert core.is_ahead
     ranks.thread.start()
-    start, seq = ranks.leader.runner.start, sequence([1, 2, 3], 4)
-
-    def interrupted(scheduled):
-        os.kill(os.getpid(), signal.SIGINT)
-        return start(scheduled)
-
-    monkeypatch.setattr(ranks.leader.runner, "start", interrupted)
-    ranks.leader.add(seq)
-    with pytest.raises(KeyboardInterrupt):
-        ranks.leader.step()
-    assert seq.num_output == 1, "the step was not finished"
-    ranks.leader.restart([seq])
-    monkeypatch.undo()
-    while not seq.finished:
-        ranks.leader.step()
-    late = sequence([4], 2)
-    ranks.leader.restart([late])  # it had not come to the core yet
+    late = sequence([4, 5], 2)
+    added = [late]
     while not late.finished:
-        ranks.leader.step()
+        ranks.leader.step(added, [])
+        added = []
     ranks.close()
-    assert ranks.error is None and ranks.last_word
+    assert ranks.error is None and ranks.num_calls == [77]
+    assert late.output == [next_token([4, 5]), next_token([4, 5, next_token([4, 5])])]
 
 
 def test_the_others_hear_from_rank_0_while_it_has_nothing_to_do() -> None:
     """Each message restarts their timeout; the last one ends their work."""
     ranks = Ranks(timeout_s=0.04)
-    messages = ranks.leader._parallel.messages  # type: ignore[attr-defined]
+    messages = ranks.messages
     kinds = [Message.unpack(messages.get(timeout=60)).kind for _ in range(3)]
     assert len(set(kinds)) == 1
     ranks.leader.close(5)
     while not messages.empty():
         last = Message.unpack(messages.get())
-    assert last.kind not in kinds and last.step == 5
+    assert last.kind not in kinds and last.number == 5

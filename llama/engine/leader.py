@@ -1,0 +1,235 @@
+"""Rank 0 leads: it alone takes requests, and tells the other ranks before each step.
+
+In: what is added to rank 0's core and removed from it. Out: the same core on every rank, one step
+after the other. A message is a row of int64 in a fixed layout, `Message.pack`; no pickle crosses
+ranks. It has the number of the step, what was added and removed, and a checksum of what the step
+will compute: a rank that would compute something else is an error before the model runs.
+
+While rank 0 has nothing to do, it sends an idle message now and then: each wait of the other ranks
+has a limit. It knows ids only; `llama.requests` decides who leads and when.
+"""
+
+import functools
+import struct
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from llama.engine.core import EngineCore
+from llama.engine.interrupts import interrupt_ignored
+from llama.engine.scheduler import Scheduled
+from llama.engine.sequence import Sequence, TokenParams
+from llama.ranks import ModelParallel, RankError
+
+KEEP_ALIVE_S = 20.0
+
+_STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
+_NONE, _INT, _FLOAT, _TUPLE = 0, 1, 2, 3  # tags before the values of parameters
+_PARAMS = [f.name for f in fields(TokenParams)]
+
+
+@dataclass
+class Message:
+    """What rank 0 tells before a step: [kind, number, checksum, added, removed], then their
+    entries. number: the step's; at the end, rank 0's call counter.
+
+    An entry of `added` is [serial, max_len, seed, is_constrained, tokens, stop ids, parameters],
+    each list with its length before it and each parameter with a tag; one of `removed` is a serial.
+    A constraint stays on rank 0, whose ids the others take.
+    """
+
+    kind: int
+    number: int = 0
+    checksum: int = 0
+    added: list[tuple[int, Sequence]] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+
+    def pack(self) -> bytes:
+        head = (self.kind, self.number, self.checksum, len(self.added), len(self.removed))
+        row = array("q", head)
+        for serial, seq in self.added:
+            row.extend((serial, seq.max_len, seq.seed, seq.is_constrained))
+            row.extend((len(seq.tokens), len(seq.stop_ids)))
+            row.extend(seq.tokens)
+            row.extend(sorted(seq.stop_ids))
+            for name in _PARAMS:
+                _write(row, getattr(seq.params, name))
+        row.extend(self.removed)
+        return row.tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Message":
+        rest = iter(array("q", data))
+        kind, number, checksum, num_added, num_removed = _next(rest, 5)
+        added = [_read_sequence(rest) for _ in range(num_added)]
+        return cls(kind, number, checksum, added, _next(rest, num_removed))
+
+
+class Leader:
+    """Rank 0 while it leads: it steps its core, and the other ranks step theirs alike.
+
+    One thread at a time may use it, as the core.
+    """
+
+    def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
+        self._core = core
+        self._parallel = parallel
+        self._serials: dict[Sequence, int] = {}  # of what every rank has
+        self._num_added = 0
+        self._num_steps = 0
+        self._failure: BaseException | None = None
+        self._sending = threading.Lock()
+        self._last_sent = time.monotonic()
+        self._has_ended = threading.Event()
+        self._beat = threading.Thread(target=self._keep_alive, name="llama-lead", daemon=True)
+        self._beat.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """A step broke off: the ranks cannot meet again, and none of them is told anything."""
+        return self._failure is not None
+
+    def step(self, added: list[Sequence], removed: list[Sequence]) -> list[Sequence]:
+        """`EngineCore.step`, on every rank."""
+        if self._failure is not None:
+            raise RankError(f"the ranks of this model have stopped: {self._failure}")
+        removed = [seq for seq in removed if not seq.finished]
+        message = Message(_STEP)
+        for seq in added:
+            self._serials[seq] = self._num_added
+            message.added.append((self._num_added, seq))
+            self._num_added += 1
+        message.removed += [self._serials.pop(seq) for seq in removed]
+        with self._sending:
+            try:
+                moved = self._core.step(added, removed, functools.partial(self._tell, message))
+            except BaseException as error:  # ranks that broke off in a step cannot meet again
+                self._failure = error
+                raise
+        for seq in moved:
+            if seq.finished:
+                del self._serials[seq]
+        return moved
+
+    def close(self, num_calls: int, *, interrupted: bool = False) -> None:
+        """The other ranks stop following, and take over rank 0's call counter. All cores are empty.
+
+        interrupted: each of them gets a KeyboardInterrupt, as this rank has.
+        """
+        self._has_ended.set()
+        self._beat.join()
+        with self._sending:
+            if self._failure is None:
+                self._send(Message(_INTERRUPT if interrupted else _END, num_calls))
+        self._core.clear("abort")
+
+    def _tell(self, message: Message, scheduled: list[Scheduled]) -> None:
+        if scheduled or message.added or message.removed or self._core.is_ahead:
+            message.number, message.checksum = self._num_steps, checksum(scheduled)
+            self._num_steps += 1
+            self._send(message)
+
+    def _send(self, message: Message) -> None:
+        self._parallel.broadcast_bytes(message.pack())
+        self._last_sent = time.monotonic()
+
+    def _keep_alive(self) -> None:
+        every = min(KEEP_ALIVE_S, self._parallel.timeout_s / 4)
+        while not self._has_ended.wait(every / 4):
+            with self._sending:
+                if self._failure is None and time.monotonic() - self._last_sent > every:
+                    self._send(Message(_IDLE))
+
+
+class Follower:
+    """Another rank: `follow` makes the steps that rank 0 tells of, until it ends."""
+
+    def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
+        self._core = core
+        self._parallel = parallel
+        self._sequences: dict[int, Sequence] = {}  # by rank 0's serials
+        self._num_steps = 0
+
+    def follow(self) -> int:
+        """Make every step of rank 0, until it closes: its call counter. RankError if this rank has
+        diverged from it, which the whole group must end with."""
+        with interrupt_ignored():
+            while True:
+                message = Message.unpack(self._parallel.broadcast_bytes(b"", is_idle=True))
+                if message.kind == _STEP:
+                    self._step(message)
+                elif message.kind != _IDLE:
+                    self._core.clear("abort")
+                    if message.kind == _INTERRUPT:
+                        raise KeyboardInterrupt
+                    return message.number
+
+    def _step(self, message: Message) -> None:
+        self._sequences |= dict(message.added)
+        added = [seq for _, seq in message.added]
+        removed = [self._sequences.pop(serial) for serial in message.removed]
+        with self._parallel.step():
+            self._core.step(added, removed, functools.partial(self._compare, message))
+        self._sequences = {n: seq for n, seq in self._sequences.items() if not seq.finished}
+
+    def _compare(self, told: Message, scheduled: list[Scheduled]) -> None:
+        if (told.number, told.checksum) != (self._num_steps, checksum(scheduled)):
+            raise RankError(
+                f"rank {self._parallel.global_rank} diverged from rank 0 at step {told.number}: it "
+                f"has made {self._num_steps} steps, and would compute {len(scheduled)} sequences "
+                "in another way. Are the ranks' programs and packages the same?"
+            )
+        self._num_steps += 1
+
+
+def checksum(scheduled: list[Scheduled]) -> int:
+    """Of what a step will compute: for each sequence its lengths, its pages and its last token."""
+    row = array("q")
+    for item in scheduled:
+        seq = item.sequence
+        row.extend((item.count, len(seq.tokens), item.start, len(seq.pages)))
+        row.extend((seq.tokens[-1], seq.pages[-1] if seq.pages else -1))
+    return zlib.crc32(row.tobytes())
+
+
+def _write(row: "array[int]", value: Any) -> None:
+    """A tag, then the value: an int, a float as its bits, or a tuple with its length."""
+    if value is None:
+        row.append(_NONE)
+    elif isinstance(value, tuple):
+        row.extend((_TUPLE, len(value)))
+        for part in value:
+            _write(row, part)
+    elif isinstance(value, float):
+        row.extend((_FLOAT, *struct.unpack("q", struct.pack("d", value))))
+    else:
+        row.extend((_INT, int(value)))
+
+
+def _read(rest: Iterator[int]) -> Any:
+    tag = next(rest)
+    if tag == _NONE:
+        return None
+    number = next(rest)
+    if tag == _TUPLE:
+        return tuple(_read(rest) for _ in range(number))
+    if tag == _FLOAT:
+        return struct.unpack("d", struct.pack("q", number))[0]
+    return number
+
+
+def _read_sequence(rest: Iterator[int]) -> tuple[int, Sequence]:
+    serial, max_len, seed, is_constrained, num_tokens, num_stops = _next(rest, 6)
+    tokens, stop_ids = _next(rest, num_tokens), frozenset(_next(rest, num_stops))
+    params = TokenParams(**{name: _read(rest) for name in _PARAMS})
+    return serial, Sequence(
+        tokens, params, max_len, seed, stop_ids, is_constrained=bool(is_constrained)
+    )
+
+
+def _next(rest: Iterator[int], count: int) -> list[int]:
+    return [next(rest) for _ in range(count)]
