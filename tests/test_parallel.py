@@ -86,6 +86,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
         "vllm": [
             {"do": "vllm_client", "folder": kv4, "prompts": TEXTS, "size": 2},
             {"do": "vllm_bad_request", "folder": kv4, "bad_rank": 1},
+            {"do": "host_bad_request", "folder": kv4, "bad_rank": 1},
         ],
         "samples": [
             {"do": "place", "folder": kv4},
@@ -126,10 +127,11 @@ def test_a_client_of_vllm_runs_on_two_ranks(sharded, two_ranks):
     first, second, third = (o.outputs[0].token_ids for o in llm.generate(TEXTS, asked))
     found = llm.generate(TEXTS[1], beams)[0].outputs[0].token_ids
     wanted = [first, second, third, found, first, third]
-    for rank, (client, bad) in enumerate(two_ranks["vllm"]):
+    for rank, (client, bad, host) in enumerate(two_ranks["vllm"]):
         assert client["result"] == wanted
         kind = ("RankError: rank 1 failed: ", "")[rank]
         assert bad["error"].startswith(f"{kind}TypeError: the prompt {{'prompt': 7}} must be")
+        assert host["error"].startswith(f"{kind}ValueError: params: top_p=7 must be")
 
 
 def test_four_ranks_as_two_replicas(sharded, tmp_path):

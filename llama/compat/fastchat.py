@@ -7,27 +7,17 @@ torchrun all ranks are one worker, which rank 0 leads.
 
 import argparse
 import asyncio
-import contextlib
-import http.client
-import importlib
-import json
 import os
 import signal
 import socket
 import sys
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama.cli import ranks
-from llama.cli.flags import Command, UsageError, read
+from llama.cli.flags import Command, UsageError, extra, read
 from llama.cli.model import BUILD_FLAGS, demo_dir, load
-
-if TYPE_CHECKING:
-    from llama.compat.fastchat_app import FastChatApp
-    from llama.generation import Llama
-    from llama.requests.async_engine import AsyncLLMEngine
 
 _PROGRAM = "python -m llama.compat.fastchat"
 _COMMAND = Command(
@@ -55,7 +45,6 @@ _LIMITS = {
 }
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"
 _DEMO_CONTEXT = 512  # the demo model was trained on 512 tokens
-_CONTROLLER_TIMEOUT_S, _RETRY_S, _SHUTDOWN_S = 5.0, 5.0, 10
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -77,14 +66,31 @@ def _run(words: Sequence[str]) -> int:
         # others in its last steps. Whatever else ends rank 0 ends them too.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return llama.lead(lambda: 0) or 0
-    uvicorn = _import_uvicorn()
+    with extra("fastchat", "the worker"):
+        from llama.compat.fastchat_app import FastChatWorker, serve
+    from llama.requests.async_engine import AsyncLLMEngine
+
+    def work() -> int:
+        worker = FastChatWorker(
+            AsyncLLMEngine(llama),
+            names,
+            conv_template=options.conv_template,
+            limit_concurrency=options.limit_worker_concurrency,
+            stream_interval=options.stream_interval,
+        )
+        controller = None if options.no_register else options.controller_address
+        address = options.worker_address or _url(options.host, listener.getsockname()[1])
+        interval_s = _heartbeat_interval_s()
+        return asyncio.run(
+            serve(worker, listener, address, controller=controller, interval_s=interval_s)
+        )
+
     with _listen(options.host, options.port) as listener:
-        options.port = listener.getsockname()[1]
         llama = _load(options)
-        return llama.lead(lambda: _work(llama, names, uvicorn, listener, options)) or 0
+        return llama.lead(work) or 0
 
 
-def _load(options: argparse.Namespace) -> "Llama":
+def _load(options: argparse.Namespace) -> Any:
     llama = load(options)
     if llama.model.parallel.data_size > 1:
         raise ValueError(
@@ -93,31 +99,6 @@ def _load(options: argparse.Namespace) -> "Llama":
             "for each group; the controller shares requests out"
         )
     return llama
-
-
-def _work(
-    llama: "Llama",
-    names: list[str],
-    uvicorn: Any,
-    listener: socket.socket,
-    options: argparse.Namespace,
-) -> int:
-    """Serve until a signal comes, on rank 0; the exit code."""
-    from llama.compat.fastchat_app import FastChatApp
-    from llama.requests.async_engine import AsyncLLMEngine
-
-    engine = AsyncLLMEngine(llama)
-    app = FastChatApp(
-        engine,
-        names,
-        conv_template=options.conv_template,
-        limit_concurrency=options.limit_worker_concurrency,
-        stream_interval=options.stream_interval,
-    )
-    config = uvicorn.Config(
-        app, lifespan="off", log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
-    )
-    return asyncio.run(_serve(uvicorn.Server(config), listener, app, engine, options))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -164,13 +145,6 @@ def _model_names(options: argparse.Namespace) -> list[str]:
     return names
 
 
-def _import_uvicorn() -> Any:
-    try:
-        return importlib.import_module("uvicorn")
-    except ImportError as e:
-        raise UsageError(f"the worker needs uvicorn ({e}): pip install 'llama[fastchat]'") from None
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """A socket on the port, before minutes of loading; OSError names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -180,84 +154,8 @@ def _listen(host: str, port: int) -> socket.socket:
         raise OSError(f"cannot listen on {host} port {port}: {e.strerror or e}") from None
 
 
-async def _serve(
-    server: Any,
-    listener: socket.socket,
-    app: "FastChatApp",
-    engine: "AsyncLLMEngine",
-    options: argparse.Namespace,
-) -> int:
-    """Answer requests until SIGINT or SIGTERM, and then end what is not finished."""
-    exit_codes = {signal.SIGINT: ranks.INTERRUPTED, signal.SIGTERM: 0}
-    loop, tasks, received = asyncio.get_running_loop(), set(), []
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        server.should_exit = True
-        # Its open streams end with an error each. In a thread: it waits for the step to end.
-        tasks.add(loop.create_task(asyncio.to_thread(engine.close)))
-
-    for number in exit_codes:
-        loop.add_signal_handler(number, stop, number)
-    server.capture_signals = contextlib.nullcontext  # uvicorn's own would end the process
-    address = options.worker_address or f"http://{_in_url(options.host)}:{options.port}"
-    ranks.say(f"worker for {', '.join(app.model_names)} at {address}; Ctrl-C ends it")
-    beat = None
-    if not options.no_register:
-        beat = asyncio.create_task(
-            stay_registered(
-                options.controller_address, address, app.status, _heartbeat_interval_s()
-            )
-        )
-    await server.serve(sockets=[listener])
-    if beat is not None:
-        beat.cancel()
-    await asyncio.gather(*tasks)
-    return exit_codes[received[0]]
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-async def stay_registered(
-    controller: str, worker: str, status: Callable[[], dict[str, Any]], interval_s: float
-) -> None:
-    """Register with the controller and send it heartbeats, until cancelled.
-
-    A controller that is away is tried again; one that has forgotten the worker hears of it again.
-    """
-    is_known, trouble = False, ""
-    while True:
-        try:
-            if is_known:
-                beat = {"worker_name": worker, "queue_length": status()["queue_length"]}
-                answer = await asyncio.to_thread(_post, controller + "/receive_heart_beat", beat)
-                is_known = answer["exist"]
-            if not is_known:
-                card = {
-                    "worker_name": worker, "check_heart_beat": True,
-                    "worker_status": status(), "multimodal": False,
-                }  # fmt: skip
-                await asyncio.to_thread(_post, controller + "/register_worker", card)
-                is_known, trouble = True, ""
-                ranks.say(f"registered with the controller at {controller}")
-            wait = interval_s
-        except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError) as e:
-            if str(e) != trouble:  # once, not at each attempt
-                ranks.say(f"no answer from the controller at {controller} ({e}); trying again")
-            trouble, wait = str(e), min(interval_s, _RETRY_S)
-        await asyncio.sleep(wait)
-
-
-def _post(url: str, body: dict[str, Any]) -> Any:
-    """POST a JSON object, and the JSON that comes back. A proxy would not know the controller."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_CONTROLLER_TIMEOUT_S) as response:
-        return json.load(response)
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 if __name__ == "__main__":

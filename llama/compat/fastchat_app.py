@@ -1,22 +1,33 @@
-"""FastChat's worker protocol as an ASGI app: POST requests in, JSON and streams of JSON out.
+"""What FastChat expects of a model worker: its HTTP routes, and its place at the controller.
 
-In: an `AsyncLLMEngine`, and whatever calls the app (uvicorn, or a test). Out: the answers that
-FastChat 0.2.36 and later expect of a model worker, at the paths in `FastChatApp.routes`. It imports
-neither FastChat nor a web framework, and knows nothing of controllers and command lines.
+In: an `AsyncLLMEngine`, a port that listens, the addresses of controller and worker. Out: the
+answers that FastChat 0.2.36 and later read, until a signal comes. It imports nothing of FastChat's,
+and knows no command line.
 """
 
 import asyncio
 import contextlib
+import http.client
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import signal
+import socket
+import urllib.request
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Request
+from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from llama.cli import ranks
 from llama.compat.host_defaults import FASTCHAT
-from llama.compat.hosts import async_generate_stream
+from llama.compat.hosts import Pace, async_generate_stream, twice_at_the_end
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.server.asgi import ClientLeft, unless_client_leaves
+from llama.server.encoding import JsonResponse
 from llama.tokenizer import Tokenizer
 
 # As FastChat's vLLM worker: a prompt too long for the wish is kept, and the answer is shorter.
@@ -52,17 +63,14 @@ _NO_EMBEDDINGS = (
 )
 _ENDED_EARLY = "the model worker is shutting down: send the request again"
 
-_Message = dict[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
+_CONTROLLER_TIMEOUT_S, _RETRY_S, _SHUTDOWN_S = 5.0, 5.0, 10
 
 
-class FastChatApp:
+class FastChatWorker:
     """One model as a FastChat worker. Many requests run in the engine at once.
 
     limit_concurrency: requests that the engine gets at once; more wait here, and their client may
-    leave. stream_interval: tokens between two parts of a stream. A client that leaves a stream or
-    a request aborts it.
+    leave. stream_interval: tokens between two parts of a stream.
     """
 
     def __init__(
@@ -80,53 +88,33 @@ class FastChatApp:
         self.stream_interval = stream_interval
         self.queue_length = 0  # requests that run or wait
         self._slots = asyncio.Semaphore(limit_concurrency)
-        self.routes: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
-            "/worker_generate": self._generate,
-            "/worker_get_embeddings": self._embeddings,
-            "/worker_get_status": self._status,
-            "/worker_get_conv_template": self._conv_template,
-            "/count_token": self._count_token,
-            "/model_details": self._details,
-        }
 
     def status(self) -> dict[str, Any]:
         """What the controller is told of this worker."""
         return {"model_names": self.model_names, "speed": 1, "queue_length": self.queue_length}
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        """Answer one request (ASGI 3)."""
-        path = scope["path"]
-        if path != "/worker_generate_stream" and path not in self.routes:
-            return await _send_json(send, HTTPStatus.NOT_FOUND, _error(WRONG_TYPE, f"no {path}"))
-        if scope["method"] != "POST":
-            message = f"{path} takes POST, not {scope['method']}"
-            return await _send_json(
-                send, HTTPStatus.METHOD_NOT_ALLOWED, _error(WRONG_TYPE, message)
-            )
-        try:
-            params = await _read_params(receive)
-        except ConnectionError:  # nobody reads an answer
-            return
-        except ValueError as e:
-            return await _send_json(send, HTTPStatus.BAD_REQUEST, _error(WRONG_TYPE, str(e)))
-        if path == "/worker_generate_stream":
-            answer = self._stream(params, send)
-        else:
-            answer = _answer(self.routes[path](params), send)
-        with contextlib.suppress(ClientLeft):
-            await unless_client_leaves(answer, receive)
-
     async def reports(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """FastChat's reports of one request; one with an error_code other than 0 is the last."""
         if isinstance(params.get("prompt"), str):
             params = {**params, "prompt": as_trained(params["prompt"])}
+        engine, pace = self.engine.engine, Pace(self.stream_interval)
         self.queue_length += 1
         try:
-            async with self._slots, contextlib.aclosing(self._outputs(params)) as outputs:
+            outputs: Any = async_generate_stream(
+                self.engine,
+                engine.tokenizer,
+                params,
+                "",
+                engine.max_seq_len,
+                benchmark=False,
+                dialect=_DIALECT,
+            )
+            async with self._slots, contextlib.aclosing(outputs):
                 async for report in outputs:
                     if "abort" in _reasons(report):
                         raise RuntimeError(_ENDED_EARLY)
-                    yield report
+                    if pace.is_due(report):
+                        yield report
         except ValueError as e:
             yield _error(OUT_OF_RANGE, str(e))
         except RuntimeError as e:  # of the model, or the engine is closed
@@ -134,43 +122,18 @@ class FastChatApp:
         finally:
             self.queue_length -= 1
 
-    async def _outputs(self, params: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The worker's reports with the first token, every `stream_interval` tokens, the last."""
-        engine, reported = self.engine.engine, 1 - self.stream_interval
-        async for report in async_generate_stream(
-            self.engine,
-            engine.tokenizer,
-            params,
-            "",
-            engine.max_seq_len,
-            benchmark=False,
-            dialect=_DIALECT,
-        ):
-            count = report["usage"]["completion_tokens"]
-            if None not in _reasons(report) or count - reported >= self.stream_interval:
-                reported = count
-                yield report
-
-    async def _stream(self, params: dict[str, Any], send: _Send) -> None:
+    async def stream(self, params: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Reports as JSON, each with a zero byte after it."""
-        await _start(send, HTTPStatus.OK, b"application/octet-stream")
         async with contextlib.aclosing(self.reports(params)) as reports:
             async for report in reports:
-                # FastChat's own workers say alone, after all text, why the text has ended, and
-                # there are clients that read no text beside a reason.
-                if None not in _reasons(report):
-                    await _send_part(send, {**report, "finish_reason": None})
-                await _send_part(send, report)
-        await send({"type": "http.response.body", "body": b""})
+                for part in twice_at_the_end(report):
+                    yield json.dumps(part).encode() + b"\0"
 
-    async def _generate(self, params: dict[str, Any]) -> dict[str, Any]:
-        last = _error(INTERNAL, _ENDED_EARLY)
+    async def last_report(self, params: dict[str, Any]) -> dict[str, Any]:
         async with contextlib.aclosing(self.reports(params)) as reports:
-            async for report in reports:
-                last = report
-        return last
+            return [report async for report in reports][-1]
 
-    async def _count_token(self, params: dict[str, Any]) -> dict[str, Any]:
+    async def count_token(self, params: dict[str, Any]) -> dict[str, Any]:
         prompt = params.get("prompt")
         if not isinstance(prompt, str):
             return _error(WRONG_TYPE, "the body has no 'prompt' that is a string")
@@ -178,17 +141,64 @@ class FastChatApp:
         encoded = await asyncio.to_thread(tokenizer, as_trained(prompt))  # a long text takes long
         return {"count": len(encoded.input_ids), "error_code": 0}
 
-    async def _embeddings(self, params: dict[str, Any]) -> dict[str, Any]:
-        return _error(NO_SUCH_MODEL, _NO_EMBEDDINGS)
 
-    async def _status(self, params: dict[str, Any]) -> dict[str, Any]:
-        return self.status()
+async def _params(http: Request) -> dict[str, Any]:
+    """The JSON object of a request's body; an empty body is an empty object."""
+    try:
+        params = json.loads(await http.body() or b"{}")
+    except (ValueError, RecursionError) as e:
+        raise HTTPException(400, f"the body is no JSON: {e}") from None
+    if not isinstance(params, dict):
+        raise HTTPException(400, "the body must be a JSON object")
+    return params
 
-    async def _conv_template(self, params: dict[str, Any]) -> dict[str, Any]:
-        return {"conv": self.conv}
 
-    async def _details(self, params: dict[str, Any]) -> dict[str, Any]:
-        return {"context_length": self.engine.engine.max_seq_len}
+_Params = Annotated[dict[str, Any], Depends(_params)]
+
+
+def make_app(worker: FastChatWorker) -> FastAPI:
+    """The worker's routes. A client that leaves a stream or a request aborts it."""
+    app = FastAPI(openapi_url=None)
+
+    @app.post("/worker_generate_stream")
+    async def generate_stream(params: _Params) -> Response:
+        return StreamingResponse(worker.stream(params), media_type="application/octet-stream")
+
+    @app.post("/worker_generate")
+    async def generate(params: _Params, http: Request) -> Response:
+        return JsonResponse(await unless_client_leaves(worker.last_report(params), http.receive))
+
+    @app.post("/count_token")
+    async def count_token(params: _Params, http: Request) -> Response:
+        return JsonResponse(await unless_client_leaves(worker.count_token(params), http.receive))
+
+    @app.post("/worker_get_embeddings")
+    async def embeddings() -> Response:
+        return JsonResponse(_error(NO_SUCH_MODEL, _NO_EMBEDDINGS))
+
+    @app.post("/worker_get_status")
+    async def status() -> Response:
+        return JsonResponse(worker.status())
+
+    @app.post("/worker_get_conv_template")
+    async def conv_template() -> Response:
+        return JsonResponse({"conv": worker.conv})
+
+    @app.post("/model_details")
+    async def details() -> Response:
+        return JsonResponse({"context_length": worker.engine.engine.max_seq_len})
+
+    @app.exception_handler(AnyHTTPException)
+    async def refuse(http: Request, error: AnyHTTPException) -> Response:
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        return JsonResponse(_error(WRONG_TYPE, message), error.status_code)
+
+    @app.exception_handler(ClientLeft)
+    @app.exception_handler(ClientDisconnect)
+    async def nobody_reads(http: Request, error: Exception) -> Response:
+        return Response()
+
+    return app
 
 
 def conversation_template(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -240,41 +250,84 @@ def _error(code: int, message: str) -> dict[str, Any]:
     return {"text": message, "error_code": code, "error": {"message": message, "code": code}}
 
 
-async def _answer(answer: Awaitable[dict[str, Any]], send: _Send) -> None:
-    await _send_json(send, HTTPStatus.OK, await answer)
+async def serve(
+    worker: FastChatWorker,
+    listener: socket.socket,
+    address: str,
+    *,
+    controller: str | None,
+    interval_s: int,
+) -> int:
+    """Answer requests until SIGINT or SIGTERM, then end what is not finished; the exit code.
 
-
-async def _read_params(receive: _Receive) -> dict[str, Any]:
-    """The JSON object of a request's body; an empty body is an empty object.
-
-    ConnectionError where the client leaves before the end, ValueError for anything else in it.
+    address: where others find the worker. controller: where to register, with a heartbeat each
+    `interval_s` seconds.
     """
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionResetError("the client has left")
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    try:
-        params = json.loads(b"".join(parts) or b"{}")
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"the body is no JSON: {e}") from None
-    if not isinstance(params, dict):
-        raise ValueError("the body must be a JSON object")
-    return params
+    config = uvicorn.Config(
+        make_app(worker),
+        lifespan="off",
+        log_level="warning",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    server: Any = uvicorn.Server(config)
+    exit_codes = {signal.SIGINT: ranks.INTERRUPTED, signal.SIGTERM: 0}
+    loop, tasks, received = asyncio.get_running_loop(), set(), []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        server.should_exit = True
+        # Its open streams end with an error each. In a thread: it waits for the step to end.
+        tasks.add(loop.create_task(asyncio.to_thread(worker.engine.close)))
+
+    for number in exit_codes:
+        loop.add_signal_handler(number, stop, number)
+    server.capture_signals = contextlib.nullcontext  # uvicorn's own would end the process
+    ranks.say(f"worker for {', '.join(worker.model_names)} at {address}; Ctrl-C ends it")
+    beat = None
+    if controller is not None:
+        beat = loop.create_task(stay_registered(controller, address, worker.status, interval_s))
+    await server.serve(sockets=[listener])
+    if beat is not None:
+        beat.cancel()
+    await asyncio.gather(*tasks)
+    return exit_codes[received[0]]
 
 
-async def _send_json(send: _Send, status: HTTPStatus, content: dict[str, Any]) -> None:
-    await _start(send, status, b"application/json")
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+async def stay_registered(
+    controller: str, worker: str, status: Callable[[], dict[str, Any]], interval_s: float
+) -> None:
+    """Register with the controller and send it heartbeats, until cancelled.
+
+    A controller that is away is tried again; one that has forgotten the worker hears of it again.
+    """
+    is_known, trouble = False, ""
+    while True:
+        try:
+            if is_known:
+                beat = {"worker_name": worker, "queue_length": status()["queue_length"]}
+                answer = await asyncio.to_thread(_post, controller + "/receive_heart_beat", beat)
+                is_known = answer["exist"]
+            if not is_known:
+                card = {
+                    "worker_name": worker, "check_heart_beat": True,
+                    "worker_status": status(), "multimodal": False,
+                }  # fmt: skip
+                await asyncio.to_thread(_post, controller + "/register_worker", card)
+                is_known, trouble = True, ""
+                ranks.say(f"registered with the controller at {controller}")
+            wait = interval_s
+        except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError) as e:
+            if str(e) != trouble:  # once, not at each attempt
+                ranks.say(f"no answer from the controller at {controller} ({e}); trying again")
+            trouble, wait = str(e), min(interval_s, _RETRY_S)
+        await asyncio.sleep(wait)
 
 
-async def _start(send: _Send, status: HTTPStatus, content_type: bytes) -> None:
-    headers = [(b"content-type", content_type)]
-    await send({"type": "http.response.start", "status": status.value, "headers": headers})
-
-
-async def _send_part(send: _Send, report: dict[str, Any]) -> None:
-    body = json.dumps(report).encode() + b"\0"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+def _post(url: str, body: dict[str, Any]) -> Any:
+    """POST a JSON object, and the JSON that comes back. A proxy would not know the controller."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=_CONTROLLER_TIMEOUT_S) as response:
+        return json.load(response)

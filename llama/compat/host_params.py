@@ -13,7 +13,7 @@ from typing import Any
 
 from llama.checks import brief, errors_in, whole_number
 from llama.compat.host_defaults import Dialect
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import NUMBERS, WHOLE_NUMBERS, SamplingParams
 from llama.tokenizer import Tokenizer
 
 # Keys in which hosts describe themselves, the request or the model. None changes the answer:
@@ -23,10 +23,7 @@ _LABELS = frozenset({
     "convert_to_compatible_format", "string_prompt", "prompt_echo_len_char", "is_reasoning_model",
     "think_start_token", "think_end_token", "use_cache",
 })  # fmt: skip
-_NUMBERS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "n", "best_of", "logprobs",
-)  # fmt: skip
+_NUMBERS = {*NUMBERS, *WHOLE_NUMBERS, "best_of"} - {"max_tokens", "prompt_logprobs"}
 _OTHERS = frozenset({
     "prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample", "judge_sent_end",
 })  # fmt: skip
@@ -77,7 +74,7 @@ def read_params(
         warnings.warn(
             f"the prompt lost {num_dropped} tokens at its beginning: {context=} and "
             f"max_new_tokens={count} leave room for {len(tokens)}",
-            stacklevel=4,
+            stacklevel=2,
         )
     text = params["prompt"]
     if not dialect.keeps_prompt:  # these hosts decode the ids that are left
@@ -89,7 +86,7 @@ def read_params(
 def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a dict, got {type(params).__name__}")
-    known = _OTHERS | _LABELS | {*_NUMBERS}
+    known = _OTHERS | _LABELS | _NUMBERS
     for key in sorted(params.keys() - known, key=str):
         if params[key]:
             raise ValueError(

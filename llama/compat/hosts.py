@@ -4,7 +4,7 @@ A host that calls `generate_stream(model, tokenizer, params, device, context_len
 one of these instead, with a `Llama` (or, for the async one, an `AsyncLLMEngine`) as the model:
 `generate_stream` for FastChat, `async_generate_stream` for DB-GPT in place of vLLM,
 `gorilla_generate_stream` and `guanaco_generate_stream`. What a request leaves open is in
-`dialects.py`, how it is read in `worker_params.py`.
+`host_defaults.py`, how it is read in `host_params.py`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from llama.compat.host_params import WorkerRequest, read_params
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
-from llama.requests.request import RequestOutput
+from llama.requests.request import Request, RequestOutput
 from llama.server.openai.responses import TextScores
 from llama.tokenizer import Tokenizer
 
@@ -27,6 +27,21 @@ from llama.tokenizer import Tokenizer
 _SENTENCE_ENDS = (".", "?", "!", "。", "？", "！", "…", '"', "'", "”")
 
 _serials = itertools.count()
+
+
+class Pace:
+    """Which reports are due: that of the first token, of every `interval` tokens, the last one."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._reported = 1 - interval
+
+    def is_due(self, report: dict[str, Any]) -> bool:
+        count = report["usage"]["completion_tokens"]
+        if not is_last(report) and count - self._reported < self._interval:
+            return False
+        self._reported = count
+        return True
 
 
 def generate_stream(
@@ -42,7 +57,7 @@ def generate_stream(
 ) -> Iterator[dict[str, Any]]:
     """FastChat's: a dict with the first token, every `stream_interval` tokens, and at the end.
 
-    params: llama/server/README.md has the keys. A dict has "text" (all of it so far), "usage",
+    params: llama/compat/README.md has the keys. A dict has "text" (all of it so far), "usage",
     "logprobs" (None if not asked for), "error_code" (0), and "finish_reason" (None but in the last
     one; the one before has the same text, as hosts expect). A prompt too long for context_len loses
     its beginning: usage["dropped_prompt_tokens"] counts that, and a UserWarning says it.
@@ -50,8 +65,11 @@ def generate_stream(
     device that the model was built on. Closing the iterator aborts. ValueError for what cannot be
     done; RuntimeError in the loop if the model has no token to choose.
     """
-    reports = _start(model, tokenizer, params, device, context_len, dialect, judge_sent_end)
-    return _twice_at_the_end(_paced(reports, stream_interval))
+    return _ending_twice(
+        _start(
+            model, tokenizer, params, device, context_len, stream_interval, dialect, judge_sent_end
+        )
+    )
 
 
 def gorilla_generate_stream(
@@ -63,8 +81,7 @@ def gorilla_generate_stream(
     stream_interval: int = 2,
 ) -> Iterator[str]:
     """gorilla's: as `generate_stream`, but it yields only the text so far, without the prompt."""
-    reports = _start(model, tokenizer, params, device, context_len, GORILLA)
-    return _texts(_paced(reports, stream_interval))
+    return _texts(_start(model, tokenizer, params, device, context_len, stream_interval, GORILLA))
 
 
 def guanaco_generate_stream(
@@ -75,7 +92,7 @@ def guanaco_generate_stream(
     context_len: int = 2048,
 ) -> Iterator[str]:
     """guanaco's: as gorilla's, for each token; top_k 1, repetition_penalty 1.7, stop "###"."""
-    return _texts(_paced(_start(model, tokenizer, params, device, context_len, GUANACO), 1))
+    return _texts(_start(model, tokenizer, params, device, context_len, 1, GUANACO))
 
 
 async def async_generate_stream(
@@ -120,28 +137,41 @@ def _start(
     params: dict[str, Any],
     device: str,
     context_len: int,
+    interval: int,
     dialect: Dialect,
     judge_sent_end: bool = False,
 ) -> Generator[dict[str, Any], None, None]:
-    """Check everything now; then a report for each step, from the first `next` on."""
+    """Check everything now; the reports that are due from the first `next` on."""
     if not isinstance(getattr(model, "llm_engine", None), LLMEngine):
         raise ValueError(f"model must be a Llama, got {type(model).__name__}")
     engine, built_on = model.llm_engine, model.model.norm.weight.device
-    if tokenizer is not engine.tokenizer:
-        raise ValueError("tokenizer is not the model's own: pass llama.tokenizer")
-    if str(device).split(":")[0] != built_on.type:
-        raise ValueError(f"device={device!r}, but the model was built on {built_on}")
-    request = read_params(params, context_len, dialect, engine.tokenizer, engine.max_seq_len)
-    if judge_sent_end:
-        request = replace(request, judge_sent_end=True)
-    first = engine.stream([engine.prepare("", request.prompt, request.sampling)])
-    return _reports(engine, request, first)
+    checked: list[WorkerRequest] = []
+
+    def prepared() -> Iterator[Request]:
+        """The engine iterates over it where an error on one rank becomes an error on every rank."""
+        if tokenizer is not engine.tokenizer:
+            raise ValueError("tokenizer is not the model's own: pass llama.tokenizer")
+        if str(device).split(":")[0] != built_on.type:
+            raise ValueError(f"device={device!r}, but the model was built on {built_on}")
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"stream_interval={interval!r} must be a whole number, 1 or more")
+        request = read_params(params, context_len, dialect, engine.tokenizer, engine.max_seq_len)
+        if judge_sent_end:
+            request = replace(request, judge_sent_end=True)
+        checked.append(request)
+        yield engine.prepare("", request.prompt, request.sampling)
+
+    outputs = engine.stream(prepared())
+    return _reports(engine, checked[0], outputs, Pace(interval))
 
 
 def _reports(
-    engine: LLMEngine, request: WorkerRequest, outputs: Generator[RequestOutput, None, None]
+    engine: LLMEngine,
+    request: WorkerRequest,
+    outputs: Generator[RequestOutput, None, None],
+    pace: Pace,
 ) -> Generator[dict[str, Any], None, None]:
-    """A report for each output. An answer that breaks off in a sentence goes on as a new request,
+    """The reports that are due. An answer that breaks off in a sentence goes on as a new request,
     whose prompt is all so far (in the KV cache already) and whose first token is no stop token.
     A stop string that begins in the one and ends in the other is not found."""
     parts: list[RequestOutput] = []  # ended, but gone on from
@@ -151,7 +181,7 @@ def _reports(
             for output in outputs:
                 report = _report(request, head, [*parts, output], engine.tokenizer)
                 left = _tokens_to_go_on_with(request, output, report)
-                if not left:
+                if not left and pace.is_due(report):
                     yield report
         if not left:
             return
@@ -210,39 +240,25 @@ def _logprobs(
     return TextScores(tokenizer, skip_special_tokens=True).push(scores)
 
 
-def _paced(
-    reports: Generator[dict[str, Any], None, None], interval: int
-) -> Generator[dict[str, Any], None, None]:
-    """The reports with the first token, then every `interval` tokens, and the last one."""
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ValueError(f"stream_interval={interval!r} must be a whole number, 1 or more")
-
-    def paced() -> Generator[dict[str, Any], None, None]:
-        reported = 1 - interval
-        with contextlib.closing(reports):
-            for report in reports:
-                count = report["usage"]["completion_tokens"]
-                if _is_last(report) or count - reported >= interval:
-                    reported = count
-                    yield report
-
-    return paced()
+def twice_at_the_end(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """As FastChat's own workers: why a text has ended is said alone, after all text. Its OpenAI
+    server makes a chunk of that, and there are clients that read no text beside a reason."""
+    if is_last(report):
+        yield {**report, "finish_reason": None}
+    yield report
 
 
-def _twice_at_the_end(
+def is_last(report: dict[str, Any]) -> bool:
+    reason = report.get("finish_reason")  # FastChat's errors have none
+    return None not in reason if isinstance(reason, list) else reason is not None
+
+
+def _ending_twice(
     reports: Generator[dict[str, Any], None, None],
 ) -> Generator[dict[str, Any], None, None]:
-    """As FastChat's own: its OpenAI server ends with a chunk of a finish_reason and no text."""
     with contextlib.closing(reports):
         for report in reports:
-            if _is_last(report):
-                yield {**report, "finish_reason": None}
-            yield report
-
-
-def _is_last(report: dict[str, Any]) -> bool:
-    reason = report["finish_reason"]
-    return None not in reason if isinstance(reason, list) else reason is not None
+            yield from twice_at_the_end(report)
 
 
 def _texts(reports: Generator[dict[str, Any], None, None]) -> Generator[str, None, None]:

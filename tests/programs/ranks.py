@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama import AsyncLLMEngine, Llama
-from llama.compat import vllm
+from llama.compat import hosts, vllm
 from llama.ranks import ModelParallel, RankError
 from llama.ranks.one_shot import MOST_BYTES, OneShot
 from llama.sampling_params import SamplingParams
@@ -299,6 +299,17 @@ def vllm_bad_request(folder: str, bad_rank: int) -> None:
         engine.add_request("a", prompt, vllm.SamplingParams())
     finally:
         assert not engine.has_unfinished_requests()
+
+
+def host_bad_request(folder: str, bad_rank: int) -> None:
+    """One rank alone is given params that are wrong; no rank has a request then."""
+    llama = build(folder)
+    params = {"prompt": "x", "top_p": 7 if bad_rank == RANK else 1.0}
+    try:
+        hosts.generate_stream(llama, llama.tokenizer, params, "cpu", 64)
+    finally:
+        assert not llama.llm_engine.has_unfinished_requests()
+        assert llama.generate([[256, 65]], 3, 0)[0][0]
 
 
 def main(jobs_file: str, out_dir: str) -> None:

@@ -1,13 +1,13 @@
 """FastChat itself: its controller and OpenAI server, our worker, and OpenAI's client.
 
-All are processes of their own on loopback. llama/server/README.md says how to make an environment
-that has FastChat; in any other these tests are skipped.
+All are processes of their own on loopback. FastChat lives in an environment of its own, which
+FASTCHAT_PYTHON names (llama/compat/README.md); without it these tests are skipped.
 """
 
 import concurrent.futures
 import contextlib
-import importlib.util
 import json
+import os
 import re
 import signal
 import socket
@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 
 from helpers.fastchat import DIALOGS
-from helpers.launch import DEMO, environment
+from helpers.launch import DEMO, PROGRAMS, environment
 from llama.compat.fastchat_app import as_trained, conversation_template
 from llama.tokenizer import ChatFormat
 
-MISSING = [name for name in ("fastchat", "openai", "uvicorn") if not importlib.util.find_spec(name)]
+PYTHON = os.environ.get("FASTCHAT_PYTHON", "")
 pytestmark = [
     pytest.mark.hosts,
-    pytest.mark.skipif(bool(MISSING), reason=f"{MISSING} not installed: llama/server/README.md"),
+    pytest.mark.skipif(not PYTHON, reason="FASTCHAT_PYTHON names no Python with FastChat"),
 ]
 LIMIT_S = 60.0
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -45,12 +45,13 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
 class Process:
     """A Python module as a process, with its output in a file."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, module: str, *words: str) -> None:
         self.output = folder / f"{time.monotonic_ns()}.txt"
         variables = {"LOGDIR": str(folder), "FASTCHAT_WORKER_HEART_BEAT_INTERVAL": "1"}
+        python = PYTHON if module.startswith("fastchat.") else sys.executable
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *words],
+                [python, "-m", module, *words],
                 cwd=folder, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
@@ -156,27 +157,20 @@ def test_models_and_token_check(client, worker_url, demo):
     assert found == {"fits": True, "tokenCount": count, "contextLength": 512}
 
 
-@pytest.mark.parametrize("style", ["worker", "LLAMA3"])
-@pytest.mark.parametrize("dialog", DIALOGS)
-def test_fastchats_prompts_are_the_chat_format(demo, dialog, style):
+def test_fastchats_prompts_are_the_chat_format(demo):
     """As its API server fills in a conversation; LLAMA3 is what its main branch has of its own."""
-    from fastchat.conversation import Conversation, SeparatorStyle
-
     fields = conversation_template("llama-3", demo.tokenizer)
-    if style == "LLAMA3":
-        if not hasattr(SeparatorStyle, "LLAMA3"):
-            pytest.skip("this FastChat has no style for Llama 3")
-        fields |= {"roles": ("user", "assistant"), "sep_style": SeparatorStyle.LLAMA3, "sep": ""}
-    assert SeparatorStyle.ADD_COLON_TWO == 2
-    conv = Conversation(**{**fields, "sep_style": SeparatorStyle(fields["sep_style"])})
-    for message in dialog:
-        if message["role"] == "system":
-            conv.set_system_message(message["content"])
-        else:
-            conv.append_message(conv.roles[message["role"] == "assistant"], message["content"])
-    conv.append_message(conv.roles[1], None)
-    ids = demo.tokenizer(as_trained(conv.get_prompt())).input_ids
-    assert ids == ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog)
+    command = [PYTHON, str(PROGRAMS / "fastchat_prompts.py")]
+    job = json.dumps({"fields": fields, "dialogs": DIALOGS})
+    done = subprocess.run(
+        command, input=job, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    found = json.loads(done.stdout)
+    assert len(found["worker"]) == len(DIALOGS) and found.get("LLAMA3", DIALOGS)
+    for prompts in found.values():
+        for prompt, dialog in zip(prompts, DIALOGS, strict=True):
+            ids = demo.tokenizer(as_trained(prompt)).input_ids
+            assert ids == ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog)
 
 
 @pytest.mark.parametrize("dialog", DIALOGS)

@@ -24,7 +24,12 @@ from helpers.fastchat import DIALOGS, NO_SYSTEM
 from helpers.launch import environment
 from llama import AsyncLLMEngine, Llama
 from llama.compat import fastchat, fastchat_app
-from llama.compat.fastchat_app import FastChatApp, as_trained, conversation_template
+from llama.compat.fastchat_app import (
+    FastChatWorker,
+    as_trained,
+    conversation_template,
+    make_app,
+)
 from llama.tokenizer import ChatFormat
 
 LIMIT_S = 30.0
@@ -35,13 +40,15 @@ FRANCE = {"role": "user", "content": "What is the capital of France?"}
 class Client:
     """One request to an ASGI app, which the client may leave."""
 
-    def __init__(self, app, path: str, body: bytes = b"", method: str = "POST") -> None:
+    def __init__(
+        self, worker: FastChatWorker, path: str, body: bytes = b"", method: str = "POST"
+    ) -> None:
         self.left, self.got_part = asyncio.Event(), asyncio.Event()
         self.status = 0
         self.parts: list[bytes] = []
         self._body: bytes | None = body
-        scope = {"type": "http", "path": path, "method": method}
-        self.task = asyncio.create_task(app(scope, self._receive, self._send))
+        scope = {"type": "http", "path": path, "method": method, "headers": [], "query_string": b""}
+        self.task = asyncio.create_task(make_app(worker)(scope, self._receive, self._send))
 
     async def _receive(self):
         if self._body is None:
@@ -77,8 +84,8 @@ def stream(app, **params) -> Client:
     return Client(app, "/worker_generate_stream", json.dumps(params).encode())
 
 
-def make_app(llama: Llama, **options) -> FastChatApp:
-    return FastChatApp(AsyncLLMEngine(llama), ["demo"], **options)
+def make_worker(llama: Llama, **options) -> FastChatWorker:
+    return FastChatWorker(AsyncLLMEngine(llama), ["demo"], **options)
 
 
 def written(dialog, conv: dict) -> str:
@@ -123,7 +130,7 @@ def test_raw_is_the_messages_alone(demo):
 
 
 def test_stream_generate_and_what_the_controller_asks(demo):
-    app = make_app(demo)
+    app = make_worker(demo)
     prompt = written([FRANCE], app.conv)
     params = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
 
@@ -146,7 +153,7 @@ def test_stream_generate_and_what_the_controller_asks(demo):
 
 
 def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
-    app = make_app(demo)
+    app = make_worker(demo)
 
     async def scenario():
         cases: list[tuple[int, str, dict]] = [
@@ -180,7 +187,7 @@ def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
 )
 def test_requests_that_are_no_requests(demo, path, method, body, status):
     async def scenario():
-        found, answer = await Client(make_app(demo), path, body, method).whole()
+        found, answer = await Client(make_worker(demo), path, body, method).whole()
         assert (found, json.loads(answer)["error_code"]) == (status, 40001)
 
     asyncio.run(scenario())
@@ -188,7 +195,7 @@ def test_requests_that_are_no_requests(demo, path, method, body, status):
 
 def test_a_client_that_leaves_aborts_its_request(demo):
     """One in the engine and one that waits for its turn; a third comes after them."""
-    app = make_app(demo, limit_concurrency=1)
+    app = make_worker(demo, limit_concurrency=1)
     core = demo.llm_engine.core
     long = {"prompt": "Once upon a time", "temperature": 0, "max_new_tokens": 400, "stop": "\0"}
 
@@ -212,7 +219,7 @@ def test_a_client_that_leaves_aborts_its_request(demo):
 
 
 def test_a_worker_that_closes_ends_its_streams_with_an_error(demo):
-    app = make_app(demo)
+    app = make_worker(demo)
 
     async def scenario():
         client = stream(app, prompt="Once upon a time", max_new_tokens=400, temperature=0)
@@ -246,12 +253,12 @@ def test_a_controller_that_is_away_or_forgets_is_told_again(monkeypatch, capsys)
     async def scenario():
         status = {"model_names": ["demo"], "speed": 1, "queue_length": 3}
         task = asyncio.create_task(
-            fastchat.stay_registered("http://c", "http://w", lambda: status, 0.001)
+            fastchat_app.stay_registered("http://c", "http://w", lambda: status, 0.001)
         )
         assert await asyncio.to_thread(done.wait, LIMIT_S)
         task.cancel()
 
-    monkeypatch.setattr(fastchat, "_post", post_to)
+    monkeypatch.setattr(fastchat_app, "_post", post_to)
     asyncio.run(scenario())
     paths = [url.removeprefix("http://c/") for url, _ in posts[:6]]
     register, beat = "register_worker", "receive_heart_beat"
@@ -275,7 +282,6 @@ def test_a_controller_that_is_away_or_forgets_is_told_again(monkeypatch, capsys)
     ],
 )
 def test_a_wrong_flag_ends_the_worker_early(monkeypatch, capsys, words, named):
-    monkeypatch.setitem(sys.modules, "uvicorn", object())
     monkeypatch.setattr(fastchat, "load", lambda options: pytest.fail("it loads"))
     assert fastchat.main(words) == 2
     assert named in capsys.readouterr().err
@@ -283,10 +289,11 @@ def test_a_wrong_flag_ends_the_worker_early(monkeypatch, capsys, words, named):
 
 def test_a_worker_that_cannot_start_says_why(monkeypatch, capsys):
     monkeypatch.setattr(fastchat, "load", lambda options: pytest.fail("it loads"))
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert fastchat.main([]) == 2
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "llama.compat.fastchat_app")
+        patch.setitem(sys.modules, "uvicorn", None)
+        assert fastchat.main([]) == 2
     assert "llama[fastchat]" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "uvicorn", object())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert fastchat.main(["--port", port]) == 1
