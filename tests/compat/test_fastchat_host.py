@@ -168,7 +168,8 @@ def test_fastchats_prompts_are_the_chat_format(demo):
     found = json.loads(done.stdout)
     assert len(found["worker"]) == len(DIALOGS) and found.get("LLAMA3", DIALOGS)
     for prompts in found.values():
-        for prompt, dialog in zip(prompts, DIALOGS, strict=True):
+        dialogs: list[Any] = DIALOGS
+        for prompt, dialog in zip(prompts, dialogs, strict=True):
             ids = demo.tokenizer(as_trained(prompt)).input_ids
             assert ids == ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog)
 
