@@ -19,7 +19,7 @@ from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.triton import kernels
 from llama.ops.triton.cases import Sizes
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 _NAMES = (*kernels.NAMES, graph_check.NAME)

@@ -20,7 +20,8 @@ from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_th
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
-from llama.ranks import ModelParallel, connect
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest

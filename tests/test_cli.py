@@ -22,7 +22,7 @@ from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, generate, main, model, ranks, run_script
 from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
-from llama.ranks import NotMetError, RankError
+from llama.ranks.errors import NotMetError, RankError
 
 GREEDY = ["--temperature", "0", "--device", "cpu", "--dtype", "fp32"]
 PLAIN = Command("", {"temperature": 0.6, "max_gen_len": 64, "prompt": None, "resume": False})
@@ -318,17 +318,17 @@ def test_the_demo_model_of_a_wheel_comes_first(tmp_path, monkeypatch):
         assert model.demo_dir() == str(folder)
 
 
-# --- doctor (test_doctor.py has its traps and its ranks) ---
+# --- doctor (test_doctor.py has its checks and its ranks) ---
 
 
 @pytest.fixture
-def no_traps(monkeypatch) -> None:
+def no_problems(monkeypatch) -> None:
     """Whatever the machine that runs the tests has too little of."""
-    for name in ("traps", "thread_traps"):
+    for name in ("environment_facts", "thread_facts"):
         monkeypatch.setattr(f"llama.cli.doctor.{name}", lambda *_, **__: ())
 
 
-def test_doctor_reports_the_machine_and_a_checkpoint(no_traps, capfd):
+def test_doctor_reports_the_machine_and_a_checkpoint(no_problems, capfd):
     assert main(["doctor", str(DEMO), "--device", "cpu"]) == 0
     facts = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
     assert facts["llama"].startswith(llama.__version__)
@@ -338,7 +338,7 @@ def test_doctor_reports_the_machine_and_a_checkpoint(no_traps, capfd):
     assert "dim 256, 4 layers, 8 heads over 4" in facts["model"]
 
 
-def test_doctor_sees_what_cannot_be_used(no_traps, tmp_path, monkeypatch, capfd):
+def test_doctor_sees_what_cannot_be_used(no_problems, tmp_path, monkeypatch, capfd):
     """A device and a folder of weights; and Meta's own package, which has files of the same names
     (tests/scripts/test_clone.py has a clone of Meta's repository)."""
     monkeypatch.setattr(
@@ -383,7 +383,7 @@ def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, ca
     left: list[int] = []
     monkeypatch.setenv("MASTER_ADDR", "host-0")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr("llama.ranks.disconnect", lambda: left.append(1))
+    monkeypatch.setattr("llama.ranks.groups.disconnect", lambda: left.append(1))
     assert ranks.run(failing(error)) == code
     assert capfd.readouterr() == ("", told)
     assert ranks.run(lambda: None) == 0 and len(left) == 2

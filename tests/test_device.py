@@ -319,10 +319,11 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
         "get_backend_config": lambda group: "cpu:gloo,cuda:nccl",
         "get_backend": lambda group: "nccl",
         "get_rank": lambda: 1,
+        "get_process_group_ranks": lambda group: [0, 1],
         "new_group": lambda *args, **more: group,
     }.items():
         monkeypatch.setattr(groups.dist, name, value)
-    monkeypatch.setattr(groups.dist.distributed_c10d, "_set_pg_timeout", lambda *args: None)
+    monkeypatch.setattr(groups.torch_private, "set_timeout", lambda *args: None)
     for name, value in {
         "model_parallel_is_initialized": lambda: False,
         "initialize_model_parallel": lambda size: None,
@@ -330,7 +331,7 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
         "get_model_parallel_rank": lambda: 1,
     }.items():
         monkeypatch.setattr(groups.fs_init, name, value)
-    monkeypatch.setattr(groups, "share_memory", lambda *args: (None, None))
+    monkeypatch.setattr(groups.SharedMemory, "join", lambda *args: None)
     monkeypatch.setattr(groups, "_first_sum", lambda group, device: done.append(device))
     gpu = torch.device("cuda", 1)
     assert groups._join(2, 2, gpu, 60.0).group is group

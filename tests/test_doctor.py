@@ -1,4 +1,4 @@
-"""`llama doctor`: each trap that it sees, what fits where, and what it says of two real ranks.
+"""`llama doctor`: each problem that it sees, what fits where, and what it says of two real ranks.
 
 tests/test_cli.py has what it says of a process alone.
 """
@@ -17,10 +17,9 @@ import torch
 from helpers.launch import DEMO, PROGRAMS, environment
 from llama.checkpoint.find import find
 from llama.checkpoint.weights import bytes_of
-from llama.cli import rank_report
-from llama.cli import traps as traps_module
+from llama.cli import environment_checks, rank_report
 from llama.cli.doctor import _fits
-from llama.cli.traps import Fact, thread_traps, traps
+from llama.cli.environment_checks import Fact, environment_facts, thread_facts
 from llama.loading import (
     DEFAULT_BATCH_SIZE,
     Asked,
@@ -40,23 +39,23 @@ def problems(*facts: Fact) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def healthy(monkeypatch) -> None:
-    """A machine without traps, whatever the one that runs the tests is."""
+    """A machine without problems, whatever the one that runs the tests is."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    monkeypatch.setattr(traps_module.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(environment_checks.os, "cpu_count", lambda: 8)
 
 
-def test_a_machine_without_traps_has_no_problem():
+def test_a_machine_without_problems_is_told_of_none():
     for variables in ({}, TWO_MACHINES, {"GLOO_SOCKET_IFNAME": "eth0"}):
-        facts = list(traps(variables))
+        facts = list(environment_facts(variables))
         assert not problems(*facts) and {"shm", "host"} <= {f.name for f in facts}
-    assert not problems(*thread_traps({"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, 8))
+    assert not problems(*thread_facts({"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, 8))
 
 
 def test_a_shared_memory_that_is_too_small(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 << 20))
-    found = problems(*traps({}))
+    found = problems(*environment_facts({}))
     assert found.keys() == {"shm"}
     assert "has 10 MiB free" in found["shm"] and "--shm-size" in found["shm"]
 
@@ -71,12 +70,12 @@ def test_a_name_that_other_machines_cannot_use(monkeypatch):
         return resolved[0]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert "no other machine can reach" in problems(*traps(TWO_MACHINES))["host"]
-    assert not problems(*traps({**TWO_MACHINES, "GLOO_SOCKET_IFNAME": "eth0"}))
+    assert "no other machine can reach" in problems(*environment_facts(TWO_MACHINES))["host"]
+    assert not problems(*environment_facts({**TWO_MACHINES, "GLOO_SOCKET_IFNAME": "eth0"}))
     resolved[0] = []
-    assert "does not resolve" in problems(*traps(TWO_MACHINES))["host"]
-    assert not problems(*traps({})), "one machine needs no name"
-    found = problems(*traps({"GLOO_SOCKET_IFNAME": "eth0,ib0"}))
+    assert "does not resolve" in problems(*environment_facts(TWO_MACHINES))["host"]
+    assert not problems(*environment_facts({})), "one machine needs no name"
+    found = problems(*environment_facts({"GLOO_SOCKET_IFNAME": "eth0,ib0"}))
     assert found["interface"].endswith("names no interface of this machine, which has lo, eth0")
 
 
@@ -86,13 +85,16 @@ def test_the_rendezvous_before_a_launch_and_in_it(monkeypatch):
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
         here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        assert "it cannot be used: Address already in use" in problems(*traps(here))["rendezvous"]
+        assert (
+            "it cannot be used: Address already in use"
+            in problems(*environment_facts(here))["rendezvous"]
+        )
         server.listen()
-        assert "a process listens there already" in problems(*traps(here))["rendezvous"]
-        assert "rendezvous" not in problems(*traps({**here, **TWO_MACHINES}))
-    assert "rendezvous" not in problems(*traps(here))
-    assert "is machine 0 up" in problems(*traps({**here, **TWO_MACHINES}))["rendezvous"]
-    bad = problems(*traps({**here, "MASTER_PORT": "ssh"}))
+        assert "a process listens there already" in problems(*environment_facts(here))["rendezvous"]
+        assert "rendezvous" not in problems(*environment_facts({**here, **TWO_MACHINES}))
+    assert "rendezvous" not in problems(*environment_facts(here))
+    assert "is machine 0 up" in problems(*environment_facts({**here, **TWO_MACHINES}))["rendezvous"]
+    bad = problems(*environment_facts({**here, "MASTER_PORT": "ssh"}))
     assert bad["rendezvous"] == "MASTER_PORT='ssh' is not a port"
 
 
@@ -101,7 +103,7 @@ def test_a_rendezvous_behind_a_firewall(monkeypatch):
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", drop)
-    found = problems(*traps({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}))
+    found = problems(*environment_facts({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}))
     assert found["rendezvous"].startswith("10.0.0.9:29500 cannot be reached (timed out): open")
 
 
@@ -115,7 +117,7 @@ def test_a_rendezvous_behind_a_firewall(monkeypatch):
     ],
 )
 def test_cores_and_threads_that_do_not_fit(cores, variables, name, told):
-    found = problems(*thread_traps(variables, cores))
+    found = problems(*thread_facts(variables, cores))
     assert found.keys() == {name} and told in found[name]
 
 

@@ -17,7 +17,7 @@ from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.op_stack import OpStack
 from llama.ops.triton import kernels as gpu_kernels
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -18,7 +18,7 @@ from llama.gpu import (
 )
 from llama.model.args import ModelArgs
 from llama.ops.triton import kernels, stamp
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)

@@ -21,7 +21,6 @@ NAMES = [str(path.relative_to(REPO)) for path in FILES]
 FLOORS = [
     "llama/checks.py",
     "llama/device.py",
-    "llama/signals.py",
     "llama/checkpoint/downloads.py",
     "llama/tokenizer.py",
     "llama/structured_output.py",
@@ -93,7 +92,10 @@ def test_imports_have_no_circle():
 @pytest.mark.parametrize(
     ("library", "where"),
     [
-        ("torch.distributed", r"llama/ranks/(groups|one_shot|rendezvous)\.py"),
+        (
+            "torch.distributed",
+            r"llama/ranks/(collectives|groups|one_shot|rendezvous|torch_private)\.py",
+        ),
         ("fairscale", r"llama/ranks/groups\.py"),
         ("triton", r"llama/ops/triton/"),
         ("fastapi", r"llama/(server/|compat/fastchat_app\.py)"),

@@ -16,7 +16,7 @@ from helpers.launch import PROGRAMS, REPO, WORKER, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
-from llama.ranks import machines
+from llama.ranks.groups import check_interfaces, warn_if_groups_span
 
 PROMPTS = prompts_of([3, 17, 9, 30], seed=20)
 GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0}
@@ -25,6 +25,7 @@ GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0}
 def jobs(folder: Path, size: int | None) -> list[dict]:
     return [
         {"do": "place", "folder": str(folder), "size": size},
+        {"do": "forget"},  # what is said at the first build is not said again
         {"do": "generate", "folder": str(folder), "prompts": PROMPTS, "size": size, **GREEDY},
     ]
 
@@ -40,7 +41,7 @@ def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
     )[0]
     ranks, size = (1, None) if static else (2, 2)
     results, errors = two_machines([ranks] * 2, jobs(folder, size), tmp_path / "out", static=static)
-    assert [rank[1]["result"][0] for rank in results] == [wanted] * 2 * ranks
+    assert [rank[2]["result"][0] for rank in results] == [wanted] * 2 * ranks
     if static:
         assert [rank[0]["result"] for rank in results] == [[0, 2, 0, 1], [1, 2, 0, 1]]
         assert errors.count("a model-parallel group of 2 ranks spans machines of 1 rank each") == 1
@@ -98,8 +99,8 @@ def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeyp
     wanted = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu").generate(
         PROMPTS, **GREEDY
     )[0]
-    assert [rank[1]["result"][0] for rank in results] == [wanted] * 2
-    assert results[0][2]["result"] >= delay_s, "they did not talk across the link"
+    assert [rank[2]["result"][0] for rank in results] == [wanted] * 2
+    assert results[0][3]["result"] >= delay_s, "they did not talk across the link"
 
 
 @pytest.mark.parametrize(
@@ -118,23 +119,20 @@ def test_groups_that_span_machines_are_told_once_with_the_remedy(
 ):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    machines.warn_if_groups_span.cache_clear()
-    for _ in range(2):
-        machines.warn_if_groups_span(size, 16)
+    warn_if_groups_span(size, 16)
     err = capfd.readouterr().err
     assert told in err and err.count("\n") == (1 if told else 0)
     monkeypatch.setenv("RANK", "1")
-    machines.warn_if_groups_span.cache_clear()
-    machines.warn_if_groups_span(size, 16)
+    warn_if_groups_span(size, 16)
     assert not capfd.readouterr().err
 
 
 def test_an_interface_that_is_not_there(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=lo,eth77 names no interface .* lo"):
-        machines.check_interfaces()
+        check_interfaces()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    machines.check_interfaces()
+    check_interfaces()
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 Each check gives lines of (name, fact) and says by `problem` that something must be mended. The
 kernels may be compiled for this, as they would be by the first model. Under torchrun each rank
-makes the checks of its own; rank_report.py has what concerns several ranks, traps.py what concerns
-the machine.
+makes the checks of its own; rank_report.py has what concerns several ranks,
+environment_checks.py what concerns the machine.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llama
+from llama.cli.environment_checks import Fact, environment_facts, thread_facts
 from llama.cli.ranks import global_rank
-from llama.cli.traps import Fact, thread_traps, traps
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def _show(fact: Fact) -> bool:
 
 def _num_started() -> int:
     """How many ranks were started; 1 too where the variables are wrong, which is told."""
-    from llama.ranks import started_processes
+    from llama.ranks.groups import started_processes
 
     try:
         return started_processes()
@@ -72,7 +72,7 @@ def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
     yield from _ranks()
     yield from _device(device)
     yield from _cpu()
-    yield from traps(os.environ, gpus=torch.cuda.device_count())
+    yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
     if ckpt_dir is not None:
         yield from _checkpoint(ckpt_dir, _device_or_cpu(device))
 
@@ -103,7 +103,7 @@ def _shadows(folder: Path) -> Iterator[Fact]:
 
 def _ranks() -> Iterator[Fact]:
     """The processes that torchrun has started, or that left-over variables pretend."""
-    from llama.ranks import started_processes
+    from llama.ranks.groups import started_processes
 
     try:
         yield Fact("ranks", str(started_processes()))
@@ -175,7 +175,7 @@ def _cpu() -> Iterator[Fact]:
         f"{available_cores()} of {os.cpu_count()} may be used; torch has {torch.get_num_threads()} "
         f"threads; OMP_NUM_THREADS is {chosen or 'not set'}",
     )
-    yield from thread_traps(os.environ, machine_cores())
+    yield from thread_facts(os.environ, machine_cores())
     present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
     yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")

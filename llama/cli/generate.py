@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import check_client, check_sampling, demo_dir, figures, load
 from llama.cli.ranks import finish_on_signal, global_rank, say
-from llama.signals import SIGNALS, stop_requested
+from llama.ranks.signals import SIGNALS, stop_requested
 
 if TYPE_CHECKING:
     from llama.cli.batch.loop import BatchReport

@@ -8,12 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from llama.cli.flags import HelpWanted, UsageError
-
-if TYPE_CHECKING:
-    from llama.ranks.watch import Watch
+from llama.ranks.errors import NotMetError, RankError
+from llama.ranks.signals import DRAIN_S, drain
+from llama.ranks.watch import current_watch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 USAGE = 2
@@ -61,7 +60,7 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
         if _is_of_a_connection(e):
             e = _lost_connection(e)
             _end_job(e, has_trace=False)
-        elif not _is_of_parallel(e, "RankError"):
+        elif not isinstance(e, RankError):
             _end_job(e)
             raise
         return _fail(e, error_code)
@@ -71,8 +70,8 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
 
 def _fail(error: Exception, code: int) -> int:
     """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
-    watch = _watch()
-    if _is_of_parallel(error, "NotMetError"):  # raised on the one rank that is to say it
+    watch = current_watch()
+    if isinstance(error, NotMetError):  # raised on the one rank that is to say it
         watch = None
     else:
         _let_rank_0_end()
@@ -94,7 +93,7 @@ def _let_rank_0_end() -> None:
     """
     if not global_rank():
         return
-    watch = _watch()
+    watch = current_watch()
     if watch is None:
         time.sleep(_WAIT_S)
         return
@@ -108,26 +107,14 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
     drain_s: seconds that they get. Default: LLAMA_DRAIN_S, else 20.
     """
-    from llama.signals import DRAIN_S, drain
-
     drain(float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s)
-
-
-def _watch() -> "Watch | None":
-    parallel = sys.modules.get("llama.ranks")
-    return parallel.current_watch() if parallel is not None else None
 
 
 def _end_job(error: Exception, *, has_trace: bool = True) -> None:
     """A bug of ours, or no memory: the other ranks end too, and one message is printed."""
-    watch = _watch()
+    watch = current_watch()
     if watch is not None:
         watch.fail(error, has_trace=has_trace)
-
-
-def _is_of_parallel(error: Exception, name: str) -> bool:
-    parallel = sys.modules.get("llama.ranks")
-    return parallel is not None and isinstance(error, getattr(parallel, name))
 
 
 def _is_of_a_connection(error: Exception) -> bool:
@@ -148,6 +135,6 @@ def _lost_connection(error: Exception) -> RuntimeError:
 
 def _disconnect() -> None:
     """Leave the groups, if a model was loaded: a process that only exits may abort instead."""
-    parallel = sys.modules.get("llama.ranks")
-    if parallel is not None:
-        parallel.disconnect()
+    groups = sys.modules.get("llama.ranks.groups")
+    if groups is not None:
+        groups.disconnect()

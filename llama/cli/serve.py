@@ -85,7 +85,7 @@ def _keys(options: argparse.Namespace) -> list[str]:
 
 
 def _signals(is_alone: bool) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-    from llama.ranks import stop_requested
+    from llama.ranks.signals import stop_requested
     from llama.server.process import stop_signals
 
     # Of several ranks, the watch of the ranks takes the signals.

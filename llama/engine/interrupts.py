@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from llama.signals import SIGNALS
+from llama.ranks.signals import SIGNALS
 
 
 @contextlib.contextmanager

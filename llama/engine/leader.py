@@ -23,7 +23,8 @@ from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
-from llama.ranks import ModelParallel, RankError
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.errors import RankError
 
 KEEP_ALIVE_S = 20.0
 

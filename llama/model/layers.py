@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llama.ops.linear import can_pack, embedding, linear, pack_if_supported, pack_int8, unpack
 from llama.ops.norm import rms_norm
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 
 def unfilled(

@@ -30,7 +30,7 @@ from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "

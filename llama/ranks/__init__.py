@@ -1,25 +1,4 @@
-"""Ranks: the groups that they form, what they do together, and which of them may print."""
+"""Ranks: the groups that they form, what they do together, and what ends them.
 
-from llama.ranks.errors import NotMetError, RankError
-from llama.ranks.groups import (
-    ModelParallel,
-    SharedCounter,
-    connect,
-    disconnect,
-    started_processes,
-)
-from llama.ranks.watch import current_watch
-from llama.signals import drain, stop_requested
-
-__all__ = [
-    "ModelParallel",
-    "NotMetError",
-    "RankError",
-    "SharedCounter",
-    "connect",
-    "current_watch",
-    "disconnect",
-    "drain",
-    "started_processes",
-    "stop_requested",
-]
+Nothing is imported here, so that a part which needs no torch (signals, errors) can be had without.
+"""

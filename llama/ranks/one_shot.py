@@ -7,15 +7,20 @@ nccl's ring goes round twice. A decode step makes two such sums a layer, of a fe
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama.ranks import torch_private
+from llama.ranks.errors import RankError
+
 MOST_BYTES = 256 << 10  # beyond, each rank reads too much: size times what a ring does
 _ALIGNED = 16  # bytes that the kernels move at once
 _TRIED = (64, 4096, 16_384)  # numbers
+_LIMIT_S = 30.0  # for all ranks to map each other's memory: it takes milliseconds
 
 Reduce = Callable[[Tensor, Tensor], Any]  # (own part of the symmetric buffer, out) -> sums into out
 
@@ -30,18 +35,26 @@ class OneShot:
     def join(
         cls, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device
     ) -> "OneShot | None":
-        """One for this rank, or None on every rank. All ranks of the group call it."""
-        if not _agree(control, _reaches_peers(device)):
-            return None
+        """One for this rank, or None on every rank. All ranks of the group call it.
+
+        What can fail on one rank alone comes first, and the ranks agree on it before they map each
+        other's memory, where each waits for all.
+        """
+        prepared = None
         try:
-            made = _torch_s(group, device)
+            if _reaches_peers(device):
+                prepared = torch_private.symmetric_buffer(MOST_BYTES, device)
         except Exception:  # of torch, the driver or the machine: nccl does the work then
-            made = None
+            prepared = None
+        if not _agree(control, prepared is not None) or prepared is None:
+            return None
+        buffer, meet = prepared
+        made = _in_time(lambda: OneShot(buffer, meet(group)), control, _LIMIT_S)
         if not _agree(control, made is not None) or made is None:
             return None
-        return made if made.is_right(group, control) else None
+        return made if made.self_test(group, control) else None
 
-    def is_right(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> bool:
+    def self_test(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> bool:
         """Try it: on every rank the sums that the group's backend gives, and the same bits."""
         right, device = True, self._buffer.device
         draw = torch.Generator().manual_seed(dist.get_rank(group))
@@ -58,7 +71,7 @@ class OneShot:
                     right &= _is_same(found, control)
         return _agree(control, right)
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
         return (
             x.device == self._buffer.device
             and 0 < x.nbytes <= MOST_BYTES
@@ -73,13 +86,27 @@ class OneShot:
         self._reduce(own, x.view(-1))
 
 
-def _torch_s(group: dist.ProcessGroup, device: torch.device) -> OneShot:
-    import torch.distributed._symmetric_memory as symmetric
+def _in_time(
+    make: Callable[[], OneShot], control: dist.ProcessGroup, limit_s: float
+) -> OneShot | None:
+    """What `make` gives; None where it fails, on every rank or on some.
 
-    buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
-    symmetric.rendezvous(buffer, group)
-    name, op = group.group_name, torch.ops.symm_mem.one_shot_all_reduce_out
-    return OneShot(buffer, lambda own, out: op(own, "sum", name, out))
+    A rank on which it failed may have left others inside it, where they wait for far longer: then
+    RankError on those that have come out, and the job ends.
+    """
+    made, failure = None, "this one did"
+    try:
+        made = make()
+    except Exception as error:  # of torch, the driver or the machine
+        failure = f"this one failed with {type(error).__name__}: {error}"
+    try:
+        dist.monitored_barrier(control, timeout=timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        raise RankError(
+            f"the GPUs of this machine could not map each other's memory within {limit_s:g} s, "
+            f"which some ranks did and others not ({failure}): {str(error).splitlines()[0]}"
+        ) from error
+    return made
 
 
 def _reaches_peers(device: torch.device) -> bool:

@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
+from llama.ranks import torch_private
 from llama.ranks.errors import RankError
 from llama.ranks.meeting import Meeting
 from llama.ranks.watch import current_watch, start_watch
@@ -30,12 +30,12 @@ def meet_all(size: int, world_size: int, timeout_s: float) -> dist.Store:
     RankError where one does not come, and ValueError where they differ in the size of their groups.
     """
     if current_watch() is not None:  # an earlier call of this process
-        return dist.distributed_c10d._get_default_store()
+        return torch_private.default_store()
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     meeting = Meeting(rank, world_size, place, timeout_s)
-    if dist.is_initialized():  # by the caller; torch has no public name for its store
-        store = dist.distributed_c10d._get_default_store()
+    if dist.is_initialized():  # by the caller
+        store = torch_private.default_store()
     else:
         store = _open_store(meeting, rank, timedelta(seconds=timeout_s + LATER_S))
     number, names = next(_meetings), map(str, itertools.count())
@@ -51,7 +51,7 @@ def meet_all(size: int, world_size: int, timeout_s: float) -> dist.Store:
         )
     if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
         first = rank - rank % size
-        start_watch(rank, range(first, first + size), exchange, _clone(store))
+        start_watch(rank, range(first, first + size), exchange, torch_private.clone_store(store))
     meeting.close()
     return store
 
@@ -80,11 +80,6 @@ def _open_store(meeting: Meeting, rank: int, limit: timedelta) -> dist.Store:
     if count != "0" and on_one_machine:
         store = dist.PrefixStore(f"restart-{count}", store)
     return store
-
-
-def _clone(store: Any) -> Any:
-    """The same store by a connection of its own; torch has `clone`, but no type for it."""
-    return store.clone()
 
 
 @contextlib.contextmanager

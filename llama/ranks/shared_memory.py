@@ -7,8 +7,8 @@ ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed, which serves r
 The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
 that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
 order, channels for tensors, for comparisons and for messages. At the start of each channel, 128
-bytes per rank begin with a count of the turns that the rank has come to (uint32): the rank with the
-lowest count is the one that the others wait for. `turns` reads those of the channel for tensors.
+bytes per rank begin with the sequence number of the exchange that it has come to (uint32): the rank
+with the lowest is the one that the others wait for. `sequence_numbers` reads those of tensors.
 """
 
 import contextlib
@@ -34,11 +34,14 @@ _TENSOR_BYTES = 1 << 18  # of a buffer: half of it and its peer's fit the second
 _COMPARE_BYTES = 1 << 12
 _RING_BYTES = 1 << 16
 _FRAME_BYTES = 1 << 14  # the longest piece of a message
-_PLACE_BYTES = 128
+_SLOT_BYTES = 128
 _SPIN_NS = 50_000  # about what a wake-up takes; the peer may wait for this very core
 _CROWDED_SPIN_NS = 2_000  # more ranks than cores: the one that is waited for needs the core
-_STATE = "base rank ranks size spin_ns turn half ticket completed stage offset awaited length more"
-_FIELD = {name: i for i, name in enumerate(_STATE.split())}
+_STATE = (
+    "base", "rank", "ranks", "size", "spin_ns", "sequence", "half", "ticket", "completed", "stage",
+    "offset", "awaited", "length", "more",
+)  # fmt: skip
+_FIELD = {name: i for i, name in enumerate(_STATE)}
 
 Exchange = Callable[[bytes], list[bytes]]
 
@@ -159,13 +162,13 @@ class SharedMemory:
             timeout_s = self.timeout_s
         return b"".join(parts)
 
-    def turns(self) -> list[int]:
-        """How many turns each rank has come to in exchanging tensors; it wraps at 2**32.
+    def sequence_numbers(self) -> list[int]:
+        """The exchange of tensors that each rank has come to; it wraps at 2**32.
 
         Any thread may ask at any time. The rank with the fewest is waited for by the others.
         """
-        places = range(0, self.size * _PLACE_BYTES, _PLACE_BYTES)
-        return [int.from_bytes(self._memory[at : at + 4], "little") for at in places]
+        slots = range(0, self.size * _SLOT_BYTES, _SLOT_BYTES)
+        return [int.from_bytes(self._memory[at : at + 4], "little") for at in slots]
 
     def _channel(self, start: int, size: int) -> Tensor:
         """This rank's state of a channel; see Channel in the C++ file."""
@@ -242,8 +245,8 @@ class SharedMemory:
     def _is_behind(self, channel: Tensor, rank: int) -> bool:
         if channel is self._ring and self.rank != 0:
             return rank == 0
-        place = rank + 1 if channel is self._ring else rank
-        return bool(native.call("shared_is_behind", channel, place))
+        slot = rank + 1 if channel is self._ring else rank
+        return bool(native.call("shared_is_behind", channel, slot))
 
 
 def _describe(code: int, name: str) -> str:

@@ -27,8 +27,8 @@ from llama.ranks import processes
 from llama.ranks.errors import say
 from llama.ranks.heartbeat import Heartbeat, Store
 from llama.ranks.peers import Peer, Peers
+from llama.ranks.signals import SIGNALS
 from llama.ranks.stalls import name_the_stalled, stack_of, where
-from llama.signals import SIGNALS
 
 _TICK_S = 0.5  # between two looks at the clock; all else wakes the thread
 _LINGER_S = 1.0  # for torchrun to see who failed first, and to end the others itself

@@ -22,7 +22,7 @@ from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_held_back
 from llama.engine.sequence import Sequence
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import prepare
 from llama.requests.rank_calls import RankCalls

@@ -12,7 +12,7 @@ from typing import TypeVar
 from llama.engine.core import EngineCore
 from llama.engine.leader import Follower, Leader
 from llama.engine.sequence import Sequence
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 _T = TypeVar("_T")
 _END = "the work that rank 0 leads"

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 from llama.requests.request import RequestOutput
 
 if TYPE_CHECKING:

@@ -127,7 +127,7 @@ def on_both(
 def step(folder: str, batch: int) -> None:
     """One rank: the median milliseconds of a step, and of what rank 0's sums take by size."""
     from llama import Llama
-    from llama.ranks.measure import all_reduce_seconds
+    from llama.cli.rank_report import all_reduce_seconds
 
     llama = Llama.build(folder, None, 128, batch, device="cpu", dtype="bf16")
     parallel = llama.model.parallel

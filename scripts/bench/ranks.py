@@ -19,7 +19,8 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.shapes import DTYPES, fill, write_tokenizer
 from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
-from llama.ranks import ModelParallel, connect
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.groups import connect
 
 _COLUMNS: list[Column] = [
     ("path", "path", ""), ("ranks", "ranks", ""), ("threads", "threads", ""),

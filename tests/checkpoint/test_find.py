@@ -14,7 +14,7 @@ from helpers.weights import PARAMS, STATE, change_json, expect_shards, loaded
 from llama.checkpoint.downloads import check_download
 from llama.checkpoint.find import find
 from llama.checkpoint.verify import verify
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 
 def test_the_layout_follows_from_the_files(meta, hugging):

@@ -20,7 +20,7 @@ from llama.checkpoint.weights import load
 from llama.checkpoint.find import find
 from llama.checkpoint.convert import convert, reshard
 from llama.model import Transformer
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 def anonymous():
     with open("/proc/self/status") as file:

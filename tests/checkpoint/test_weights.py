@@ -19,7 +19,7 @@ from llama.checkpoint.weights import bytes_of, load
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Linear
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 SIZES = (1, 2, 4, 8, 16)
 

@@ -20,7 +20,7 @@ from llama.engine.sampler import top_ids
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.batch import Batch
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
 

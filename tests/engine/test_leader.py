@@ -15,7 +15,8 @@ from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from llama.engine.core import EngineCore
 from llama.engine.leader import Follower, Leader, Message
 from llama.engine.sequence import Sequence, TokenParams
-from llama.ranks import ModelParallel, RankError
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.errors import RankError
 
 
 @dataclass(frozen=True)

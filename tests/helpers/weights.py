@@ -21,7 +21,7 @@ from llama.checkpoint.shapes import shard_shapes
 from llama.checkpoint.weights import load
 from llama.model import Transformer
 from llama.model.args import ModelArgs
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 16, "n_kv_heads": 4, "vocab_size": 128,

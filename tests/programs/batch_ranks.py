@@ -13,7 +13,7 @@ import torch
 
 from llama import Llama
 from llama.cli.batch.job import run_batch
-from llama.ranks import disconnect
+from llama.ranks.groups import disconnect
 
 
 def main(weights: str, size: str, folder: str) -> None:

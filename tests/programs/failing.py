@@ -1,4 +1,4 @@
-"""What parallel/test_failures.py runs: ranks that fail, stall or leave, by torchrun or forked here.
+"""What ranks/test_failures.py runs: ranks that fail, stall or leave, by torchrun or forked here.
 
 A case is {"world", "fault", "rank", "when", "timeout_s"}. Under torchrun one case is given as JSON.
 Without it, the argument is a file of cases: torch is imported once, and each case gets forked
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from llama import Llama
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.session import chat
-from llama.ranks import drain, processes
+from llama.ranks import processes
 from llama.ranks.meeting import Meeting
+from llama.ranks.signals import drain
 
 AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are whole

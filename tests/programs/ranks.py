@@ -12,8 +12,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,7 +24,10 @@ from torch import Tensor
 
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
-from llama.ranks import ModelParallel, RankError
+from llama.ranks import one_shot as one_shot_module
+from llama.ranks import torch_private
+from llama.ranks.collectives import ModelParallel
+from llama.ranks.errors import RankError
 from llama.ranks.one_shot import MOST_BYTES, OneShot
 from llama.sampling_params import SamplingParams
 
@@ -145,17 +150,17 @@ def stream(folder: str, prompts: list[str]) -> list[str]:
 
 
 def shares_memory(folder: str, prompts: list) -> list:
-    """In how many turns this rank exchanges tensors for one token: greedy, drawn, and with its
+    """How often this rank exchanges tensors for one token: greedy, drawn, and with its
     log-probability; then greedy answers."""
-    llama, turns = build(folder), []
+    llama, counts = build(folder), []
     shared = llama.model.parallel.shared
     assert shared is not None
     ways: list[dict] = [{"temperature": 0.0}, {"temperature": 1.0}, {"logprobs": True}]
     for settings in ways:
-        before = shared.turns()[shared.rank]
+        before = shared.sequence_numbers()[shared.rank]
         llama.generate([[256, 65, 66]], 1, **settings)
-        turns.append(shared.turns()[shared.rank] - before)
-    return [turns, llama.generate(prompts, 8, 0.0)[0]]
+        counts.append(shared.sequence_numbers()[shared.rank] - before)
+    return [counts, llama.generate(prompts, 8, 0.0)[0]]
 
 
 def one_shot_sums(folder: str) -> list:
@@ -181,14 +186,51 @@ def one_shot_sums(folder: str) -> list:
     taken = []
     for body in (reduce, wrong, unlike):
         tried = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), body)
-        taken.append(tried.is_right(group, control))
+        taken.append(tried.self_test(group, control))
     one_shot = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), reduce)
+    joined = [join_one_shot(group, control, reduce, way) for way in ("", "prepare", "meet")]
     x = torch.arange(8.0).view(2, 4) + RANK
     sizes = [
-        one_shot.takes(torch.empty(n)) for n in (0, 3, 4, MOST_BYTES // 4, MOST_BYTES // 4 + 4)
+        one_shot.supports(torch.empty(n)) for n in (0, 3, 4, MOST_BYTES // 4, MOST_BYTES // 4 + 4)
     ]
     one_shot.all_reduce(x)
-    return [taken, x.tolist(), sizes]
+    return [taken, x.tolist(), sizes, joined, fails_in_a_rendezvous(control)]
+
+
+def join_one_shot(group: Any, control: Any, reduce: Callable, fails: str) -> bool:
+    """Whether there is one, where on rank 1 no memory can be had, or no rank can map another's."""
+
+    def meet(group: Any) -> Callable:
+        if fails == "meet":
+            raise RuntimeError("no permission")
+        return reduce
+
+    def buffer(num_bytes: int, device: torch.device) -> tuple[Tensor, Callable]:
+        if fails == "prepare" and RANK:
+            raise RuntimeError("no memory")
+        return torch.empty(num_bytes, dtype=torch.uint8), meet
+
+    with (
+        mock.patch.object(torch_private, "symmetric_buffer", buffer),
+        mock.patch.object(one_shot_module, "_reaches_peers", lambda device: True),
+    ):
+        return OneShot.join(group, control, torch.device("cpu")) is not None
+
+
+def fails_in_a_rendezvous(control: Any) -> str:
+    """Rank 1 fails where rank 0 waits for it: on rank 1, the error that ends the job soon."""
+    if not RANK:
+        time.sleep(1.0)
+        return ""
+
+    def fail() -> OneShot:
+        raise OSError("no permission")
+
+    try:
+        one_shot_module._in_time(fail, control, 0.5)
+    except RankError as e:
+        return str(e)
+    return "no error"
 
 
 def spans_machines(folder: str) -> list:

@@ -104,14 +104,14 @@ def operations(rank: Rank, seed: int, count: int, wound: bool = False) -> str:
 
 
 def wind(rank: Rank, shared: SharedMemory) -> None:
-    """Set all counts to just below 2**32, where they begin anew."""
-    turn = 2**32 - 24
-    for channel, places in ((shared._tensors, 0), (shared._compare, 0), (shared._ring, 1)):
-        channel[shared_memory._FIELD["turn"]] = turn
+    """Set all sequence numbers to just below 2**32, where they begin anew."""
+    sequence = 2**32 - 24
+    for channel, slots in ((shared._tensors, 0), (shared._compare, 0), (shared._ring, 1)):
+        channel[shared_memory._FIELD["sequence"]] = sequence
         start = int(channel[0]) - shared.base
-        for place in {0, rank.rank + places} if places else {rank.rank}:
-            at = start + place * 128
-            shared._memory[at : at + 4] = turn.to_bytes(4, "little")
+        for slot in {0, rank.rank + slots} if slots else {rank.rank}:
+            at = start + slot * 128
+            shared._memory[at : at + 4] = sequence.to_bytes(4, "little")
     rank.exchange(b"")
 
 

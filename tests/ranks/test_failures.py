@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from helpers.launch import PROGRAMS, environment
-from llama.ranks import NotMetError
+from llama.ranks.errors import NotMetError
 from llama.ranks.meeting import Meeting
 from llama.ranks.rendezvous import _open_store
 from llama.ranks.stalls import name_the_stalled

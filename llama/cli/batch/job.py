@@ -19,7 +19,7 @@ from llama.cli.batch.lines import answer_record, read_request
 from llama.cli.batch.loop import BatchReport as BatchReport
 from llama.cli.batch.loop import Loop
 from llama.generation import Llama
-from llama.ranks import SharedCounter
+from llama.ranks.collectives import SharedCounter
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.openai.chat_prompt import chat_params, chat_prompt

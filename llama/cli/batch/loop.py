@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from llama.cli.batch.files import Line, Results, read_lines
 from llama.cli.batch.lines import custom_id_of, error_record, parse_line
+from llama.ranks.signals import stop_requested
 from llama.sampling_params import SamplingParams
-from llama.signals import stop_requested
 
 _TICKS_PER_POST = 16  # steps, waits or bad lines between two exchanges with the other replicas
 _TIMEOUT_S = 3600.0  # for replicas that make no progress: one step can be slow, but not so slow

@@ -17,9 +17,9 @@ from llama.cli.batch.lines import checked_body, error_record, response_record, t
 from llama.cli.batch.loop import BatchReport, Loop
 from llama.cli.client import Client, Reply, ServerError, with_retries
 from llama.cli.client_bodies import counts_of, filled
+from llama.ranks.signals import SIGNALS, stop_requested
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
-from llama.signals import SIGNALS, stop_requested
 
 MAX_CONCURRENCY = 1024
 _WAIT_S = 0.5  # between two looks at whether a signal came

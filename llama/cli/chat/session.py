@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from llama.cli.chat.conversation import Conversation, Turn, TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
+from llama.ranks.signals import SIGNALS
 from llama.sampling_params import SamplingParams
-from llama.signals import SIGNALS
 
 if TYPE_CHECKING:
     from llama.generation import Llama
@@ -51,12 +51,10 @@ def chat(llama: "Llama", *, system: str | None = None, **settings: Any) -> None:
             f"a chat is one conversation, and there are {parallel.data_size} model-parallel "
             "groups: leave model_parallel_size out, or start fewer processes"
         )
-    from llama.ranks import current_watch
-
     context = llama.model.params.max_seq_len
     SIGNALS.has_begun = True  # on every rank
     conversation = Conversation(llama.formatter, context, system=system, **settings)
-    terminal = Terminal(parallel.size, current_watch())
+    terminal = Terminal(parallel.size, parallel.watch)
     gone = llama.lead(lambda: talk(_of_engine(llama), conversation, terminal))
     if gone is not None:
         raise gone

@@ -18,12 +18,10 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from llama.signals import SIGNALS
-
-if TYPE_CHECKING:
-    from llama.ranks.watch import Watch
+from llama.ranks.signals import SIGNALS
+from llama.ranks.watch import Watch
 
 QUOTES = '"""'
 PROMPT, MORE = "> ", ". "
@@ -60,7 +58,7 @@ class Terminal:
     ranks: the number of processes. watch: of this process, where there are several.
     """
 
-    def __init__(self, ranks: int = 1, watch: "Watch | None" = None) -> None:
+    def __init__(self, ranks: int = 1, watch: Watch | None = None) -> None:
         self.keyboard = sys.stdin.isatty()
         self.screen = self.keyboard and sys.stdout.isatty()
         self._dim_notes = self.screen and not os.environ.get("NO_COLOR")

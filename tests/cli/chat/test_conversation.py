@@ -16,7 +16,7 @@ from llama import Message
 from llama.cli.chat.conversation import COMMANDS, SETTINGS, Conversation, Turn, TurnStats
 from llama.cli.chat.session import chat
 from llama.cli.chat.terminal import Terminal, read_turn
-from llama.ranks import ModelParallel
+from llama.ranks.collectives import ModelParallel
 
 STATS = TurnStats(0.5, 2.5, prompt_tokens=30, cached_tokens=16, tokens=21)
 

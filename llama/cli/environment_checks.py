@@ -26,7 +26,7 @@ class Fact(NamedTuple):
     problem: bool = False
 
 
-def traps(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[Fact]:
+def environment_facts(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[Fact]:
     """The facts of this machine, for the ranks that `environ`'s variables describe."""
     num_local = _number(environ, "LOCAL_WORLD_SIZE")
     machines = _number(environ, "WORLD_SIZE") // max(1, num_local)
@@ -38,7 +38,7 @@ def traps(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[Fact]:
     yield from _rendezvous(environ)
 
 
-def thread_traps(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
+def thread_facts(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
     """`cores`: what the processes of this machine may use, by affinity and CPU quota together."""
     num_local = _number(environ, "LOCAL_WORLD_SIZE")
     installed = os.cpu_count() or 1

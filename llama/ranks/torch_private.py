@@ -1,0 +1,67 @@
+"""The names of torch that are used here without being public: all of them, in one place.
+
+torch promises nothing about these. A test asks whether each is there in the torch that is
+installed, and each function says what happens in a torch that lacks it.
+"""
+
+import importlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def register_fake_backend() -> bool:
+    """Make torch know the backend "fake". Without it: False, and a process alone takes gloo."""
+    try:
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers it
+    except ImportError:
+        return False
+    return True
+
+
+def default_store() -> dist.Store:
+    """Where the ranks met whose groups the program made itself. Without it: RuntimeError."""
+    get = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if get is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not show the store of process groups that a program "
+            "made itself: leave out init_process_group, as Llama.build makes them"
+        )
+    return get()
+
+
+def clone_store(store: Any) -> Any:
+    """The same store by a connection of its own; torch has the method, but no type for it."""
+    return store.clone()
+
+
+def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Of a group that fairscale made, which passes none on. Without it: torch's own limit stays,
+    of 10 minutes with nccl and 30 with gloo; the watch ends a step that is stuck before that."""
+    set_it = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if set_it is not None:
+        set_it(limit, group)
+
+
+def symmetric_buffer(
+    num_bytes: int, device: torch.device
+) -> tuple[Tensor, Callable[[dist.ProcessGroup], Callable[[Tensor, Tensor], Any]]]:
+    """Memory that other GPUs of the machine can map, and what maps it on all ranks of a group.
+
+    That gives (part of the buffer, out) -> the sum over the ranks into `out`. Without these names:
+    ImportError or AttributeError here, before any rank waits for another; nccl does the work then.
+    """
+    symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+    op, meet = torch.ops.symm_mem.one_shot_all_reduce_out, symmetric.rendezvous
+
+    def join(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Any]:
+        meet(buffer, group)
+        name = group.group_name
+        return lambda own, out: op(own, "sum", name, out)
+
+    buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    return buffer, join
