@@ -1,6 +1,6 @@
 """What a model uses on its GPU: the kernels of this project, and graphs, that passed their checks.
 
-In: a rank's device, type and sizes, then its model. Out: kernels in use and a recorder of graphs,
+In: a rank's device, type and sizes, then its model. Out: its `KernelSet` and a recorder of graphs,
 on every rank alike, with at most one warning for each that names what was dropped and why.
 `llama.ops.triton.stamp` has them checked, in other processes, and keeps the result.
 
@@ -19,13 +19,11 @@ from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.triton import kernels
 from llama.ops.triton.cases import Sizes
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 _NAMES = (*kernels.NAMES, graph_check.NAME)
-# By device and type, what a check in this process let out: a kernel is in use for all models there,
-# and one that is wrong at one model's sizes must not come back with the next model.
-_failed: dict[tuple[torch.device, torch.dtype], set[str]] = {}
 
 
 def asked_for() -> frozenset[str]:
@@ -39,20 +37,20 @@ def asked_for() -> frozenset[str]:
     return names
 
 
-def use_kernels(
+def kernels_for(
     params: ModelArgs,
     parallel: ModelParallel,
     device: torch.device,
     dtype: torch.dtype,
     page_size: int,
     allowed: frozenset[str],
-) -> None:
-    """Check the kernels, or read what a check has found, and use those that pass on all ranks.
+) -> KernelSet:
+    """The kernels that pass their check on all ranks, or have passed it before.
 
-    Nothing happens off CUDA. The first time on a machine it takes ten seconds or more.
+    None off CUDA. The first time on a machine it takes ten seconds or more.
     """
     if device.type != "cuda":
-        return
+        return TORCH_ONLY
     from llama.ops.triton import stamp
 
     name = next(name for name, value in DTYPES.items() if value is dtype)
@@ -60,31 +58,25 @@ def use_kernels(
     if allowed and stamp.not_for(device) is None:
         sizes = sizes_of(params, parallel.size, page_size)
         verdict = stamp.settle(stamp.Job(str(device), name, sizes, stamp.names_for(name)))
-    failed = _failed.setdefault((device, dtype), set())
-    failed |= set(verdict.dropped)
-    own = [x for x in verdict.passed if x in allowed and x not in failed]
-    stamp.use(device, dtype, verdict, own)
-    try:
-        compile_ahead(params, parallel.size, device, dtype)
-    except Exception as e:  # of a compiler or the driver: torch has an attention of its own
-        own.remove("attention")
-        failed.add("attention")
-        verdict.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
+    own = allowed & set(verdict.passed)
+    if "attention" in own:
+        try:
+            compile_ahead(params, parallel.size, device, dtype)
+        except Exception as e:  # of a compiler or the driver: torch has an attention of its own
+            own -= {"attention"}
+            verdict.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
     everywhere = [x for x in kernels.NAMES if parallel.all_reduce_min(int(x in own))]
-    stamp.use(device, dtype, verdict, everywhere)
-    dropped = dict.fromkeys(set(own) - set(everywhere), "another rank dropped it")
-    dropped |= dict.fromkeys(failed & allowed, "it failed for another model")
+    dropped = dict.fromkeys(own - set(everywhere), "another rank dropped it")
     dropped |= {x: reason for x, reason in verdict.dropped.items() if x in allowed}
     if dropped and parallel.global_rank == 0:
         reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))
         warnings.warn(f"torch runs in place of kernels for the GPU: {reasons}", stacklevel=2)
+    return stamp.kernel_set(dtype, verdict, everywhere)
 
 
 def compile_ahead(params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
     """Compile the kernels of which there are several, so that no step waits for a compiler: decode
     attention has one for each number of parts that keys are divided into."""
-    if "attention" not in kernels.in_use(device):
-        return
     from llama.ops.triton import attention
 
     n_heads, n_kv_heads = params.n_heads // ranks, max(1, params.kv_heads // ranks)
@@ -126,7 +118,7 @@ def _why_no_graphs(model: Transformer, page_size: int) -> str | None:
     device, dtype = model.norm.weight.device, model.norm.weight.dtype
     name = next(name for name, value in DTYPES.items() if value is dtype)
     sizes = sizes_of(model.params, model.parallel.size, page_size)
-    in_use = tuple(x for x in kernels.NAMES if x in kernels.in_use(device))
+    in_use = tuple(sorted(model.kernels.names))
     job = stamp.Job(str(device), name, sizes, (graph_check.NAME,), in_use)
     verdict = stamp.settle(job, graph_check.CHILD)
     return verdict.reasons.get(graph_check.NAME, "they were not checked")
@@ -147,9 +139,9 @@ def sizes_of(params: ModelArgs, ranks: int, page_size: int) -> Sizes:
     )
 
 
-def describe(device: torch.device) -> str:
-    """The kernels in use on a GPU, for the line that a build prints; nothing on other devices."""
-    if device.type != "cuda":
+def describe(model: Transformer) -> str:
+    """The kernels that a model on a GPU runs, for the line that a build prints."""
+    if model.norm.weight.device.type != "cuda":
         return ""
-    names = [name for name in kernels.NAMES if name in kernels.in_use(device)]
+    names = [name for name in kernels.NAMES if name in model.kernels.names]
     return f", kernels {'+'.join(names)}" if names else ", torch's kernels"

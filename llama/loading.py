@@ -52,7 +52,7 @@ class Loaded:
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full "
-            f"length at once{gpu.describe(device)}" + ", CUDA graphs" * has_graphs
+            f"length at once{gpu.describe(self.model)}" + ", CUDA graphs" * has_graphs
         )
 
 
@@ -91,13 +91,14 @@ def load_model(
         must_match += [params, asked, seed, chosen_dtype, chosen_device.type]
     if chosen_device.type == "cpu":
         set_num_threads()
-    gpu.use_kernels(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
+    kernels = gpu.kernels_for(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
     sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, asked)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)
         model = Transformer(
             args, parallel=parallel, device=chosen_device, dtype=_activations(chosen_dtype)
         )
+        model.use_kernels(kernels)
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         pack = functools.partial(model.pack, int8=chosen_dtype is torch.int8)
         weights.load(checkpoint, model, filled=pack, progress=shows)

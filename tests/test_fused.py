@@ -4,7 +4,7 @@ call, or as a sequence of ops."""
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from llama.model import Attention
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
 from llama.ops.op_stack import OpStack
-from llama.ops.triton import kernels as gpu_kernels
+from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
 
 CPU = torch.device("cpu")
@@ -117,9 +117,12 @@ def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, int8, ranks):
         torch.set_num_threads(1)
 
 
+OP_STACK = KernelSet(frozenset(NAMES), frozenset())  # in use for no type: ops keep their bodies
+
+
 @pytest.fixture
-def op_stack(monkeypatch) -> Iterator[list[OpStack]]:
-    """Stacks of ops instead of native calls, though each op keeps its body; those that ran."""
+def op_stack(monkeypatch) -> list[OpStack]:
+    """The stacks of ops that ran."""
     ran: list[OpStack] = []
     run_stack = OpStack.run
 
@@ -128,9 +131,7 @@ def op_stack(monkeypatch) -> Iterator[list[OpStack]]:
         return run_stack(stack, *args)
 
     monkeypatch.setattr(OpStack, "run", counted)
-    gpu_kernels.use(CPU, gpu_kernels.NAMES, dtypes=())
-    yield ran
-    gpu_kernels.use(CPU, ())
+    return ran
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -138,6 +139,7 @@ def op_stack(monkeypatch) -> Iterator[list[OpStack]]:
 def test_the_sequence_of_ops_gives_the_bytes_of_the_modules(op_stack, kind, ranks):
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     model = make_model(int8=kind == "int8", ranks=ranks, packed=kind != "fp32", dtype=dtype)
+    model.use_kernels(OP_STACK)
     for sequences in BATCHES[2:7]:
         wanted = run_modules(model, sequences)
         assert not op_stack
@@ -213,6 +215,7 @@ def test_what_is_put_into_the_layers_is_run(kernels, calls, change):
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_put_into_the_layers_is_run_in_place_of_ops(op_stack, change):
     model = make_model(packed=False, dtype=torch.float32)
+    model.use_kernels(OP_STACK)
     before = run(model, BATCHES[3])
     op_stack.clear()
     undo = change(model)
@@ -254,6 +257,7 @@ def test_weights_that_change_are_used(kernels, calls, change):
 @pytest.mark.parametrize("change", [set_data, set_weight, load_state, set_eps])
 def test_weights_that_change_are_used_by_the_ops(op_stack, change):
     model = make_model(packed=False, dtype=torch.float32)
+    model.use_kernels(OP_STACK)
     before = run(model, BATCHES[3])
     change(model)
     after = run(model, BATCHES[3])

@@ -13,11 +13,13 @@ from llama.gpu import (
     asked_for,
     compile_ahead,
     describe,
+    kernels_for,
     recorder_for,
-    use_kernels,
 )
 from llama.model.args import ModelArgs
+from llama.model.transformer import Transformer
 from llama.ops.triton import kernels, stamp
+from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
 
 GPU = torch.device("cuda", 7)
@@ -51,24 +53,29 @@ def gpu(monkeypatch):
         return jobs
 
     monkeypatch.setattr("llama.gpu.compile_ahead", lambda *sizes: None)
-    monkeypatch.setattr("llama.gpu._failed", {})
     monkeypatch.setattr(stamp, "not_for", lambda device: None)
-    monkeypatch.setattr(stamp.tiles, "use", lambda device, choices: None)
-    yield install
-    kernels._in_use.pop(GPU, None)
+    return install
 
 
-def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> None:
-    use_kernels(PARAMS, parallel, GPU, dtype, 16, allowed)
+def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> frozenset:
+    return kernels_for(PARAMS, parallel, GPU, dtype, 16, allowed).names
+
+
+def model_with(names, parallel: ModelParallel | None = None, device: torch.device = GPU) -> Any:
+    weight = SimpleNamespace(device=device, dtype=torch.bfloat16)
+    return SimpleNamespace(
+        norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel,
+        kernels=KernelSet(frozenset(names)),
+    )  # fmt: skip
 
 
 def test_what_fails_is_dropped_with_one_warning(gpu):
     jobs = gpu({"linear": "off by 1", "sample": "it hangs"})
     with pytest.warns(UserWarning, match="linear: off by 1; sample: it hangs") as warned:
-        use(Rank())
+        found = use(Rank())
     assert len(warned) == 1
-    assert kernels.in_use(GPU) == ALL - {"linear", "sample"}
-    assert describe(GPU) == ", kernels attention+add_norm+rope_and_store+silu_mul"
+    assert found == ALL - {"linear", "sample"}
+    assert describe(model_with(found)) == ", kernels attention+add_norm+rope_and_store+silu_mul"
     (job,) = jobs
     assert job.names == stamp.names_for("bf16")
     assert (job.sizes.n_heads, job.sizes.n_kv_heads, job.sizes.head_dim) == (8, 2, 16)
@@ -77,26 +84,23 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
 def test_ranks_use_the_same_kernels(gpu):
     gpu({})
     with pytest.warns(UserWarning, match="add_norm: another rank dropped it"):
-        use(Rank(1))
-    assert kernels.in_use(GPU) == ALL - {"add_norm"}
+        assert use(Rank(1)) == ALL - {"add_norm"}
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):
     jobs = gpu({})
-    use(Rank(), torch.float32)
+    assert use(Rank(), torch.float32) == {"sample"}
     assert [job.names for job in jobs] == [("sample",)]
-    assert kernels.in_use(GPU) == {"sample"}
 
 
 def test_the_variable_turns_kernels_off(gpu, monkeypatch):
     jobs = gpu({"linear": "off by 1"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what is not wanted is no loss
-        use(Rank(), allowed=frozenset({"attention", "sample"}))
-    assert kernels.in_use(GPU) == {"attention", "sample"}
-    use(Rank(), allowed=frozenset())
-    assert kernels.in_use(GPU) == frozenset() and len(jobs) == 1
-    assert describe(GPU) == ", torch's kernels"
+        allowed = frozenset({"attention", "sample"})
+        assert use(Rank(), allowed=allowed) == allowed
+    assert use(Rank(), allowed=frozenset()) == frozenset() and len(jobs) == 1
+    assert describe(model_with([])) == ", torch's kernels"
     for text, names in {
         "": ALL | {"graph"},
         "none": set(),
@@ -111,12 +115,12 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
 
 def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
     jobs = gpu({})
-    use_kernels(PARAMS, Rank(), torch.device("cpu"), torch.bfloat16, 16, ALL)
-    assert describe(torch.device("cpu")) == ""
+    cpu = torch.device("cpu")
+    assert kernels_for(PARAMS, Rank(), cpu, torch.bfloat16, 16, ALL).names == frozenset()
+    assert describe(model_with(ALL, device=cpu)) == ""
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    use(Rank())
-    assert not jobs and kernels.in_use(GPU) == frozenset()
+    assert use(Rank()) == frozenset() and not jobs
 
 
 def test_doctor_shows_the_stamps(monkeypatch):
@@ -143,27 +147,23 @@ class Recorder:
         self.device = device
 
 
-def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
+def recorder(monkeypatch, parallel: ModelParallel, names=ALL) -> Recorder | None:
     monkeypatch.setattr("llama.gpu.CudaRecorder", Recorder)
-    weight = SimpleNamespace(device=GPU, dtype=torch.bfloat16)
-    model = SimpleNamespace(norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel)
-    return recorder_for(model, 16)  # type: ignore[arg-type, return-value]
+    return recorder_for(model_with(names, parallel), 16)  # type: ignore[return-value]
 
 
-def test_a_kernel_that_is_wrong_for_one_model_does_not_come_back_with_the_next(gpu):
-    """Both run in one process, on one GPU: what is in use there is in use for both."""
+def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
+    """One that is wrong for the second is right for the first, and stays in use there."""
+    first = Transformer(PARAMS, device="meta")
+    gpu({})
+    first.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, 16, ALL))
+    second = Transformer(PARAMS, device="meta")
     gpu({"add_norm": "off by 1"})
     with pytest.warns(UserWarning, match="add_norm: off by 1"):
-        use(Rank())
-    gpu({"linear": "off by 2"})
-    with pytest.warns(UserWarning, match="add_norm: it failed for another model; linear: off"):
-        use(Rank())
-    assert kernels.in_use(GPU) == ALL - {"add_norm", "linear"}
-    gpu({})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        use(Rank(), torch.float16)  # another type, whose kernels are others
-    assert kernels.in_use(GPU) == ALL
+        second.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, 16, ALL))
+    for model, names in ((first, ALL), (second, ALL - {"add_norm"})):
+        held: list[Any] = [x.kernels for x in model.modules() if hasattr(x, "kernels")]
+        assert [kernels.names for kernels in held] == [names] * (3 + 8 * PARAMS.n_layers)
 
 
 def test_attention_that_does_not_compile_is_dropped(gpu, monkeypatch):
@@ -173,15 +173,12 @@ def test_attention_that_does_not_compile_is_dropped(gpu, monkeypatch):
     gpu({})
     monkeypatch.setattr("llama.gpu.compile_ahead", fail)
     with pytest.warns(UserWarning, match="attention: not compiled: no such instruction$"):
-        use(Rank())
-    assert kernels.in_use(GPU) == ALL - {"attention"}
+        assert use(Rank()) == ALL - {"attention"}
 
 
 def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
-    jobs = gpu({"linear": "off by 1"})
-    with pytest.warns(UserWarning):
-        use(Rank())
-    made = recorder(monkeypatch, Rank())
+    jobs = gpu({})
+    made = recorder(monkeypatch, Rank(), ALL - {"linear"})
     assert made is not None and made.device == GPU
     assert jobs[-1].names == ("graph",)
     assert set(jobs[-1].in_use) == ALL - {"linear"}
@@ -221,7 +218,7 @@ def test_graphs_can_be_turned_off(gpu, monkeypatch):
 
 
 def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
-    """One for each number of parts that keys are divided into; none where it is not used."""
+    """One for each number of parts that keys are divided into."""
     attention = pytest.importorskip("llama.ops.triton.attention")
     compiled, run = [], attention.paged_attention
 
@@ -233,11 +230,5 @@ def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
     monkeypatch.setattr(attention, "paged_attention", watched)
     cpu = torch.device("cpu")
     compile_ahead(PARAMS, 1, cpu, torch.float32)
-    assert not compiled
-    kernels.use(cpu, ["attention"], [torch.float32])
-    try:
-        compile_ahead(PARAMS, 1, cpu, torch.float32)
-    finally:
-        kernels.use(cpu, ())
     possible = {attention.num_splits(n, 2) for n in range(1, 65)}
     assert len(possible) > 2 and set(compiled) == possible

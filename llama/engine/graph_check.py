@@ -23,7 +23,8 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
-from llama.ops.triton import check, kernels
+from llama.ops.triton import check
+from llama.ops.triton.kernels import KernelSet
 
 NAME = "graph"
 CHILD = ("-m", "llama.engine.graph_check")
@@ -43,8 +44,9 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     kv_cache.copy_(torch.randn(kv_cache.shape, generator=draw))
     last_ids = torch.randint(model.vocab_size, (64,), generator=draw).to(kv_cache.device)
     graphs = DecodeGraphs(
-        model, kv_cache, recorder, last_ids=last_ids, choose=top_ids,
-        choose_from_share=lambda hidden: top_ids(model.logits(hidden)),
+        model, kv_cache, recorder, last_ids=last_ids,
+        choose=lambda logits: top_ids(logits, model.kernels),
+        choose_from_share=lambda hidden: top_ids(model.logits(hidden), model.kernels),
     )  # fmt: skip
     for lengths in (every[:1], every[-1:], every[1:4], every, every[2:5]):
         scheduled = _decoding(lengths, page_size)
@@ -126,8 +128,8 @@ def main(arguments: Seq[str]) -> int:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        kernels.use(device, job.in_use, [dtype])
         model = Transformer(args, dtype=dtype, device=device)
+        model.use_kernels(KernelSet(frozenset(job.in_use), frozenset({dtype})))
         for weight in model.parameters():
             weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
         compare(model, CudaRecorder(device), sizes.page_size)

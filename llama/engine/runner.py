@@ -93,7 +93,7 @@ class ModelRunner:
                 self.kv_cache,
                 recorder,
                 last_ids=self._last_ids,
-                choose=top_ids,
+                choose=lambda logits: top_ids(logits, model.kernels),
                 choose_from_share=self._top_of_ranks,
             )
 
@@ -162,14 +162,14 @@ class ModelRunner:
         decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
         if is_greedy or decoded.logits is None:
             return Sampled(decoded.ids[:n])
-        return sample(decoded.logits[:n], sampling, mask)
+        return sample(decoded.logits[:n], sampling, mask, self.model.kernels)
 
     def _sample(
         self, rows: Tensor, sampling: list[Sequence], is_greedy: bool, mask: TokenMask | None
     ) -> Sampled:
         if self.model.parallel.size > 1 and is_greedy:
             return Sampled(self._top_of_ranks(rows))
-        return sample(self.model.logits(rows), sampling, mask)
+        return sample(self.model.logits(rows), sampling, mask, self.model.kernels)
 
     def _top_of_ranks(self, hidden: Tensor) -> Tensor:
         """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row.
@@ -178,7 +178,7 @@ class ModelRunner:
         it, not even between unlike machines.
         """
         parallel, share = self.model.parallel, self.model.logits_share(hidden)
-        own = top_of_share(share, parallel.rank * share.shape[-1])
+        own = top_of_share(share, parallel.rank * share.shape[-1], self.model.kernels)
         return top_of_all(parallel.all_gather(own))
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:

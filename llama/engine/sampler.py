@@ -24,6 +24,7 @@ from torch import Tensor
 from llama.engine.constraints import TokenMask
 from llama.engine.sequence import Sequence
 from llama.ops.sample import SamplingRow, choose_ids, on_device_of, top_tokens, uniform
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 __all__ = [
     "Sampled",
@@ -52,7 +53,12 @@ class Sampled:
     top_logprobs: Tensor | None = None  # (B, K) float32
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence], mask: TokenMask | None = None) -> Sampled:
+def sample(
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    mask: TokenMask | None = None,
+    kernels: KernelSet = TORCH_ONLY,
+) -> Sampled:
     """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
 
     In this order, each only if some row asks for it: what its constraint excludes; logit_bias,
@@ -68,7 +74,7 @@ def sample(logits: Tensor, sequences: Seq[Sequence], mask: TokenMask | None = No
     adjusted = _added(adjusted, [_bias(seq) for seq in sequences])
     adjusted = _repetition_penalty(adjusted, sequences)
     adjusted = _added(adjusted, [_penalties(seq) for seq in sequences])
-    ids = _choose(adjusted, sequences)
+    ids = _choose(adjusted, sequences, kernels)
     wanted = [s.params.logprobs for s in sequences if s.params.logprobs is not None]
     if not wanted:
         return Sampled(ids)
@@ -89,18 +95,18 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     )
 
 
-def top_ids(logits: Tensor) -> Tensor:
+def top_ids(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
     """(B, V) -> (B) ids: the lowest of each row's top ones, or -1, see `Sampled`."""
-    row_max, ids = top_tokens(logits)
+    row_max, ids = top_tokens(logits, kernels)
     return ids.where(row_max.isfinite(), -1)
 
 
-def top_of_share(logits: Tensor, first: int) -> Tensor:
+def top_of_share(logits: Tensor, first: int, kernels: KernelSet = TORCH_ONLY) -> Tensor:
     """A rank's share of the logits (B, V / ranks) float32, from id `first` on -> (B, 2) int32.
 
     Of each row: the bits of its largest logit, NaN where there is one, and that logit's lowest id.
     """
-    row_max, ids = top_tokens(logits)
+    row_max, ids = top_tokens(logits, kernels)
     return torch.stack((row_max.view(torch.int32), (ids + first).int()), dim=-1)
 
 
@@ -186,11 +192,11 @@ def _cells(logits: Tensor, ids: Seq[Collection[int]]) -> tuple[Tensor, Tensor]:
     return on_device_of(logits, rows), on_device_of(logits, list(chain.from_iterable(ids)))
 
 
-def _choose(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+def _choose(logits: Tensor, sequences: Seq[Sequence], kernels: KernelSet) -> Tensor:
     """(B, V) -> (B) ids: the first of the top ones in greedy rows, a draw in the others."""
     rows = [
         None if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
         for p in (seq.params for seq in sequences)
     ]
     seeds, positions = [seq.seed for seq in sequences], [seq.num_known for seq in sequences]
-    return choose_ids(logits, rows, seeds, positions)
+    return choose_ids(logits, rows, seeds, positions, kernels)

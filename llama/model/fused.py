@@ -1,10 +1,10 @@
 """When the layers of a model run as a stack of weights, and when their modules run one by one.
 
 In: the layers, as modules. Out: a stack of their weights, or None. On a CPU with kernels it is a
-`LayerStack`, one native call, if the kernels take the weights. On a CUDA device, and wherever
-Triton's kernels are in use, it is an `OpStack`, a sequence of ops. Where somebody wants to see or
-change what happens inside the layers (a hook, another forward, another module) there is none. The
-modules are the definition; a stack gives the same bytes.
+`LayerStack`, one native call, if the kernels take the weights. On a CUDA device, and wherever the
+model may run Triton's kernels, it is an `OpStack`, a sequence of ops. Where somebody wants to see
+or change what happens inside the layers (a hook, another forward, another module) there is none.
+The modules are the definition; a stack gives the same bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from llama.ops.cpu import native
 from llama.ops.layers import LayerStack, LayerWeights, Packed
 from llama.ops.op_stack import OpStack
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer, as defined
 
@@ -31,6 +31,7 @@ class FusedLayers:
     def __init__(self, layers: nn.ModuleList, definitions: Forwards) -> None:
         self._layers = layers
         self._definitions = definitions
+        self._kernels = TORCH_ONLY
         self._stack: LayerStack | OpStack | None = None
         self._made_as: type | None = None  # what the stack, or None, was made as
         self._hooks: list[Mapping] = []  # all empty
@@ -42,11 +43,15 @@ class FusedLayers:
         self._modules: list[nn.Module] = []
         self._kinds: list[type] = []
 
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """What the ops of a stack may run, from now on."""
+        self._kernels, self._made_as = kernels, None
+
     def find(self) -> LayerStack | OpStack | None:
         """Asked at each step: what has not changed is not looked at twice."""
         device = next(self._layers.parameters()).device
         kind: type[LayerStack | OpStack]
-        if device.type == "cuda" or kernels.in_use(device):
+        if device.type == "cuda" or self._kernels.names:
             kind = OpStack
         elif native.kernels() is not None:
             kind = LayerStack
@@ -79,7 +84,7 @@ class FusedLayers:
         self._watch(modules)
         self._made_as = kind
         try:
-            return _stack_of(list(self._layers), kind)
+            return _stack_of(list(self._layers), kind, self._kernels)
         except ValueError:
             return None
 
@@ -100,7 +105,9 @@ class FusedLayers:
         self._things = [thing for _, _, thing in watched]
 
 
-def _stack_of(layers: list[Any], kind: type[LayerStack | OpStack]) -> LayerStack | OpStack:
+def _stack_of(
+    layers: list[Any], kind: type[LayerStack | OpStack], kernels: KernelSet
+) -> LayerStack | OpStack:
     """ValueError where the kernels do not take the weights."""
     weights = []
     for layer in layers:
@@ -115,7 +122,7 @@ def _stack_of(layers: list[Any], kind: type[LayerStack | OpStack]) -> LayerStack
     attention, eps = layers[0].attention, layers[0].attention_norm.eps
     n_kv_heads, head_dim = attention.n_kv_heads, attention.head_dim
     if kind is OpStack:
-        return OpStack(weights, n_kv_heads=n_kv_heads, head_dim=head_dim, eps=eps)
+        return OpStack(weights, n_kv_heads=n_kv_heads, head_dim=head_dim, eps=eps, kernels=kernels)
     return LayerStack(
         weights,
         n_heads=attention.n_heads,

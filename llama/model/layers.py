@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llama.ops.linear import can_pack, embedding, linear, pack_if_supported, pack_int8, unpack
 from llama.ops.norm import rms_norm
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 
 
@@ -82,12 +83,14 @@ class Matrix(nn.Module):
 class Linear(Matrix):
     """(..., in) -> (..., out) by this rank's weight. No bias."""
 
+    kernels: KernelSet = TORCH_ONLY  # see `Transformer.use_kernels`
+
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__(n_out, n_in)
 
     def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """dtype: of the result; float32 keeps what rounding to x's type would lose."""
-        return linear(x, self.weight, self.scales, dtype=dtype)
+        return linear(x, self.weight, self.scales, dtype=dtype, kernels=self.kernels)
 
 
 class ColumnParallelLinear(Linear):
@@ -146,13 +149,15 @@ class VocabParallelEmbedding(Matrix):
 
 
 class RMSNorm(nn.Module):
+    kernels: KernelSet = TORCH_ONLY
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = unfilled(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.kernels)
 
 
 class FusedBlock(nn.Module):
@@ -163,6 +168,7 @@ class FusedBlock(nn.Module):
     """
 
     elsewhere: ClassVar[dict[str, str]] = {}
+    kernels: KernelSet = TORCH_ONLY
 
     def __init__(self, fused: str, rows: dict[str, int]) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 
 _NO_CACHE = (
@@ -55,8 +56,8 @@ class Attention(FusedBlock):
     def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         rows = self.wqkv(x).flatten(0, -2)
         qkv = rows.unflatten(-1, (-1, self.head_dim))  # (T, H + 2K, D)
-        q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots)
-        out = paged_attention(q, kv_cache, batch)
+        q = rope_and_store(qkv, freqs_cis, kv_cache, batch.slots, self.kernels)
+        out = paged_attention(q, kv_cache, batch, self.kernels)
         return self.wo(out.view(*x.shape[:-1], -1))
 
 
@@ -70,7 +71,7 @@ class FeedForward(FusedBlock):
         self.w2 = RowParallelLinear(args.ffn_dim, args.dim, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(silu_mul(self.w13(x)))
+        return self.w2(silu_mul(self.w13(x), self.kernels))
 
 
 class TransformerBlock(nn.Module):
@@ -120,6 +121,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             TransformerBlock(params, parallel) for _ in range(params.n_layers)
         )
+        self.kernels = TORCH_ONLY
         self._fused = FusedLayers(self.layers, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         self.output = ColumnParallelLinear(
@@ -177,6 +179,14 @@ class Transformer(nn.Module):
         if self.params.tied_output:
             self.tok_embeddings.weight = self.output.weight
             self.tok_embeddings.scales = self.output.scales
+
+    def use_kernels(self, kernels: KernelSet) -> None:
+        """From now on the ops of this model run these kernels of Triton's, and no others."""
+        self.kernels = kernels
+        for module in self.modules():
+            if isinstance(module, Linear | RMSNorm | FusedBlock):
+                module.kernels = kernels
+        self._fused.use_kernels(kernels)
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""

@@ -4,7 +4,7 @@ In: the queries of all sequences one after the other, and the pages that hold ea
 one row per query. It knows nothing of requests or of who owns a page. bf16 on the CPU has a kernel,
 attention.cpp, that reads the pages in place; a query gives the same bytes there alone as in any
 batch, as part of a prefill as in a decode step, on any number of threads. bf16 and fp16 on a GPU
-have kernels in gpu/attention.py.
+have kernels in triton/attention.py.
 
 Example, with S = 4 slots per page: sequences of 5, 7 and 2 tokens, of which 1, 1 and 2 are new.
 queries are (4, H, D): one row, one row, two rows; page_table is
@@ -25,14 +25,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
 MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+def paged_attention(
+    queries: Tensor, kv_cache: Tensor, batch: Batch, kernels: KernelSet = TORCH_ONLY
+) -> Tensor:
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
 
     Of the batch: its page table and its lengths, on the device and on the host, so that nothing
@@ -40,7 +42,7 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     and each longer one has its own.
     """
     table, seq_lens, n = batch.page_table, batch.seq_lens, batch.num_decodes
-    if kernels.has_kernel("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
+    if kernels.has("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
         from llama.ops.triton import attention
 
         return attention.paged_attention(
@@ -64,7 +66,7 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
 
 
 def _suits_gpu(queries: Tensor, kv_cache: Tensor) -> bool:
-    """Whether the sizes are those of gpu/attention.py: its tiles are powers of two."""
+    """Whether the sizes are those of triton/attention.py: its tiles are powers of two."""
     head_dim = queries.shape[-1]
     return 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
 

@@ -6,7 +6,7 @@ where there are kernels, linear.cpp: for x86-64 CPUs with AVX2, AVX-512, avx512_
 tiles of AMX are compared with a plain loop at first use, and not used if they differ or if Linux
 does not grant them. Elsewhere weights stay as they are and torch does the product. A row of x gives
 the same bytes alone as in any batch, on any number of threads. For a few rows on a GPU there are
-kernels in gpu/linear.py, which run where they were found to be faster.
+kernels in triton/linear.py, which run where they were found to be faster.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 N_BLOCK = 32  # rows of a weight that are packed together, as in packed_weight.h
 
@@ -102,7 +102,12 @@ def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear(
-    x: Tensor, weight: Tensor, scales: Tensor | None = None, *, dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    kernels: KernelSet = TORCH_ONLY,
 ) -> Tensor:
     """x (..., K), weight (N, K) in any layout -> (..., N) in `dtype`, by default x's.
 
@@ -110,7 +115,7 @@ def linear(
     """
     dtype = dtype or x.dtype
     if weight.dim() == 2:
-        return _plain(x, weight, dtype)
+        return _plain(x, weight, dtype, kernels)
     assert x.dtype is torch.bfloat16 and dtype in (torch.bfloat16, torch.float32), (x.dtype, dtype)
     if native.kernels() is None:
         plain = unpack(weight, scales)
@@ -129,13 +134,13 @@ def linear(
     return out
 
 
-def _plain(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _plain(x: Tensor, weight: Tensor, dtype: torch.dtype, kernels: KernelSet) -> Tensor:
     n, k = weight.shape
-    if kernels.has_kernel("linear", x, weight):
-        from llama.ops.triton import linear as gpu
-
-        tile = gpu.chosen(x.device, n, k, x.numel() // k)
+    if kernels.has("linear", x, weight):
+        tile = kernels.tile_for(n, k, x.numel() // k)
         if tile is not None:
+            from llama.ops.triton import linear as gpu
+
             return gpu.run(x, weight, tile, dtype)
     if x.is_cuda and dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
         # The sums as they are: rounded to 16 bits, 3 % of rows of logits tie at the top.

@@ -1,18 +1,18 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019): rows in, rows of the same type out.
 
-bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU in gpu/elementwise.py.
+bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU in triton/elementwise.py.
 """
 
 import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: KernelSet = TORCH_ONLY) -> Tensor:
     """x (..., E), weight (E) -> (..., E) in x's type; the mean of squares is taken in float32."""
-    if kernels.has_kernel("add_norm", x, weight):
+    if kernels.has("add_norm", x, weight):
         from llama.ops.triton import elementwise
 
         return elementwise.rms_norm(x, weight, eps)
@@ -28,11 +28,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).type_as(x) * weight
 
 
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, kernels: KernelSet = TORCH_ONLY
+) -> tuple[Tensor, Tensor]:
     """x and delta (..., E), weight (E) -> x + delta, and its `rms_norm`, both in x's type."""
-    if kernels.has_kernel("add_norm", x, delta, weight):
+    if kernels.has("add_norm", x, delta, weight):
         from llama.ops.triton import elementwise
 
         return elementwise.add_norm(x, delta, weight, eps)
     x = x + delta
-    return x, rms_norm(x, weight, eps)
+    return x, rms_norm(x, weight, eps, kernels)

@@ -16,20 +16,27 @@ from torch import Tensor
 
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.layers import LayerWeights
+from llama.ops.layers import LayerWeights, Packed
 from llama.ops.linear import linear
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
 class OpStack:
     """Layers whose weights stay where they are, on any device and in any layout."""
 
     def __init__(
-        self, weights: Seq[LayerWeights], *, n_kv_heads: int, head_dim: int, eps: float
+        self,
+        weights: Seq[LayerWeights],
+        *,
+        n_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        kernels: KernelSet = TORCH_ONLY,
     ) -> None:
-        self.weights = weights
+        self.weights, self.kernels = weights, kernels
         self.n_kv_heads, self.head_dim, self.eps = n_kv_heads, head_dim, eps
 
     def takes(self, kv_cache: Tensor) -> bool:
@@ -51,20 +58,21 @@ class OpStack:
         all_reduce: sums over the ranks, in place or not, where each has a share of the weights.
         """
         assert self.takes(kv_cache), kv_cache.shape
-        reduced = all_reduce or (lambda part: part)
+        reduced, kernels = all_reduce or (lambda part: part), self.kernels
         following = [*(layer.attention_norm for layer in self.weights[1:]), None]
-        normed = rms_norm(x, self.weights[0].attention_norm, self.eps)
+        normed = rms_norm(x, self.weights[0].attention_norm, self.eps, kernels)
         for layer, pages, next_norm in zip(self.weights, kv_cache.unbind(), following, strict=True):
-            qkv = linear(normed, layer.wqkv.weight, layer.wqkv.scales)
-            queries = rope_and_store(
-                qkv.unflatten(-1, (-1, self.head_dim)), freqs_cis, pages, batch.slots
-            )
-            out = paged_attention(queries, pages, batch).flatten(1)
-            part = reduced(linear(out, layer.wo.weight, layer.wo.scales))
-            x, normed = add_norm(x, part, layer.ffn_norm, self.eps)
-            gated = silu_mul(linear(normed, layer.w13.weight, layer.w13.scales))
-            part = reduced(linear(gated, layer.w2.weight, layer.w2.scales))
+            qkv = self._linear(normed, layer.wqkv).unflatten(-1, (-1, self.head_dim))
+            queries = rope_and_store(qkv, freqs_cis, pages, batch.slots, kernels)
+            out = paged_attention(queries, pages, batch, kernels).flatten(1)
+            part = reduced(self._linear(out, layer.wo))
+            x, normed = add_norm(x, part, layer.ffn_norm, self.eps, kernels)
+            gated = silu_mul(self._linear(normed, layer.w13), kernels)
+            part = reduced(self._linear(gated, layer.w2))
             if next_norm is None:
                 return x + part
-            x, normed = add_norm(x, part, next_norm, self.eps)
+            x, normed = add_norm(x, part, next_norm, self.eps, kernels)
         raise AssertionError("a stack has at least one layer")
+
+    def _linear(self, x: Tensor, weight: Packed) -> Tensor:
+        return linear(x, weight.weight, weight.scales, kernels=self.kernels)

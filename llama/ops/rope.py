@@ -3,7 +3,7 @@
 In: positions and the rows of queries, keys and values. Out: the rotated rows, with keys and values
 in their slots. Angles are made and applied in float32. `scale_frequencies` is Llama 3.1's RoPE
 scaling, which extends the context from 8,192 to 131,072 tokens. bf16 on the CPU has a kernel, in
-elementwise.cpp; bf16 and fp16 on a GPU in gpu/elementwise.py.
+elementwise.cpp; bf16 and fp16 on a GPU in triton/elementwise.py.
 
 Shapes: T tokens, H query heads, K kv heads, D head dim, P pages, S slots per page.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, before scaling
 _LOW, _HIGH = 1.0, 4.0  # wavelengths over 8192/1 are divided, under 8192/4 kept, between: blended
@@ -43,7 +43,13 @@ def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
     return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(-2).type_as(x)
 
 
-def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
+def rope_and_store(
+    qkv: Tensor,
+    freqs_cis: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    kernels: KernelSet = TORCH_ONLY,
+) -> Tensor:
     """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
 
     Queries and keys are rotated; keys and values are written to their slots, page * S + offset.
@@ -52,11 +58,8 @@ def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tens
     n_kv_heads = kv_cache.shape[3]
     n_heads = n - 2 * n_kv_heads
     is_power_of_2 = not head_dim & (head_dim - 1)
-    if (
-        is_power_of_2
-        and kv_cache.is_contiguous()
-        and kernels.has_kernel("rope_and_store", qkv, kv_cache)
-    ):
+    can_run = is_power_of_2 and kv_cache.is_contiguous()
+    if can_run and kernels.has("rope_and_store", qkv, kv_cache):
         from llama.ops.triton import elementwise
 
         return elementwise.rope_and_store(qkv, freqs_cis, kv_cache, slots)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 UNIT = 2**40  # of the likeliest token; one under 2**-40 of it becomes 0 and is never sampled
 _LOW_31, _LOW_32 = 2**31 - 1, 2**32 - 1
-MAX_KERNEL_VOCAB = 2**19  # of gpu/sample.py, whose blocks are at most 128 per row
+MAX_KERNEL_VOCAB = 2**19  # of triton/sample.py, whose blocks are at most 128 per row
 _BLOCK = 256  # tokens, at most, whose maximum is found first
 
 
@@ -39,17 +39,21 @@ class SamplingRow(NamedTuple):
 
 
 def choose_ids(
-    logits: Tensor, rows: Seq[SamplingRow | None], seeds: Seq[int], positions: Seq[int]
+    logits: Tensor,
+    rows: Seq[SamplingRow | None],
+    seeds: Seq[int],
+    positions: Seq[int],
+    kernels: KernelSet = TORCH_ONLY,
 ) -> Tensor:
     """(B, V) float32 logits -> (B) ids: in rows that are None the top token, else a sampled one.
 
     What is sampled follows from the row's seed, from 0, and position, below 2**32. A row without a
     finite maximum has the id -1: no token is allowed, or its logits hold NaN or +inf.
     """
-    if _has_kernel(logits):
+    if _has_kernel(logits, kernels):
         from llama.ops.triton import sample
 
-        params = pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
+        params = pack_params(rows, list(zip(seeds, positions, strict=True)))
         return sample.choose(
             logits,
             params.to(logits.device, non_blocking=logits.device.type == "cuda"),
@@ -65,12 +69,12 @@ def choose_ids(
     return ids.where(row_max.isfinite(), -1)
 
 
-def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+def top_tokens(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> tuple[Tensor, Tensor]:
     """(B, V) -> (B) maxima, NaN where there is one, and their first places.
 
     First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
     """
-    if _has_kernel(logits):
+    if _has_kernel(logits, kernels):
         from llama.ops.triton import sample
 
         return sample.top_tokens(logits)
@@ -108,13 +112,6 @@ def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms
     last one, those with the lowest ids are kept. A row without a finite maximum gets any id.
     """
     assert logits.dtype is torch.float32, logits.dtype
-    if _has_kernel(logits):
-        from llama.ops.triton import sample
-
-        params = pack_params(rows, uniforms)
-        params = params.to(logits.device, non_blocking=logits.device.type == "cuda")
-        is_filtered = [row.is_filtered for row in rows]
-        return sample.sample_ids(logits, row_max, params, has_filters=any(is_filtered))
     if logits.device.type == "cpu" and native.kernels() is not None:
         return _native(logits, row_max, rows, uniforms)
     uniforms = uniforms.to(logits.device, non_blocking=logits.device.type == "cuda")
@@ -137,15 +134,16 @@ def on_device_of(tensor: Tensor, values: Seq | np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(values, dtype)).to(tensor.device, non_blocking=is_cuda)
 
 
-def _has_kernel(logits: Tensor) -> bool:
-    if not kernels.has_kernel("sample", logits):
+def _has_kernel(logits: Tensor, kernels: KernelSet) -> bool:
+    if not kernels.has("sample", logits):
         return False
     return 0 < logits.shape[1] <= MAX_KERNEL_VOCAB and len(logits) > 0
 
 
 def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     b, v = logits.shape
-    params = pack_params(rows, uniforms)[:, 1:5].contiguous()
+    numbers = [((high << 31) + low,) for high, low in uniforms.tolist()]
+    params = pack_params(rows, numbers)[:, 1:].contiguous()
     ids = torch.empty(b, dtype=torch.int64)
     num_bytes = native.call("sample_workspace", b, v, torch.get_num_threads())
     workspace = torch.empty(num_bytes, dtype=torch.uint8)  # touched as far as a row has candidates
@@ -154,16 +152,14 @@ def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: T
     return ids
 
 
-def pack_params(
-    rows: Seq[SamplingRow | None], words: Tensor | None = None, seeds: Seq[tuple[int, int]] = ()
-) -> Tensor:
-    """What kernels read of each row, as one tensor on the host: (B, 6) int64.
+def pack_params(rows: Seq[SamplingRow | None], draws: Seq[tuple[int, ...]]) -> Tensor:
+    """What kernels read of each row, as one tensor on the host: (B, 4 + N) int64.
 
     The bits of the float32 that turns logits into powers of 2, 0 for a greedy row, which is None;
-    the least probability that min_p keeps; top_k; top_p of 2**62; and either the uniform of 2**62,
-    made of words (B, 2) of 31 bits, or a seed and a position, of which the kernels make it.
+    the least probability that min_p keeps; top_k; top_p of 2**62; and the N numbers of its draw:
+    the uniform of 2**62, or the seed and the position of which a GPU makes it.
     """
-    packed = np.zeros((len(rows), 6), np.int64)
+    packed = np.zeros((len(rows), 4 + len(draws[0])), np.int64)
     rates = [0.0 if row is None else math.log2(math.e) / row.temperature for row in rows]
     packed[:, 0] = np.array(rates, np.float32).view(np.int32)
     packed[:, 1:4] = [
@@ -172,11 +168,7 @@ def pack_params(
         else (math.ceil(row.min_p * UNIT), max(row.top_k, 0), int(row.top_p * 2**62))
         for row in rows
     ]
-    if words is None:
-        packed[:, 4:] = seeds
-    else:
-        high, low = words.numpy().T
-        packed[:, 4] = (high << 31) + low
+    packed[:, 4:] = draws
     return torch.from_numpy(packed)
 
 

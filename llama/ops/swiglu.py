@@ -1,18 +1,18 @@
 """The gate of the feed-forward block (SwiGLU; Shazeer, 2020): gate and up in, their product out.
 
-bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU in gpu/elementwise.py.
+bf16 on the CPU has a kernel, in elementwise.cpp; bf16 and fp16 on a GPU in triton/elementwise.py.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
-def silu_mul(x: Tensor) -> Tensor:
+def silu_mul(x: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
     """x (..., 2F), the gate's columns first -> silu(gate) * up (..., F)."""
-    if kernels.has_kernel("silu_mul", x):
+    if kernels.has("silu_mul", x):
         from llama.ops.triton import elementwise
 
         return elementwise.silu_mul(x)

@@ -20,7 +20,7 @@ from bench.shapes import SHAPES, random_model, write_tokenizer
 from llama import Tokenizer, Transformer, gpu
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import CudaRecorder, Outputs, Recorder
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import KernelSet
 from llama.requests.llm_engine import LLMEngine
 
 MODES = ("torch", "graphs", "graphs+kernels")
@@ -84,11 +84,12 @@ class Section:
         """A new engine over `model`, whose steps run as the mode says."""
         has_kernels = "kernels" in mode
         if self.dry:
-            kernels.use(self.device, DRY_KERNELS if has_kernels else (), [self.dtype])
+            names = frozenset(DRY_KERNELS if has_kernels else ())
+            model.use_kernels(KernelSet(names, frozenset({self.dtype})))
         else:
             allowed = gpu.asked_for() if has_kernels else frozenset()
-            parallel = model.parallel
-            gpu.use_kernels(model.params, parallel, self.device, self.dtype, PAGE_SIZE, allowed)
+            at = model.params, model.parallel, self.device, self.dtype, PAGE_SIZE
+            model.use_kernels(gpu.kernels_for(*at, allowed))
         core = EngineCore.for_model(
             model,
             num_pages=-(-num_tokens // PAGE_SIZE) + 1,

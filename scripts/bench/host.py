@@ -21,7 +21,7 @@ from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import Outputs
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import KernelSet
 from llama.requests.llm_engine import LLMEngine
 
 _VOCABULARY = 2048
@@ -93,7 +93,7 @@ def _engine(batch: int, longest: int) -> LLMEngine:
         max_seq_len=longest, max_batch_size=batch,
     )  # fmt: skip
     model = Transformer(args)
-    kernels.use(torch.device("cpu"), ["attention"], dtypes=())  # the way of a GPU, in torch
+    model.use_kernels(KernelSet(frozenset({"attention"}), frozenset()))  # a GPU's path, in torch
     for weight in model.parameters():
         weight.data.zero_()
     core = EngineCore.for_model(

@@ -17,7 +17,7 @@ from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.batch import Batch
-from llama.ops.triton import kernels
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 PAGE = 4
 
@@ -310,7 +310,7 @@ def test_a_hook_that_comes_later_is_called(model):
 
 def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
     """A stack of ops, as on a GPU: found again and again, None while a module is watched."""
-    kernels.use(torch.device("cpu"), ["sample"], dtypes=())
+    model.use_kernels(KernelSet(frozenset({"sample"}), frozenset()))
     try:
         way = model.way()
         assert way is not None and model.way() is way
@@ -324,4 +324,4 @@ def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
         assert model.way() is not way
         model.layers[0].attention.wo.weight = weight
     finally:
-        kernels.use(torch.device("cpu"), ())
+        model.use_kernels(TORCH_ONLY)

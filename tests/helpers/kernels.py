@@ -1,11 +1,17 @@
-"""Whether the CPU kernels can be compiled and run here, and which bodies of them there are."""
+"""Whether the CPU kernels can be compiled and run here, and which bodies of them there are; and the
+GPU's, for Triton's interpreter."""
 
 from pathlib import Path
 
+import torch
+
 from llama.ops.cpu import build, native
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
+from llama.ops.triton.kernels import NAMES, KernelSet
 
 SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
+INTERPRETED = KernelSet(frozenset(NAMES), frozenset({torch.float16, torch.float32}))
+
 HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
 
 _HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # in place of AMX's tiles

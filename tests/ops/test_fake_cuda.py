@@ -17,6 +17,7 @@ from llama import ModelArgs, Transformer
 from llama.ops import attention
 from llama.ops.batch import Batch
 from llama.ops.linear import linear
+from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="this torch is not built for CUDA"
@@ -61,12 +62,18 @@ def test_float32_logits_are_the_sums_as_they_are(dtype, shape):
     assert linear(x, weight).dtype is dtype
 
 
-def run_step(dtype: torch.dtype, query_lens: list[int], seq_lens: list[int]) -> list[str]:
+def run_step(
+    dtype: torch.dtype,
+    query_lens: list[int],
+    seq_lens: list[int],
+    kernels: KernelSet = TORCH_ONLY,
+) -> list[str]:
     """The operators of a step of two layers, up to the logits, on tensors that are all there."""
     sizes: dict[str, Any] = {
         "dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     }  # fmt: skip
     model = Transformer(ModelArgs(**sizes, max_seq_len=64), dtype=dtype, device=CUDA)
+    model.use_kernels(kernels)
     kv_cache = model.new_kv_cache(9, 16)
 
     def ids(*shape: int) -> torch.Tensor:
@@ -119,16 +126,15 @@ def test_a_step_of_kernels_sends_nothing_and_waits_for_nothing(monkeypatch, quer
     """Each layer is four products and its kernels, which decide nothing on the host."""
     pytest.importorskip("triton")
     from llama.ops.triton import attention as gpu_attention
-    from llama.ops.triton import elementwise, kernels
+    from llama.ops.triton import elementwise
 
     launched: list[str] = []
     for module in (gpu_attention, elementwise):
         for name in [x for x in vars(module) if x.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launches(name, launched))
     monkeypatch.setattr(gpu_attention, "has_wide_tiles", lambda _: True)
-    kernels.use(CUDA, kernels.NAMES)
-    names = run_step(torch.bfloat16, query_lens, seq_lens)
-    kernels.use(CUDA, ())
+    kernels = KernelSet(frozenset(NAMES))
+    names = run_step(torch.bfloat16, query_lens, seq_lens, kernels)
     mixed = ["prefill_kernel"] if query_lens[-1] > 1 else []
     layer = ["rope_kernel", "decode_kernel", "merge_kernel", *mixed, "norm_kernel"]
     layer += ["silu_mul_kernel", "norm_kernel"]

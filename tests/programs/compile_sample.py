@@ -27,7 +27,7 @@ TYPES = {
 SIZES = {"BLOCK": 1024, "N": 128, "SLOTS": sample.SLOTS, "CHUNK": sample._CHUNK, "ID_DIGITS": 5}
 ONE_BLOCK = SIZES | {"N": 16, "ID_DIGITS": 3}  # Triton makes a constant of an argument that is 1
 KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a tiny one
-    (kernel, sizes | {"CHECKED": True, "SEEDED": True}, warps)
+    (kernel, sizes | {"CHECKED": True}, warps)
     for sizes in (SIZES, ONE_BLOCK | {"n": 1})
     for kernel, warps in (
         (sample.block_tops, 4),

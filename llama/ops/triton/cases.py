@@ -24,6 +24,7 @@ from llama.ops.batch import Batch
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 LENGTHS = (1, 15, 16, 17, 255, 4097)
 _PADDING_ROWS = 2
@@ -103,10 +104,17 @@ def attention(sizes: Sizes, place: Place) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _attend(queries: Tensor, kv_cache: Tensor, table: Tensor, starts: Tensor, *lens: Any) -> Tensor:
+def _attend(
+    queries: Tensor,
+    kv_cache: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    *lens: Any,
+    kernels: KernelSet = TORCH_ONLY,
+) -> Tensor:
     none = table.new_empty(0)
     batch = Batch(none, none, table, starts, lens[0], none, *lens[1:])
-    return paged_attention(queries, kv_cache, batch)
+    return paged_attention(queries, kv_cache, batch, kernels)
 
 
 def _pages(lengths: Sequence[int], page_size: int) -> tuple[list[list[int]], int]:
@@ -168,10 +176,10 @@ def rope(sizes: Sizes, place: Place) -> Iterator[Case]:
 
 
 def _rope_and_read(
-    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor
+    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet = TORCH_ONLY
 ) -> tuple[Tensor, Tensor]:
     """The queries, and what the slots hold afterwards."""
-    queries = rope_and_store(qkv, freqs, cache, slots)
+    queries = rope_and_store(qkv, freqs, cache, slots, kernels)
     return queries, torch.stack([plane.flatten(0, 1)[slots] for plane in cache])
 
 

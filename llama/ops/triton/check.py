@@ -12,11 +12,10 @@ in the model's type how far rounding leads from it; a kernel may be a few times 
 a kernel should fill is filled with NaN before.
 """
 
-import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,8 +23,8 @@ import torch
 from torch import Tensor
 
 from llama.device import DTYPES
-from llama.ops.triton import kernels
 from llama.ops.triton.cases import CASES, Case, Place, Sizes
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ops.triton.tiles import check_and_time
 
 LOST = 3  # exit code: the device cannot be used any more in this process
@@ -84,22 +83,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def check_kernel(name: str, job: Job) -> None:
     """Raises unless the op gives with its kernel what its torch body gives, in all its cases."""
-    device, dtype = torch.device(job.device), DTYPES[job.dtype]
+    dtype = DTYPES[job.dtype]
     if name not in CASES:
         raise NotImplementedError("there is no check for it")
-    with _noted_kernels() as asked:
-        for case in CASES[name](job.sizes, _place(job)):
-            asked.clear()
-            try:
-                found = _poisoned(case, device, dtype, name)
-                if case.reference is None and name not in asked:
-                    raise NotImplementedError("the op does not run it")
-                kernels.use(device, ())
-                compare(found, *_expected(case), dtype)
-                _goes_on()
-            except Exception as e:
-                raise RuntimeError(f"{case.what}: {words_of(e)}") from e
-            del case, found  # before the next one is made: caches can be large
+    kernels = KernelSet(frozenset({name}), frozenset({dtype}))
+    for case in CASES[name](job.sizes, _place(job)):
+        try:
+            compare(_poisoned(case, kernels), *_expected(case), dtype)
+            _goes_on()
+        except Exception as e:
+            raise RuntimeError(f"{case.what}: {words_of(e)}") from e
+        del case  # before the next one is made: caches can be large
 
 
 def _place(job: Job) -> Place:
@@ -107,32 +101,12 @@ def _place(job: Job) -> Place:
     return Place(device, DTYPES[job.dtype], torch.Generator(device).manual_seed(0))
 
 
-@contextlib.contextmanager
-def _noted_kernels() -> Iterator[set[str]]:
-    """The names of kernels that ops have been told to run."""
-    asked: set[str] = set()
-    has_kernel = kernels.has_kernel
-
-    def noted(name: str, *tensors: Tensor) -> bool:
-        if not has_kernel(name, *tensors):
-            return False
-        asked.add(name)
-        return True
-
-    kernels.has_kernel = noted
-    try:
-        yield asked
-    finally:
-        kernels.has_kernel = has_kernel
-
-
-def _poisoned(case: Case, device: torch.device, dtype: torch.dtype, name: str) -> list[Tensor]:
+def _poisoned(case: Case, kernels: KernelSet) -> list[Tensor]:
     """What the op gives with its kernel, where all new memory holds NaN first."""
     inputs = _copies(case.inputs) if case.reference is None else list(case.inputs)
-    kernels.use(device, [name], [dtype])
     torch.set_deterministic_debug_mode("warn")  # fills new memory
     try:
-        return _results(case, inputs)
+        return _results(case, inputs, kernels)
     finally:
         torch.set_deterministic_debug_mode("default")
 
@@ -154,9 +128,9 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
 
 
-def _results(case: Case, inputs: Sequence[Any]) -> list[Tensor]:
+def _results(case: Case, inputs: Sequence[Any], kernels: KernelSet = TORCH_ONLY) -> list[Tensor]:
     """What the op returns, and the tensors that it may have written to."""
-    returned = case.op(*inputs)
+    returned = case.op(*inputs, kernels=kernels)
     results = list(returned) if isinstance(returned, tuple) else [returned]
     if case.reference is None:
         results += [x for x in inputs if _is_float(x)]

@@ -1,58 +1,66 @@
-"""Which Triton kernels run on which device: those that the self-check found right there.
+"""Which Triton kernels the ops of one model may run: those that the self-check found right for it.
 
-In: names of kernels, and a device. Out: for an op, whether it may use its kernel on some tensors;
-where it may not, it runs its torch body, which is the definition. It does not import Triton: an op
-imports its kernel's module only after it has asked here.
+In: names of kernels, types, and tiles of products. Out: for an op, whether it may use its kernel on
+some tensors; where it may not, it runs its torch body, which is the definition. The model holds its
+`KernelSet` and hands it to each op. Nothing here imports Triton: an op imports its kernel's module
+only after it has asked here.
 
-Nothing is in use until `use` is called, so a process that never does runs torch alone. Tests call
-it for the CPU, under TRITON_INTERPRET=1, to run whole steps through the kernels.
+Tests make one for tensors on the CPU, under TRITON_INTERPRET=1, to run whole steps through the
+kernels.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
-DTYPES = (torch.bfloat16, torch.float16)  # products of float32 would be rounded to TF32
-LOGITS = (torch.float32,)  # what "sample" takes, whatever the model's type
+_LOGITS = torch.float32  # what "sample" takes, whatever the model's type
+
+
+class Tile(NamedTuple):
+    """How much of a weight one program of a product takes at a time, and how it is compiled.
+
+    It holds plain numbers, so that it can be written to a file and made again from there.
+    """
+
+    rows: int  # of the weight, per program
+    columns: int  # of the weight, per turn; K is a multiple of it
+    warps: int
+    stages: int
+    uses_dot: bool  # matrix units; without them one row of x only
 
 
 @dataclass(frozen=True)
-class _InUse:
-    names: frozenset[str]
-    dtypes: frozenset[torch.dtype]
+class KernelSet:
+    """dtypes: of a model's tensors; float32 is for tests, as a GPU would round products to TF32.
+
+    tiles: the one that was fastest for M rows times a weight (N, K), by (N, K, M) with M a power of
+    2 up to 16, to which the rows are filled up; where there is none, torch's library is faster.
+    """
+
+    names: frozenset[str] = frozenset()
+    dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
+    tiles: Mapping[tuple[int, int, int], Tile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := self.names - set(NAMES):
+            raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
+
+    def has(self, name: str, *tensors: Tensor) -> bool:
+        """Whether the op `name` runs its kernel on these tensors, of one device and one type."""
+        if name not in self.names:
+            return False
+        device, dtype = tensors[0].device, tensors[0].dtype
+        return (dtype is _LOGITS if name == "sample" else dtype in self.dtypes) and all(
+            x.device == device and x.dtype is dtype for x in tensors[1:]
+        )
+
+    def tile_for(self, n: int, k: int, m: int) -> Tile | None:
+        """The tile for M rows times a weight (N, K); None where torch's library does it."""
+        return self.tiles.get((n, k, 1 << (m - 1).bit_length())) if m else None
 
 
-_in_use: dict[torch.device, _InUse] = {}
-
-
-def use(
-    device: torch.device, names: Collection[str], dtypes: Collection[torch.dtype] = DTYPES
-) -> None:
-    """From now on `device` runs these kernels on tensors of these types, and no others."""
-    unknown = set(names) - set(NAMES)
-    if unknown:
-        raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
-    _in_use[device] = _InUse(frozenset(names), frozenset(dtypes))
-
-
-def in_use(device: torch.device) -> frozenset[str]:
-    """The names of the kernels that run on `device`."""
-    found = _in_use.get(device)
-    return found.names if found else frozenset()
-
-
-def has_kernel(name: str, *tensors: Tensor) -> bool:
-    """Whether the op `name` runs its kernel on these tensors, of one device and one type."""
-    if not _in_use:
-        return False
-    first = tensors[0]
-    found = _in_use.get(first.device)
-    return (
-        found is not None
-        and name in found.names
-        and first.dtype in (LOGITS if name == "sample" else found.dtypes)
-        and all(x.device == first.device and x.dtype is first.dtype for x in tensors[1:])
-    )
+TORCH_ONLY = KernelSet()  # every op runs its torch body

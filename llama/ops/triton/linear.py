@@ -3,34 +3,21 @@
 In: x (..., K) of at most 16 rows, and a plain weight (N, K). Out: (..., N). Each program reads its
 rows of the weight once, whole, and streams them past the few rows of x: such a product is bound by
 memory. Which tile is fastest, and whether the library's is faster than all, depends on the GPU and
-on N, K and M. So `candidates` are timed there once, and `choose` notes the result; where nothing
-was chosen, `llama.ops.linear` leaves the product to torch.
+on N, K and M. So `candidates` are timed there once, and a model's `KernelSet` holds the winners;
+where there is none, `llama.ops.linear` leaves the product to torch.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama.ops.triton.kernels import Tile
+
 MAX_ROWS = 16  # the fewest that a matrix unit multiplies at once
 BUCKETS = (1, 2, 4, 8, 16)  # of M: one choice for each
-
-
-class Tile(NamedTuple):
-    """How much of the weight one program takes at a time, and how it is compiled.
-
-    It holds plain numbers, so that it can be written to a file and made again from there.
-    """
-
-    rows: int  # of the weight, per program
-    columns: int  # of the weight, per turn; K is a multiple of it
-    warps: int
-    stages: int
-    uses_dot: bool  # matrix units; without them one row of x only
 
 
 _DOT_TILES = (
@@ -46,8 +33,6 @@ _VECTOR_TILES = (
     Tile(4, 512, 4, 6, False),
 )
 
-_chosen: dict[tuple[torch.device, int, int, int], Tile] = {}
-
 
 def candidates(n: int, k: int, m: int) -> list[Tile]:
     """Tiles that can multiply M rows by a weight (N, K); none where M is too large."""
@@ -55,28 +40,6 @@ def candidates(n: int, k: int, m: int) -> list[Tile]:
         return []
     tiles = _VECTOR_TILES + _DOT_TILES if m == 1 else _DOT_TILES
     return [tile for tile in tiles if k % tile.columns == 0]
-
-
-def bucket(m: int) -> int:
-    """The smallest of BUCKETS that holds M rows."""
-    return next(size for size in BUCKETS if size >= m)
-
-
-def choose(device: torch.device, n: int, k: int, m_bucket: int, tile: Tile | None) -> None:
-    """From now on `chosen` is `tile` for these sizes; None: the library that torch calls."""
-    if m_bucket not in BUCKETS:
-        raise ValueError(f"m_bucket is {m_bucket}: it must be one of {BUCKETS}")
-    if tile is None:
-        _chosen.pop((device, n, k, m_bucket), None)
-    elif tile in candidates(n, k, m_bucket):
-        _chosen[device, n, k, m_bucket] = tile
-    else:
-        raise ValueError(f"{tile} cannot multiply {m_bucket} rows by a weight of {(n, k)}")
-
-
-def chosen(device: torch.device, n: int, k: int, m: int) -> Tile | None:
-    """What was chosen for M rows; None where nothing was, or M is 0 or more than 16."""
-    return _chosen.get((device, n, k, bucket(m))) if 1 <= m <= MAX_ROWS else None
 
 
 def run(x: Tensor, weight: Tensor, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:

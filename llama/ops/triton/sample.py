@@ -44,35 +44,21 @@ def top_tokens(logits: Tensor, is_checked: bool = False) -> tuple[Tensor, Tensor
     return row_max, ids
 
 
-def sample_ids(
-    logits: Tensor, row_max: Tensor, params: Tensor, *, has_filters: bool, is_seeded: bool = False
-) -> Tensor:
-    """(B, V) float32 logits, their maxima (B), params (B, 6) on the device -> (B) int64 ids.
+def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool) -> Tensor:
+    """(B, V) float32 logits, params (B, 6) of `pack_params`, on the device -> (B) int64 ids.
 
-    params: as `llama.ops.sample.pack_params` makes them. is_seeded: they end with seeds.
-    has_filters: whether any row may have some; without, their kernels are not launched. A row that
-    is greedy or has no finite maximum gets the id 0.
-    """
-    ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    _sample_into(ids, logits, row_max, params, has_filters, is_seeded)
-    return ids
-
-
-def choose(
-    logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool, is_seeded: bool = True
-) -> Tensor:
-    """(B, V) float32 logits, params (B, 6) on the device -> (B) int64 ids, -1 as in `Sampled`.
-
-    Greedy rows take the top token, the others a draw; for a graph say that there may be all.
+    Greedy rows take the top token, the others a draw; -1 as in `Sampled`. has_draws, has_filters:
+    whether any row may have some; without, their kernels are not launched. For a graph say that
+    there may be all.
     """
     row_max, ids = top_tokens(logits, is_checked=True)
     if has_draws:
-        _sample_into(ids, logits, row_max, params, has_filters, is_seeded)
+        _sample_into(ids, logits, row_max, params, has_filters)
     return ids
 
 
 def _sample_into(
-    ids: Tensor, logits: Tensor, row_max: Tensor, params: Tensor, has_filters: bool, is_seeded: bool
+    ids: Tensor, logits: Tensor, row_max: Tensor, params: Tensor, has_filters: bool
 ) -> None:
     """Write the ids of all rows that draw; leave the others."""
     logits = _rows_in_one_piece(logits)
@@ -85,7 +71,7 @@ def _sample_into(
     row = logits, row_max, params  # what each kernel reads of its row
     block_sums[b, n](*row, sums, maxima, counts, logits.stride(0), v, BLOCK=block)
     sizes = {"N": padded, "BLOCK": block}
-    pick_of_all[b,](*row, sums, ids, logits.stride(0), v, n, SEEDED=is_seeded, **sizes, num_warps=8)
+    pick_of_all[b,](*row, sums, ids, logits.stride(0), v, n, **sizes, num_warps=8)
     if not has_filters:
         return
     slots = logits.new_empty(b, SLOTS, dtype=torch.int32)
@@ -93,7 +79,7 @@ def _sample_into(
         *row, sums, maxima, counts, slots, logits.stride(0), v, n, **sizes, SLOTS=SLOTS, num_warps=8
     )
     pick_of_kept[b,](
-        *row, sums, counts, slots, ids, logits.stride(0), v, n, SEEDED=is_seeded, N=padded,
+        *row, sums, counts, slots, ids, logits.stride(0), v, n, N=padded,
         SLOTS=SLOTS, CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
     )  # fmt: skip
 

@@ -156,7 +156,7 @@ def _sum_above(
 
 @triton.jit
 def pick_of_kept(
-    logits, row_max, params, sums, counts, slots, ids, stride, v, n, SEEDED: tl.constexpr,
+    logits, row_max, params, sums, counts, slots, ids, stride, v, n,
     N: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ID_DIGITS: tl.constexpr,
 ):  # fmt: skip
     """The id of a row that draws and has filters, of what `gather` found or of the whole row."""
@@ -193,7 +193,7 @@ def pick_of_kept(
             last_id = _nth_id(
                 logits, slots, count, is_whole, top, rate, last, 0, ties, True, CHUNK, ID_DIGITS
             )
-        drawn = share_of(kept, uniform_of(params, row, SEEDED))
+        drawn = share_of(kept, uniform_of(params, row))
         found = _nth_id(
             logits, slots, count, is_whole, top, rate, last, last_id, drawn + 1, False, CHUNK,
             ID_DIGITS,

@@ -55,19 +55,17 @@ def share_of(whole, share):
 
 
 @triton.jit
-def uniform_of(params, row, SEEDED: tl.constexpr):
-    """A row's number of 2**62: as it is given, or by Philox2x32-10, as in the sampler."""
-    number = tl.load(params + row * NUM_PARAMS + 4)
-    if SEEDED:
-        left = tl.load(params + row * NUM_PARAMS + 5)
-        right, key = (number >> 32) & LOW_32, number & LOW_32
-        for _ in tl.static_range(10):
-            product = left * 0xD256D193
-            left = ((product >> 32) ^ key ^ right) & LOW_32
-            right = product & LOW_32
-            key = key + 0x9E3779B9
-        number = ((left >> 1) << 31) + (right >> 1)
-    return number
+def uniform_of(params, row):
+    """A row's number of 2**62, from its seed and position by Philox2x32-10, as in the sampler."""
+    seed = tl.load(params + row * NUM_PARAMS + 4)
+    left = tl.load(params + row * NUM_PARAMS + 5)
+    right, key = (seed >> 32) & LOW_32, seed & LOW_32
+    for _ in tl.static_range(10):
+        product = left * 0xD256D193
+        left = ((product >> 32) ^ key ^ right) & LOW_32
+        right = product & LOW_32
+        key = key + 0x9E3779B9
+    return ((left >> 1) << 31) + (right >> 1)
 
 
 @triton.jit
@@ -120,7 +118,7 @@ def block_sums(logits, row_max, params, sums, maxima, counts, stride, v, BLOCK: 
 
 @triton.jit
 def pick_of_all(
-    logits, row_max, params, sums, ids, stride, v, n, SEEDED: tl.constexpr, N: tl.constexpr,
+    logits, row_max, params, sums, ids, stride, v, n, N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The id of a row that draws and has no filters: first its block, then its place there."""
@@ -130,7 +128,7 @@ def pick_of_all(
     if is_sampled(top, rate) & (floor == 0) & (top_k == 0) & (top_p >= ALL):
         blocks = tl.arange(0, N)
         mass = tl.load(sums + row * n + blocks, mask=blocks < n, other=0)
-        target = share_of(tl.sum(mass, 0), uniform_of(params, row, SEEDED))
+        target = share_of(tl.sum(mass, 0), uniform_of(params, row))
         block = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
         block = tl.minimum(block, n - 1)
         before = tl.sum(tl.where(blocks < block, mass, 0), 0)

@@ -27,6 +27,7 @@ from llama.ops.cpu import native
 from llama.ops.triton import children, kernels, tiles
 from llama.ops.triton.check import Job
 from llama.ops.triton.children import Verdict
+from llama.ops.triton.kernels import KernelSet
 
 OTHERS = ("graph",)  # what a stamp may hold besides kernels
 _SOURCES = Path(__file__).parent
@@ -78,12 +79,11 @@ def settle(job: Job, command: Sequence[str] = ()) -> Verdict:
     return verdict
 
 
-def use(device: torch.device, dtype: torch.dtype, verdict: Verdict, names: Sequence[str]) -> None:
-    """From now on `device` runs those of `names` that passed."""
-    chosen = [name for name in verdict.passed if name in names and name in kernels.NAMES]
-    if "linear" in chosen:
-        tiles.use(device, verdict.tiles)
-    kernels.use(device, chosen, [dtype])
+def kernel_set(dtype: torch.dtype, verdict: Verdict, names: Sequence[str]) -> KernelSet:
+    """Those of `names` that passed."""
+    chosen = frozenset(names) & set(verdict.passed) & set(kernels.NAMES)
+    table = tiles.table(verdict.tiles) if "linear" in chosen else {}
+    return KernelSet(chosen, frozenset({dtype}), table)
 
 
 def stamps() -> list[tuple[dict[str, Any], Verdict]]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.triton.cases import Place, Sizes
+from llama.ops.triton.kernels import Tile
 
 Choice = tuple[int, int, int, tuple[int, ...] | None]  # N, K, M, and a tile; None for cuBLAS
 
@@ -61,14 +62,9 @@ def check_and_time(
     return choices
 
 
-def use(device: torch.device, choices: Iterable[Choice]) -> None:
-    """Let `device` run each product with the tile chosen for it; one that is unknown is passed."""
-    linear = importlib.import_module(_KERNEL)
-
-    for n, k, m, numbers in choices:
-        tiles = linear.candidates(n, k, m)
-        tile = next((tile for tile in tiles if numbers and tuple(tile) == tuple(numbers)), None)
-        linear.choose(device, n, k, m, tile)
+def table(choices: Iterable[Choice]) -> dict[tuple[int, int, int], Tile]:
+    """The tile chosen for each product, as a `KernelSet` has them."""
+    return {(n, k, m): Tile(*numbers) for n, k, m, numbers in choices if numbers}  # type: ignore[arg-type]
 
 
 def _shapes(sizes: Sizes) -> set[tuple[int, int]]:

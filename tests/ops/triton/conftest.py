@@ -13,10 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama.ops.triton import kernels
-
 os.environ["TRITON_INTERPRET"] = "1"
-CPU = torch.device("cpu")
 _LOOPS_OVER_LOADED_NUMBERS = ["test_attention.py", "test_layers.py"]
 
 try:
@@ -27,14 +24,6 @@ else:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     # The interpreter of 3.6 ends there with NumPy 2.4: it makes a Python int of an array.
     collect_ignore = _LOOPS_OVER_LOADED_NUMBERS if version < (3, 7) else []
-
-
-@pytest.fixture(autouse=True)
-def gpu_kernels() -> Iterator[None]:
-    """The ops run their Triton kernels on tensors of the CPU."""
-    kernels.use(CPU, kernels.NAMES, (torch.float16, torch.float32))
-    yield
-    kernels.use(CPU, ())
 
 
 @pytest.fixture(params=[torch.float16, torch.float32], ids=["fp16", "fp32"])

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 
 from helpers.batches import batch_of
+from helpers.kernels import INTERPRETED
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.triton import attention, kernels
+from llama.ops.triton import attention
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}  # of the largest number
@@ -41,8 +43,8 @@ class Case:
         shape = (sum(query_lens), n_heads, head_dim)
         self.queries = torch.randn(shape, generator=generator).to(dtype)
 
-    def run(self) -> Tensor:
-        return paged_attention(self.queries, self.kv_cache, self.batch)
+    def run(self, kernels: KernelSet = INTERPRETED) -> Tensor:
+        return paged_attention(self.queries, self.kv_cache, self.batch, kernels)
 
     def exact(self) -> Tensor:
         """In float64, a query at a time."""
@@ -124,7 +126,7 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
     for splits in (1, 8):
         monkeypatch.setattr(attention, "num_splits", lambda *_, n=splits: n)
         with poisoned():
-            got = paged_attention(queries, case.kv_cache, padded)
+            got = paged_attention(queries, case.kv_cache, padded, INTERPRETED)
         assert (got[:3] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
         assert (got[3:] == 0).all()
 
@@ -134,8 +136,7 @@ def test_the_torch_body_agrees(monkeypatch, dtype):
     case = Case([1, 40, 255, 16, 70], [1, 1, 1, 16, 33], dtype, (2, 2, 16))
     case.kv_cache.nan_to_num_()  # it multiplies what a query may not see by 0
     got = case.run()
-    kernels.use(CPU, ())
-    torch.testing.assert_close(got, case.run(), atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(got, case.run(TORCH_ONLY), atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 512])

@@ -80,11 +80,7 @@ def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(monkeypatch):
     assert reasons["rope_and_store"] == "the check was ended by SIGKILL"
     assert reasons["silu_mul"] == "the check of it did not end within 3 s"
     assert reasons["sample"].startswith("three rows: result 0 is off by nan")
-    try:
-        stamp.use(CPU, torch.float16, verdict, kernels.NAMES)
-        assert kernels.in_use(CPU) == {"attention"}
-    finally:
-        kernels.use(CPU, ())
+    assert stamp.kernel_set(torch.float16, verdict, kernels.NAMES).names == {"attention"}
 
 
 def test_a_child_that_cannot_run_is_not_run_again_for_each_kernel(tmp_path, monkeypatch):

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.kernels import INTERPRETED
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
-from llama.ops.triton import elementwise, kernels
+from llama.ops.triton import elementwise
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
-CPU = torch.device("cpu")
 OPS = ("add_norm", "rms_norm", "rope_and_store", "silu_mul")
 
 
@@ -21,19 +22,16 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 @pytest.fixture
-def both(monkeypatch, poisoned) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+def both(monkeypatch, poisoned) -> Callable[[Callable[[KernelSet], Any]], tuple[Any, Any]]:
     """both(run): what `run` gives with the kernels, and what with the torch bodies."""
 
-    def run_both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    def run_both(run: Callable[[KernelSet], Any]) -> tuple[Any, Any]:
         with poisoned():
-            got = run()
+            got = run(INTERPRETED)
         with monkeypatch.context() as patch:
             for name in OPS:
                 patch.setattr(elementwise, name, None)  # would fail if it were called
-            kernels.use(CPU, ())
-            want = run()
-        kernels.use(CPU, kernels.NAMES, (torch.float16, torch.float32))
-        return got, want
+            return got, run(TORCH_ONLY)
 
     return run_both
 
@@ -54,18 +52,18 @@ def test_norms(both, dtype, shape):
     x, delta = (numbers(*shape, dtype=dtype, seed=seed) for seed in (0, 1))
     weight = numbers(shape[-1], dtype=dtype, seed=2)
     for eps in (1e-5, 0.5):
-        got, want = both(lambda eps=eps: add_norm(x, delta, weight, eps))
+        got, want = both(lambda kernels, eps=eps: add_norm(x, delta, weight, eps, kernels))
         assert torch.equal(got[0], want[0])
         check(got[1], want[1])
-        check(*both(lambda eps=eps: rms_norm(x, weight, eps)))
+        check(*both(lambda kernels, eps=eps: rms_norm(x, weight, eps, kernels)))
 
 
 def test_rows_that_are_not_in_one_piece(both, dtype):
     x, weight = numbers(4, 2, 64, dtype=dtype), numbers(64, dtype=dtype)
     rows = x[:, 1]
-    check(*both(lambda: rms_norm(rows, weight, 1e-5)))
-    check(*both(lambda: add_norm(rows, rows, weight, 1e-5)[1]))
-    check(*both(lambda: silu_mul(rows)))
+    check(*both(lambda kernels: rms_norm(rows, weight, 1e-5, kernels)))
+    check(*both(lambda kernels: add_norm(rows, rows, weight, 1e-5, kernels)[1]))
+    check(*both(lambda kernels: silu_mul(rows, kernels)))
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,9 @@ def test_rope_and_store(both, dtype, count, heads, head_dim):
     slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:count]
     before = numbers(2, 6, 4, n_kv_heads, head_dim, dtype=dtype, seed=1)
 
-    def run() -> tuple[Tensor, Tensor]:
+    def run(kernels: KernelSet) -> tuple[Tensor, Tensor]:
         kv_cache = before.clone()
-        return rope_and_store(qkv, freqs_cis, kv_cache, slots), kv_cache
+        return rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels), kv_cache
 
     got, want = both(run)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
@@ -91,7 +89,7 @@ def test_rope_and_store(both, dtype, count, heads, head_dim):
 def test_silu_mul(both, dtype, shape):
     x = numbers(*shape, dtype=dtype) * 4
     x[..., :2] = torch.tensor([-80.0, 80.0])  # the exponential's ends
-    check(*both(lambda: silu_mul(x)))
+    check(*both(lambda kernels: silu_mul(x, kernels)))
 
 
 def test_what_the_kernels_do_not_take_stays_with_torch(monkeypatch):
@@ -99,11 +97,13 @@ def test_what_the_kernels_do_not_take_stays_with_torch(monkeypatch):
     for name in OPS:
         monkeypatch.setattr(elementwise, name, None)
     x = numbers(3, 64, dtype=torch.bfloat16)
-    add_norm(x, x, x[0], 1e-5)
-    rms_norm(x.half(), x[0].float(), 1e-5)
-    silu_mul(x)
+    add_norm(x, x, x[0], 1e-5, INTERPRETED)
+    rms_norm(x.half(), x[0].float(), 1e-5, INTERPRETED)
+    silu_mul(x, INTERPRETED)
     kv_cache = numbers(2, 12, 4, 1, 32, dtype=torch.float32)
     qkv, slots = numbers(3, 6, 32, dtype=torch.float32), torch.arange(3)
-    rope_and_store(qkv, precompute_freqs_cis(32, 3, 5e5, None), kv_cache[:, ::2], slots)
+    freqs = precompute_freqs_cis(32, 3, 5e5, None)
+    rope_and_store(qkv, freqs, kv_cache[:, ::2], slots, INTERPRETED)
     kv_cache, qkv = kv_cache[..., :24].contiguous(), qkv[..., :24]
-    rope_and_store(qkv, precompute_freqs_cis(24, 3, 5e5, None), kv_cache, slots)
+    freqs = precompute_freqs_cis(24, 3, 5e5, None)
+    rope_and_store(qkv, freqs, kv_cache, slots, INTERPRETED)

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.kernels import INTERPRETED
 from llama import Llama, ModelArgs, Transformer
 from llama.ops.batch import Batch
-from llama.ops.triton import attention, kernels
+from llama.ops.triton import attention
+from llama.ops.triton.kernels import TORCH_ONLY
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -26,6 +28,7 @@ def make_model(dtype: torch.dtype) -> Transformer:
     for weight in model.parameters():
         scale = 0.1 if weight.dim() == 2 else 1.0
         weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    model.use_kernels(INTERPRETED)
     return model
 
 
@@ -58,9 +61,9 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
         launches.clear()
         through_modules = run(model, step)
         assert launches.count("norm_kernel") == 5 and launches.count("rope_kernel") == 2
-        kernels.use(CPU, ())
+        model.use_kernels(TORCH_ONLY)
         plain = run(model, step)
-        kernels.use(CPU, kernels.NAMES, (torch.float16, torch.float32))
+        model.use_kernels(INTERPRETED)
         handle.remove()
         for got, same, near in zip(stacked, through_modules, plain, strict=True):
             assert torch.equal(got, same)
@@ -72,10 +75,11 @@ def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):
     """Prompts of several lengths, in steps that mix prefill and decode, and in chunks."""
     prompts = [[1, 5, 9], [2] * 21, [7], [3, 4] * 9]
     model = Llama.build(str(checkpoint_dir[0]), None, 64, 2, device="cpu", dtype="fp32")
+    model.model.use_kernels(INTERPRETED)
     monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
     got, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
     assert launches.count("decode_kernel") and launches.count("prefill_kernel")
     launches.clear()
-    kernels.use(CPU, ())
+    model.model.use_kernels(TORCH_ONLY)
     want, _ = model.generate(prompts, max_gen_len=4, temperature=0.0)
     assert got == want and not launches

@@ -1,26 +1,20 @@
 """A few rows times a weight: the Triton kernels, interpreted, and which of them runs where."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.kernels import INTERPRETED
 from llama.ops.linear import linear
 from llama.ops.triton import linear as gpu
-from llama.ops.triton.linear import Tile
-
-CPU = torch.device("cpu")
+from llama.ops.triton.kernels import Tile
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture
-def choices(monkeypatch) -> None:
-    """None are made, and none stay."""
-    monkeypatch.setattr(gpu, "_chosen", {})
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 32, 4, 3, True), Tile(8, 64, 4, 2, False)])
@@ -47,7 +41,7 @@ def test_leading_dimensions_and_rows_apart(poisoned):
         torch.testing.assert_close(got, rows @ weight.T)
 
 
-def test_the_op_runs_what_was_chosen_for_its_sizes(choices, monkeypatch):
+def test_the_op_runs_what_was_chosen_for_its_sizes(monkeypatch):
     ran: list[tuple[int, Tile]] = []
     run = gpu.run
 
@@ -58,21 +52,20 @@ def test_the_op_runs_what_was_chosen_for_its_sizes(choices, monkeypatch):
     monkeypatch.setattr(gpu, "run", noted)
     weight = numbers(40, 256, dtype=torch.float32)
     tile = gpu.candidates(40, 256, 3)[0]
-    gpu.choose(CPU, 40, 256, 4, tile)
-    gpu.choose(CPU, 40, 256, 16, tile)
+    kernels = replace(INTERPRETED, tiles={(40, 256, 4): tile, (40, 256, 16): tile})
     for m in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17):
         x = numbers(m, 256, dtype=torch.float32)
-        torch.testing.assert_close(linear(x, weight), x @ weight.T)
-    linear(numbers(3, 256, dtype=torch.bfloat16), weight.bfloat16())
-    linear(numbers(3, 256, dtype=torch.float32), weight[:39])
+        torch.testing.assert_close(linear(x, weight, kernels=kernels), x @ weight.T)
+    linear(numbers(3, 256, dtype=torch.bfloat16), weight.bfloat16(), kernels=kernels)
+    linear(numbers(3, 256, dtype=torch.float32), weight[:39], kernels=kernels)
     assert ran == [(3, tile), (4, tile), (9, tile), (16, tile)]
-    gpu.choose(CPU, 40, 256, 4, None)
-    linear(numbers(3, 256, dtype=torch.float32), weight)
+    without = replace(kernels, names=frozenset({"attention"}))
+    for other in (without, INTERPRETED):
+        linear(numbers(3, 256, dtype=torch.float32), weight, kernels=other)
     assert len(ran) == 4
-    assert (
-        linear(numbers(9, 256, dtype=torch.float16), weight.half(), dtype=torch.float32).dtype
-        is torch.float32
-    )
+    x = numbers(9, 256, dtype=torch.float16)
+    wide = linear(x, weight.half(), dtype=torch.float32, kernels=kernels)
+    assert wide.dtype is torch.float32 and len(ran) == 5
 
 
 def test_candidates_fit_their_sizes():
@@ -85,11 +78,3 @@ def test_candidates_fit_their_sizes():
             assert len(tiles) >= 3 and all(k % tile.columns == 0 for tile in tiles)
             assert any(not tile.uses_dot for tile in tiles) == (m == 1)
             assert [Tile(*json.loads(json.dumps(tile))) for tile in tiles] == tiles
-
-
-@pytest.mark.parametrize(
-    "m, tile", [(3, None), (4, Tile(32, 100, 4, 4, True)), (2, Tile(4, 1024, 4, 4, False))]
-)
-def test_a_choice_that_cannot_run_is_refused(choices, m, tile):
-    with pytest.raises(ValueError, match=r"must be one of|cannot multiply"):
-        gpu.choose(CPU, 40, 1024, m, tile)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -17,15 +16,15 @@ from llama.engine.sampler import top_of_share
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ops import sample as op
 from llama.ops.sample import SamplingRow
-from llama.ops.triton import kernels
 from llama.ops.triton import sample as gpu
+from llama.ops.triton.kernels import KernelSet
 
-CPU = torch.device("cpu")
+SAMPLING = KernelSet(frozenset({"sample"}))
 INF, NAN = math.inf, math.nan
 
 
 @pytest.fixture(autouse=True)
-def torch_body(no_kernels, monkeypatch) -> Iterator[None]:
+def torch_body(no_kernels, monkeypatch) -> None:
     """The ops run their torch bodies, with the interpreter's exp2: torch's may differ in a bit."""
 
     def probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -33,9 +32,6 @@ def torch_body(no_kernels, monkeypatch) -> Iterator[None]:
         return torch.from_numpy(np.exp2(((logits - row_max[:, None]) * rates[:, None]).numpy()))
 
     monkeypatch.setattr(op, "_probs", probs)
-    kernels.use(CPU, ())
-    yield
-    kernels.use(CPU, ())
 
 
 def random_rows(rng: random.Random, vocab: int, count: int) -> list[SamplingRow | None]:
@@ -56,7 +52,7 @@ def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> t
     seeds = [rng.getrandbits(rng.choice([8, 62])) for _ in rows]
     positions = [rng.getrandbits(rng.choice([4, 31])) for _ in rows]
     wanted = op.choose_ids(logits, rows, seeds, positions)
-    params = op.pack_params(rows, seeds=list(zip(seeds, positions, strict=True)))
+    params = op.pack_params(rows, list(zip(seeds, positions, strict=True)))
     has_filters = any(row is not None and row.is_filtered for row in rows)
     found = gpu.choose(logits, params, has_draws=True, has_filters=has_filters)
     return wanted.tolist(), found.tolist()
@@ -125,21 +121,15 @@ def test_top_tokens_are_the_first_of_the_largest():
 
 
 def test_the_sampler_runs_the_kernels_that_are_in_use(monkeypatch):
-    """Through the ops, with uniforms made here and there, for a whole row and for ranks' shares."""
+    """Through the ops, for a whole row and for ranks' shares."""
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(10))
     params = [TokenParams(temperature=0.0), TokenParams(), TokenParams(top_p=0.8, temperature=0.7)]
     sequences = [
         Sequence(tokens=[1], params=p, max_len=9, seed=2**61 + i) for i, p in enumerate(params)
     ]
-    rows, words = [SamplingRow(top_k=9)] * 3, op.uniform(torch.arange(3), torch.arange(3))
-    wanted = [
-        sample_sequences(logits, sequences).ids,
-        top_of_share(logits, 100),
-        op.sample_ids(logits, logits.amax(-1), rows, words),
-    ]
-    kernels.use(CPU, ["sample"])
+    wanted = [sample_sequences(logits, sequences).ids, top_of_share(logits, 100)]
     launched = []
-    for name in ("choose", "top_tokens", "sample_ids"):
+    for name in ("choose", "top_tokens"):
         real = getattr(gpu, name)
 
         def noted(*args, real=real, name=name, **options):
@@ -148,16 +138,15 @@ def test_the_sampler_runs_the_kernels_that_are_in_use(monkeypatch):
 
         monkeypatch.setattr(gpu, name, noted)
     found = [
-        sample_sequences(logits, sequences).ids,
-        top_of_share(logits, 100),
-        op.sample_ids(logits, logits.amax(-1), rows, words),
+        sample_sequences(logits, sequences, kernels=SAMPLING).ids,
+        top_of_share(logits, 100, SAMPLING),
     ]
-    assert launched == ["choose", "top_tokens", "top_tokens", "sample_ids"]
+    assert launched == ["choose", "top_tokens", "top_tokens"]
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_vocabulary_too_large_for_the_kernels_is_sampled_by_torch(monkeypatch):
     monkeypatch.setattr(op, "MAX_KERNEL_VOCAB", 20)
     monkeypatch.setattr(gpu, "choose", None)
-    kernels.use(CPU, ["sample"])
-    assert op.choose_ids(torch.arange(21.0)[None], [None], [0], [0]).tolist() == [20]
+    logits = torch.arange(21.0)[None]
+    assert op.choose_ids(logits, [None], [0], [0], SAMPLING).tolist() == [20]
