@@ -18,7 +18,7 @@ from typing import Any
 
 QUESTION = "Tell me a story about a lion named Leo."
 TOKEN = 8  # of the answer: the one whose probability is shown
-_SIZE = {"width": 960, "height": 640}
+_WIDTH, _HEIGHT = 960, 640
 _LIMIT_S = 120.0
 
 
@@ -36,7 +36,9 @@ def make(folder: Path) -> None:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for scheme in ("light", "dark"):
             context = browser.new_context(
-                viewport=_SIZE, color_scheme=scheme, device_scale_factor=1.5
+                viewport={"width": _WIDTH, "height": _HEIGHT},
+                color_scheme=scheme,
+                device_scale_factor=1.5,
             )
             page = context.new_page()
             page.goto(url)
