@@ -7,36 +7,72 @@ collects what they came to. Any number of threads may call at once.
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from llama.checks import whole_number
+from llama.checks import FieldError, whole_number
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
 from llama.loading import load_model, pages_for
 from llama.model.transformer import Transformer
-from llama.predictions import BeamPrediction, ChatPrediction, CompletionPrediction, TextDelta
-from llama.prompts import ToolFormat, tool_format_of
+from llama.prompts.answer import AnswerDeltas, joined
+from llama.prompts.chat import ChatOptions, chat_ids
+from llama.prompts.formats import ToolFormat, tool_format_of
 from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import BeamParams, beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer, validate_dialog
+from llama.tokenizer import ChatFormat, Message, Tokenizer
 
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
-
 _T = TypeVar("_T")
-
-
+_Dialogs = Seq[Seq[Mapping[str, Any]]]  # of Meta's messages, or of OpenAI's
 _Encode = Callable[[], Iterable[Any]]  # gives the prompts as ids, or raises what is wrong with them
+
+
+class _Scored(TypedDict, total=False):
+    """With logprobs=True only."""
+
+    tokens: list[str]
+    logprobs: list[float]
+
+
+class CompletionPrediction(_Scored):
+    generation: str
+
+
+class AnswerMessage(Message, total=False):
+    """With tool calls, in OpenAI's form, content is None where there are no words beside them."""
+
+    tool_calls: list[dict[str, Any]]
+
+
+class ChatPrediction(_Scored):
+    generation: AnswerMessage
+
+
+class BeamPrediction(TypedDict):
+    generation: str
+    score: float  # sum of log-probabilities / length ** length_penalty
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of the answer to prompt `index`. finish_reason ("stop", "length", "tool_calls") ends
+    the last one. tool_calls: pieces of calls, in OpenAI's form; see `stream_chat`."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,9 +86,10 @@ class _Settings:
     echo: bool = False
     seed: int | None = None
     stop: str | Seq[str] = ()
+    chat: ChatOptions = field(default_factory=ChatOptions)
 
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(
+    def sampling_params(self, tool_format: ToolFormat) -> SamplingParams:
+        params = SamplingParams(
             max_tokens=check_length(self.max_gen_len),
             temperature=self.temperature,
             top_p=self.top_p,
@@ -61,6 +98,7 @@ class _Settings:
             logprobs=0 if self.logprobs else None,
             prompt_logprobs=0 if self.logprobs and self.echo else None,
         )
+        return self.chat.params(params, tool_format)
 
 
 class Llama:
@@ -221,7 +259,9 @@ class Llama:
         group were given different ones.
         """
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
-        return self._run(lambda: _rows(prompt_tokens), settings)
+        outputs = self._run(lambda: _rows(prompt_tokens), settings)
+        tokens = [_tokens(output, echo) for output in outputs]
+        return tokens, [_scores(output, echo) for output in outputs] if logprobs else None
 
     def text_completion(
         self,
@@ -236,35 +276,39 @@ class Llama:
     ) -> list[CompletionPrediction]:
         """Continue each text: [{"generation": text}]; with logprobs, also "tokens", "logprobs"."""
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
-        tokens, scores = self._run(lambda: self._encode_texts(prompts), settings)
-        if scores is None:
-            return [{"generation": self.tokenizer.decode(t)} for t in tokens]
+        outputs = self._run(lambda: self._encode_texts(prompts), settings)
         return [
-            {"generation": self.tokenizer.decode(t), "tokens": self._pieces(t), "logprobs": s}
-            for t, s in zip(tokens, scores, strict=True)
+            {"generation": self._text(output, echo), **self._scored(output, settings)}
+            for output in outputs
         ]
 
     def chat_completion(
         self,
-        dialogs: list[Dialog],
+        dialogs: _Dialogs,
         temperature: float = 0.6,
         top_p: float = 0.9,
         max_gen_len: int | None = None,
         logprobs: bool = False,
         *,
         seed: int | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
     ) -> list[ChatPrediction]:
-        """Answer each dialog: [{"generation": {"role": "assistant", "content": text}}]."""
-        settings = _Settings(max_gen_len, temperature, top_p, logprobs, False, seed)
-        tokens, scores = self._run(lambda: self._encode_dialogs(dialogs), settings)
-        answers: list[Message] = [
-            {"role": "assistant", "content": self.tokenizer.decode(t)} for t in tokens
-        ]
-        if scores is None:
-            return [{"generation": answer} for answer in answers]
+        """Answer each dialog: [{"generation": {"role": "assistant", "content": text}}].
+
+        A message may be one of OpenAI's: content in parts, tool calls, and their results with the
+        role "tool". tools, tool_choice, parallel_tool_calls and response_format are OpenAI's too,
+        for all dialogs. With tools, an answer may have "tool_calls"; append it and the results to
+        the dialog, and ask again. Errors name the dialog and the message, before any work.
+        """
+        chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
+        settings = _Settings(max_gen_len, temperature, top_p, logprobs, False, seed, (), chat)
+        outputs = self._run(lambda: self._encode_dialogs(dialogs, chat), settings)
         return [
-            {"generation": answer, "tokens": self._pieces(t), "logprobs": s}
-            for answer, t, s in zip(answers, tokens, scores, strict=True)
+            {"generation": self._message(output, chat), **self._scored(output, settings)}
+            for output in outputs
         ]
 
     def stream_text(
@@ -287,17 +331,26 @@ class Llama:
 
     def stream_chat(
         self,
-        dialogs: list[Dialog],
+        dialogs: _Dialogs,
         temperature: float = 0.6,
         top_p: float = 0.9,
         max_gen_len: int | None = None,
         *,
         stop: str | Seq[str] = (),
         seed: int | None = None,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        response_format: Mapping[str, Any] | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """chat_completion as it comes; as `stream_text`."""
-        settings = _Settings(max_gen_len, temperature, top_p, seed=seed, stop=stop)
-        return self._stream(lambda: self._encode_dialogs(dialogs), settings)
+        """chat_completion as it comes; as `stream_text`.
+
+        A call comes in pieces: the first has its index, id and name, the others more of its
+        arguments, as JSON.
+        """
+        chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
+        settings = _Settings(max_gen_len, temperature, top_p, seed=seed, stop=stop, chat=chat)
+        return self._stream(lambda: self._encode_dialogs(dialogs, chat), settings)
 
     def beam_search(
         self,
@@ -327,30 +380,69 @@ class Llama:
             for beams in found
         ]
 
-    def _requests(self, encode: "_Encode", settings: "_Settings") -> Iterator[Request]:
+    def _requests(self, encode: _Encode, settings: _Settings) -> Iterator[Request]:
         """A request for each prompt. All checks run when this is iterated, not when it is called:
         the engine does that where an error on one rank becomes an error on every rank."""
-        params = settings.sampling_params()
+        params = settings.sampling_params(self.tool_format)
         for i, ids in enumerate(encode()):
             if isinstance(ids, str):  # which the engine would take for a prompt
                 raise not_ids(f"prompt {i}", ids)
             yield self.llm_engine.prepare("", ids, params, index=i)
 
-    def _run(
-        self, encode: "_Encode", settings: "_Settings"
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
+    def _run(self, encode: _Encode, settings: _Settings) -> list[RequestOutput]:
         outputs = self.llm_engine.run(self._requests(encode, settings))
-        for i, output in enumerate(outputs):
-            if output.error is not None:
-                raise ValueError(f"prompt {i}: {output.error}")
-        tokens = [_tokens(output, settings.echo) for output in outputs]
-        if not settings.logprobs:
-            return tokens, None
-        return tokens, [_scores(output, settings.echo) for output in outputs]
+        for output in outputs:
+            _check(output)
+        return outputs
 
-    def _stream(self, encode: "_Encode", settings: "_Settings") -> Generator[TextDelta, None, None]:
+    def _stream(self, encode: _Encode, settings: _Settings) -> Generator[TextDelta, None, None]:
         outputs = self.llm_engine.stream(self._requests(encode, settings))
-        return _deltas(outputs)
+        return self._deltas(outputs, settings.chat)
+
+    def _deltas(
+        self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
+    ) -> Generator[TextDelta, None, None]:
+        readers: dict[int, AnswerDeltas | None] = {}
+        with contextlib.closing(outputs):  # leaving this one leaves that one, at once
+            for output in outputs:
+                _check(output)
+                (answer,), index = output.outputs, output.index
+                if index not in readers:
+                    readers[index] = self._reader(output, chat)
+                reader = readers[index]
+                if reader is None:
+                    if answer.new_text or output.finished:
+                        yield TextDelta(index, answer.new_text, answer.finish_reason)
+                    continue
+                deltas = reader.push(answer.token_ids, answer.new_text, is_last=output.finished)
+                for delta in deltas:
+                    calls = tuple(delta.get("tool_calls", ()))
+                    yield TextDelta(index, delta.get("content", ""), None, calls)
+                if output.finished:
+                    yield TextDelta(index, "", reader.finish_reason(answer.finish_reason))
+
+    def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas | None:
+        """What finds the calls in an answer to a dialog with tools."""
+        if chat.tool_request is None:
+            return None
+        key = ("", output.prompt_token_ids, output.index, 0)
+        return AnswerDeltas(chat.tool_request, self.tokenizer, key)
+
+    def _message(self, output: RequestOutput, chat: ChatOptions) -> AnswerMessage:
+        reader, answer = self._reader(output, chat), output.outputs[0]
+        if reader is None:
+            return {"role": "assistant", "content": self._text(output)}
+        return joined(reader.push(answer.token_ids, answer.text, is_last=True))  # type: ignore[return-value]
+
+    def _text(self, output: RequestOutput, echo: bool = False) -> str:
+        return self.tokenizer.decode(_tokens(output, echo))
+
+    def _scored(self, output: RequestOutput, settings: _Settings) -> _Scored:
+        if not settings.logprobs:
+            return {}
+        tokens = _tokens(output, settings.echo)
+        pieces = [self.tokenizer.decode([token]) for token in tokens]
+        return {"tokens": pieces, "logprobs": _scores(output, settings.echo)}
 
     def _encode_texts(self, prompts: list[str]) -> list[list[int]]:
         for i, prompt in enumerate(_rows(prompts, "prompts")):
@@ -358,13 +450,22 @@ class Llama:
                 raise TypeError(f"prompts[{i}] is {type(prompt).__name__}, not a string")
         return [self.tokenizer.encode(prompt, bos=True, eos=False) for prompt in prompts]
 
-    def _encode_dialogs(self, dialogs: list[Dialog]) -> list[list[int]]:
-        for i, dialog in enumerate(_rows(dialogs, "dialogs")):
-            validate_dialog(dialog, i)
-        return [self.formatter.encode_dialog_prompt(dialog) for dialog in dialogs]
+    def _encode_dialogs(self, dialogs: _Dialogs, chat: ChatOptions) -> list[list[int]]:
+        return [
+            self._encode_dialog(dialog, i, chat)
+            for i, dialog in enumerate(_rows(dialogs, "dialogs"))
+        ]
 
-    def _pieces(self, tokens: list[int]) -> list[str]:
-        return [self.tokenizer.decode([token]) for token in tokens]
+    def _encode_dialog(self, dialog: Any, i: int, chat: ChatOptions) -> list[int]:
+        if not isinstance(dialog, list | tuple):
+            kind = type(dialog).__name__
+            raise TypeError(f"dialog {i} must be a list of messages, got {kind}")
+        if not dialog:
+            raise ValueError(f"dialog {i} is empty: give at least one message")
+        try:
+            return chat_ids(self.tokenizer, dialog, chat.tool_request, tool_format=self.tool_format)
+        except FieldError as e:
+            raise type(e)(e.field, f"dialog {i}, {e}") from None
 
 
 def check_length(max_gen_len: int | None) -> int | None:
@@ -394,11 +495,6 @@ def _scores(output: RequestOutput, echo: bool) -> list[float]:
     ]
 
 
-def _deltas(outputs: Generator[RequestOutput, None, None]) -> Generator[TextDelta, None, None]:
-    with contextlib.closing(outputs):  # leaving this one leaves that one, at once
-        for output in outputs:
-            answer, index = output.outputs[0], output.index
-            if output.error is not None:
-                raise ValueError(f"prompt {index}: {output.error}")
-            if answer.new_text or output.finished:
-                yield TextDelta(index, answer.new_text, answer.finish_reason)
+def _check(output: RequestOutput) -> None:
+    if output.error is not None:
+        raise ValueError(f"prompt {output.index}: {output.error}")

@@ -34,7 +34,6 @@ FLOORS = [
     "llama/gpu.py",
     "llama/loading.py",
     "llama/requests",
-    "llama/predictions.py",
     "llama/generation.py",
     "llama/__init__.py",
     "llama/server",

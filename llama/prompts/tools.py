@@ -18,12 +18,12 @@ from pydantic import (
 )
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, field_error, said, wrong
+from llama.prompts.fields import Fields, field_error, json_type, said, wrong
 from llama.prompts.formats import ToolFormat, Tools
 from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import check_json
 
-TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MOST_TOOLS = 128  # of one request, as OpenAI has it
 _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
@@ -165,6 +165,11 @@ def tool_request(
 
 def read_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> ToolRequest | None:
     """`tool_request` of values that are not checked yet. `FieldError` names the field."""
+    if parallel is not None and not isinstance(parallel, bool):
+        raise FieldError(
+            "parallel_tool_calls",
+            f"parallel_tool_calls must be true or false, got {json_type(parallel)}",
+        )
     try:
         checked = None if tools is None else _TOOLS.validate_python(tools)
     except ValidationError as e:

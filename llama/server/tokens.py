@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llama.prompts import ToolFormat
+from llama.prompts.chat import chat_ids
 from llama.prompts.tools import TOOL_FIELDS, read_tools
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
 from llama.server.exchange import described, read_json
-from llama.server.openai.chat_prompt import encode_messages
 from llama.server.openai.json_types import json_type, refuse_fields
 from llama.server.openai.requests import field_of
 from llama.server.service import Service
@@ -131,13 +131,7 @@ def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any])
         given = {name: body.get(name, default) for name, default in flags.items()}
         try:
             tools = read_tools(body.get("tools"), body.get("tool_choice"))
-            ids = encode_messages(
-                tokenizer,
-                body["messages"],
-                None if tools is None else tools.tools,
-                tool_format=tool_format,
-                **given,
-            )
+            ids = chat_ids(tokenizer, body["messages"], tools, tool_format=tool_format, **given)
         except (TypeError, ValueError) as e:
             raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
         if len(ids) > _LONGEST:

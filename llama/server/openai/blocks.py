@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from llama.prompts.answer import AnswerDeltas
 from llama.requests.request import RequestOutput
 from llama.server.openai.requests import OpenAIRequest
-from llama.server.openai.tool_deltas import ToolDeltas
+from llama.server.openai.tool_deltas import tool_deltas
 from llama.tokenizer import Tokenizer
 
 
@@ -41,8 +42,8 @@ class Blocks:
     """The blocks of a request's one answer, while its outputs come."""
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, response_id: str) -> None:
-        has_tools = request.tools is not None
-        self._deltas = ToolDeltas(request, tokenizer, response_id) if has_tools else None
+        self._request, self._tokenizer, self._id = request, tokenizer, response_id
+        self._deltas: AnswerDeltas | None = None  # of a chat that may call tools
         self.blocks: list[Block] = []
         self.output: RequestOutput | None = None  # the latest
 
@@ -53,12 +54,15 @@ class Blocks:
 
         whole: the output is the only one, and brings the answer's whole text.
         """
-        self.output = output
         (answer,) = output.outputs
+        if self.output is None:
+            self._deltas = tool_deltas(self._request, self._tokenizer, self._id, output, answer)
+        self.output = output
         text = answer.text if whole else answer.new_text
         deltas: list[dict[str, Any]] = [{"content": text}] if text else []
         if self._deltas is not None:
-            deltas = self._deltas.of(output, answer, text)
+            is_last = answer.finish_reason is not None
+            deltas = self._deltas.push(answer.token_ids, text, is_last=is_last)
         for delta in deltas:
             if "content" in delta:
                 yield from self._words(delta["content"])

@@ -26,7 +26,7 @@ _FORMS = {"response_format", "structured_outputs"}
 _SHARED = {"max_completion_tokens", "stream", "stream_options"} | _SAMPLING | _LABELS | _FORMS
 TEXT_FIELDS = {"prompt", "echo"} | _SHARED
 _OPEN_END = {"add_generation_prompt", "continue_final_message"}  # vLLM's
-CHAT_FIELDS = {"messages", "top_logprobs"} | TOOL_FIELDS | _OPEN_END | _SHARED
+CHAT_FIELDS = {"messages", "top_logprobs"} | set(TOOL_FIELDS) | _OPEN_END | _SHARED
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 
@@ -84,7 +84,7 @@ def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequ
         echo=echo,
         stream=_boolean(given, "stream"),
         has_usage=_has_usage(given),
-        tools=_tools(given) if chat else None,
+        tools=read_tools(*(given.get(name) for name in TOOL_FIELDS)) if chat else None,
         form_field=next(iter(_FORMS & given.keys()), None),
         add_generation_prompt=has_header,
         continue_final_message=is_open,
@@ -102,11 +102,6 @@ def field_of(error: Exception, body: Any) -> str | None:
     name = found[1]
     known = CHAT_FIELDS | TEXT_FIELDS | body.keys()
     return name if name in known else None
-
-
-def _tools(given: dict[str, Any]) -> ToolRequest | None:
-    parallel = _boolean(given, "parallel_tool_calls", True)
-    return read_tools(given.get("tools"), given.get("tool_choice"), parallel)
 
 
 def _prompts(prompt: Any) -> tuple[str | list[int], ...]:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llama.prompts.answer import AnswerDeltas, joined
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.openai.requests import OpenAIRequest
-from llama.server.openai.tool_deltas import ToolDeltas, joined
+from llama.server.openai.tool_deltas import tool_deltas
 from llama.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
@@ -74,9 +75,10 @@ def _choice(
     logprobs, reason = None, answer.finish_reason
     if request.chat:
         content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}}
-        if request.tools is not None:
-            deltas = ToolDeltas(request, tokenizer, heading.id)
-            content = {"message": joined(deltas.of(output, answer, answer.text))}
+        deltas = tool_deltas(request, tokenizer, heading.id, output, answer)
+        if deltas is not None:
+            parts = deltas.push(answer.token_ids, answer.text, is_last=True)
+            content = {"message": joined(parts)}
             reason = deltas.finish_reason(reason)
         if answer.logprobs is not None:
             logprobs = _chat_scores(_scores(answer), request.params.logprobs or 0, tokenizer)
@@ -122,7 +124,7 @@ class Chunks:
                         skip_special_tokens=self._request.params.skip_special_tokens,
                     )
                 )
-                yield from self._first(index, output, state)
+                yield from self._first(index, output, answer, state)
             if not state.is_finished:
                 yield from self._next(index, output, answer, state)
 
@@ -133,12 +135,11 @@ class Chunks:
             yield {**self._heading, "choices": [], "usage": usage(outputs)}
 
     def _first(
-        self, index: int, output: RequestOutput, state: "_ChoiceState"
+        self, index: int, output: RequestOutput, answer: CompletionOutput, state: "_ChoiceState"
     ) -> Iterator[dict[str, Any]]:
         request = self._request
         if request.chat:
-            if request.tools is not None:
-                state.tool_deltas = ToolDeltas(request, self._tokenizer, self._id)
+            state.deltas = tool_deltas(request, self._tokenizer, self._id, output, answer)
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
         elif request.echo:
             scores = _echoed_scores(request, output)
@@ -158,9 +159,9 @@ class Chunks:
             elif new:
                 logprobs = state.scores.push(new)
         state.is_finished = reason is not None
-        if state.tool_deltas is not None:
-            deltas = state.tool_deltas.of(output, answer, text)
-            reason = state.tool_deltas.finish_reason(reason)
+        if state.deltas is not None:
+            deltas = state.deltas.push(answer.token_ids, text, is_last=state.is_finished)
+            reason = state.deltas.finish_reason(reason)
         else:
             deltas = [{"content": text}] if text else []
         if not deltas and (logprobs or reason):
@@ -195,7 +196,7 @@ class _ChoiceState:
     scores: "TextScores"
     num_scored: int = 0  # tokens whose log-probabilities were sent
     is_finished: bool = False
-    tool_deltas: ToolDeltas | None = None  # of a chat that may call tools
+    deltas: AnswerDeltas | None = None  # of a chat that may call tools
 
 
 def _echoed(request: OpenAIRequest, output: RequestOutput, tokenizer: Tokenizer) -> str:

@@ -1,0 +1,81 @@
+"""One answer of a chat with tools as the parts of OpenAI's message: text in, deltas out.
+
+The same code makes the parts of a stream and, joined, the whole message. It knows no engine.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llama.prompts.parser import CallStart, Content, Event, ToolCallParser
+from llama.prompts.tools import ToolRequest
+from llama.tokenizer import Tokenizer
+
+
+class AnswerDeltas:
+    """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them.
+
+    shows_special: the text has the special tokens. key: what the ids of the calls are made of: with
+    the prompt in it, they are others in each turn of a dialog, and the same when it runs again.
+    """
+
+    def __init__(
+        self,
+        tools: ToolRequest,
+        tokenizer: Tokenizer,
+        key: tuple[Any, ...],
+        *,
+        shows_special: bool = False,
+    ) -> None:
+        self._tools = tools
+        self._python_tag_id = None if shows_special else tokenizer.python_tag_id
+        self._key = key
+        self._parser: ToolCallParser | None = None
+
+    def push(self, token_ids: Sequence[int], text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """The deltas of the text that came since the last call; token_ids: of all the answer."""
+        if not text and not is_last:
+            return []
+        if self._parser is None:
+            self._parser = ToolCallParser(
+                self._tools.callable_tools(),
+                parallel=self._tools.several,
+                is_tagged=token_ids[:1] == [self._python_tag_id],
+                only_at_start=self._tools.needs_grammar,
+            )
+        events = self._parser.push(text)
+        if is_last:
+            events += self._parser.flush()
+        return [self._delta(event) for event in events]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """OpenAI's word for an answer that ended by itself and has a call."""
+        has_calls = self._parser is not None and self._parser.has_calls
+        return "tool_calls" if reason == "stop" and has_calls else reason
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if not isinstance(event, CallStart):
+            call: dict[str, Any] = {"function": {"arguments": event.text}}
+        else:
+            digest = hashlib.sha256(repr((*self._key, event.index)).encode()).hexdigest()
+            function = {"name": event.name, "arguments": ""}
+            call = {"id": f"call_{digest[:24]}", "type": "function", "function": function}
+        return {"tool_calls": [{"index": event.index, **call}]}
+
+
+def joined(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of the deltas."""
+    content, calls = "", list[dict[str, Any]]()
+    for delta in deltas:
+        content += delta.get("content", "")
+        for part in delta.get("tool_calls", []):
+            if part["index"] == len(calls):
+                call = {key: part[key] for key in ("id", "type")}
+                calls.append({**call, "function": dict(part["function"])})
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    if not calls:
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}

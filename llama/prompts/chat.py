@@ -1,0 +1,133 @@
+"""What a chat asks of a model: its prompt as ids, and the form that its answer must have.
+
+In: messages, tools and a response format, in OpenAI's form. Out: ids and SamplingParams. `Llama`,
+the server and batch files all come through here. It knows no engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from llama.checks import FieldError
+from llama.prompts.fields import Fields, field_error, said
+from llama.prompts.formats import ToolFormat
+from llama.prompts.messages import ChatMessage, read_messages
+from llama.prompts.template import encode_chat
+from llama.prompts.tools import ToolRequest, read_tools
+from llama.sampling_params import SamplingParams
+from llama.structured_output import StructuredOutput
+from llama.tokenizer import Tokenizer
+
+_NO_SCHEMA = " must be an object with a schema"
+
+
+def chat_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
+    tools: ToolRequest | None = None,
+    *,
+    tool_format: ToolFormat,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """`encode_chat`'s ids; a message that stays open also keeps the white space at its end, so that
+    the message and the answer, joined, are the text that the model sees."""
+    dialog = read_messages(messages)
+    ids = encode_chat(
+        tokenizer,
+        dialog,
+        None if tools is None else tools.tools,
+        tool_format=tool_format,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    text = dialog[-1].content
+    if continue_final_message and isinstance(text, str):
+        ids += tokenizer.encode(text[len(text.rstrip()) :], bos=False, eos=False)
+    return ids
+
+
+def chat_params(
+    params: SamplingParams, tools: ToolRequest | None, tool_format: ToolFormat, form_field: str
+) -> SamplingParams:
+    """The parameters, with the grammar of the calls where the answer must be held to one.
+
+    FieldError where the answer has another form already, which `form_field` of the request gave.
+    """
+    if tools is None or not tools.needs_grammar:
+        return params
+    if params.structured_output is not None:
+        field = "tool_choice" if tools.must_call else "tools"
+        raise FieldError(
+            field,
+            f"{field}: a call that is forced, or strict, cannot have {form_field} beside it",
+        )
+    form = StructuredOutput(grammar=tools.grammar(tool_format))
+    return replace(params, structured_output=form)
+
+
+class JsonSchema(Fields):
+    """strict is always so: the answer is held to the schema."""
+
+    json_schema: Any = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """OpenAI's form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JsonSchema, said(_NO_SCHEMA, of_parts=True)] | None = None
+
+    def structured_output(self) -> StructuredOutput | None:
+        """FieldError where the schema is none."""
+        if self.type != "json_schema":
+            return StructuredOutput(json_object=True) if self.type == "json_object" else None
+        if self.json_schema is None:
+            raise FieldError("response_format", f"response_format.json_schema{_NO_SCHEMA}")
+        try:
+            return StructuredOutput(json=self.json_schema.json_schema)
+        except FieldError as e:
+            raise FieldError("response_format", f"response_format: {e}") from None
+
+
+ResponseFormatField = Annotated[
+    ResponseFormat, said(" must have the type text, json_object or json_schema")
+]
+_RESPONSE_FORMAT: TypeAdapter[ResponseFormat] = TypeAdapter(ResponseFormatField)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What a caller asks of all answers of a call; what is wrong is found at the first use.
+
+    tools: functions that the model may call. tool_choice: "auto", "none", "required", or the
+    function to call. response_format: "json_schema" holds the answer to a schema.
+    """
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    response_format: Any = None
+
+    @cached_property
+    def tool_request(self) -> ToolRequest | None:
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def params(self, params: SamplingParams, tool_format: ToolFormat) -> SamplingParams:
+        """With the form of the answer. An answer that may have calls is text and calls, so that no
+        special token is in its text."""
+        if self.response_format is not None:
+            try:
+                form = _RESPONSE_FORMAT.validate_python(self.response_format)
+            except ValidationError as e:
+                raise field_error(e, root="response_format") from None
+            params = replace(params, structured_output=form.structured_output())
+        if self.tool_request is not None:
+            params = replace(params, skip_special_tokens=True)
+        return chat_params(params, self.tool_request, tool_format, "response_format")
