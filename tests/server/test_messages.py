@@ -14,7 +14,7 @@ import pytest
 
 from helpers.scripted import ScriptedServer
 from llama.prompts import ToolFormat, encode_chat
-from llama.server import responses
+from llama.server import encoding
 from llama.server.errors import ApiError
 from llama.server.service import Service
 
@@ -360,7 +360,7 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
 
     outputs = Service.outputs
     monkeypatch.setattr(Service, "outputs", broken)
-    monkeypatch.setattr(responses, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(encoding, "KEEP_ALIVE_S", 0.05)
     scripted.says("x")
     body: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}
 
