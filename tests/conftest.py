@@ -4,6 +4,7 @@ import ctypes
 import functools
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other l
 import pytest
 import torch
 
-from helpers import ahead
+from helpers import ahead, warm
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import BODIES, HAS_KERNELS
 from helpers.launch import DEMO
@@ -91,6 +92,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if len(session.items) > 100:  # else nothing runs meanwhile
         ahead.begin(used)
+
+
+def pytest_sessionfinish() -> None:
+    warm.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the tests cost in all, which other work on the machine does not change much."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    terminalreporter.write_line(f"{seconds:.0f} s of processor time, with all child processes")
 
 
 @pytest.fixture(params=BODIES)

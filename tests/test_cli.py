@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import DistNetworkError
 
 import llama
+from helpers import warm
 from helpers.launch import DEMO, REPO, environment
 from llama import Llama
 from llama.checkpoint.verify import verify
@@ -427,10 +428,7 @@ def test_complete_on_two_ranks(demo):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
         "-m", "llama", "complete", *GREEDY,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, input="The capital of France is\n", env=environment(), capture_output=True,
-        text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = warm.run(command, input="The capital of France is\n", env=environment(), timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout == continuation(demo, "The capital of France is")
     assert done.stderr.count("Loaded in") == 1 and "Warning" not in done.stderr

@@ -5,7 +5,6 @@ The control groups are folders laid out as cgroups(7) and proc_pid_mountinfo(5) 
 
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import warm
 from helpers.launch import environment
 from llama import device as device_module
 from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
@@ -216,9 +216,8 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
     variables = environment()
     del variables["OMP_NUM_THREADS"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(
-        command, env=variables, capture_output=True, text=True, timeout=240, check=True
-    )
+    done = warm.run(command, env=variables, timeout=240)
+    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["2", "4"]
 
 

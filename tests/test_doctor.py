@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers import warm
 from helpers.launch import DEMO, PROGRAMS, environment
 from llama.checkpoint.find import find
 from llama.checkpoint.weights import bytes_of
@@ -162,10 +163,10 @@ def test_unlike_ranks_are_named():
 @pytest.fixture
 def launched() -> Callable[[], subprocess.CompletedProcess[str]]:
     def launch() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return warm.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
              str(PROGRAMS / "doctor_ranks.py"), str(DEMO)],
-            env=environment(), capture_output=True, text=True, timeout=120, check=False,
+            env=environment(), timeout=120,
         )  # fmt: skip
 
     return launch

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers import warm
+
 REPO = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = REPO / "tests" / "programs"
 DEMO = REPO / "checkpoints" / "demo"
@@ -27,7 +29,7 @@ def torchrun_groups(
     Each group starts with no model loaded, as in a launch of its own.
     """
     jobs = [job for own in groups.values() for job in ({"do": "forget"}, *own)]
-    ranks, found, start = torchrun(world, jobs, folder), {}, 0
+    ranks, found, start = torchrun(world, jobs, folder, is_fresh=True), {}, 0
     for name, own in groups.items():
         start += 1  # "forget"
         found[name] = [rank[start : start + len(own)] for rank in ranks]
@@ -35,16 +37,17 @@ def torchrun_groups(
     return found
 
 
-def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
-    """The results of the jobs, one list for each rank."""
+def torchrun(
+    world: int, jobs: list[dict], folder: Path, *, is_fresh: bool = False
+) -> list[list[dict]]:
+    """The results of the jobs, one list for each rank; warm.py starts them, unless `is_fresh`."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={world}", WORKER, str(folder / "jobs.json"), str(folder),
     ]  # fmt: skip
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
+    start = subprocess.Popen if is_fresh else warm.Popen
+    done = warm.run(command, start=start, env=environment(), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [(folder / f"rank{r}.end").read_text() for r in range(world)]
     assert ends == ["False"] * world, "a process that leaves its groups can end with SIGABRT"

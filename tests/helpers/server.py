@@ -13,6 +13,8 @@ from typing import IO
 
 import httpx
 
+from helpers import warm
+
 START_S = 60.0
 
 
@@ -39,7 +41,7 @@ def run_server(
 ) -> Iterator[RunningServer]:
     """Start a server and wait until it is ready; at the end it is killed, if it still runs."""
     command = [sys.executable, *launcher, *program, "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **popen)
+    process = warm.Popen(command, stderr=subprocess.PIPE, text=True, **popen)
     log: list[str] = []
     assert process.stderr is not None
     reader = threading.Thread(target=_read, args=(process.stderr, log), daemon=True)

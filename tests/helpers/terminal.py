@@ -7,12 +7,12 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
 
+from helpers import warm
 from helpers.launch import REPO, environment
 
 FIGURES = " from cache"  # the end of the line after an answer
@@ -34,14 +34,18 @@ class Session:
         self.main, self.side = pty.openpty()
         fcntl.ioctl(self.main, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
         self.mode = termios.tcgetattr(self.side)
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             command,
             stdin=self.side, stdout=self.side, stderr=self.side, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env=environment(TERM="xterm", **variables),
+            preexec_fn=None if sys.platform == "linux" else self._take_terminal,  # warm.py does
         )  # fmt: skip
         self.shown = ""  # and not yet expected
         self.expect("/bye leaves")
+
+    @staticmethod
+    def _take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     def expect(self, text: str, within: float = 60.0) -> str:
         """What is shown up to the text and with it; fails if that does not come in time."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from llama.ranks.errors import NotMetError
 from llama.ranks.meeting import Meeting
@@ -82,7 +83,7 @@ def ended(folder, tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
-    subprocess.run(command, env=environment(), timeout=240, check=True)
+    assert warm.run(command, env=environment(), timeout=240).returncode == 0
     found = {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
     for name in DRAINS:
         found[name]["lines"] = (out / f"{name}.out").read_text().splitlines()

@@ -5,11 +5,11 @@ Also what single requests may do to the event loop, as CPU time: the machine may
 
 import asyncio
 import json
-import subprocess
 import sys
 
 import pytest
 
+from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from helpers.server import run_server
 
@@ -49,7 +49,7 @@ def test_no_request_holds_the_event_loop_up():
     words = ["letters", "MB of", "prompts of 400 ch", "schema", "20,000", "99,000 lists"]
     command = [sys.executable, str(PROGRAMS / "loop_times.py"), *words]
     env = environment(PYTHONPATH=f"{PROGRAMS.parent}:{PROGRAMS.parent.parent}")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, env=env, timeout=60)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) >= 10

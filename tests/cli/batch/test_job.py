@@ -3,7 +3,6 @@
 Real files, real processes and real kills; the oracle is the output of a job that nothing disturbed.
 """
 
-import functools
 import json
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import warm
 from helpers.batch import answers, written
 from helpers.launch import PROGRAMS, REPO, environment
 from llama import Llama
@@ -272,11 +272,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
     (tmp_path / "in").write_bytes(written(requests(90, 40)))
     flags = ["--ckpt_dir", checkpoint_dir[0], *SIZES, "--temperature", "1"]
     command = script(tmp_path / "in", tmp_path / "out", *flags)
-    running = subprocess.Popen(
-        command, env=environment(), stderr=subprocess.PIPE, text=True,
-        # A shell starts what it puts in the background deaf to Ctrl-C, and so all of its children.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    running = warm.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     wait_until(lambda: num_lines(tmp_path / "out") >= 10 or running.poll() is not None)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
@@ -285,7 +281,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
     before = len(records(tmp_path / "out"))
     assert 10 <= before < 90
 
-    done = subprocess.run([*command, "--resume"], env=environment(), capture_output=True, text=True)
+    done = warm.run([*command, "--resume"], env=environment())
     told = done.stdout + done.stderr
     assert done.returncode == 0 and f"results added {90 - before}, errors in it 1" in told
     assert "| ranks 1 | float32" in told and "Traceback" not in told
@@ -302,10 +298,8 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
 
 def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*launch, f"--nproc_per_node={world}", *map(str, command)],
-        env=environment(), capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    words = [*launch, f"--nproc_per_node={world}", *map(str, command)]
+    return warm.run(words, env=environment(), timeout=240)
 
 
 def test_the_last_sums_of_a_replica_are_read():
@@ -378,10 +372,7 @@ def test_replicas_killed_at_random_moments_lose_and_double_nothing():
     gone after each kill, and the records in the end. By hand it makes 200 kills."""
     program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "80"]
     path = os.pathsep.join([str(REPO), str(REPO / "tests")])
-    done = subprocess.run(
-        program, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+    done = warm.run(program, env=environment(PYTHONPATH=path), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
     assert counts["kills"] == 5 and counts["jobs"] > 0

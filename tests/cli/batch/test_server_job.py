@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from helpers import warm
 from helpers.batch import answers, written
 from helpers.launch import environment
 from helpers.server import run_server
@@ -64,7 +65,7 @@ def free_port() -> int:
 
 def start_job(folder: Path, url: str, *flags: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "llama", "batch", str(folder / "in"), str(folder / "out")]
-    return subprocess.Popen(
+    return warm.Popen(
         [*command, "--url", url, "--max_gen_len", "40", "--concurrency", "4", *flags],
         env=environment(LLAMA_API_KEY="k"), stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import warm
 from helpers.launch import REPO, environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
 from llama import Message
@@ -302,10 +303,7 @@ def test_piped_into_the_script_on_two_ranks(demo):
         "--temperature", "0", "--dtype", "fp32", "--device", "cpu", "--system", "42",
     ]  # fmt: skip
     text = f'/system\n/clear all\n{FRANCE}\n"""\nAnd of\nJapan?\n"""\n/nope\n/bye\nnever asked\n'
-    done = subprocess.run(
-        command, input=text, env=environment(), capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    done = warm.run(command, input=text, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == replies(demo, FRANCE, "And of\nJapan?")
     assert done.stderr.count("tokens/s") == 2 and done.stderr.count("Loaded in") == 1
@@ -326,7 +324,7 @@ def test_an_answer_cannot_steer_the_terminal(capsys):
 def test_a_reader_that_leaves_is_no_traceback():
     """chat.py | head -1"""
     script = Path(REPO, "scripts", "chat.py")
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, script, "--device", "cpu"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
     )  # fmt: skip
