@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "int8": torch.int8,  # weights; all else is bf16
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OTHER_NAMES = {  # that users of torch, Hugging Face and vLLM type
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16,
+    "float32": torch.float32, "float": torch.float32,
+}  # fmt: skip
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
@@ -77,17 +76,22 @@ def _pick_gpu(device: torch.device) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of the weights; by default bf16 where the device supports it, else fp16."""
-    if dtype is None:
+    """The dtype of the model; by default, or for "auto", bf16 where the device supports it, else
+    fp16."""
+    if dtype is None or dtype == "auto":
         # From compute capability 8.0 (Ampere) on, CUDA GPUs multiply bf16 in hardware.
         lacks = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
         return torch.float16 if lacks else torch.bfloat16
-    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    chosen = (DTYPES | _OTHER_NAMES).get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
-        raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}, or None")
-    if chosen is torch.int8 and device.type != "cpu":
-        raise ValueError(f"dtype='int8' is for device='cpu', not {device.type}: use 'bf16'")
+        names = ", ".join([*DTYPES, *_OTHER_NAMES, "auto"])
+        raise ValueError(f"dtype={dtype!r}: give one of {names}, or None")
     return chosen
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """One of DTYPES."""
+    return next(name for name, value in DTYPES.items() if value is dtype)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[None]:

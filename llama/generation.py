@@ -122,6 +122,7 @@ class Llama:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantize: str | None = None,
         kv_cache_memory_bytes: int | None = None,
         timeout_s: float = 600.0,
         mute_ranks: bool = True,
@@ -139,8 +140,11 @@ class Llama:
             seed: of calls that give none. Each draws from it and the number of the call: anew in
                 the second call, and the same when the program is run again.
             device: "cuda", "mps" or "cpu". Default: the first of these that there is.
-            dtype: "bf16", "fp16", "fp32", or on the CPU "int8": matrices in half the memory, with a
-                scale per row, the rest in bf16. Default: bf16 where the device has it, else fp16.
+            dtype: "bf16", "fp16", "fp32", or the names that torch has for them. Default, also by
+                "auto": bf16 where the device has it, else fp16.
+            quantize: a format that matrices are rounded to while they are loaded. "int8", on the
+                CPU: half the memory of bf16, with a scale per row; the rest is bf16. The older
+                dtype="int8" means the same.
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
@@ -159,6 +163,7 @@ class Llama:
             seed,
             device=device,
             dtype=dtype,
+            quantize=quantize,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             timeout_s=timeout_s,
         )

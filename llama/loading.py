@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llama import gpu
-from llama.checkpoint import weights
+from llama import gpu, weights
+from llama.checkpoint import reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.guard import is_guard
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import number, path_like, whole_number
-from llama.device import DTYPES, free_bytes, pick_device, pick_dtype, set_num_threads
+from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
@@ -44,8 +45,8 @@ class Loaded:
     def describe(self, *, has_graphs: bool = False) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
         params, device = self.model.params, self.model.norm.weight.device
-        dtype = self.model.norm.weight.dtype if self.model.output.scales is None else torch.int8
-        name = next(name for name, value in DTYPES.items() if value is dtype)
+        dtype = self.model.norm.weight.dtype
+        name = self.model.quantization or dtype_name(dtype)
         tokens = self.num_pages * PAGE_SIZE
         sequences = self.num_pages // pages_for(params.max_seq_len)
         return (
@@ -66,6 +67,7 @@ def load_model(
     *,
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
+    quantize: str | None,
     kv_cache_memory_bytes: int | None,
     timeout_s: float,
 ) -> Loaded:
@@ -76,7 +78,10 @@ def load_model(
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         asked = Asked.checked(max_seq_len, max_batch_size, kv_cache_memory_bytes)
         whole_number("seed", seed, 0, 2**63 - 1)
+        if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
+            dtype, quantize = None, dtype  # as it was written before there was quantize=
         chosen_dtype = pick_dtype(dtype, chosen_device)
+        weights.check_quantize(quantize, chosen_dtype, chosen_device)
         checkpoint = find(path_like("ckpt_dir", ckpt_dir))
         params = checkpoint.params
         params.check_ranks(parallel.size)
@@ -88,20 +93,18 @@ def load_model(
                 f"{params.longest_context} tokens: build with that or less"
             )
         allowed = gpu.asked_for()
-        must_match += [params, asked, seed, chosen_dtype, chosen_device.type]
+        must_match += [params, asked, seed, chosen_dtype, quantize, chosen_device.type]
     if chosen_device.type == "cpu":
         set_num_threads()
     kernels = gpu.kernels_for(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
-    sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, asked)
+    sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, quantize, asked)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)
-        model = Transformer(
-            args, parallel=parallel, device=chosen_device, dtype=_activations(chosen_dtype)
-        )
+        model = Transformer(args, parallel=parallel, device=chosen_device, dtype=chosen_dtype)
         model.use_kernels(kernels)
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
-        pack = functools.partial(model.pack, int8=chosen_dtype is torch.int8)
-        weights.load(checkpoint, model, filled=pack, progress=shows)
+        pack = functools.partial(model.pack, quantize=quantize)
+        reader.load(checkpoint, model, filled=pack, progress=shows)
     return Loaded(model, tokenizer, sizes.num_pages, is_guard(checkpoint.folder))
 
 
@@ -138,10 +141,11 @@ def _sizes_that_fit(
     parallel: ModelParallel,
     device: torch.device,
     dtype: torch.dtype,
+    quantize: str | None,
     asked: Asked,
 ) -> Sizes:
     """What was asked for, or what fits the rank with the least memory."""
-    params, kv_dtype = checkpoint.params, _activations(dtype)
+    params, plan = checkpoint.params, LayerPlan.of(checkpoint.params, parallel.size)
     free = parallel.all_reduce_min(free_bytes(device))
     default = DEFAULT_BATCH_SIZE_CUDA if device.type == "cuda" else DEFAULT_BATCH_SIZE
     batch_size = asked.max_batch_size or default
@@ -149,9 +153,9 @@ def _sizes_that_fit(
         return choose_sizes(
             replace(asked, max_batch_size=batch_size),
             free=free,
-            weights=weights.bytes_of(checkpoint, parallel.size, dtype),
-            reserve=_reserve(params, parallel.size, device, kv_dtype, batch_size),
-            per_token=_bytes_per_token(params, parallel.size, kv_dtype),
+            weights=reader.bytes_of(checkpoint, parallel.size, dtype, quantize),
+            reserve=_reserve(params, plan, device, dtype, batch_size),
+            per_token=plan.kv_numbers_per_token * dtype.itemsize,
             longest=params.longest_context,
         )
 
@@ -193,17 +197,22 @@ def choose_sizes(
 
 
 def kv_tokens(
-    checkpoint: Checkpoint, ranks: int, device: torch.device, dtype: torch.dtype, free: int
+    checkpoint: Checkpoint,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str | None,
+    free: int,
 ) -> int:
     """Tokens of KV cache that one of `ranks` ranks holds beside its weights, of `free` bytes."""
-    params, kv_dtype = checkpoint.params, _activations(dtype)
+    params, plan = checkpoint.params, LayerPlan.of(checkpoint.params, ranks)
     batch_size = DEFAULT_BATCH_SIZE_CUDA if device.type == "cuda" else DEFAULT_BATCH_SIZE
     room = _room(
         free,
-        weights.bytes_of(checkpoint, ranks, dtype),
-        _reserve(params, ranks, device, kv_dtype, batch_size),
+        reader.bytes_of(checkpoint, ranks, dtype, quantize),
+        _reserve(params, plan, device, dtype, batch_size),
     )
-    page = PAGE_SIZE * _bytes_per_token(params, ranks, kv_dtype)
+    page = PAGE_SIZE * plan.kv_numbers_per_token * dtype.itemsize
     return max(room, 0) // page * PAGE_SIZE
 
 
@@ -213,9 +222,9 @@ def _room(free: int, weights: int, reserve: int) -> int:
 
 
 def _reserve(
-    params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype, batch_size: int
+    params: ModelArgs, plan: LayerPlan, device: torch.device, dtype: torch.dtype, batch_size: int
 ) -> int:
-    step = step_bytes(params, ranks, dtype, batch_size)
+    step = step_bytes(params, plan, dtype, batch_size)
     return step + (_CUDA_RESERVE if device.type == "cuda" else 0)
 
 
@@ -225,29 +234,16 @@ def _advice(num_tokens: int) -> str:
     return "use more ranks, a smaller dtype, or a device with more memory"
 
 
-def step_bytes(params: ModelArgs, ranks: int, dtype: torch.dtype, batch_size: int) -> int:
+def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:
     """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache.
 
     The residual stream and its norm, q with k and v twice, gate and up with their product; and
     float32 logits three times over (whole, adjusted, sampled), for sequences or for scored rows.
     """
-    kv_heads = max(1, params.kv_heads // ranks)
-    qkv = (params.n_heads // ranks + 2 * kv_heads) * params.head_dim
-    per_token = 4 * params.dim + 2 * qkv + 3 * params.ffn_dim // ranks
+    per_token = 4 * plan.dim + 2 * plan.qkv_dim + 3 * plan.ffn_dim
     tokens = max(TOKEN_BUDGET, batch_size)
     rows = max(batch_size, _SCORED_ROWS)
     return tokens * per_token * dtype.itemsize + 3 * 4 * rows * params.vocab_size
-
-
-def _bytes_per_token(params: ModelArgs, ranks: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values on one rank."""
-    kv_heads = max(1, params.kv_heads // ranks)
-    return 2 * params.n_layers * kv_heads * params.head_dim * dtype.itemsize
-
-
-def _activations(dtype: torch.dtype) -> torch.dtype:
-    """The type of activations and of the KV cache, where weights have `dtype`."""
-    return torch.bfloat16 if dtype is torch.int8 else dtype
 
 
 def _gib(size: int) -> str:

@@ -17,18 +17,18 @@ import torch
 from helpers import warm
 from helpers.launch import DEMO, PROGRAMS, environment
 from llama.checkpoint.find import find
-from llama.checkpoint.weights import bytes_of
+from llama.checkpoint.reader import bytes_of
 from llama.cli import environment_checks, rank_report
 from llama.cli.doctor import _fits
 from llama.cli.environment_checks import Fact, environment_facts, thread_facts
 from llama.loading import (
     DEFAULT_BATCH_SIZE,
     Asked,
-    _bytes_per_token,
     choose_sizes,
     kv_tokens,
     step_bytes,
 )
+from llama.model.plan import LayerPlan
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
 CPU = torch.device("cpu")
@@ -125,16 +125,18 @@ def test_cores_and_threads_that_do_not_fit(cores, variables, name, told):
 def test_the_tokens_that_fit_are_those_that_build_takes():
     found = find(DEMO)
     for ranks in (1, 2):
-        for dtype in (torch.bfloat16, torch.int8):
+        plan = LayerPlan.of(found.params, ranks)
+        for quantize in (None, "int8"):
             sizes = choose_sizes(
                 Asked(16, 2**20, None),
                 free=1 << 30,
-                weights=bytes_of(found, ranks, dtype),
-                reserve=step_bytes(found.params, ranks, torch.bfloat16, DEFAULT_BATCH_SIZE),
-                per_token=_bytes_per_token(found.params, ranks, torch.bfloat16),
+                weights=bytes_of(found, ranks, torch.bfloat16, quantize),
+                reserve=step_bytes(found.params, plan, torch.bfloat16, DEFAULT_BATCH_SIZE),
+                per_token=plan.kv_numbers_per_token * 2,
                 longest=512,
             )
-            assert kv_tokens(found, ranks, CPU, dtype, 1 << 30) == sizes.num_pages * 16 > 0
+            told = kv_tokens(found, ranks, CPU, torch.bfloat16, quantize, 1 << 30)
+            assert told == sizes.num_pages * 16 > 0
 
 
 def test_a_table_of_what_fits(make_checkpoint, monkeypatch):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from llama import ModelArgs, Transformer
 from llama.model import Attention
+from llama.model.execution import OpLayers
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
-from llama.ops.op_stack import OpStack
 from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
 
@@ -50,7 +50,7 @@ def make_model(
         scale = 0.1 if weight.dim() == 2 else 1.0
         weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
     if packed:
-        model.pack(int8=int8)
+        model.pack(quantize="int8" if int8 else None)
     return model
 
 
@@ -121,16 +121,16 @@ OP_STACK = KernelSet(frozenset(NAMES), frozenset())  # in use for no type: ops k
 
 
 @pytest.fixture
-def op_stack(monkeypatch) -> list[OpStack]:
-    """The stacks of ops that ran."""
-    ran: list[OpStack] = []
-    run_stack = OpStack.run
+def op_stack(monkeypatch) -> list[OpLayers]:
+    """The sequences of ops that ran."""
+    ran: list[OpLayers] = []
+    run_stack = OpLayers.run
 
-    def counted(stack: OpStack, *args: Any) -> Tensor:
+    def counted(stack: OpLayers, *args: Any) -> Tensor:
         ran.append(stack)
         return run_stack(stack, *args)
 
-    monkeypatch.setattr(OpStack, "run", counted)
+    monkeypatch.setattr(OpLayers, "run", counted)
     return ran
 
 
@@ -147,7 +147,8 @@ def test_the_sequence_of_ops_gives_the_bytes_of_the_modules(op_stack, kind, rank
         assert len(op_stack) == 1
         op_stack.clear()
     wrong = model.new_kv_cache(4, PAGE_SIZE)[1:]
-    assert not model._fused.find().takes(wrong)  # type: ignore[union-attr]
+    path = model.execution_path()
+    assert path is not None and not path.supports(wrong)
 
 
 class OtherAttention(Attention):
@@ -194,7 +195,29 @@ def patched_class(model: Any) -> Callable[[], None]:
     return patch.undo
 
 
-CHANGES = [hook, pre_hook, global_hook, other_forward, other_class, other_module, patched_class]
+def use_modules(model: Any) -> Callable[[], None]:
+    """Said, and shown by a layer that a change behind torch's back has put another part into."""
+    part = model.layers[1].attention.wo
+    model.use_modules()
+    part.__dict__["forward"] = lambda x: x * 0
+
+    def undo() -> None:
+        del part.__dict__["forward"]
+        model.use_modules(False)
+
+    return undo
+
+
+CHANGES = [
+    use_modules,
+    hook,
+    pre_hook,
+    global_hook,
+    other_forward,
+    other_class,
+    other_module,
+    patched_class,
+]
 
 
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
@@ -230,7 +253,7 @@ def set_data(model: Any) -> None:
 
 def set_weight(model: Any) -> None:
     other = model.layers[0].feed_forward.w2
-    model.layers[1].feed_forward.w2.weight = nn.Parameter(other.weight.data, requires_grad=False)
+    model.layers[1].feed_forward.w2.weight = other.weight
 
 
 def load_state(model: Any) -> None:
@@ -306,7 +329,7 @@ def test_a_batch_that_does_not_fit_together_is_refused(kernels, fault):
     }
     parts |= {"x": torch.ones(72, 128).bfloat16(), "freqs": model.freqs_cis[batch.positions]}
     cut = parts[fault][:, :2].contiguous() if fault == "page_table" else parts[fault][1:]
-    stack = model._fused.find()
+    stack = model.execution_path()
     assert stack is not None
     kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
 

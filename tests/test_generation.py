@@ -5,6 +5,7 @@ Each fault of the reference that is mended on purpose has a test here whose docs
 
 import io
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,12 +24,13 @@ from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
-from llama.checkpoint.weights import Weights
+from llama.checkpoint.reader import CheckpointReader
 from llama.device import free_bytes, pick_dtype
 from llama.model.layers import Linear
-from llama.ops.linear import pack_int8, unpack
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
+from llama.weights import check_quantize
+from llama.weights.int8 import Int8Weight
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -409,7 +411,7 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
     for tied in (False, True):
         args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
         model = Transformer(args, dtype=torch.bfloat16)
-        source = Weights(find(folder))
+        source = CheckpointReader(find(folder))
         for name, slot in model.named_shards().items():
             source.copy(name, slot, 0, 1)
         tokens = torch.tensor(prompts_of([20, 20], seed=22))
@@ -445,15 +447,16 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     folder, _, params = make_checkpoint(seed=21, dim=128)
     args = ModelArgs(**params, max_seq_len=64, max_batch_size=2, tied_output=tied)
     models = [Transformer(args, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    source = Weights(find(folder))
+    source = CheckpointReader(find(folder))
     for model in models:
         for name, slot in model.named_shards().items():
             source.copy(name, slot, 0, 1)
     small, exact = models
     for module in exact.modules():
         if isinstance(module, Linear):
-            module.weight.copy_(unpack(*pack_int8(module.weight.bfloat16())))
-    small.pack(int8=True)
+            rounded = Int8Weight.pack(module.weight.plain().bfloat16())
+            module.weight.values.copy_(rounded.exact())
+    small.pack(quantize="int8")
     sizes = {w.dtype: w.numel() for w in small.parameters() if w.dim() > 1}
     assert sizes.keys() == {torch.int8} | (set() if tied else {torch.bfloat16})
     tokens = torch.tensor(prompts_of([20, 20], seed=22))
@@ -471,11 +474,35 @@ def test_a_matrix_stored_once_is_held_once(make_checkpoint):
 
 
 def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
-    with pytest.raises(ValueError, match="dtype='int8' is for device='cpu', not cuda"):
-        pick_dtype("int8", torch.device("cuda"))
-    llama = Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="int8")
-    assert "cpu, int8, model_parallel_size=1" in capsys.readouterr().out
-    assert llama.model.new_kv_cache(1, 16).dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="quantize='int8' is for device='cpu', not cuda"):
+        check_quantize("int8", torch.bfloat16, torch.device("cuda"))
+    for names in ({"dtype": "int8"}, {"quantize": "int8"}, {"dtype": "auto", "quantize": "int8"}):
+        asked: dict[str, Any] = names
+        llama = Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", **asked)
+        assert "cpu, int8, model_parallel_size=1" in capsys.readouterr().out
+        assert llama.model.quantization == "int8"
+        assert llama.model.new_kv_cache(1, 16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"quantize": "int7"}, "quantize='int7': give one of int8, or None"),
+        ({"quantize": 8}, "quantize=8: give one of"),
+        ({"quantize": "int8", "dtype": "fp32"}, "quantize='int8' is for dtype='bf16', not fp32"),
+        ({"quantize": "int8", "dtype": "int8"}, "dtype='int8': give one of bf16, fp16, fp32"),
+        ({"dtype": "float64"}, "dtype='float64': give one of bf16, fp16, fp32, bfloat16"),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(checkpoint_dir, asked, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", **asked)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "half", "float", "auto"])
+def test_a_dtype_has_the_names_that_others_give_it(name):
+    wanted = {"auto": torch.bfloat16, "half": torch.half, "float": torch.float}
+    assert pick_dtype(name, torch.device("cpu")) is (wanted.get(name) or getattr(torch, name))
 
 
 def test_text_and_chat_return_metas_keys(shared_llama):

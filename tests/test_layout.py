@@ -27,6 +27,7 @@ FLOORS = [
     "llama/sampling_params.py",
     "llama/prompts",
     "llama/ops",
+    "llama/weights",
     "llama/ranks",
     "llama/model",
     "llama/checkpoint",
@@ -86,6 +87,12 @@ def test_imports_have_no_circle():
         for name in ends:
             del left[name]
     assert not left
+
+
+def test_a_format_of_weights_is_a_file():
+    """Its kernels, its name on the command line and in a docstring: no other file knows int8."""
+    naming = [path.name for path in FILES if re.search(r"(?<!u)int8", path.read_text())]
+    assert "int8.py" in naming and len(naming) <= 5, naming
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 from llama import Llama
 from llama.loading import Asked, Sizes, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
 
 GIB = 2**30
 LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes
@@ -60,7 +61,7 @@ def test_the_reserve_is_what_a_step_holds():
     )  # fmt: skip
     gate_and_up = 2048 * 2 * args.ffn_dim * 2
     logits = 256 * 128256 * 4
-    found = step_bytes(args, 1, torch.bfloat16, 256)
+    found = step_bytes(args, LayerPlan.of(args, 1), torch.bfloat16, 256)
     assert gate_and_up + 2 * logits < found < 2 * (gate_and_up + 3 * logits)
 
 

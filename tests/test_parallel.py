@@ -18,9 +18,10 @@ from llama import Llama
 from llama.compat.vllm import LLM
 from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from llama.ops.linear import pack_int8, unpack
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
+from llama.weights import PlainWeight
+from llama.weights.int8 import Int8Weight
 
 PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
 
@@ -303,13 +304,13 @@ def test_layers_split_over_ranks_are_the_whole_layer():
         parallel = ModelParallel(rank=rank, size=4)
         object.__setattr__(parallel, "all_reduce", lambda t: t)
         column = ColumnParallelLinear(8, 12, parallel).to_empty(device="cpu")
-        column.weight.copy_(weight.chunk(4)[rank])
+        column.weight.values.copy_(weight.chunk(4)[rank])
         columns.append(column(x))
         row = RowParallelLinear(8, 12, parallel).to_empty(device="cpu")
-        row.weight.copy_(weight.chunk(4, 1)[rank])
+        row.weight.values.copy_(weight.chunk(4, 1)[rank])
         rows.append(row(x.chunk(4, 1)[rank]))
         embedding = VocabParallelEmbedding(12, 8, parallel).to_empty(device="cpu")
-        embedding.weight.copy_(weight.chunk(4)[rank])
+        embedding.weight.values.copy_(weight.chunk(4)[rank])
         embedded.append(embedding(tokens))
     torch.testing.assert_close(torch.cat(columns, -1), x @ weight.T)
     torch.testing.assert_close(sum(rows), x @ weight.T)
@@ -321,15 +322,15 @@ def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
     """The scales of a rank are those of its own rows."""
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     tokens = torch.tensor([0, 127, 64, 63, 5])
-    values, scales = pack_int8(weight)
+    whole = Int8Weight.pack(weight)
     embedded = []
     for rank in range(2):
         parallel = ModelParallel(rank=rank, size=2)
         object.__setattr__(parallel, "all_reduce", lambda t: t)
         output = ColumnParallelLinear(64, 128, parallel).to_empty(device="cpu")
-        output.weight = torch.nn.Parameter(weight.chunk(2)[rank].clone(), requires_grad=False)
-        output.pack(int8=True)
+        output.weight = PlainWeight.pack(weight.chunk(2)[rank].clone())
+        output.pack("int8")
         embedding = VocabParallelEmbedding(128, 64, parallel)
-        embedding.weight, embedding.scales = output.weight, output.scales
+        embedding.weight = output.weight
         embedded.append(embedding(tokens))
-    assert torch.equal(sum(embedded), unpack(values, scales)[tokens].bfloat16())
+    assert torch.equal(sum(embedded), whole.exact()[tokens].bfloat16())

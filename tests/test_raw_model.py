@@ -16,7 +16,7 @@ from helpers.kernels import HAS_KERNELS
 from helpers.prompts import prompts_of
 from llama import ModelArgs, Transformer
 from llama.checkpoint.find import find
-from llama.checkpoint.weights import load
+from llama.checkpoint.reader import load
 
 TOKENS = torch.tensor(prompts_of([12, 12], seed=4))
 
@@ -144,7 +144,7 @@ def test_a_state_dict_loads_into_every_layout(kind, make_checkpoint):
         weight.data.zero_()
     if "packed" in kind or kind == "int8":
         for model in (filled, other):
-            model.pack(int8=kind == "int8")
+            model.pack(quantize="int8" if kind == "int8" else None)
     given = filled.state_dict()
     assert not other(TOKENS, 0).any()
     result = other.load_state_dict(given)

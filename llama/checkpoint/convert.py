@@ -15,14 +15,14 @@ from torch import Tensor
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.shapes import ROTATED, name_in, shard_shapes
+from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.table import ROTATED, name_in, shard_shapes
 from llama.checkpoint.tokenizer_files import (
     load_tokenizer,
     special_ids,
     tokenizer_config,
     tokenizer_json,
 )
-from llama.checkpoint.weights import Weights
 from llama.checkpoint.writing import Progress
 from llama.checks import whole_number
 from llama.model.args import ModelArgs
@@ -51,9 +51,9 @@ def reshard(
     if checkpoint.layout != "meta":
         raise ValueError(f"{checkpoint.folder} is in Hugging Face's layout: convert it first")
     checkpoint.params.check_ranks(size)
-    weights = Weights(checkpoint)
+    reader = CheckpointReader(checkpoint)
     with writing.new_folder(out_dir) as folder:
-        _write_shards(weights, folder, size, progress)
+        _write_shards(reader, folder, size, progress)
         writing.copy_file(checkpoint.params_path, folder / "params.json")
         _copy_tokenizer(checkpoint, folder)
     return writing.written(out_dir)
@@ -74,56 +74,63 @@ def convert(
     `out_dir` that holds something.
     """
     checkpoint = find(ckpt_dir)
-    weights = Weights(checkpoint)
+    reader = CheckpointReader(checkpoint)
     to_hf, path = checkpoint.layout == "meta", _tokenizer_path(checkpoint)
     tokenizer = load_tokenizer(path, checkpoint.params) if to_hf and path else None
     with writing.new_folder(out_dir) as folder:
         if to_hf:
-            _write_hf(weights, tokenizer, folder, progress)
+            _write_hf(reader, tokenizer, folder, progress)
             if tokenizer and path:
                 _write_tokenizer(tokenizer, path, checkpoint.params, folder)
         else:
-            _write_shards(weights, folder, 1, progress)
+            _write_shards(reader, folder, 1, progress)
             writing.write_json(folder / "params.json", _meta_params(checkpoint.params))
             _copy_tokenizer(checkpoint, folder)
     missing = [f"no tokenizer is in {checkpoint.folder}: none was written"] * (path is None)
     return missing + writing.written(out_dir)
 
 
-def _write_shards(weights: Weights, folder: Path, size: int, progress: bool) -> None:
+def _write_shards(reader: CheckpointReader, folder: Path, size: int, progress: bool) -> None:
     """consolidated.NN.pth for each of `size` ranks.
 
     A tied output is written as Meta writes it: a second name for the embedding's bytes.
     """
-    shapes = shard_shapes(weights.params, size)
-    one = sum(shape.numel() * weights.dtype(name).itemsize for name, shape in shapes.items())
+    shapes = shard_shapes(reader.params, size)
+    one = sum(shape.numel() * reader.dtype(name).itemsize for name, shape in shapes.items())
     writing.check_room(folder, one * (size + 1))  # all, and the scratch of one
     with Progress(one * size, size, progress) as bar:
         for rank in range(size):
             bar.begin_file(rank)
-            wanted = {name: (shape, weights.dtype(name)) for name, shape in shapes.items()}
-            _write_shard(weights, wanted, rank, size, folder, bar)
+            wanted = {name: (shape, reader.dtype(name)) for name, shape in shapes.items()}
+            _write_shard(reader, wanted, rank, size, folder, bar)
 
 
 def _write_shard(
-    weights: Weights, wanted: writing.Wanted, rank: int, size: int, folder: Path, bar: Progress
+    reader: CheckpointReader,
+    wanted: writing.Wanted,
+    rank: int,
+    size: int,
+    folder: Path,
+    bar: Progress,
 ) -> None:
     shard = writing.scratch(folder, wanted)
     for name, tensor in shard.items():
-        weights.copy(name, tensor, rank, size)
+        reader.copy(name, tensor, rank, size)
         bar.half(tensor.nbytes)
     shard.setdefault("output.weight", shard["tok_embeddings.weight"])
     writing.save_pth(folder / f"consolidated.{rank:02d}.pth", shard, bar)
 
 
-def _write_hf(weights: Weights, tokenizer: Tokenizer | None, folder: Path, progress: bool) -> None:
+def _write_hf(
+    reader: CheckpointReader, tokenizer: Tokenizer | None, folder: Path, progress: bool
+) -> None:
     """The weights, config.json, and where the special ids are known, generation_config.json."""
-    tied = weights.params.tied_output or weights.are_equal("output.weight", "tok_embeddings.weight")
-    names = [name for name in weights.shapes if not (tied and name == "output.weight")]
-    _write_hf_weights(weights, names, folder, progress)
-    dtype = weights.dtype("tok_embeddings.weight")
-    ids = special_ids(tokenizer) if tokenizer else hf.metas_special_ids(weights.params)
-    config = hf.config_of(weights.params, tied=tied, dtype=dtype, ids=ids)
+    tied = reader.params.tied_output or reader.are_equal("output.weight", "tok_embeddings.weight")
+    names = [name for name in reader.shapes if not (tied and name == "output.weight")]
+    _write_hf_weights(reader, names, folder, progress)
+    dtype = reader.dtype("tok_embeddings.weight")
+    ids = special_ids(tokenizer) if tokenizer else hf.metas_special_ids(reader.params)
+    config = hf.config_of(reader.params, tied=tied, dtype=dtype, ids=ids)
     writing.write_json(folder / "config.json", config)
     if ids:
         writing.write_json(folder / "generation_config.json", hf.generation_config_of(ids))
@@ -142,9 +149,11 @@ def _write_tokenizer(tokenizer: Tokenizer, path: Path, params: ModelArgs, folder
     writing.write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, params))
 
 
-def _write_hf_weights(weights: Weights, names: list[str], folder: Path, progress: bool) -> None:
+def _write_hf_weights(
+    reader: CheckpointReader, names: list[str], folder: Path, progress: bool
+) -> None:
     """The .safetensors files, and their index where there are several."""
-    sizes = {n: weights.shapes[n].numel() * weights.dtype(n).itemsize for n in names}
+    sizes = {n: reader.shapes[n].numel() * reader.dtype(n).itemsize for n in names}
     files = _by_size(sizes, _FILE_BYTES)
     total = sum(sizes.values())
     writing.check_room(folder, total + max(sum(sizes[n] for n in file) for file in files))
@@ -154,30 +163,30 @@ def _write_hf_weights(weights: Weights, names: list[str], folder: Path, progress
             bar.begin_file(i)
             title = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
             path = folder / (title if len(files) > 1 else "model.safetensors")
-            _write_hf_file(weights, file, path, bar)
+            _write_hf_file(reader, file, path, bar)
             index |= {name_in("hf", name): path.name for name in file}
     if len(files) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": index}
         writing.write_json(folder / "model.safetensors.index.json", content)
 
 
-def _write_hf_file(weights: Weights, names: list[str], path: Path, bar: Progress) -> None:
-    wanted = {name: (weights.shapes[name], weights.dtype(name)) for name in names}
+def _write_hf_file(reader: CheckpointReader, names: list[str], path: Path, bar: Progress) -> None:
+    wanted = {name: (reader.shapes[name], reader.dtype(name)) for name in names}
     tensors = writing.scratch(path.parent, wanted)
     for name, tensor in tensors.items():
-        _copy_hf(weights, name, tensor)
+        _copy_hf(reader, name, tensor)
         bar.half(tensor.nbytes)
     writing.save_safetensors(path, {name_in("hf", n): t for n, t in tensors.items()}, bar)
 
 
-def _copy_hf(weights: Weights, name: str, into: Tensor) -> None:
+def _copy_hf(reader: CheckpointReader, name: str, into: Tensor) -> None:
     """Fill `into` with a whole tensor, its rows in Hugging Face's order."""
     if not name.endswith(ROTATED):
-        weights.copy(name, into, 0, 1)
+        reader.copy(name, into, 0, 1)
         return
     pairs = torch.empty_like(into)
-    weights.copy(name, pairs, 0, 1)
-    hf.copy_halves(into, pairs, weights.params.head_dim)
+    reader.copy(name, pairs, 0, 1)
+    hf.copy_halves(into, pairs, reader.params.head_dim)
 
 
 def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llama.checkpoint import huggingface
 from llama.checkpoint.downloads import broken, check_download, check_utf8, shown
-from llama.checkpoint.tensor_files import open_tensors
+from llama.checkpoint.files import open_tensors
 from llama.checks import brief
 from llama.model.args import ModelArgs
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from llama.checkpoint.tensor_files import read_exactly
+from llama.checkpoint.files import read_exactly
 from llama.device import available_cores, current
 
 _CHUNK = 8 << 20  # bytes of a buffer

@@ -19,9 +19,9 @@ import torch
 from tqdm import tqdm
 
 from llama.checkpoint.downloads import broken, check_download
+from llama.checkpoint.files import Report, checksum_jobs
 from llama.checkpoint.find import Checkpoint, find, is_plain
-from llama.checkpoint.tensor_files import Report, checksum_jobs
-from llama.checkpoint.weights import Weights
+from llama.checkpoint.reader import CheckpointReader
 from llama.checks import brief
 
 _BLOCK_BYTES = 4 << 20  # read at a time by one thread
@@ -34,7 +34,7 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     `progress` draws a bar on stderr. Each file is read once, by as many threads as torch uses.
     """
     checkpoint = find(ckpt_dir)
-    weights = Weights(checkpoint)
+    weights = CheckpointReader(checkpoint)
     results = _compare_checksums(checkpoint, progress)
     counts = Counter(tensor.file.name for shard in weights.shards for tensor in shard.values())
     lines = [

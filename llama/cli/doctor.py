@@ -183,7 +183,7 @@ def _cpu() -> Iterator[Fact]:
         warnings.simplefilter("always")
         library = native.kernels()
     if library is not None:
-        yield Fact("kernels", f"this project's, for bf16 and int8 on the CPU: {library._name}")
+        yield Fact("kernels", f"this project's, for bf16 and quantized weights: {library._name}")
     else:
         why = str(caught[0].message) if caught else "this project has none for this CPU"
         yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
@@ -236,20 +236,22 @@ def _fits(found: "Checkpoint", device: "torch.device") -> Iterator[Fact]:
 
 def _row(found: "Checkpoint", ranks: int, device: "torch.device", free: int) -> tuple[str, bool]:
     """The text of one row, and whether any type fits."""
-    from llama.checkpoint.weights import bytes_of
-    from llama.device import DTYPES
+    import torch
+
+    from llama.checkpoint.reader import bytes_of
     from llama.loading import kv_tokens
+    from llama.weights import QUANTIZED
 
     try:
         found.params.check_ranks(ranks)
     except ValueError as e:
         return str(e).partition(":")[0], False
     cells, fits = [], False
-    for name in ("bf16", "int8") if device.type == "cpu" else ("bf16",):
-        weights = bytes_of(found, ranks, DTYPES[name])
-        tokens = kv_tokens(found, ranks, device, DTYPES[name], free)
+    for quantize in (None, *QUANTIZED) if device.type == "cpu" else (None,):
+        weights = bytes_of(found, ranks, torch.bfloat16, quantize)
+        tokens = kv_tokens(found, ranks, device, torch.bfloat16, quantize, free)
         cache = f"KV cache {tokens:>11,} tokens" if tokens else "does not fit".rjust(27)
         size = f"{weights / 2**30:.2f} GiB" if weights >= 2**30 else f"{weights / 2**20:.1f} MiB"
-        cells.append(f"{name} {size:>10}, {cache}")
+        cells.append(f"{quantize or 'bf16'} {size:>10}, {cache}")
         fits |= tokens > 0
     return "   ".join(cells), fits

@@ -210,7 +210,7 @@ class DecodeGraphs:
         replay calls no hook, and reads the weights where they were."""
         if not is_decode(scheduled):
             return False
-        way = self._model.way()
+        way = self._model.execution_path()
         is_hooked = way is None and self._kv_cache.is_cuda
         return not is_hooked and (not self._graphs or way is self._way)
 
@@ -259,7 +259,7 @@ class DecodeGraphs:
         return batch
 
     def _record(self, batch: StaticBatch, wants_logits: bool) -> tuple[Decoded, Callable]:
-        self._way = self._way if self._graphs else self._model.way()
+        self._way = self._way if self._graphs else self._model.execution_path()
         inputs = [*batch.tensors(), self._kv_cache, self._last_ids]
         try:
             outputs, replay = self._recorder.record(lambda: self._step(batch, wants_logits), inputs)

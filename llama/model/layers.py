@@ -1,22 +1,56 @@
 """The layers that hold weights: linear, embedding and norm, whole or divided among ranks.
 
 In: sizes and a `ModelParallel`. Out: modules whose weights have no memory until `Transformer` gives
-it. A linear layer packs its weight for the CPU's kernels, or quantizes it to int8, once it is
-filled; a state dict shows each weight plain, under Meta's name. Column-, row- and vocabulary-
-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
+it. A matrix is a `Weight`, whose format is its own affair; a state dict shows each plain, under
+Meta's name. Column-, row- and vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
 
 Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model dim.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from llama.ops.linear import can_pack, embedding, linear, pack_if_supported, pack_int8, unpack
+from llama import weights
 from llama.ops.norm import rms_norm
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.weights import PlainWeight, Weight
+
+
+class WatchedModule(nn.Module):
+    """A module that counts its changes: another part, weight, forward, class or setting.
+
+    `llama.model.execution` looks at the count instead of the modules; hooks it sees itself.
+    """
+
+    num_changes = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)  # type: ignore[arg-type]
+        self._count()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._count()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._count()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self._count()
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
+        """torch's, behind `to`, `half` and the like."""
+        self._count()
+        return super()._apply(fn, recurse)
+
+    def _count(self) -> None:
+        self.__dict__["num_changes"] = self.num_changes + 1
 
 
 def unfilled(
@@ -26,58 +60,37 @@ def unfilled(
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype), requires_grad=False)
 
 
-class Matrix(nn.Module):
-    """A weight (N, K), in whatever layout is fastest here; state dicts show it plain."""
+class Matrix(WatchedModule):
+    """A weight (N, K) in some format; state dicts show it plain."""
+
+    weight: Weight
 
     def __init__(self, n_out: int, n_in: int) -> None:
         super().__init__()
-        self.weight = unfilled(n_out, n_in)
-        self.scales: Tensor | None = None  # (N) of an int8 weight
+        self.weight = PlainWeight.pack(torch.empty(n_out, n_in, device="meta"))
 
-    def pack(self, *, int8: bool = False) -> None:
-        """Put the weight in this machine's fastest layout; views of it are invalid afterwards.
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "weight" and isinstance(value, Tensor):  # as any module of torch takes one
+            value = PlainWeight.pack(value.data)
+        super().__setattr__(name, value)
 
-        int8: one byte per weight and one scale per row, if the shape can be packed.
-        """
-        weight = self.weight.data
-        if int8 and can_pack(weight):
-            weight, self.scales = pack_int8(weight)
-        self.weight = nn.Parameter(pack_if_supported(weight), requires_grad=False)
-
-    def plain(self) -> Tensor:
-        """The weight (N, K): itself, or a copy where it is packed; bf16 where it is int8."""
-        if self.weight.dim() == 2:
-            return self.weight.data
-        plain = unpack(self.weight.data, self.scales)
-        return plain if self.scales is None else plain.bfloat16()
-
-    def fill(self, plain: Tensor) -> None:
-        """Copy new values (N, K) in, into the present layout."""
-        if self.weight.dim() == 2:
-            self.weight.data.copy_(plain)
-            return
-        copy = torch.empty(plain.shape, dtype=torch.bfloat16).copy_(plain)
-        self.weight = nn.Parameter(copy, requires_grad=False)
-        self.pack(int8=self.scales is not None)
+    def pack(self, quantize: str | None = None) -> None:
+        """Put the weight in the format asked for, or this machine's fastest; views of it are
+        invalid afterwards. What is packed already stays so."""
+        if isinstance(self.weight, PlainWeight):
+            self.weight = weights.packed(self.weight.plain(), quantize)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}weight"] = self.plain()
+        destination[f"{prefix}weight"] = self.weight.plain()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """torch's hook of `load_state_dict`, which does not know of the packed layout."""
+        """torch's hook of `load_state_dict`, which does not know of formats."""
         _, _, missing, _, errors = args
         name = f"{prefix}weight"
         if name not in state_dict:
             missing.append(name)
-        elif _has_shape(name, state_dict[name], self.plain_shape, errors):
-            self.fill(state_dict[name])
-
-    @property
-    def plain_shape(self) -> tuple[int, int]:
-        if self.weight.dim() == 2:
-            return self.weight.shape[0], self.weight.shape[1]
-        blocks, pairs, rows, _ = self.weight.shape
-        return blocks * rows, pairs * 2
+        elif _has_shape(name, state_dict[name], self.weight.shape, errors):
+            self.weight = self.weight.refilled(state_dict[name])
 
 
 class Linear(Matrix):
@@ -90,7 +103,7 @@ class Linear(Matrix):
 
     def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """dtype: of the result; float32 keeps what rounding to x's type would lose."""
-        return linear(x, self.weight, self.scales, dtype=dtype, kernels=self.kernels)
+        return self.weight.linear(x, dtype, self.kernels)
 
 
 class ColumnParallelLinear(Linear):
@@ -141,14 +154,14 @@ class VocabParallelEmbedding(Matrix):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.parallel.size == 1:
-            return embedding(tokens, self.weight, self.scales)
+            return self.weight.rows(tokens)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.num_local)
-        x = embedding(local.masked_fill(elsewhere, 0), self.weight, self.scales)
+        x = self.weight.rows(local.masked_fill(elsewhere, 0))
         return self.parallel.all_reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(WatchedModule):
     kernels: KernelSet = TORCH_ONLY
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -160,7 +173,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.kernels)
 
 
-class FusedBlock(nn.Module):
+class FusedBlock(WatchedModule):
     """A block that holds several of Meta's matrices as one, `fused`; state dicts show each.
 
     `rows`: of each matrix by Meta's name, in the order in which they are stored.
@@ -178,8 +191,8 @@ class FusedBlock(nn.Module):
 
     def parts(self) -> dict[str, Tensor]:
         """Meta's name of each matrix -> its rows: views, or copies where the weight is packed."""
-        plain = self.get_submodule(self.fused).plain()  # type: ignore[operator]
-        return dict(zip(self.rows, plain.split(list(self.rows.values())), strict=True))
+        plain: Any = self.get_submodule(f"{self.fused}.weight")
+        return dict(zip(self.rows, plain.plain().split(list(self.rows.values())), strict=True))
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -16,22 +16,26 @@ from torch import Tensor, nn
 
 from llama.device import use_huge_pages, zeros
 from llama.model.args import ModelArgs
-from llama.model.fused import FusedLayers
+from llama.model.execution import Executor, LayerExecution, SubLayer
 from llama.model.layers import (
     ColumnParallelLinear,
     FusedBlock,
     Linear,
+    Matrix,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    WatchedModule,
     unfilled,
 )
+from llama.model.plan import ATTENTION, FEED_FORWARD, LayerPlan
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.weights import PlainWeight
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
@@ -44,14 +48,13 @@ class Attention(FusedBlock):
 
     elsewhere: ClassVar[dict[str, str]] = {"cache_k": _NO_CACHE, "cache_v": _NO_CACHE}
 
-    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
-        n_heads = args.n_heads // parallel.size
-        n_kv_heads = max(1, args.kv_heads // parallel.size)  # replicated beyond kv_heads ranks
-        q, kv = n_heads * args.head_dim, n_kv_heads * args.head_dim
+    def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
+        q, kv = plan.n_heads * plan.head_dim, plan.n_kv_heads * plan.head_dim
         super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
-        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, args.head_dim
-        self.wqkv = ColumnParallelLinear(args.dim, (q + 2 * kv) * parallel.size, parallel)
-        self.wo = RowParallelLinear(args.dim, args.dim, parallel)
+        self.n_heads, self.n_kv_heads = plan.n_heads, plan.n_kv_heads
+        self.head_dim = plan.head_dim
+        self.wqkv = ColumnParallelLinear(plan.dim, (q + 2 * kv) * parallel.size, parallel)
+        self.wo = RowParallelLinear(q * parallel.size, plan.dim, parallel)
 
     def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         rows = self.wqkv(x).flatten(0, -2)
@@ -64,23 +67,24 @@ class Attention(FusedBlock):
 class FeedForward(FusedBlock):
     """SwiGLU; w1 (gate) and w3 (up) are one matrix, the gate's rows first."""
 
-    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
-        rows = args.ffn_dim // parallel.size
-        super().__init__("w13", {"w1": rows, "w3": rows})
-        self.w13 = ColumnParallelLinear(args.dim, 2 * args.ffn_dim, parallel)
-        self.w2 = RowParallelLinear(args.ffn_dim, args.dim, parallel)
+    def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
+        super().__init__("w13", {"w1": plan.ffn_dim, "w3": plan.ffn_dim})
+        whole = plan.ffn_dim * parallel.size
+        self.w13 = ColumnParallelLinear(plan.dim, 2 * whole, parallel)
+        self.w2 = RowParallelLinear(whole, plan.dim, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(silu_mul(self.w13(x), self.kernels))
 
 
-class TransformerBlock(nn.Module):
-    def __init__(self, args: ModelArgs, parallel: ModelParallel) -> None:
+class TransformerBlock(WatchedModule):
+    def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
         super().__init__()
-        self.attention = Attention(args, parallel)
-        self.feed_forward = FeedForward(args, parallel)
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        assert plan.kinds == (ATTENTION, FEED_FORWARD), plan.kinds
+        self.attention = Attention(plan, parallel)
+        self.feed_forward = FeedForward(plan, parallel)
+        self.attention_norm = RMSNorm(plan.dim, plan.eps)
+        self.ffn_norm = RMSNorm(plan.dim, plan.eps)
 
     def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x), freqs_cis, batch, kv_cache)
@@ -93,6 +97,15 @@ _LAYER_FORWARDS: dict[type[nn.Module], Callable] = {
         TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
     )
 }  # fmt: skip
+
+
+def _sublayers(block: TransformerBlock) -> list[SubLayer]:
+    """What an executor needs of a layer."""
+    attention, ffn = block.attention, block.feed_forward
+    return [
+        SubLayer(ATTENTION, block.attention_norm, attention.wqkv.weight, attention.wo.weight),
+        SubLayer(FEED_FORWARD, block.ffn_norm, ffn.w13.weight, ffn.w2.weight),
+    ]
 
 
 class Transformer(nn.Module):
@@ -115,23 +128,23 @@ class Transformer(nn.Module):
         params.check("params")
         params.check_ranks(parallel.size)
         self.params = params
+        self.plan = plan = LayerPlan.of(params, parallel.size)
         self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
         self.parallel = parallel
         self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
         self.layers = nn.ModuleList(
-            TransformerBlock(params, parallel) for _ in range(params.n_layers)
+            TransformerBlock(plan, parallel) for _ in range(params.n_layers)
         )
         self.kernels = TORCH_ONLY
-        self._fused = FusedLayers(self.layers, _LAYER_FORWARDS)
+        self._execution = LayerExecution(plan, self.layers, _LAYER_FORWARDS, _sublayers)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         self.output = ColumnParallelLinear(
             params.dim, params.vocab_size, parallel, gather_output=True
         )
-        for module in self.modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter):
-                module.weight = unfilled(*weight.shape, device=device, dtype=dtype)
-                use_huge_pages(module.weight)  # before the first touch, which settles it
+        for module in list(self.modules()):
+            for name, weight in list(module.named_parameters(recurse=False)):
+                setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
+                use_huge_pages(getattr(module, name))  # before the first touch, which settles it
         self._tie()
         self.register_load_state_dict_post_hook(_tie_again)
         table = precompute_freqs_cis(
@@ -150,35 +163,38 @@ class Transformer(nn.Module):
 
         One after the other, so that a part can be packed before the next takes memory.
         """
-        assert all(weight.dim() <= 2 for weight in self.parameters()), "the weights are packed"
-        yield self.tok_embeddings, {"tok_embeddings.weight": self.tok_embeddings.weight.data}
+        matrices = [module for module in self.modules() if isinstance(module, Matrix)]
+        assert all(isinstance(x.weight, PlainWeight) for x in matrices), "the weights are packed"
+        embedding = self.tok_embeddings.weight.plain()
+        yield self.tok_embeddings, {"tok_embeddings.weight": embedding}
         for i, layer in enumerate(self.blocks()):
             yield layer, layer.state_dict(prefix=f"layers.{i}.")
         yield self.norm, {"norm.weight": self.norm.weight.data}
         tied = self.params.tied_output
-        yield self.output, {} if tied else {"output.weight": self.output.weight.data}
+        yield self.output, {} if tied else {"output.weight": self.output.weight.plain()}
 
     def named_shards(self) -> dict[str, Tensor]:
         """Meta's name of each weight -> the view that holds this rank's share of it."""
         return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
 
-    def pack(self, part: nn.Module | None = None, *, int8: bool = False) -> None:
-        """Put one part of `loading_order`, or all, in this machine's fastest layout, once filled.
-
-        int8: one byte per weight and one scale per row; the error is at most scale / 2. The views
-        of `loading_order` are invalid afterwards.
-        """
+    def pack(self, part: nn.Module | None = None, *, quantize: str | None = None) -> None:
+        """Put one part of `loading_order`, or all, in the format asked for, once it is filled; by
+        default in this machine's fastest. The views of `loading_order` are invalid afterwards."""
         for module in (part or self).modules():
             if isinstance(module, Linear):
-                module.pack(int8=int8)
+                module.pack(quantize)
             if module is self.output:
                 self._tie()
+
+    @property
+    def quantization(self) -> str | None:
+        """The format that the weights were rounded to, if they were."""
+        return self.output.weight.quantization
 
     def _tie(self) -> None:
         """One weight for both ends, where the checkpoint has one."""
         if self.params.tied_output:
             self.tok_embeddings.weight = self.output.weight
-            self.tok_embeddings.scales = self.output.scales
 
     def use_kernels(self, kernels: KernelSet) -> None:
         """From now on the ops of this model run these kernels of Triton's, and no others."""
@@ -186,29 +202,23 @@ class Transformer(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | RMSNorm | FusedBlock):
                 module.kernels = kernels
-        self._fused.use_kernels(kernels)
+        self._execution.kernels = kernels
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""
-        p, weight = self.params, self.norm.weight
-        n_kv_heads = max(1, p.kv_heads // self.parallel.size)
-        shape = (p.n_layers, 2, num_pages, page_size, n_kv_heads, p.head_dim)
+        weight, shape = self.norm.weight, self.plan.kv_cache_shape(num_pages, page_size)
         # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
         return zeros(shape, weight.dtype, weight.device)
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
-        stack = self._fused.find()
-        if stack is None or not stack.takes(kv_cache):
+        executor = self._execution.find()
+        if executor is None or not executor.supports(kv_cache):
             h = self._through_layers(tokens, batch, kv_cache)
         else:
-            h = stack.run(
-                self.tok_embeddings(tokens),
-                self.freqs_cis[batch.positions],
-                kv_cache,
-                batch,
-                self.parallel.all_reduce if self.parallel.size > 1 else None,
-            )
+            all_reduce = self.parallel.all_reduce if self.parallel.size > 1 else None
+            freqs_cis = self.freqs_cis[batch.positions]
+            h = executor.run(self.tok_embeddings(tokens), freqs_cis, kv_cache, batch, all_reduce)
         return self.norm(h[batch.logit_rows])
 
     def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
@@ -219,7 +229,12 @@ class Transformer(nn.Module):
             h = layer(h, freqs_cis, batch, pages)
         return h
 
-    def way(self) -> object:
+    def use_modules(self, wanted: bool = True) -> None:
+        """Run the layers module by module from now on, or as is fastest: for whoever looks into
+        them. A hook does so by itself, as long as it is there."""
+        self._execution.uses_modules = wanted
+
+    def execution_path(self) -> Executor | None:
         """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
 
         The same object means the same operators on the same weights.
@@ -227,7 +242,7 @@ class Transformer(nn.Module):
         ends = (self.tok_embeddings, self.norm, self.output)
         if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
             return None
-        return self._fused.find()
+        return self._execution.find()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., E) -> (..., V) float32, whole on every rank."""

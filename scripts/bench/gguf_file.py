@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llama import ModelArgs
 from llama.checkpoint.find import Checkpoint
-from llama.checkpoint.weights import Weights
+from llama.checkpoint.reader import CheckpointReader
 from llama.ops.rope import scale_frequencies
 
 try:
@@ -33,7 +33,7 @@ def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
 
     Rows of wq and wk stay in Meta's order: GGUF's llama rotates neighbours, as Meta's does.
     """
-    weights, args = Weights(found), found.params
+    weights, args = CheckpointReader(found), found.params
     dtypes = {name: torch.float32 if len(shape) == 1 else dtype
               for name, shape in weights.shapes.items()}  # fmt: skip
     if "output.weight" in dtypes and weights.are_equal("output.weight", "tok_embeddings.weight"):

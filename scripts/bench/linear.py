@@ -18,9 +18,7 @@ from torch import Tensor
 
 from bench.report import Column
 from bench.run import Bench, Row, whole
-from llama import ModelArgs
-from llama.ops.linear import linear as our_linear
-from llama.ops.linear import pack_if_supported, pack_int8
+from llama import ModelArgs, weights
 
 _COLD_BYTES = 2**28  # of weights that are read before one is read again
 _COLUMNS: list[Column] = [
@@ -92,13 +90,11 @@ def _weight(n: int, k: int) -> Tensor:
 
 
 def _ours_bf16(m: int, n: int, k: int) -> Kernel:
-    weight = pack_if_supported(_weight(n, k))
-    return lambda x: our_linear(x, weight)
+    return weights.packed(_weight(n, k)).linear
 
 
 def _ours_int8(m: int, n: int, k: int) -> Kernel:
-    values, scales = pack_int8(_weight(n, k))
-    return lambda x: our_linear(x, values, scales)
+    return weights.packed(_weight(n, k), "int8").linear
 
 
 def _torch_linear(m: int, n: int, k: int) -> Kernel:

@@ -94,7 +94,7 @@ def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) 
         args, dtype=DTYPES[bench.stored], device=bench.device_used.type, parallel=parallel
     )
     fill(model.named_shards())
-    model.pack(int8=int8)
+    model.pack(quantize="int8" if int8 else None)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, args.vocab_size)

@@ -16,7 +16,7 @@ from llama.checkpoint import convert
 MEASURE = """
 import os, sys, threading, time
 import torch
-from llama.checkpoint.weights import load
+from llama.checkpoint.reader import load
 from llama.checkpoint.find import find
 from llama.checkpoint.convert import convert, reshard
 from llama.model import Transformer

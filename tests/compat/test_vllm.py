@@ -497,7 +497,7 @@ BAD_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "cannot do pipeline_parallel_size=2"),
     ({"speculative_config": {"model": "x"}}, "cannot do speculative_config="),
     ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
-    ({"quantization": "awq"}, "quantization='awq' must be None or 'int8'"),
+    ({"quantization": "awq"}, "quantize='awq': give one of int8, or None"),
     ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),
 ]
 

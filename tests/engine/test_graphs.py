@@ -312,16 +312,16 @@ def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):
     """A stack of ops, as on a GPU: found again and again, None while a module is watched."""
     model.use_kernels(KernelSet(frozenset({"sample"}), frozenset()))
     try:
-        way = model.way()
-        assert way is not None and model.way() is way
+        way = model.execution_path()
+        assert way is not None and model.execution_path() is way
         for module in (model.norm, model.layers[1].feed_forward.w2, model.tok_embeddings):
             handle = module.register_forward_pre_hook(lambda module, args: None)
-            assert model.way() is None
+            assert model.execution_path() is None
             handle.remove()
-            assert model.way() is way
+            assert model.execution_path() is way
         weight = model.layers[0].attention.wo.weight
-        model.layers[0].attention.wo.weight = torch.nn.Parameter(weight.clone(), False)
-        assert model.way() is not way
+        model.layers[0].attention.wo.weight = torch.nn.Parameter(weight.plain().clone(), False)
+        assert model.execution_path() is not way
         model.layers[0].attention.wo.weight = weight
     finally:
         model.use_kernels(TORCH_ONLY)

@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.kernels import HAS_KERNELS
+from llama.model.layers import Linear
 from llama.ops.cpu import build, native
-from llama.ops.linear import (
-    can_pack,
-    embedding,
-    linear,
-    pack,
-    pack_if_supported,
-    pack_int8,
-    unpack,
-)
+from llama.ops.linear import linear
+from llama.weights import PlainWeight, Weight, packed
+from llama.weights.blocks import BlockedWeight, can_pack
+from llama.weights.int8 import Int8Weight
 
 _rng = random.Random(5)
 SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M blocks of 256
@@ -31,6 +27,9 @@ SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M
 ] + [
     (_rng.randint(1, 70), 32 * _rng.randint(1, 5), 2 * _rng.randint(1, 400)) for _ in range(3)
 ]  # fmt: skip
+
+
+KINDS: list[type[Weight]] = [Int8Weight, BlockedWeight]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -52,67 +51,68 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_a_packed_product_is_the_product(kernels, m, n, k):
     x, weight = numbers(m, k), numbers(n, k, seed=1)
-    check_product(x, weight, linear(x, pack(weight.clone())))
+    check_product(x, weight, BlockedWeight.pack(weight.clone()).linear(x))
 
 
 @pytest.mark.parametrize("m, n, k", SHAPES[::4])
 def test_torch_body(no_kernels, m, n, k):
     x, weight = numbers(m, k), numbers(n, k, seed=1)
-    check_product(x, weight, linear(x, pack(weight.clone())))
+    check_product(x, weight, BlockedWeight.pack(weight.clone()).linear(x))
     check_product(x, weight, linear(x, weight))
 
 
 @pytest.mark.parametrize("k", [1030, 1056])
 def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels, k):
     x, weight = numbers(130, k), numbers(96, k, seed=1)
-    for packed in (pack_int8(weight), (pack(weight.clone()),)):
-        whole = linear(x, *packed)
+    for kind in KINDS:
+        product = kind.pack(weight.clone()).linear
+        whole = product(x)
         for m in [*range(1, 71), 112, 113, 129]:
-            assert same(linear(x[:m], *packed), whole[:m]), m
+            assert same(product(x[:m]), whole[:m]), m
         for row in range(0, 130, 9):
-            assert same(linear(x[row : row + 1], *packed), whole[row : row + 1]), row
+            assert same(product(x[row : row + 1]), whole[row : row + 1]), row
 
 
 @pytest.mark.parametrize("k", [258, 256])
 def test_any_number_of_threads_gives_the_same_bytes(kernels, k):
-    packed = pack(numbers(320, k, seed=1))
+    product = BlockedWeight.pack(numbers(320, k, seed=1)).linear
     for m in (1, 9, 120):
         x = numbers(m, k)
-        alone = linear(x, packed)
+        alone = product(x)
         for threads in (2, 3):
             torch.set_num_threads(threads)  # conftest puts it back
-            assert same(linear(x, packed), alone)
+            assert same(product(x), alone)
         torch.set_num_threads(1)
 
 
 def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
     bits = torch.randint(-(2**15), 2**15, (4128, 6), dtype=torch.int16)  # any bytes, NaNs too
     weight = bits.view(torch.bfloat16).clone()
-    packed = pack(weight)
-    assert packed.shape == (129, 3, 32, 2)
-    assert packed.data_ptr() == weight.data_ptr()
-    assert torch.equal(unpack(packed).view(torch.int16), bits)
+    blocked = BlockedWeight.pack(weight)
+    assert blocked.values.shape == (129, 3, 32, 2) and blocked.shape == (4128, 6)
+    assert blocked.values.data_ptr() == weight.data_ptr()
+    assert torch.equal(blocked.plain().view(torch.int16), bits)
     ids = torch.tensor([0, 31, 32, 4127, 4127])
-    assert torch.equal(embedding(ids, packed).view(torch.int16), bits[ids])
+    assert torch.equal(blocked.rows(ids).view(torch.int16), bits[ids])
 
 
 def test_the_layout_that_the_kernels_file_describes():
     weight = torch.arange(64 * 4).view(64, 4).bfloat16()
-    flat = pack(weight.clone()).flatten()
+    flat = BlockedWeight.pack(weight.clone()).values.flatten()
     assert flat[:4].tolist() == [*weight[0, :2].tolist(), *weight[1, :2].tolist()]
     assert flat[64:68].tolist() == [*weight[0, 2:].tolist(), *weight[1, 2:].tolist()]
     assert flat[128:130].tolist() == weight[32, :2].tolist()
 
 
 def test_rows_of_int8_are_what_they_stand_for():
-    values, scales = pack_int8(numbers(96, 14))
+    small = Int8Weight.pack(numbers(96, 14))
     ids = torch.tensor([95, 0, 33, 33])
-    assert torch.equal(embedding(ids, values, scales), unpack(values, scales)[ids].bfloat16())
+    assert torch.equal(small.rows(ids), small.exact()[ids].bfloat16())
 
 
 def test_rows_of_an_unpacked_weight_are_an_embedding():
     weight = numbers(5, 3)
-    assert torch.equal(embedding(torch.tensor([4, 0]), weight), weight[[4, 0]])
+    assert torch.equal(PlainWeight.pack(weight).rows(torch.tensor([4, 0])), weight[[4, 0]])
 
 
 @pytest.mark.parametrize("k", [2, 32])
@@ -122,7 +122,7 @@ def test_rounding_is_to_the_nearest_and_to_even_at_ties(kernels, k):
     weight[:, 0] = 1
     weight[1, 1], weight[2, 1], weight[3, 1] = 1, 1.5, -1
     x = torch.tensor([[256.0, 1.0], [258.0, 1.0], [-258.0, 1.0]]).bfloat16()  # bf16 steps by 2 here
-    out = linear(F.pad(x, (0, k - 2)), pack(weight))
+    out = BlockedWeight.pack(weight).linear(F.pad(x, (0, k - 2)))
     assert out[:, :4].tolist() == [
         [256, 256, 258, 255],
         [258, 260, 260, 256],
@@ -135,27 +135,28 @@ def test_infinities_and_nans_pass_through(kernels, k):
     inf, nan = float("inf"), float("nan")
     weight = torch.zeros(32, k).bfloat16()
     weight[0], weight[1, :4] = 1, torch.tensor([1.0, 1.0, 1.0, -1.0])
-    packed = pack(weight.clone())
+    product = BlockedWeight.pack(weight.clone()).linear
     x = torch.tensor([[inf, 0, 0, 0], [inf, 0, 0, inf], [nan, 0, 0, 0], [3e38, 3e38, 0, 0]])
     x = F.pad(x, (0, k - 4)).bfloat16()
     x.view(torch.int16)[2, 0] = 0x7FFF  # a NaN of all ones: rounding must not carry into its sign
-    assert repr(linear(x, packed)[:, :2].tolist()) == repr(
+    assert repr(product(x)[:, :2].tolist()) == repr(
         [[inf, inf], [inf, nan], [nan, nan], [inf, inf]]
     )
-    assert linear(x, packed)[:, 2].isnan().tolist() == [True, True, True, False]  # inf x 0
+    assert product(x)[:, 2].isnan().tolist() == [True, True, True, False]  # inf x 0
 
 
 def test_rows_that_are_not_contiguous(kernels):
     weight = numbers(64, 20, seed=1)
     wide = numbers(9, 50)
-    for packed in (pack_int8(weight), (pack(weight.clone()),)):
+    for kind in KINDS:
+        product = kind.pack(weight.clone()).linear
         for x in (wide[:, 3:23], wide[::2, 10:30], numbers(20, 9).T):
-            assert same(linear(x, *packed), linear(x.contiguous(), *packed))
+            assert same(product(x), product(x.contiguous()))
 
 
 @pytest.mark.parametrize("k", [8, 32])
 def test_no_rows(kernels, k):
-    assert linear(numbers(0, k), pack(numbers(64, k))).shape == (0, 64)
+    assert BlockedWeight.pack(numbers(64, k)).linear(numbers(0, k)).shape == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -174,29 +175,35 @@ def test_no_rows(kernels, k):
 )
 def test_what_does_not_fit_stays_as_it_is(weight):
     assert not can_pack(weight)
-    assert pack_if_supported(weight) is weight
+    for quantize in (None, "int8"):
+        kept = packed(weight, quantize)
+        assert type(kept) is PlainWeight and kept.plain().data_ptr() == weight.data_ptr()
     if weight.device.type == "cpu":
         x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
-        assert torch.equal(linear(x, weight), F.linear(x, weight))
+        assert torch.equal(kept.linear(x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
 def test_weights_are_packed_once_where_there_are_kernels(kernels):
-    packed = pack_if_supported(numbers(64, 8))
-    assert packed.dim() == 4
-    assert pack_if_supported(packed) is packed
+    layer = Linear(8, 64)
+    layer.weight = PlainWeight.pack(numbers(64, 8))
+    layer.pack()
+    blocked = layer.weight
+    assert type(blocked) is BlockedWeight
+    layer.pack()
+    assert layer.weight is blocked
 
 
 def test_without_kernels_nothing_is_packed(no_kernels):
-    assert pack_if_supported(numbers(64, 8)).dim() == 2
+    assert type(packed(numbers(64, 8))) is PlainWeight
 
 
 def test_int8_is_off_by_half_a_scale_at_most():
     weight = numbers(2080, 30) * torch.logspace(-6, 6, 2080)[:, None].bfloat16()
     weight[7] = 0
-    values, scales = pack_int8(weight)
-    assert values.dtype is torch.int8 and values.shape == (65, 15, 32, 2)
-    restored = unpack(values, scales)
+    small = Int8Weight.pack(weight)
+    assert small.values.dtype is torch.int8 and small.values.shape == (65, 15, 32, 2)
+    restored, scales = small.exact(), small.scales
     assert (restored[7] == 0).all()
     off = (restored.double() - weight.double()).abs()
     assert (off <= scales[:, None].double() * 0.5001).all()
@@ -205,52 +212,56 @@ def test_int8_is_off_by_half_a_scale_at_most():
 
 @pytest.mark.parametrize("m, n, k", SHAPES[::2])
 def test_an_int8_product_is_the_product_with_what_is_packed(kernels, m, n, k):
-    x, packed = numbers(m, k), pack_int8(numbers(n, k, seed=1))
-    check_product(x, unpack(*packed), linear(x, *packed))
+    x, small = numbers(m, k), Int8Weight.pack(numbers(n, k, seed=1))
+    check_product(x, small.exact(), small.linear(x))
 
 
 @pytest.mark.parametrize("n, k", [(32, 2), (64, 514), (96, 4096), (4128, 66)])
 def test_the_kernels_pack_as_torch_does(kernels, n, k):
     weight = numbers(n, k) * torch.logspace(-20, 20, n)[:, None].bfloat16()
     weight[5] = 0
-    packed, small = pack(weight.clone()), pack_int8(weight)
+    blocked, small = BlockedWeight.pack(weight.clone()), Int8Weight.pack(weight)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "kernels", lambda: None)
-        expected, expected_small = pack(weight.clone()), pack_int8(weight)
-    assert same(packed, expected)
-    for ours, theirs in zip(small, expected_small, strict=True):
-        assert torch.equal(ours, theirs)
+        expected, expected_small = BlockedWeight.pack(weight.clone()), Int8Weight.pack(weight)
+    assert same(blocked.values, expected.values)
+    assert torch.equal(small.values, expected_small.values)
+    assert torch.equal(small.scales, expected_small.scales)
 
 
 def test_int8_torch_body(no_kernels):
-    x, packed = numbers(9, 66), pack_int8(numbers(96, 66, seed=1))
-    check_product(x, unpack(*packed), linear(x, *packed))
+    x, small = numbers(9, 66), Int8Weight.pack(numbers(96, 66, seed=1))
+    check_product(x, small.exact(), small.linear(x))
 
 
 @pytest.mark.parametrize("m", [1, 9, 40])
 def test_float32_results_are_the_sums_before_they_are_rounded(kernels, m):
     x, weight = numbers(m, 514), numbers(96, 514, seed=1)
-    for packed in ((pack(weight.clone()),), pack_int8(weight)):
-        wide = linear(x, *packed, dtype=torch.float32)
+    for kind in KINDS:
+        held = kind.pack(weight.clone())
+        wide = held.linear(x, torch.float32)
         assert wide.dtype is torch.float32
-        assert same(wide.bfloat16(), linear(x, *packed))
-        exact = x.double() @ unpack(*packed).double().T
+        assert same(wide.bfloat16(), held.linear(x))
+        stands_for = held.exact() if isinstance(held, Int8Weight) else held.plain()
+        exact = x.double() @ stands_for.double().T
         assert (wide - exact).abs().max() < exact.abs().max() * 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torch_bodies_give_the_type_that_is_asked_for(no_kernels, dtype):
     x, weight = numbers(3, 66), numbers(96, 66, seed=1)
-    for layout in ((weight,), (pack(weight.clone()),), pack_int8(weight)):
-        assert linear(x, *layout, dtype=dtype).dtype is dtype
-        assert linear(x, *layout).dtype is torch.bfloat16
+    kinds: list[type[Weight]] = [PlainWeight, *KINDS]
+    for kind in kinds:
+        held = kind.pack(weight.clone())
+        assert held.linear(x, dtype).dtype is dtype
+        assert held.linear(x).dtype is torch.bfloat16
 
 
 def test_wrong_rows_are_refused(kernels):
-    packed = pack(numbers(32, 8))
+    blocked = BlockedWeight.pack(numbers(32, 8))
     for x in (numbers(2, 6), numbers(2, 8).float()):
         with pytest.raises(AssertionError):
-            linear(x, packed)
+            blocked.linear(x)
 
 
 def library() -> ctypes.CDLL:
@@ -266,15 +277,15 @@ def products_of_tiles() -> int:
 
 @pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
 def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
-    linear(numbers(1, 32), pack(numbers(32, 32)))  # after their own check
+    BlockedWeight.pack(numbers(32, 32)).linear(numbers(1, 32))  # after their own check
     for m, n, k in [(1, 32, 32), (16, 96, 1056), (17, 64, 64), (100, 32, 2080), (300, 32, 64)]:
-        for packed in (pack_int8(numbers(n, k)), (pack(numbers(n, k)),)):
+        for kind in KINDS:
             before = products_of_tiles()
-            linear(numbers(m, k), *packed)
+            kind.pack(numbers(n, k)).linear(numbers(m, k))
             assert products_of_tiles() - before == -(-m // 16) * n // 16 * k // 32
     before = products_of_tiles()
     for m, n, k in [(1, 32, 30), (16, 64, 1072), (40, 32, 34)]:
-        linear(numbers(m, k), pack(numbers(n, k)))
+        BlockedWeight.pack(numbers(n, k)).linear(numbers(m, k))
     assert products_of_tiles() == before
 
 
@@ -286,7 +297,7 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
     monkeypatch.setattr(native, "kernels", lambda: copy)
     for m in (1, 33):
         x, weight = numbers(m, 64), numbers(32, 64, seed=1)
-        check_product(x, weight, linear(x, pack(weight.clone())))
+        check_product(x, weight, BlockedWeight.pack(weight.clone()).linear(x))
         assert products_of_tiles() == checked
 
 
@@ -299,10 +310,10 @@ def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(libraries, monkeyp
         for body in ("amx", "amx_emulated", "avx512"):
             with monkeypatch.context() as patch:
                 patch.setattr(native, "kernels", lambda body=body: libraries(body))
-                for packed in (pack_int8(weight), (pack(weight.clone()),)):
-                    out = linear(x, *packed, dtype=torch.float32)
-                    results[body, len(packed)] = out.view(torch.int32)
-        for kind in (1, 2):
+                for kind in KINDS:
+                    out = kind.pack(weight.clone()).linear(x, torch.float32)
+                    results[body, kind] = out.view(torch.int32)
+        for kind in KINDS:
             assert torch.equal(results["amx", kind], results["amx_emulated", kind]), (m, n, k)
             if k > 32:
                 assert not torch.equal(results["amx", kind], results["avx512", kind])

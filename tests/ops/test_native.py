@@ -14,7 +14,8 @@ import torch
 from helpers.kernels import HAS_KERNELS, SUPPORTED
 from llama import device
 from llama.ops.cpu import build, native
-from llama.ops.linear import linear, pack, pack_if_supported
+from llama.weights import PlainWeight, packed
+from llama.weights.blocks import BlockedWeight
 
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 AVX2 = build.INSTRUCTION_SETS[-1]
@@ -47,9 +48,9 @@ def libraries_in(folder: Path) -> list[Path]:
 def test_no_compiler_is_one_warning_and_torch_does_the_work(fresh, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.warns(UserWarning, match=r"install g\+\+") as warned:
-        assert pack_if_supported(torch.ones(64, 8).bfloat16()).dim() == 2
+        assert type(packed(torch.ones(64, 8).bfloat16())) is PlainWeight
         x, weight = torch.ones(3, 8).bfloat16(), torch.ones(64, 8).bfloat16()
-        assert (linear(x, pack(weight)) == 8).all()
+        assert (BlockedWeight.pack(weight).linear(x) == 8).all()
     assert len(warned) == 1
 
 

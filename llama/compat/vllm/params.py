@@ -45,8 +45,6 @@ _ONLY = {
 }  # fmt: skip
 # Of SamplingParams
 _ONLY_SAMPLING = {"flat_logprobs": (False,), "skip_clone": (False, True), "watermarking": (False,)}
-_DTYPES = {"auto": None, "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32",
-           "float32": "fp32"}  # fmt: skip
 
 
 LABELS = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})  # of from_engine_args
@@ -119,8 +117,6 @@ class EngineArgs:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        if self.quantization not in (None, "int8"):
-            raise ValueError(f"quantization={brief(self.quantization)} must be None or 'int8'")
         if self.generation_config not in ("auto", "vllm"):
             raise ValueError(
                 f"generation_config={brief(self.generation_config)} must be 'auto' or 'vllm'"
@@ -128,7 +124,6 @@ class EngineArgs:
 
     def build(self) -> Llama:
         """The model, loaded by `Llama.build`, whose errors these are."""
-        dtype = self.quantization or self.dtype
         seconds = self.distributed_timeout_seconds
         limits: dict[str, Any] = {} if seconds is None else {"timeout_s": seconds}
         return Llama.build(
@@ -139,7 +134,8 @@ class EngineArgs:
             self.tensor_parallel_size,
             0 if self.seed is None else self.seed,
             device=None if self.device == "auto" else self.device,
-            dtype=_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype,
+            dtype=self.dtype,
+            quantize=self.quantization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             **limits,
         )

@@ -89,7 +89,7 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     int8 = job["dtype"] == "int8"
     dtype = DTYPES["bf16" if int8 else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
-    model.pack(int8=int8)  # as `Llama.build` does
+    model.pack(quantize="int8" if int8 else None)  # as `Llama.build` does
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
-from llama.checkpoint import convert, staging, weights
+from llama.checkpoint import convert, reader, staging
+from llama.checkpoint.files import read_into
 from llama.checkpoint.find import find
-from llama.checkpoint.shapes import shard_shapes
-from llama.checkpoint.tensor_files import read_into
-from llama.checkpoint.weights import bytes_of, load
+from llama.checkpoint.reader import bytes_of, load
+from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs
-from llama.model.layers import Linear
 from llama.ranks.collectives import ModelParallel
 
 SIZES = (1, 2, 4, 8, 16)
@@ -60,7 +59,7 @@ def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, monke
         read.append(tensor.nbytes)
         read_into(tensor, file, offset)
 
-    monkeypatch.setattr(weights, "read_into", counted)
+    monkeypatch.setattr(reader, "read_into", counted)
     expect_shards(loaded(found), STATE, PARAMS)
     by_column = ("wo.weight", "w2.weight")  # of two shards: their rows are in two files
     assert sum(read) == sum(t.nbytes for n, t in STATE.items() if not n.endswith(by_column))
@@ -81,13 +80,13 @@ def staged(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(staging, "_CHUNK", 100)
     monkeypatch.setattr(staging.Staging, "read", watched)
-    copy = weights.Weights.copy
+    copy = reader.CheckpointReader.copy
 
     def copy_staged(self, name, into, rank, size, unused=None):
         with staging.Staging(torch.device("cpu")) as stage:
             copy(self, name, into, rank, size, stage)
 
-    monkeypatch.setattr(weights.Weights, "copy", copy_staged)
+    monkeypatch.setattr(reader.CheckpointReader, "copy", copy_staged)
     return pieces
 
 
@@ -133,17 +132,14 @@ def test_bytes_of_int8_are_what_packing_leaves(tmp_path):
 
     def filled(module: torch.nn.Module) -> None:
         loaded_so_far.append([name for name, shard in whole.items() if shard.any()])
-        model.pack(module, int8=True)
+        model.pack(module, quantize="int8")
 
     load(found, model, filled=filled)
     counts = [len(names) for names in loaded_so_far]
     assert counts == sorted(counts) and len(set(counts)) == len(counts) == 5  # 2 layers
     assert loaded_so_far[-1] == list(whole)
-    held = [w.nbytes for w in model.parameters()]
-    held += [
-        m.scales.nbytes for m in model.modules() if isinstance(m, Linear) and m.scales is not None
-    ]
-    assert bytes_of(found, 1, torch.int8) == sum(held)
+    held = [x.nbytes for x in (*model.parameters(), *model.buffers())]
+    assert bytes_of(found, 1, torch.bfloat16, "int8") == sum(held)
 
 
 def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):

@@ -11,8 +11,8 @@ import torch
 from helpers.checkpoints import write_meta
 from helpers.weights import PARAMS, STATE, loaded
 from llama.checkpoint import convert
+from llama.checkpoint.files import offsets, open_tensors, read_into
 from llama.checkpoint.find import find
-from llama.checkpoint.tensor_files import offsets, open_tensors, read_into
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")

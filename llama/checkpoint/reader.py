@@ -14,9 +14,12 @@ import torch
 from torch import Size, Tensor, nn
 from tqdm import tqdm
 
+from llama import weights as formats
 from llama.checkpoint import huggingface as hf
+from llama.checkpoint.files import offsets, open_tensors, read_into
 from llama.checkpoint.find import Checkpoint, is_tied
-from llama.checkpoint.shapes import (
+from llama.checkpoint.staging import Staging
+from llama.checkpoint.table import (
     ROTATED,
     name_in,
     shard_range,
@@ -24,8 +27,6 @@ from llama.checkpoint.shapes import (
     sharded_dim,
     whole_shapes,
 )
-from llama.checkpoint.staging import Staging
-from llama.checkpoint.tensor_files import offsets, open_tensors, read_into
 from llama.checks import brief
 from llama.model.transformer import Transformer
 
@@ -33,17 +34,17 @@ Fill = Callable[[Tensor, Tensor], object]  # of a tensor with another
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq")  # computed, not learned: some files carry them
 
 
-def bytes_of(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
-    """Bytes of the weights that one of `size` ranks holds in `dtype`; reads no file.
+def bytes_of(
+    checkpoint: Checkpoint, size: int, dtype: torch.dtype, quantize: str | None = None
+) -> int:
+    """Bytes of the weights that one of `size` ranks holds; reads no file.
 
-    In int8, norms and an untied embedding are bf16, and each row of a matrix has a scale.
+    An untied embedding is not quantized, and neither are norms.
     """
     shapes = shard_shapes(checkpoint.params, size)
-    if dtype is not torch.int8:
-        return sum(shape.numel() * dtype.itemsize for shape in shapes.values())
     untied = () if checkpoint.params.tied_output else ("tok_embeddings.weight",)
     return sum(
-        2 * shape.numel() if len(shape) < 2 or name in untied else shape.numel() + 4 * shape[0]
+        formats.bytes_of(shape, dtype, None if name in untied else quantize)
         for name, shape in shapes.items()
     )
 
@@ -93,7 +94,7 @@ def _map_file(file: Path, *, tied: bool) -> list[MappedTensor]:
     ]
 
 
-class Weights:
+class CheckpointReader:
     """All tensors of a checkpoint under Meta's names, every name and shape checked on opening.
 
     ValueError names file, tensor, and what was expected and found.
@@ -210,7 +211,7 @@ def load(
     The values are not compared with a checksum here; `llama.checkpoint.verify` does that. Of 500 MB
     in the page cache, reading takes 0.5 s of CPU time and their CRC-32 another 0.4 s.
     """
-    weights, rank, size = Weights(checkpoint), model.parallel.rank, model.parallel.size
+    reader, rank, size = CheckpointReader(checkpoint), model.parallel.rank, model.parallel.size
     total = sum(weight.nbytes for weight in model.parameters())
     device = model.norm.weight.device
     staged = Staging(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -218,7 +219,7 @@ def load(
     with bar, staged as staging:
         for module, shards in model.loading_order():
             for name, shard in shards.items():
-                weights.copy(name, shard, rank, size, staging)
+                reader.copy(name, shard, rank, size, staging)
                 bar.update(shard.nbytes)
             filled(module)
 

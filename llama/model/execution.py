@@ -1,0 +1,269 @@
+"""How the layers of a model run: module by module, as a sequence of ops, or in one native call.
+
+In: the layers, as modules. Out: an executor of their weights, or None where the modules themselves
+are to run: where somebody wants to see or change what happens inside (a hook, another forward,
+another module, `use_modules`). The modules are the definition; an executor gives the same bytes.
+
+Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn, P pages, S
+slots per page. H, K and F are this rank's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from llama.model.layers import RMSNorm, WatchedModule
+from llama.model.plan import ATTENTION, LayerPlan
+from llama.ops.attention import MAX_HEAD_DIM, paged_attention
+from llama.ops.batch import Batch
+from llama.ops.cpu import native
+from llama.ops.norm import add_norm, rms_norm
+from llama.ops.rope import rope_and_store
+from llama.ops.swiglu import silu_mul
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.weights import Weight
+
+_KEPT_BYTES = 16 << 20  # of workspace between calls: new memory costs a fault per page
+_count_of = attrgetter("num_changes")
+AllReduce = Callable[[Tensor], Tensor]
+Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer, as defined
+
+
+@dataclass(frozen=True)
+class SubLayer:
+    """x + second(between(first(norm(x)))), where the kind says what is between."""
+
+    kind: str
+    norm: RMSNorm  # (E)
+    first: Weight  # wqkv ((H + 2K) D, E), or w13 (2F, E)
+    second: Weight  # wo (E, H D), or w2 (E, F)
+
+
+class OpLayers:
+    """A sequence of ops called from Python, on any device and in any format.
+
+    On a GPU a layer is four products and five kernels. The bytes are those of the modules: the same
+    ops in the same order, but that a residual and the norm after it are one op.
+    """
+
+    def __init__(
+        self, plan: LayerPlan, sublayers: Sequence[SubLayer], kernels: KernelSet = TORCH_ONLY
+    ) -> None:
+        self.plan, self.sublayers, self.kernels = plan, sublayers, kernels
+
+    def supports(self, kv_cache: Tensor) -> bool:
+        return tuple(kv_cache.shape) == self.plan.kv_cache_shape(*kv_cache.shape[2:4])
+
+    def run(
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        all_reduce: AllReduce | None = None,
+    ) -> Tensor:
+        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
+
+        all_reduce: sums over the ranks, in place or not, where each has a share of the weights.
+        """
+        assert self.supports(kv_cache), kv_cache.shape
+        pages, first = iter(kv_cache.unbind()), self.sublayers[0].norm
+        normed, kernels = rms_norm(x, first.weight, first.eps, self.kernels), self.kernels
+        following = [sublayer.norm for sublayer in self.sublayers[1:]]
+        for sublayer, norm in zip(self.sublayers, [*following, None], strict=True):
+            part = sublayer.first.linear(normed, kernels=kernels)
+            if sublayer.kind == ATTENTION:
+                layer, qkv = next(pages), part.unflatten(-1, (-1, self.plan.head_dim))
+                queries = rope_and_store(qkv, freqs_cis, layer, batch.slots, kernels)
+                part = paged_attention(queries, layer, batch, kernels).flatten(1)
+            else:
+                part = silu_mul(part, kernels)
+            part = sublayer.second.linear(part, kernels=kernels)
+            part = part if all_reduce is None else all_reduce(part)
+            if norm is None:
+                return x + part
+            x, normed = add_norm(x, part, norm.weight, norm.eps, kernels)
+        raise AssertionError("a model has at least one layer")
+
+
+class NativeLayers:
+    """One call of layers.cpp, on a CPU whose kernels take all weights. One thread at a time may
+    run it."""
+
+    def __init__(self, plan: LayerPlan, sublayers: Sequence[SubLayer]) -> None:
+        """ValueError where the kernels do not take the weights, or their sizes."""
+        self.plan = plan
+        self.sublayers = sublayers  # kept, as the table has their addresses
+        p = plan
+        self._eps = float(sublayers[0].norm.eps)
+        addresses = [x.native_addresses() for s in sublayers for x in (s.first, s.second)]
+        if (
+            None in addresses
+            or any(s.norm.eps != self._eps for s in sublayers)
+            or p.head_dim > MAX_HEAD_DIM
+            or p.head_dim % 32
+            or p.dim % 32
+            or p.ffn_dim % 32
+            or p.n_heads % p.n_kv_heads
+            or not all(_is_plain(s.norm.weight, (p.dim,)) for s in sublayers)
+        ):
+            raise ValueError("these weights, or their sizes, are not for the CPU's kernels")
+        numbers = [number for pair in addresses for number in pair or ()]
+        matrices = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
+        self._table = torch.tensor(  # as `Layer` in layers.cpp, each row half of one
+            [[s.norm.weight.data_ptr(), *x] for s, x in zip(sublayers, matrices, strict=True)]
+        )
+        self._workspace: Tensor | None = None
+
+    def supports(self, kv_cache: Tensor) -> bool:
+        """Whether it can run on this cache, which must be (L, 2, P, S, K, D), and the shape is."""
+        return kv_cache.dim() == 6 and _is_plain(
+            kv_cache, self.plan.kv_cache_shape(*kv_cache.shape[2:4])
+        )
+
+    def run(
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        all_reduce: AllReduce | None = None,
+    ) -> Tensor:
+        """As `OpLayers.run`. Between ranks, whose all_reduce must be in place, there are two native
+        calls a layer, with a sum after each."""
+        p, (t, e), (b, width) = self.plan, x.shape, batch.page_table.shape
+        x = x.clone(memory_format=torch.contiguous_format)
+        num_pages, page_size = kv_cache.shape[2:4]
+        fits = len(batch.seq_lens_cpu) == b and max(batch.seq_lens_cpu) <= width * page_size
+        assert self.supports(kv_cache) and fits, (kv_cache.shape, batch.page_table.shape)
+        assert e == p.dim and freqs_cis.shape == (t, p.head_dim // 2), (x.shape, e)
+        lengths = len(batch.slots), len(batch.query_starts), len(batch.seq_lens)
+        assert lengths == (t, b + 1, b), (lengths, t, b)
+        freqs_cis, slots, page_table, query_starts, seq_lens = (
+            part.contiguous()
+            for part in (
+                freqs_cis, batch.slots, batch.page_table, batch.query_starts, batch.seq_lens
+            )
+        )  # fmt: skip
+        sizes = (t, b, e, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
+        threads = torch.get_num_threads()
+        num_bytes = native.call("layers_workspace", query_starts, seq_lens, *sizes, threads)
+        workspace = self._take_workspace(num_bytes)
+
+        def run_sublayers(out: Tensor, first: int, last: int) -> None:
+            native.call(
+                "layers_bf16", self._table, x, out, freqs_cis, kv_cache, slots, page_table,
+                query_starts, seq_lens, workspace, first, last, *sizes, num_pages, page_size,
+                width, self._eps, p.head_dim**-0.5,
+            )  # fmt: skip
+
+        if all_reduce is None:
+            run_sublayers(x, 0, len(self.sublayers))
+        else:
+            part = torch.empty_like(x)
+            for i in range(len(self.sublayers)):
+                run_sublayers(part, i, i + 1)
+                x += all_reduce(part)
+        self._workspace = workspace if num_bytes <= _KEPT_BYTES else None
+        return x
+
+    def _take_workspace(self, num_bytes: int) -> Tensor:
+        """The last one if it is large enough; nobody else has it until the call has ended."""
+        kept, self._workspace = self._workspace, None
+        if kept is not None and len(kept) >= num_bytes:
+            return kept
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _is_plain(x: Tensor, shape: tuple[int, ...]) -> bool:
+    is_there = x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous()
+    return is_there and tuple(x.shape) == shape
+
+
+Executor = OpLayers | NativeLayers
+
+
+class LayerExecution:
+    """Finds the executor of the layers, and makes it again when they have changed.
+
+    definitions: the forward of each kind of module that a layer is made of. sublayers: reads them.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        layers: nn.ModuleList,
+        definitions: Forwards,
+        sublayers: Callable[[Any], list[SubLayer]],
+    ) -> None:
+        self.kernels = TORCH_ONLY  # see `Transformer.use_kernels`
+        self.uses_modules = False  # whatever is found: see `Transformer.use_modules`
+        self._plan, self._layers = plan, layers
+        self._definitions, self._sublayers = definitions, sublayers
+        self._executor: Executor | None = None
+        self._made_as: type[Executor] | None = None  # what it, or None, was made as
+        self._made_of: list[nn.Module] = []  # the layers,
+        self._watched: list[WatchedModule] = []  # all modules in them,
+        self._counts: list[int] = []  # their changes so far,
+        self._hooks: list[Mapping] = []  # all empty,
+        self._parameters: list[Mapping[str, Tensor]] = []
+        self._addresses: list[int] = []  # and where the numbers are
+
+    def find(self) -> Executor | None:
+        """Asked at each step: what has not changed is not looked at twice."""
+        device = next(self._layers.parameters()).device
+        kind: type[Executor]
+        if self.uses_modules:
+            return None
+        if device.type == "cuda" or self.kernels.names:
+            kind = OpLayers
+        elif native.kernels() is not None:
+            kind = NativeLayers
+        else:
+            return None
+        if self._made_as is not kind or not self._is_current():
+            self._executor = self._make(kind)
+        return self._executor if self._is_as_defined() else None
+
+    def _is_as_defined(self) -> bool:
+        """Nobody watches the modules or has put another forward in their place."""
+        if _has_any_global_hook() or any(self._hooks):
+            return False
+        return all(kind.forward is forward for kind, forward in self._definitions.items())
+
+    def _is_current(self) -> bool:
+        return (
+            list(self._layers) == self._made_of
+            and list(map(_count_of, self._watched)) == self._counts
+            and self._find_addresses() == self._addresses
+        )
+
+    def _find_addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, chain.from_iterable(x.values() for x in self._parameters)))
+
+    def _make(self, kind: type[Executor]) -> Executor | None:
+        modules = list(self._layers.modules())[1:]
+        called = [x for x in modules if not isinstance(x, Weight)]
+        self._made_as = None
+        if any(type(x) not in self._definitions or "forward" in vars(x) for x in called):
+            return None
+        self._made_of = list(self._layers)
+        self._watched = [x for x in called if isinstance(x, WatchedModule)]
+        self._counts = list(map(_count_of, self._watched))
+        self._hooks = [h for x in called for h in (x._forward_hooks, x._forward_pre_hooks)]
+        self._parameters = [x._parameters for x in modules]  # type: ignore[misc]
+        self._addresses = self._find_addresses()
+        self._made_as = kind
+        sublayers = [s for x in self._made_of for s in self._sublayers(x)]
+        try:
+            if kind is OpLayers:
+                return OpLayers(self._plan, sublayers, self.kernels)
+            return NativeLayers(self._plan, sublayers)
+        except ValueError:
+            return None

@@ -1,0 +1,56 @@
+"""What the layers of a model are, on one rank: the one description that all who run them share.
+
+In: the sizes of a model and the number of ranks that divide it. Out: a `LayerPlan`: which kinds of
+sublayer stand in which order, how many heads and numbers this rank has of each, and so the shape of
+its KV cache. The modules are built from it, and the executors and the memory estimate read it. It
+holds no weights.
+"""
+
+from dataclasses import dataclass
+
+from llama.model.args import ModelArgs
+
+ATTENTION, FEED_FORWARD = "attention", "feed_forward"  # the names of Meta's blocks
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """dim and head_dim are the model's; heads and ffn_dim are this rank's share.
+
+    kinds: of the sublayers of one layer, in order; each is x + kind(norm(x)).
+    """
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    eps: float
+    kinds: tuple[str, ...] = (ATTENTION, FEED_FORWARD)
+
+    @classmethod
+    def of(cls, args: ModelArgs, num_ranks: int) -> "LayerPlan":
+        return cls(
+            n_layers=args.n_layers,
+            dim=args.dim,
+            n_heads=args.n_heads // num_ranks,
+            n_kv_heads=max(1, args.kv_heads // num_ranks),  # replicated beyond kv_heads ranks
+            head_dim=args.head_dim,
+            ffn_dim=args.ffn_dim // num_ranks,
+            eps=args.norm_eps,
+        )
+
+    @property
+    def qkv_dim(self) -> int:
+        """Queries, keys and values of one token."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    def kv_cache_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """(L, 2, P, S, K, D): of each layer that attends, its keys and its values."""
+        num_attending = self.n_layers * self.kinds.count(ATTENTION)
+        return (num_attending, 2, num_pages, page_size, self.n_kv_heads, self.head_dim)
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        return 2 * self.n_layers * self.kinds.count(ATTENTION) * self.n_kv_heads * self.head_dim

@@ -1,0 +1,48 @@
+"""A weight as the checkpoint has it: (N, K) in bf16, fp16 or fp32, on any device.
+
+torch does the product, or on a GPU a kernel where `llama.ops.linear` knows a faster one.
+"""
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama.ops.linear import linear
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.weights.weight import Weight
+
+
+class PlainWeight(Weight):
+    """values: (N, K)."""
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    @classmethod
+    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
+        return n * k * dtype.itemsize
+
+    @classmethod
+    def fits(cls, plain: Tensor) -> bool:
+        return True
+
+    @classmethod
+    def pack(cls, plain: Tensor) -> Self:
+        n, k = plain.shape
+        return cls((n, k), plain)
+
+    def linear(
+        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+    ) -> Tensor:
+        return linear(x, self.values, dtype=dtype, kernels=kernels)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.values)
+
+    def plain(self) -> Tensor:
+        return self.values.data
+
+    def refilled(self, plain: Tensor) -> Weight:
+        self.values.data.copy_(plain)
+        return self

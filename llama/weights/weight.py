@@ -1,0 +1,81 @@
+"""What every format of a weight can do: one matrix of the model, or this rank's share of it.
+
+In: a plain matrix (N, K). Out: products and rows of it. A format is a class in a file of its own,
+and knows all of itself: its bytes, how it is packed, its product, its rows, and what the native
+layers of the CPU need. Nothing else in the package knows how numbers lie in memory.
+
+Shapes: M rows of x, in any leading dimensions; N outputs, K inputs.
+"""
+
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+
+
+class Weight(nn.Module):
+    """A matrix (N, K) in one format; `values` holds its numbers, other tensors what they need.
+
+    `shape` is (N, K), whatever the shape of the tensors. A model's state dict shows it plain.
+    """
+
+    quantization: ClassVar[str | None] = None  # of `quantize=`; None where no number is rounded
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of matrices that it can be made from
+    values: nn.Parameter
+
+    def __init__(self, shape: tuple[int, int], values: Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        self.values = nn.Parameter(values, requires_grad=False)
+
+    @classmethod
+    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
+        """Of a matrix (N, K) that was of `dtype`; no tensor is needed for it."""
+        raise NotImplementedError
+
+    @classmethod
+    def fits(cls, plain: Tensor) -> bool:
+        """Whether a matrix can be put into this format on this machine."""
+        raise NotImplementedError
+
+    @classmethod
+    def pack(cls, plain: Tensor) -> Self:
+        """A matrix (N, K) that `fits`, in this format. It may use the memory of `plain`, which must
+        not be used afterwards."""
+        raise NotImplementedError
+
+    def linear(
+        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+    ) -> Tensor:
+        """x (M, K) -> (M, N) in `dtype`, by default x's; float32 keeps the sums before they are
+        rounded. kernels: Triton's that the model may run."""
+        raise NotImplementedError
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids (...) -> rows (..., K), for an embedding: it may be tied to the output's weight."""
+        raise NotImplementedError
+
+    def plain(self) -> Tensor:
+        """The matrix (N, K) that this stands for: itself where it is plain, else a copy."""
+        raise NotImplementedError
+
+    def refilled(self, plain: Tensor) -> "Weight":
+        """This format with other numbers, (N, K) of any float type."""
+        return self.pack(torch.empty(plain.shape, dtype=self.dtypes[0]).copy_(plain))
+
+    def native_addresses(self) -> tuple[int, int] | None:
+        """Of its numbers and its scales (0: none), as `Matrix` in layers.cpp has them; None where
+        those kernels cannot read it."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.parameters(), *self.buffers()))
+
+    def _save_to_state_dict(self, *_: object) -> None:
+        """The layer that holds it does, under Meta's name."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        """As `_save_to_state_dict`."""
