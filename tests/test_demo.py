@@ -91,7 +91,8 @@ def test_metas_own_model_says_the_same(demo):
 
 def test_the_python_of_the_readme_runs():
     """Every ```python block, one after the other, as a reader would paste them."""
-    texts = [(REPO / name).read_text() for name in ("README.md", "llama/server/README.md")]
+    names = ("README.md", "llama/server/README.md", "llama/compat/README.md")
+    texts = [(REPO / name).read_text() for name in names]
     blocks = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)
     assert len(blocks) >= 6
     done = subprocess.run(
