@@ -6,6 +6,7 @@ per beam.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llama.checks import number, whole_number
@@ -108,13 +109,17 @@ def beam_search(
     limits: list[int],
     stop_ids: frozenset[int],
     params: BeamParams,
+    *,
+    is_aborted: Callable[[], bool] = lambda: False,
 ) -> list[list[Beam]]:
     """The up to beam_width best continuations of each prompt, best first.
 
-    `limits`: the most generated tokens of each.
+    `limits`: the most generated tokens of each. Once `is_aborted`, the search ends without any.
     """
     searches = [_Search(p, n, stop_ids, params) for p, n in zip(prompts, limits, strict=True)]
     while unfinished := [s for s in searches if not s.done and s.limit > 0]:
+        if is_aborted():
+            return [[] for _ in searches]
         starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
         kept = max(search.kept for search in unfinished)
         # Nothing is drawn. With a seed, these calls take no numbers from those that draw.

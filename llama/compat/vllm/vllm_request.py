@@ -1,15 +1,14 @@
-"""The engine's outputs in vLLM's shape.
+"""A request whose outputs have vLLM's fields, types and meanings.
 
-In: `llama.requests`' outputs of one request, as they come. Out: `RequestOutput`, with the fields,
-types and meanings of vLLM's. It submits and steps nothing.
+In: a checked `Request`, and what its client wants to see of it. Out: vLLM's `RequestOutput`, where
+the engine asks the request for its output. It submits and steps nothing.
 """
 
 from dataclasses import dataclass, field
 
-from llama.compat.vllm.params import RequestOutputKind
+from llama.compat.vllm.vllm_params import RequestOutputKind
 from llama.requests import request as engine
-from llama.requests.beam_search import Beam
-from llama.sampling_params import SamplingParams
+from llama.requests.beam_search import Beam, BeamParams
 from llama.tokenizer import Tokenizer
 
 
@@ -60,44 +59,47 @@ class RequestOutput:
     num_cached_tokens: int | None = None
 
 
-@dataclass
-class Reporter:
-    """Makes vLLM's outputs of one request. `prompt`: its text, if it had one."""
+@dataclass(eq=False, kw_only=True)
+class VllmRequest(engine.Request):
+    """A request as vLLM's clients see it.
 
-    request_id: str
-    prompt: str | None
-    params: SamplingParams
+    name: its request_id there; that of LLM is none of the engine's, which knows it by its index.
+    beams: of a beam search, which is not submitted, but searched; its n is `num_beams`.
+    """
+
+    name: str
     kind: RequestOutputKind
     detokenize: bool
     tokenizer: Tokenizer
-    _sent: dict[int, int] = field(default_factory=dict)  # tokens reported, per answer
+    beams: BeamParams | None
+    num_beams: int
+    _num_sent: dict[int, int] = field(default_factory=dict)  # tokens reported, per answer
     _has_sent: bool = False
 
-    def report(self, output: engine.RequestOutput) -> RequestOutput | None:
-        """None where the client wants no output before the last."""
-        if self.kind is RequestOutputKind.FINAL_ONLY and not output.finished:
-            return None
+    def note_output(self) -> None:
+        if self.finished or self.kind is not RequestOutputKind.FINAL_ONLY:
+            super().note_output()
+
+    def take_output(self) -> RequestOutput:  # type: ignore[override]
+        output, count = super().take_output(), self.params.prompt_logprobs
         is_delta = self.kind is RequestOutputKind.DELTA
-        prompt_logprobs = None
-        if output.prompt_logprobs is not None and not (is_delta and self._has_sent):
-            prompt_logprobs = [
-                None if position is None else self._position(position, self.params.prompt_logprobs)
-                for position in output.prompt_logprobs
-            ]
+        scores = None if is_delta and self._has_sent else output.prompt_logprobs
         self._has_sent = True
         return RequestOutput(
-            self.request_id,
+            self.name,
             self.prompt,
             output.prompt_token_ids,
-            prompt_logprobs,
+            None
+            if scores is None
+            else [None if x is None else self._position(x, count) for x in scores],
             [self._answer(answer, output.error, is_delta) for answer in output.outputs],
             output.finished,
             num_cached_tokens=output.usage.cached_tokens,
         )
 
-    def report_beams(self, prompt_ids: list[int], beams: list[Beam]) -> RequestOutput:
+    def of_beams(self, beams: list[Beam]) -> RequestOutput:
         """The best beams, as the one output of a beam search; without beams, it was aborted."""
-        skips = self.params.skip_special_tokens
+        skips, first = self.params.skip_special_tokens, self.answers[0].sequence
         answers = [
             CompletionOutput(
                 i,
@@ -109,12 +111,11 @@ class Reporter:
                 None,
                 beam.finish_reason,
             )
-            for i, beam in enumerate(beams)
+            for i, beam in enumerate(beams[: self.num_beams])
         ]
         aborted = CompletionOutput(0, "", [], None, None, "abort")
-        return RequestOutput(
-            self.request_id, self.prompt, prompt_ids, None, answers or [aborted], True
-        )
+        prompt_ids = first.tokens[: first.num_prompt]
+        return RequestOutput(self.name, self.prompt, prompt_ids, None, answers or [aborted], True)
 
     def _answer(
         self, answer: engine.CompletionOutput, error: str | None, is_delta: bool
@@ -128,23 +129,19 @@ class Reporter:
                 cumulative = (cumulative or 0.0) + answer.stop_logprobs[reason]
             if reason not in self.params.stop_token_ids:
                 reason = None
-        first = self._sent.get(answer.index, 0) if is_delta else 0
-        self._sent[answer.index] = len(ids)
+        text = answer.new_text if is_delta else answer.text
+        first = self._num_sent.get(answer.index, 0) if is_delta else 0
+        self._num_sent[answer.index] = len(ids)
         count = self.params.logprobs
         return CompletionOutput(
             answer.index,
-            self._text(answer, is_delta),
+            text if self.detokenize else "",
             ids[first:],
             cumulative,
             None if logprobs is None else [self._position(x, count) for x in logprobs[first:]],
             answer.finish_reason,
             error if answer.finish_reason == "error" else reason,
         )
-
-    def _text(self, answer: engine.CompletionOutput, is_delta: bool) -> str:
-        if not self.detokenize:
-            return ""
-        return answer.new_text if is_delta else answer.text
 
     def _position(self, logprobs: dict[int, float], count: int | None) -> _Position:
         """count: how many of the likeliest there are; the token's own entry comes first."""

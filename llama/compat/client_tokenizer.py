@@ -1,4 +1,4 @@
-"""`get_tokenizer()` of vLLM: the calls that clients make on a tokenizer of transformers.
+"""The calls that clients make on a tokenizer of transformers.
 
 In: texts, messages, ids. Out: ids and texts by Llama 3's tokenizer. Special tokens that stand in a
 text count as such, as in transformers: clients render chat templates to text.

@@ -1,22 +1,22 @@
-"""What LLM, LLMEngine and AsyncLLMEngine share: from vLLM's prompts and parameters to requests.
+"""What vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` share: from its prompts to our requests.
 
-In: one prompt in any of vLLM's forms, and its parameters. Out: a checked `Job`, which makes the
-request for the engine and vLLM's outputs. Beam searches are run here; all else is only made.
+In: one prompt in any of vLLM's forms, and its parameters. Out: a checked `VllmRequest`. Beam
+searches are run here; all else is only made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from llama.checks import brief, whole_number
-from llama.compat.vllm.outputs import Reporter, RequestOutput
-from llama.compat.vllm.params import EngineArgs, SamplingParams, refuse
-from llama.compat.vllm.tokenizer import ClientTokenizer
+from llama.compat.client_tokenizer import ClientTokenizer
+from llama.compat.vllm.engine_args import EngineArgs
+from llama.compat.vllm.vllm_params import RequestOutputKind, SamplingParams, refuse
+from llama.compat.vllm.vllm_request import RequestOutput, VllmRequest
 from llama.generation import Llama
 from llama.requests.beam_search import Beam, BeamParams, beam_search
-from llama.requests.llm_engine import LLMEngine
-from llama.requests.request import Request
-from llama.sampling_params import SamplingParams as LlamaParams
+
+_LABELS = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})  # of from_engine_args
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,8 @@ class ModelConfig:
         return self.vocab_size
 
 
-@dataclass
-class Job:
-    """One request: its prompt as ids, and how it is computed and reported."""
-
-    ids: list[int]
-    params: LlamaParams
-    asked: SamplingParams
-    reporter: Reporter
-
-    def request(self, engine: LLMEngine, name: str = "", index: int = 0) -> Request:
-        """index: its place in the client's list; a seed is that seed in each place."""
-        request = engine.prepare(name, self.ids, self.params, index=index)
-        if self.params.seed is not None:
-            request.set_seed(self.params.seed)
-        return request
-
-
-class Served:
-    """What LLM, LLMEngine and AsyncLLMEngine share: a model, its engine, and how jobs are made."""
+class EngineFrontend:
+    """What the three share: a model, its engine, and how requests are made and beams searched."""
 
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
         """args: where the model came from, if it was built from them."""
@@ -65,24 +48,43 @@ class Served:
             llama.seed,
         )
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
+        place = f"{cls.__name__}.from_engine_args"
+        refuse(place, {name: x for name, x in others.items() if name not in _LABELS})
+        return cls(engine_args.build(), engine_args)
+
     def get_tokenizer(self) -> ClientTokenizer:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams() if self._args is None else self._args.default_params()
 
-    def make_job(self, request_id: str, prompt: Any, params: SamplingParams | None) -> Job:
+    def make_request(
+        self, name: str, prompt: Any, params: SamplingParams | None, index: int | None = None
+    ) -> VllmRequest:
+        """A checked request, not submitted. index: its place in a list of LLM's, which the engine
+        knows it by. TypeError or ValueError names what is wrong."""
         asked = self.get_default_sampling_params() if params is None else params
         if not isinstance(asked, SamplingParams):
             raise TypeError(
                 f"params must be llama.compat.vllm's SamplingParams, got {type(params).__name__}"
             )
         text, ids = self._encoded(prompt, asked.truncate_prompt_tokens)
-        params_now = asked.engine_params()
-        reporter = Reporter(
-            request_id, text, params_now, asked.output_kind, asked.detokenize, self.llama.tokenizer
+        id_there = name if index is None else ""
+        request = self.llama_engine.prepare(id_there, ids, asked.engine_params(), index=index or 0)
+        if asked.seed is not None:
+            request.set_seed(asked.seed)  # that very seed, in each place of a list
+        request.prompt = text
+        return VllmRequest(
+            **vars(request),
+            name=name,
+            kind=asked.output_kind if index is None else RequestOutputKind.FINAL_ONLY,
+            detokenize=asked.detokenize,
+            tokenizer=self.llama.tokenizer,
+            beams=asked.beam_params() if asked.use_beam_search else None,
+            num_beams=asked.n,
         )
-        return Job(ids, params_now, asked, reporter)
 
     def _encoded(self, prompt: Any, most: int | None) -> tuple[str | None, list[int]]:
         """A prompt's text, if it has one, and its last `most` ids."""
@@ -106,28 +108,28 @@ class Served:
             ids = ids[:1] + ids[len(ids) - most + 1 :]
         return text, ids
 
-    def search(self, jobs: list[Job], engine: LLMEngine) -> list[RequestOutput]:
+    def search(
+        self, requests: list[VllmRequest], is_aborted: Callable[[], bool] = lambda: False
+    ) -> list[RequestOutput]:
         """The outputs of beam searches, in order; those with equal parameters run together."""
-        if not jobs:
+        if not requests:
             return []
         found: dict[int, list[Beam]] = {}
         groups: dict[tuple[BeamParams, frozenset[int]], list[int]] = {}
+        sequences = [request.answers[0].sequence for request in requests]
         with self.llama_engine.agree("the beam searches") as must_match:
-            sequences = []
-            for i, job in enumerate(jobs):
-                params, request = job.asked.beam_params(), job.request(self.llama_engine)
-                sequences.append(request.answers[0].sequence)
-                groups.setdefault((params, sequences[i].stop_ids), []).append(i)
-                must_match.append((params, request.fingerprint()))
+            for i, request in enumerate(requests):
+                assert request.beams is not None
+                groups.setdefault((request.beams, sequences[i].stop_ids), []).append(i)
+                must_match.append((request.beams, request.fingerprint()))
         for (params, stop_ids), places in groups.items():
-            prompts = [jobs[i].ids for i in places]
+            prompts = [sequences[i].tokens for i in places]
             limits = [sequences[i].max_len - sequences[i].num_prompt for i in places]
-            beams = beam_search(engine, prompts, limits, stop_ids, params)
+            beams = beam_search(
+                self.llama_engine, prompts, limits, stop_ids, params, is_aborted=is_aborted
+            )
             found |= dict(zip(places, beams, strict=True))
-        return [
-            job.reporter.report_beams(job.ids, found[i][: job.asked.n])
-            for i, job in enumerate(jobs)
-        ]
+        return [request.of_beams(found[i]) for i, request in enumerate(requests)]
 
 
 def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:

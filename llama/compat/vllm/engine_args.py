@@ -1,0 +1,138 @@
+"""vLLM's `EngineArgs`: which model to load, and how.
+
+In: vLLM's names, of version 0.4 to today. Out: the arguments of `Llama.build`. An argument that
+means nothing here is an error that names it, unless the value given asks for nothing.
+"""
+
+import argparse
+import json
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from llama.checks import brief
+from llama.compat.vllm.vllm_params import SamplingParams, refusing
+from llama.generation import Llama
+
+# Any value of these leaves the answers as they are: what to log, how to schedule, what to compile.
+_NO_EFFECT = frozenset({
+    "async_scheduling", "block_size", "disable_cascade_attn", "disable_custom_all_reduce",
+    "disable_log_requests", "disable_log_stats", "enable_chunked_prefill", "enable_log_requests",
+    "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization",
+    "max_context_len_to_capture", "max_num_batched_tokens", "max_parallel_loading_workers",
+    "max_seq_len_to_capture", "num_scheduler_steps", "served_model_name", "swap_space",
+    "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager",
+})  # fmt: skip
+# With these values they ask for nothing; any other value would.
+_ONLY = {
+    "config_format": ("auto",), "cpu_offload_gb": (0,), "data_parallel_size": (1,),
+    "distributed_executor_backend": ("external_launcher",), "enable_lora": (False,),
+    "enable_prompt_embeds": (False,), "engine_use_ray": (False,), "kv_cache_dtype": ("auto",),
+    "load_format": ("auto",), "max_logprobs": (20,), "model_impl": ("auto",),
+    "pipeline_parallel_size": (1,), "runner": ("auto", "generate"), "scheduling_policy": ("fcfs",),
+    "skip_tokenizer_init": (False,), "task": ("auto", "generate"), "tokenizer_mode": ("auto",),
+    "tokenizer_pool_size": (0,), "worker_use_ray": (False,),
+}  # fmt: skip
+
+
+@refusing(_ONLY, _NO_EFFECT)
+@dataclass
+class EngineArgs:
+    """How to load a model; names and defaults of vLLM.
+
+    model: the folder of the weights. tokenizer: a tokenizer file, or a folder that has one; by
+    default the model's. dtype: "auto" is bf16 where the device has it. seed: of requests that give
+    none. max_model_len: the most tokens of prompt and answer. tensor_parallel_size: ranks that
+    share the model; more than one are started with torchrun. max_num_seqs: sequences that run at
+    once. device: "auto", "cuda", "mps" or "cpu". generation_config: "auto" takes the defaults of
+    calls without sampling parameters from the model's generation_config.json, "vllm" does not.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Any = "auto"
+    seed: int | None = 0
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    max_num_seqs: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    distributed_timeout_seconds: float | None = None
+    device: str = "auto"
+    generation_config: str = "auto"
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in ("auto", "vllm"):
+            raise ValueError(
+                f"generation_config={brief(self.generation_config)} must be 'auto' or 'vllm'"
+            )
+
+    def build(self) -> Llama:
+        """The model, loaded by `Llama.build`, whose errors these are."""
+        seconds = self.distributed_timeout_seconds
+        limits: dict[str, Any] = {} if seconds is None else {"timeout_s": seconds}
+        return Llama.build(
+            self.model,
+            _tokenizer_file(self.tokenizer, self.model),
+            self.max_model_len,
+            self.max_num_seqs,
+            self.tensor_parallel_size,
+            0 if self.seed is None else self.seed,
+            device=None if self.device == "auto" else self.device,
+            dtype=self.dtype,
+            quantize=self.quantization,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            **limits,
+        )
+
+    def default_params(self) -> "SamplingParams":
+        """For calls that give none: what the model's generation_config.json says, as in vLLM."""
+        path = Path(self.model) / "generation_config.json"
+        if self.generation_config == "vllm" or not path.is_file():
+            return SamplingParams()
+        try:
+            said = json.loads(path.read_bytes())
+            named = {name: said[name] for name in _GENERATION_CONFIG if name in said}
+            return SamplingParams.from_optional(
+                **named,
+                **({"max_tokens": said["max_new_tokens"]} if "max_new_tokens" in said else {}),
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: {error}: mend it, or give generation_config='vllm'"
+            ) from None
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """An option for each field: --max-model-len for max_model_len."""
+        for f in fields(cls):
+            kind = int if "int" in str(f.type) else float if "float" in str(f.type) else str
+            flag = "--" + f.name.replace("_", "-")
+            parser.add_argument(
+                flag,
+                type=kind,
+                required=f.default is MISSING,
+                default=None if f.default is MISSING else f.default,
+            )
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
+
+
+class AsyncEngineArgs(EngineArgs):
+    """`EngineArgs` under the name that clients of AsyncLLMEngine import."""
+
+
+_GENERATION_CONFIG = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+def _tokenizer_file(tokenizer: str | None, model: str) -> str | None:
+    """Hosts name a folder; `Llama.build` takes the file."""
+    if tokenizer is None or str(tokenizer) == str(model):
+        return None
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (Path(tokenizer) / name).is_file():
+            return str(Path(tokenizer) / name)
+    return tokenizer

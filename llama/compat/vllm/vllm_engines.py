@@ -1,0 +1,317 @@
+"""vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`.
+
+In: vLLM's calls, in the forms of 0.4 to today. Out: vLLM's outputs as they come. They translate:
+the engine of `llama.requests` computes.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from llama.checks import brief
+from llama.compat.vllm.engine_args import EngineArgs
+from llama.compat.vllm.frontend import EngineFrontend, ModelConfig, one_of, one_prompt
+from llama.compat.vllm.vllm_params import BeamSearchParams, SamplingParams, refuse
+from llama.compat.vllm.vllm_request import RequestOutput, VllmRequest
+from llama.generation import Llama
+from llama.prompts import encode_chat
+from llama.requests import async_engine
+
+
+class LLM(EngineFrontend):
+    """vLLM's class for whole batches: prompts or messages in, the outputs in their order.
+
+    The arguments are the fields of `EngineArgs`. Under torchrun every rank makes the same calls.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        args = EngineArgs(model, **engine_args)
+        super().__init__(args.build(), args)
+        self.llm_engine = LLMEngine(self.llama, args)
+        self._num_requests = 0
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
+        return cls(**vars(engine_args), **others)
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: list[list[int]] | list[int] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """The final output of each prompt.
+
+        prompts: a text, {"prompt": text}, token ids, {"prompt_token_ids": ids}, or a list of such.
+        sampling_params: for all, or one for each; by default those of generation_config.json.
+        TypeError or ValueError names what is wrong, before any work.
+        """
+        refuse("LLM.generate", others)
+        return self._run(
+            lambda: _as_list(one_prompt(prompts, prompt_token_ids)), sampling_params, use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """The answers to one dialog, or to each of a list; `encode_chat` has the format."""
+        refuse("LLM.chat", others, {"chat_template_content_format": ("auto", "string")})
+
+        def prompts() -> list[Any]:
+            is_one = bool(messages) and isinstance(messages[0], Mapping)
+            encoded = [
+                encode_chat(
+                    self.llama.tokenizer,
+                    dialog,
+                    tools,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                )
+                for dialog in ([messages] if is_one else messages)
+            ]
+            decode = self.tokenizer.decode
+            return [{"prompt": decode(ids), "prompt_token_ids": ids} for ids in encoded]
+
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, **others: Any
+    ) -> list[RequestOutput]:
+        """The beam_width best continuations of each prompt, as the outputs of one request."""
+        refuse("LLM.beam_search", others, {"use_tqdm": (False, True)})
+        asked = SamplingParams(
+            n=params.beam_width,
+            best_of=params.beam_width,
+            use_beam_search=True,
+            temperature=0.0,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=params.length_penalty,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return self._run(lambda: _as_list(prompts), asked, False)
+
+    def _run(
+        self,
+        encode: Callable[[], list[Any]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., tqdm],
+    ) -> list[RequestOutput]:
+        made: list[VllmRequest] = []
+        found: dict[str, RequestOutput] = {}
+        outputs: Any = self.llama_engine.stream(self._requests(encode, params, made))
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        shows = bool(use_tqdm and made) and self.llama_engine.parallel.global_rank == 0
+        bar = make_bar(total=len(made), desc="Processed prompts", disable=not shows)
+        with bar, contextlib.closing(outputs):
+            for output in outputs:
+                found[output.request_id] = output
+                bar.update()
+            for output in self.search([request for request in made if request.beams]):
+                found[output.request_id] = output
+                bar.update()
+        return [found[request.name] for request in made]
+
+    def _requests(
+        self, encode: Callable[[], list[Any]], params: Any, made: list[VllmRequest]
+    ) -> Iterator[VllmRequest]:
+        """Make a request for each prompt, and yield those that are no beam search.
+
+        The engine iterates over it where an error on one rank becomes an error on every rank.
+        """
+        prompts = encode()
+        params = self.get_default_sampling_params() if params is None else params
+        each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(each)} sampling_params: give as many"
+            )
+        first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
+        for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
+            made.append(self.make_request(str(first + i), prompt, asked, i))
+        yield from [request for request in made if not request.beams]
+
+
+class LLMEngine(EngineFrontend):
+    """vLLM's engine that its client steps. Under torchrun every rank makes the same calls.
+
+    A beam search is computed whole by one `step`, which then takes as long as the search.
+    """
+
+    def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
+        super().__init__(llama, args)
+        self._names: set[str] = set()  # of what was added here, finished or not
+        self._searches: dict[str, VllmRequest] = {}
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any = None,
+        params: SamplingParams | None = None,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        inputs: Any = None,
+        sampling_params: SamplingParams | None = None,
+        **others: Any,
+    ) -> str:
+        """Queue a request: prompt, or inputs as in 0.5, or prompt_token_ids as in 0.4; its id."""
+        refuse("add_request", others, {"priority": (0,)})
+        params = one_of("params", params, "sampling_params", sampling_params)
+        prompt = one_prompt(one_of("prompt", prompt, "inputs", inputs), prompt_token_ids)
+        if request_id in self._unfinished():
+            raise ValueError(f"request_id={brief(request_id)} is in use by an unfinished request")
+        if request_id == "":
+            raise ValueError("request_id is empty: give each request a name")
+
+        made: list[VllmRequest] = []
+
+        def prepared() -> Iterator[VllmRequest]:
+            made.append(self.make_request(request_id, prompt, params))
+            if not made[0].beams:
+                yield made[0]
+
+        self.llama_engine.submit(prepared())  # which checks it where all ranks see an error
+        if made[0].beams:
+            self._searches[request_id] = made[0]
+        else:
+            self._names.add(request_id)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """The outputs that came since the last step; the model runs once for them."""
+        searches, self._searches = list(self._searches.values()), {}
+        found: Any = self.llama_engine.step()
+        return [*self.search(searches), *found]
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests; they have no further output. Nothing, for one that is not there."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._searches.pop(name, None)
+            if name in self._names:
+                self.llama_engine.abort_request(name)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._unfinished())
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._unfinished())
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    def _unfinished(self) -> list[str]:
+        self._names = {name for name in self._names if self.llama_engine.find(name) is not None}
+        return [*self._names, *self._searches]
+
+
+class AsyncLLMEngine(EngineFrontend):
+    """vLLM's engine for asyncio: an iterator per request, any number at once, in one process."""
+
+    def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
+        super().__init__(llama, args)
+        self._engine = async_engine.AsyncLLMEngine(llama)
+        self._searches: dict[str, threading.Event] = {}  # set: it is aborted
+        self.is_running = True
+
+    async def generate(
+        self,
+        prompt: Any = None,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        inputs: Any = None,
+        **others: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """The outputs of a request as they come; leaving the loop aborts it.
+
+        A beam search has one output, its last. Errors come with the first output that is asked for.
+        """
+        refuse("generate", others, {"priority": (0,)})
+        prompt = one_prompt(one_of("prompt", prompt, "inputs", inputs), prompt_token_ids)
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id={brief(request_id)} must be a string that is not empty")
+        await self.check_health()
+        # In a thread: a long text, or a grammar, would hold the event loop up.
+        request = await asyncio.to_thread(self.make_request, request_id, prompt, sampling_params)
+        if request.beams:
+            yield await self._search_beams(request)
+            return
+        outputs: Any = self._engine.stream([request])
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests: their iterators get a last output with finish_reason "abort"."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if name in self._searches:
+                self._searches[name].set()
+            await self._engine.abort(name)
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    async def check_health(self) -> None:
+        if not self.is_running:
+            raise RuntimeError("this AsyncLLMEngine was shut down: make another one")
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Always False: an error of the model ends the requests in that step, and no more."""
+        return False
+
+    @property
+    def engine(self) -> "AsyncLLMEngine":
+        """For clients that read `engine.engine.model_config`."""
+        return self
+
+    def shutdown(self) -> None:
+        """Abort what is not finished; what is asked for later is a RuntimeError."""
+        self.is_running = False
+        for is_aborted in list(self._searches.values()):
+            is_aborted.set()
+        self._engine.close()
+
+    shutdown_background_loop = shutdown
+
+    async def _search_beams(self, request: VllmRequest) -> RequestOutput:
+        if request.name in self._searches:
+            name = brief(request.name)
+            raise ValueError(f"request_id={name} is in use by an unfinished request")
+        is_aborted = self._searches[request.name] = threading.Event()
+        try:
+            (output,) = await asyncio.to_thread(self.search, [request], is_aborted.is_set)
+            return output
+        finally:
+            is_aborted.set()  # of a task that was cancelled, the thread goes on until here
+            del self._searches[request.name]
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt, of any form, or a list of them, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
+    is_one = bool(prompts) and not isinstance(prompts[0], str | Mapping | list | tuple)
+    return [prompts] if is_one and not hasattr(prompts[0], "tolist") else list(prompts)
