@@ -438,8 +438,11 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     tokenizer = str(DEMO / "tokenizer.model")
     common: dict[str, Any] = {"device": None, "kv_cache_memory_bytes": None}
     assert seen == [
-        (("m", tokenizer, 64, 5, 2, 3), {**common, "dtype": "bf16"}),
-        (("m", None, None, None, 1, 0), {**common, "dtype": "int8", "timeout_s": 9}),
+        (("m", tokenizer, 64, 5, 2, 3), {**common, "dtype": "bfloat16", "quantize": None}),
+        (
+            ("m", None, None, None, 1, 0),
+            {**common, "dtype": "auto", "quantize": "int8", "timeout_s": 9},
+        ),
     ]
 
 
@@ -497,7 +500,7 @@ BAD_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_parallel_size": 2}, "cannot do pipeline_parallel_size=2"),
     ({"speculative_config": {"model": "x"}}, "cannot do speculative_config="),
     ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
-    ({"quantization": "awq"}, "quantize='awq': give one of int8, or None"),
+    ({"quantization": "awq"}, "quantization='awq': give one of int8, or None"),
     ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),
 ]
 

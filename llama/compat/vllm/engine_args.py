@@ -13,6 +13,7 @@ from typing import Any
 from llama.checks import brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
 from llama.generation import Llama
+from llama.weights import QUANTIZED
 
 # Any value of these leaves the answers as they are: what to log, how to schedule, what to compile.
 _NO_EFFECT = frozenset({
@@ -62,6 +63,11 @@ class EngineArgs:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
+        if self.quantization not in (None, *QUANTIZED):
+            known = ", ".join(QUANTIZED)
+            raise ValueError(
+                f"quantization={brief(self.quantization)}: give one of {known}, or None"
+            )
         if self.generation_config not in ("auto", "vllm"):
             raise ValueError(
                 f"generation_config={brief(self.generation_config)} must be 'auto' or 'vllm'"
