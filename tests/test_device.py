@@ -311,7 +311,7 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     afterwards is free. On the CPU there is nothing to bind."""
     done: list[Any] = []
     group = object()
-    monkeypatch.setattr(groups, "meet_all", lambda *args: "the store")
+    monkeypatch.setattr(groups, "_meet_all", lambda *args: ("the store", None))
     monkeypatch.setenv("RANK", "1")
     for name, value in {
         "is_initialized": lambda: False,

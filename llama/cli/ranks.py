@@ -12,7 +12,7 @@ from collections.abc import Callable
 from llama.cli.flags import HelpWanted, UsageError
 from llama.ranks.errors import NotMetError, RankError
 from llama.ranks.signals import DRAIN_S, drain
-from llama.ranks.watch import current_watch
+from llama.ranks.watch import Watch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 USAGE = 2
@@ -70,7 +70,7 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
 
 def _fail(error: Exception, code: int) -> int:
     """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
-    watch = current_watch()
+    watch = Watch.of_process()
     if isinstance(error, NotMetError):  # raised on the one rank that is to say it
         watch = None
     else:
@@ -93,7 +93,7 @@ def _let_rank_0_end() -> None:
     """
     if not global_rank():
         return
-    watch = current_watch()
+    watch = Watch.of_process()
     if watch is None:
         time.sleep(_WAIT_S)
         return
@@ -112,7 +112,7 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
 def _end_job(error: Exception, *, has_trace: bool = True) -> None:
     """A bug of ours, or no memory: the other ranks end too, and one message is printed."""
-    watch = current_watch()
+    watch = Watch.of_process()
     if watch is not None:
         watch.fail(error, has_trace=has_trace)
 

@@ -24,10 +24,12 @@ from fairscale.nn.model_parallel import initialize as fs_init
 
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
+from llama.ranks.errors import RankError
 from llama.ranks.one_shot import OneShot
-from llama.ranks.rendezvous import LATER_S, errors_of_groups, meet_all
+from llama.ranks.peers import Peers
+from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.shared_memory import SharedMemory
-from llama.ranks.watch import current_watch, stop_watch
+from llama.ranks.watch import LATER_S, Watch
 
 _INTRODUCTION_BYTES = 512  # what a rank says of itself when ranks share memory
 
@@ -145,14 +147,99 @@ def _make_fairscale_groups(size: int) -> None:
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """Wait for the other ranks, and make the groups."""
-    store = meet_all(size, world_size, timeout_s)
-    with errors_of_groups(timeout_s):
-        return _make_groups(store, size, world_size, device, timeout_s)
+    watch = Watch.of_process()
+    if watch is not None:  # an earlier call of this process
+        store = torch_private.default_store()
+    else:
+        store, watch = _meet_all(size, world_size, timeout_s)
+    with _errors_of_groups(watch, timeout_s):
+        return _make_groups(store, watch, size, world_size, device, timeout_s)
+
+
+def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store, Watch | None]:
+    """Wait until all ranks have come, and watch them from then on: the store where they met.
+
+    RankError where one does not come, and ValueError where they differ in the size of their groups.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    peers, opened = Peers(rank, size), []
+
+    def open_store(rendezvous: Rendezvous) -> Store:
+        opened.append(_open_store(rendezvous, rank, timedelta(seconds=timeout_s + LATER_S)))
+        return torch_private.clone_store(opened[0])  # torch may wait in its own
+
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    rendezvous, watch = Rendezvous(peers, world_size, open_store, address, timeout_s), None
+    if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
+        first = rank - rank % size
+        watch = Watch(peers, range(first, first + size), rendezvous)
+        watch.meet()
+    else:
+        rendezvous.meet_unwatched()
+    other = next((p for p in peers.all.values() if p.group_size != size), None)
+    if other is None:
+        return opened[0], watch
+    if watch is not None:
+        watch.stop()
+    low, high = sorted([peers.own, other], key=lambda peer: peer.rank)
+    raise ValueError(
+        f"model_parallel_size differs: it is {low.group_size} on rank {low.rank}, and "
+        f"{high.group_size} on rank {high.rank} (this is rank {rank}). Give every rank the same"
+    )
+
+
+def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> dist.Store:
+    """The store of groups that the program made, else the one that torchrun's variables name:
+    torchrun's own, or that of rank 0.
+
+    With --max-restarts torchrun keeps its store, in which the addresses and counters of the ranks
+    that have ended still are: new ranks would try to reach those (pytorch issue 135712). So each
+    start has names of its own. Agents of several machines count their restarts each for itself.
+    """
+    if dist.is_initialized():
+        return torch_private.default_store()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_ours = rank == 0 and not is_agents
+    if not is_ours:
+        rendezvous.wait_for_listener((host, port), is_agents)
+    store: dist.Store = dist.TCPStore(
+        host, port, is_master=is_ours, timeout=limit, wait_for_workers=False, multi_tenant=True
+    )
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if count != "0" and on_one_machine:
+        store = dist.PrefixStore(f"restart-{count}", store)
+    return store
+
+
+@contextlib.contextmanager
+def _errors_of_groups(watch: Watch | None, timeout_s: float) -> Iterator[None]:
+    """While groups are made: the watch's limit, and one line for what torch says of a connection.
+
+    torch's error may only follow from the end of another rank, of which the watch tells.
+    """
+    waiting = watch.waiting("the making of the groups", timeout_s) if watch else None
+    try:
+        with waiting or contextlib.nullcontext():
+            yield
+    except RankError:
+        raise
+    except RuntimeError as error:
+        if watch is not None:
+            watch.wait_for_cause(error)
+        raise RankError(
+            f"the ranks have met, but cannot reach each other ({str(error).splitlines()[0]}): open "
+            "the ports that the kernel hands out (net.ipv4.ip_local_port_range) between the "
+            "machines, or name the interface that they share by GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME"
+        ) from error
 
 
 def _make_groups(
-    store: dist.Store, size: int, world_size: int, device: torch.device, timeout_s: float
-) -> ModelParallel:
+    store: dist.Store, watch: Watch | None, size: int, world_size: int, device: torch.device,
+    timeout_s: float,
+) -> ModelParallel:  # fmt: skip
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
@@ -206,7 +293,7 @@ def _make_groups(
         shared=shared,
         one_shot=one_shot,
         store=store,
-        watch=current_watch(),
+        watch=watch,
     )
 
 
@@ -235,7 +322,9 @@ def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
 
 def disconnect() -> None:
     """Leave the groups, so that torch does not complain of a leak when the process ends."""
-    stop_watch()
+    watch = Watch.of_process()
+    if watch is not None:
+        watch.stop()
     if dist.is_initialized():
         fs_init.destroy_model_parallel()
         dist.destroy_process_group()

@@ -29,6 +29,17 @@ def open_process(pid: int) -> int | None:
         return None
 
 
+def is_there(pid: int) -> bool:
+    """Whether a process has this id, also as a zombie. A pidfd says more, where there is one."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
+
+
 def machine_id() -> str:
     """The same for two processes that see each other's ids and local sockets, else another one."""
     try:

@@ -1,8 +1,7 @@
 """A step that does not end: which rank is it that the others wait for?
 
 In: what the ranks of one machine answered when they were asked where they are, and what the first
-ranks of the others said last. Out: the name of the
-one at fault, or None where all are in the same place.
+ranks of the others said last. Out: the name of the one at fault, or None where all wait alike.
 """
 
 import sys
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from llama.ranks import processes
-from llama.ranks.peers import Peer, Peers
+from llama.ranks.peers import PeerInfo, Peers
 
-_COLLECTIVES = str(Path(__file__).with_name("groups.py"))
+_WAITING = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py")}
 
 
-def where(thread: int | None, what: str, steps: int) -> dict[str, Any]:
+def rank_state(thread: int | None, what: str, steps: int) -> dict[str, Any]:
     """The state of this rank: what it waits for others in ("": nothing), and since which step.
 
     `waits` tells a rank that waits inside a collective from one that computes, or is stuck.
@@ -24,7 +23,7 @@ def where(thread: int | None, what: str, steps: int) -> dict[str, Any]:
     frame = sys._current_frames().get(thread) if thread is not None else None
     waits = False
     while frame is not None:
-        waits = waits or frame.f_code.co_filename == _COLLECTIVES
+        waits = waits or frame.f_code.co_filename in _WAITING
         frame = frame.f_back
     return {"what": what, "waits": waits, "steps": steps}
 
@@ -35,7 +34,7 @@ def stack_of(thread: int | None) -> str:
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (ended)"
 
 
-def name_the_stalled(
+def find_stalled_rank(
     peers: Peers,
     group: range,
     own: dict[str, Any],
@@ -50,9 +49,8 @@ def name_the_stalled(
         if peer.rank not in replies:
             return f"{peer.name} {_silence(peer)}"
     others = replies | remote
-    states = {peers.rank: own} | {r: state for r, state in others.items() if r in group}
-    names = {peers.rank: f"rank {peers.rank} on {peers.host}"}
-    names |= {rank: peer.name for rank, peer in peers.all.items()}
+    states = {peers.own.rank: own} | {r: state for r, state in others.items() if r in group}
+    names = {peers.own.rank: peers.own.name} | {rank: peer.name for rank, peer in peers.all.items()}
     for rank, state in sorted(states.items()):
         if not state["what"]:
             return f"{names[rank]} is not in a step, but runs other code"
@@ -66,7 +64,7 @@ def name_the_stalled(
     return None
 
 
-def _silence(peer: Peer) -> str:
+def _silence(peer: PeerInfo) -> str:
     if processes.is_stopped(peer.pid):
         return "is stopped (by SIGSTOP or a debugger)"
     return "does not respond"

@@ -22,7 +22,7 @@ from llama import Llama
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.session import chat
 from llama.ranks import processes
-from llama.ranks.meeting import Meeting
+from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.signals import drain
 
 AT_ONCE = 5
@@ -58,11 +58,11 @@ def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
     if rank == case["rank"]:
         if case["when"] == "never":
             fail(case["fault"], mark)
-        look, new_group = Meeting._look, dist.new_group
+        beat, new_group = Rendezvous._beat, dist.new_group
 
-        def look_and_fail(self: Meeting) -> None:
-            look(self)
-            if case["when"] == "came" and len(self._came) == case["world"] - 1:
+        def beat_and_fail(self: Rendezvous, store: Store) -> None:
+            beat(self, store)
+            if case["when"] == "came" and len(self.peers.all) == case["world"] - 2:
                 time.sleep(1.0)  # the others have seen it
                 fail(case["fault"], mark)
 
@@ -71,7 +71,7 @@ def meet_and_fail(case: dict[str, Any], rank: int, mark: Path) -> None:
                 fail(case["fault"], mark)
             return new_group(*args, **kwargs)
 
-        Meeting._look = look_and_fail  # type: ignore[method-assign]
+        Rendezvous._beat = beat_and_fail  # type: ignore[method-assign]
         dist.new_group = new_group_and_fail
     elif case["when"] == "came" and rank == case["world"] - 1:
         time.sleep(6.0)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,8 @@ import pytest
 from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from llama.ranks.errors import NotMetError
-from llama.ranks.meeting import Meeting
-from llama.ranks.rendezvous import _open_store
-from llama.ranks.stalls import name_the_stalled
+from llama.ranks.groups import _meet_all
+from llama.ranks.stalls import find_stalled_rank
 
 pytestmark = pytest.mark.dist
 
@@ -127,12 +125,11 @@ def test_a_rank_that_does_not_come_ends_the_others_within_the_limit(name, ended)
 
 
 def open_alone(monkeypatch, limit_s: float = 0.5, **variables: str) -> None:
-    """Open the store as one of two ranks that a launch with these variables would have."""
+    """Meet as one of two ranks that a launch with these variables would have."""
     told = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", **variables}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    rank, place = int(told["RANK"]), f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
-    _open_store(Meeting(rank, 2, place, limit_s), rank, timedelta(seconds=limit_s))
+    _meet_all(2, 2, limit_s)
 
 
 def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
@@ -161,8 +158,9 @@ def test_idle_is_not_a_stall(ended):
 
 def test_a_stall_on_another_machine_is_named():
     """By what the first rank of that machine last said in torch's store."""
+    own_peer = SimpleNamespace(rank=0, name="rank 0 on a")
     peers: Any = SimpleNamespace(
-        rank=0, host="a", local=[], all={1: SimpleNamespace(name="rank 1 on b")}
+        own=own_peer, local=[], all={1: SimpleNamespace(name="rank 1 on b")}
     )
     own = {"what": "a step", "waits": True, "steps": 4}
     for change, told in (
@@ -170,9 +168,9 @@ def test_a_stall_on_another_machine_is_named():
         ({"steps": 3}, "rank 1 on b is behind the others, in step 3 of 4"),
         ({"what": ""}, "rank 1 on b is not in a step"),
     ):
-        name = name_the_stalled(peers, range(2), own, {}, {1: {**own, **change}})
+        name = find_stalled_rank(peers, range(2), own, {}, {1: {**own, **change}})
         assert name is not None and name.startswith(told)
-        assert name_the_stalled(peers, range(1), own, {}, {1: {**own, **change}}) is None
+        assert find_stalled_rank(peers, range(1), own, {}, {1: {**own, **change}}) is None
 
 
 def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):

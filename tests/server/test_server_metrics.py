@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -14,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.launch import REPO
 from helpers.server import run_server
-from llama.ranks.peers import Peers
+from llama.ranks.peers import PeerInfo, Peers
+from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.watch import Watch
 from llama.server.metrics import _ranks_alive
 
@@ -103,10 +105,10 @@ def test_a_rank_that_left_or_was_killed_is_not_alive():
     """As rank 0 sees it: rank 1 is heard to leave, rank 2 is another process, and gone."""
     zero, one = Peers(0), Peers(1)
     with subprocess.Popen(["sleep", "60"]) as process:
-        other = json.dumps([zero.host, process.pid, zero.machine, "", ""]).encode()
-        for peers in (zero, one):
-            peers.meet([zero.introduction(), one.introduction(), other])
-        watch = Watch(zero, range(3), None)
+        zero.add(PeerInfo(*one.own.introduction()))
+        zero.add(PeerInfo(2, zero.own.host, process.pid, zero.own.machine, "", 3))
+        one.add(PeerInfo(*zero.own.introduction()))
+        watch = Watch(zero, range(3), Rendezvous(zero, 3, Mock(), "", 60.0))
         parallel: Any = SimpleNamespace(size=3, watch=watch)
         assert _ranks_alive(parallel) == [True, True, True]
         one.tell(kind="left")
