@@ -1,6 +1,6 @@
 """The one step: schedule, run, update. Sequences in; sequences with more tokens out.
 
-Where the runner works ahead (a GPU), a step is scheduled and started before the one in flight is
+With asynchronous scheduling (on a GPU), a step is scheduled and started before the one in flight is
 read, so that the device does not wait for the host: `step` starts one and reads the one before.
 
 Every rank runs the same core on the same sequences and so decides alike. It knows ids only, and
@@ -14,7 +14,8 @@ from typing import Protocol
 
 from llama.engine.graphs import Recorder
 from llama.engine.pages import PagePool
-from llama.engine.runner import ModelRunner, StepOutput
+from llama.engine.rows import RowResults
+from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence
 from llama.model.transformer import Transformer
@@ -27,12 +28,12 @@ class RunsSteps(Protocol):
     """What the core needs of a runner; a fake one tests the core without a model.
 
     start: begin a step; what it returns waits for the output. Steps run in the order of the calls.
-    runs_ahead: a step may be started while the one before it is not read.
+    async_scheduling: a step may be started while the one before it is not read.
     """
 
-    runs_ahead: bool
+    async_scheduling: bool
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]: ...
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]: ...
 
     def close(self) -> None: ...
 
@@ -42,7 +43,7 @@ class _Started:
     """A step that the device works at."""
 
     scheduled: list[Scheduled]
-    read: Callable[[], StepOutput]
+    read: Callable[[], list[RowResults]]
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Stats:
         if not scheduled:
             return
         self.steps += 1
-        self.generated_tokens += sum(item.samples for item in scheduled)
+        self.generated_tokens += sum(item.num_samples for item in scheduled)
         self.prompt_tokens += sum(
             max(0, min(item.count, item.sequence.num_prompt - item.start)) for item in scheduled
         )
@@ -89,12 +90,12 @@ class EngineCore:
         num_pages: int,
         page_size: int = PAGE_SIZE,
         token_budget: int | None = None,
-        runs_ahead: bool | None = None,
+        async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
 
-        runs_ahead, recorder: those of `ModelRunner`.
+        async_scheduling, recorder: those of `ModelRunner`.
         """
         batch_size = model.params.max_batch_size
         scheduler = Scheduler(
@@ -106,7 +107,7 @@ class EngineCore:
             model,
             num_pages=num_pages,
             page_size=page_size,
-            runs_ahead=runs_ahead,
+            async_scheduling=async_scheduling,
             recorder=recorder,
         )
         return cls(runner, scheduler)
@@ -136,7 +137,7 @@ class EngineCore:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
-    def is_ahead(self) -> bool:
+    def has_step_in_flight(self) -> bool:
         """Whether a step is in flight that the next one will read."""
         return self._in_flight is not None
 
@@ -150,7 +151,7 @@ class EngineCore:
 
         added, removed: what came and what is no longer wanted since the last step. before_run:
         gets what this one will compute; where rank 0 leads, it tells the other ranks.
-        Where the runner works ahead, the result is of the pass before: nothing, at the first one.
+        With asynchronous scheduling the result is of the pass before: nothing, at the first one.
         If the runner fails, every sequence ends with "error" and its pages are freed before the
         exception goes on: the core is then empty, and takes new ones.
         """
@@ -162,7 +163,7 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         if before_run is not None:
             before_run(scheduled)
-        if not scheduled and not self.is_ahead:
+        if not scheduled and not self.has_step_in_flight:
             assert not self.has_unfinished(), "sequences wait, and none can run"
             return []
         try:
@@ -170,7 +171,7 @@ class EngineCore:
             self._in_flight = None
             if scheduled:
                 started = self._start(scheduled)
-                if self.runner.runs_ahead and all(x.sequence.can_go_ahead for x in scheduled):
+                if self.runner.async_scheduling and all(x.sequence.allows_async for x in scheduled):
                     self._in_flight = started
                 else:
                     due.append(started)
@@ -186,15 +187,14 @@ class EngineCore:
     def _start(self, scheduled: list[Scheduled]) -> _Started:
         started = _Started(scheduled, self.runner.start(scheduled))
         for item in scheduled:
-            item.sequence.num_pending += item.samples
+            item.sequence.num_pending += item.num_samples
         return started
 
-    def _finish_step(self, step: _Started, output: StepOutput) -> list[Sequence]:
+    def _finish_step(self, step: _Started, results: list[RowResults]) -> list[Sequence]:
         """Give the sequences what a step came to; those that ended while it ran are left out."""
         live = [item for item in step.scheduled if not item.sequence.finished]
-        _keep_scores(step.scheduled, output)
-        self.scheduler.update(step.scheduled, output.ids)
-        return [item.sequence for item in live if item.samples or item.sequence.finished]
+        self.scheduler.update(step.scheduled, results)
+        return [item.sequence for item in live if item.num_samples or item.sequence.finished]
 
     def clear(self, reason: str) -> None:
         """End every sequence; what is in the pages is forgotten, as a step may have broken off."""
@@ -202,18 +202,3 @@ class EngineCore:
         for seq in list(self.scheduler.live()):
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear()
-
-
-def _keep_scores(scheduled: list[Scheduled], output: StepOutput) -> None:
-    """One entry per chosen token: the id that stops a sequence has one too, the last."""
-    for scores in output.prompts:
-        scores.sequence.prompt_logprobs += scores.logprobs
-        scores.sequence.prompt_top_logprobs += scores.tops
-    if not output.logprobs:
-        return
-    sampling = [item.sequence for item in scheduled if item.samples]
-    rows = zip(sampling, output.ids, output.logprobs, output.tops, strict=True)
-    for seq, token, logprob, top in rows:
-        if seq.params.logprobs is not None and token >= 0 and not seq.finished:
-            seq.logprobs.append(logprob)
-            seq.top_logprobs.append(top[: seq.params.logprobs])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llama.device import DTYPES
 from llama.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
+from llama.engine.rows import SAMPLE_ONE
 from llama.engine.sampler import top_ids
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
@@ -72,7 +73,7 @@ def _decoding(lengths: Seq[int], page_size: int) -> list[Scheduled]:
         count = -(-n // page_size)
         seq.pages.extend(range(first, first + count))
         first += count
-        found.append(Scheduled(seq, n - 1, 1, True))
+        found.append(Scheduled(seq, n - 1, 1, SAMPLE_ONE))
     return found
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.engine.rows import SAMPLE_ONE
 from llama.engine.scheduler import Scheduled
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
@@ -292,10 +293,7 @@ def _decoded(outputs: Outputs) -> Decoded:
 
 def is_decode(scheduled: Seq[Scheduled]) -> bool:
     """Whether every sequence has one new token and samples the next, and nothing else."""
-    return all(
-        item.count == 1 and item.samples and item.sequence.params.prompt_logprobs is None
-        for item in scheduled
-    )
+    return all(item.count == 1 and item.rows == SAMPLE_ONE for item in scheduled)
 
 
 def bucket_of(num_rows: int) -> int:

@@ -129,7 +129,7 @@ class Leader:
         self._core.clear("abort")
 
     def _tell(self, message: Message, scheduled: list[Scheduled]) -> None:
-        if scheduled or message.added or message.removed or self._core.is_ahead:
+        if scheduled or message.added or message.removed or self._core.has_step_in_flight:
             message.number, message.checksum = self._num_steps, checksum(scheduled)
             self._num_steps += 1
             self._send(message)

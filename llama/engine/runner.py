@@ -1,19 +1,17 @@
 """From what the scheduler chose to sampled ids: packs one flat batch, runs the model, samples.
 
-In: `Scheduled` items. Out: a `StepOutput` of plain lists, the same on every rank. It owns the KV
+In: `Scheduled` items. Out: the `RowResults` of each, the same on every rank. It owns the KV
 cache. `start` begins a step, and what it returns waits for the device: once, where ids and
 log-probabilities come over together. Scoring prompts waits in `start`, once per _SCORED_ROWS rows.
 On a GPU without the kernel for sampling, rows with top_p, top_k or min_p cost two more waits.
 
-On a GPU it works ahead: the next step begins before this one is read, and takes the tokens that
-this one sampled from the device. Steps of single tokens are replayed as graphs, see
-`llama.engine.graphs`; all others run operator by operator.
+On a GPU scheduling is asynchronous, as in vLLM: the next step begins before this one is read, and
+takes the tokens that this one sampled from the device. Steps of single tokens are replayed as
+graphs, see `llama.engine.graphs`; all others run operator by operator.
 """
 
 import warnings
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from torch import Tensor
 from llama.device import current
 from llama.engine.constraints import TokenMask, TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder
+from llama.engine.rows import RowKind, RowResults, Tokens
 from llama.engine.sampler import (
     Sampled,
     needs_top_only,
@@ -39,32 +38,12 @@ from llama.ops.sample import on_device_of
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
 
-TopLogprobs = list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of the next prompt tokens of one sequence, in order."""
-
-    sequence: Sequence
-    logprobs: list[float]
-    tops: list[TopLogprobs]
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """One entry for each scheduled pair that samples, in order; logprobs empty if nobody asked."""
-
-    ids: list[int]
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[TopLogprobs] = field(default_factory=list)
-    prompts: list[PromptScores] = field(default_factory=list)
-
 
 class ModelRunner:
     """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates.
 
-    runs_ahead: whether a step may start while the one before it is not read; by default on a GPU.
+    async_scheduling: whether a step may start while the one before it is not read; by default on a
+        GPU.
     recorder: of graphs; None runs every step operator by operator.
     """
 
@@ -74,7 +53,7 @@ class ModelRunner:
         *,
         num_pages: int,
         page_size: int,
-        runs_ahead: bool | None = None,
+        async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.model = model
@@ -82,7 +61,9 @@ class ModelRunner:
         # One page more than the scheduler knows: a graph's unused rows write there.
         self.kv_cache = model.new_kv_cache(num_pages + (recorder is not None), page_size)
         device = self.kv_cache.device
-        self.runs_ahead = device.type == "cuda" if runs_ahead is None else runs_ahead
+        self.async_scheduling = (
+            device.type == "cuda" if async_scheduling is None else async_scheduling
+        )
         self._token_masks = TokenMasks(model.vocab_size)
         self._last_ids = torch.zeros(_most_rows(model), dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
@@ -98,30 +79,29 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
         """Begin a step; what is returned waits until its output is on the host."""
         openmp.adapt()
         with current(self.kv_cache.device):
             return self._start(scheduled)
 
-    def _start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
-        sampling = [item.sequence for item in scheduled if item.samples]
+    def _start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+        sampling = [item.sequence for item in scheduled if item.num_samples]
         mask = self._token_masks.start(sampling)
-        is_greedy = needs_top_only(sampling)
-        prompts: list[PromptScores] = []
+        is_greedy, scored = needs_top_only(sampling), Tokens()
         sampled = self._replayed(scheduled, sampling, is_greedy, mask)
         if sampled is None:
             hidden = self._hidden(scheduled)
-            prompts = self._score(scheduled, hidden[len(sampling) :])
+            scored = self._score(scheduled, hidden[len(sampling) :])
             if not sampling:
-                return lambda: StepOutput([], prompts=prompts)
+                return lambda: _results(scheduled, Tokens(), scored)
             sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, mask)
         columns = self._columns(sampled, sampling, is_greedy)
-        if self.runs_ahead:
+        if self.async_scheduling:
             self._last_ids[: len(sampling)] = columns[:, 0]
             self._last_rows = {seq: row for row, seq in enumerate(sampling)}
         read = _to_host(columns)
-        return lambda: _output(read(), prompts)
+        return lambda: _results(scheduled, _tokens(read()), scored)
 
     def _replayed(
         self,
@@ -182,64 +162,47 @@ class ModelRunner:
         return top_of_all(parallel.all_gather(own))
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
-        """(R, E): the last row of each that samples, then the rows that score prompt tokens."""
+        """(R, E): the rows that sample, then those that score, each in the order of the items."""
         tokens: list[int] = []
-        last_rows: list[int] = []
-        scored_rows: list[int] = []
-        pending: list[int] = []  # places in tokens that the device alone knows
+        rows: dict[RowKind, list[int]] = {RowKind.SAMPLE: [], RowKind.SCORE: []}
+        pending: list[int] = []  # indices of tokens that the device alone knows
         for item in scheduled:
             seq, first = item.sequence, len(tokens)
             tokens += seq.tokens[item.start : item.start + item.count]
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
                 tokens.append(0)
-            if item.samples:
-                last_rows.append(len(tokens) - 1)
-            scored_rows += [first + o for o in seq.rows_to_score(item.start, item.count)]
+            for wanted in item.rows:
+                rows[wanted.kind] += [first + offset for offset in wanted.offsets]
         ids, batch = Batch.pack(
             tokens,
             [item.start for item in scheduled],
             [item.count for item in scheduled],
             [item.sequence.pages for item in scheduled],
             self.page_size,
-            last_rows + scored_rows,
+            rows[RowKind.SAMPLE] + rows[RowKind.SCORE],
             self.kv_cache.device,
         )
         if pending:
-            rows = [self._last_rows[x.sequence] for x in scheduled if x.sequence.num_pending]
-            places, sources = on_device_of(ids, pending), on_device_of(ids, rows)
-            ids[places] = self._last_ids[sources]
+            last = [self._last_rows[x.sequence] for x in scheduled if x.sequence.num_pending]
+            indices, sources = on_device_of(ids, pending), on_device_of(ids, last)
+            ids[indices] = self._last_ids[sources]
         return self.model.hidden_states(ids, batch, self.kv_cache)
 
-    def _score(self, scheduled: list[Scheduled], hidden: Tensor) -> list[PromptScores]:
-        """Chunk by chunk, since a row of logits is far wider than a row of hidden states."""
-        wanted = [
-            (item, offsets)
-            for item in scheduled
-            if (offsets := item.sequence.rows_to_score(item.start, item.count))
-        ]
-        if not wanted:
-            return []
-        targets = [x.sequence.tokens[x.start + o + 1] for x, offsets in wanted for o in offsets]
-        k = max(item.sequence.params.prompt_logprobs or 0 for item, _ in wanted)
-        logprobs: list[float] = []
-        tops: list[TopLogprobs] = []
-        for start in range(0, len(targets), _SCORED_ROWS):
+    def _score(self, scheduled: list[Scheduled], hidden: Tensor) -> Tokens:
+        """The known tokens behind the rows (R, E) that score. Chunk by chunk, since a row of logits
+        is far wider than a row of hidden states."""
+        wanted = [(x, offsets) for x in scheduled if (offsets := x.offsets(RowKind.SCORE))]
+        found = Tokens([x.sequence.tokens[x.start + i + 1] for x, rows in wanted for i in rows])
+        k = max((x.sequence.params.prompt_logprobs or 0 for x, _ in wanted), default=0)
+        for start in range(0, len(found.ids), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
-            target = on_device_of(hidden, targets[rows])
+            target = on_device_of(hidden, found.ids[rows])
             scored = Sampled(target, *score(self.model.logits(hidden[rows]), target, k))
-            output = _output(_to_host(self._columns(scored, [], is_greedy=False))(), [])
-            logprobs += output.logprobs
-            tops += output.tops
-        scores, start = [], 0
-        for item, offsets in wanted:
-            rows = slice(start, start + len(offsets))
-            k = item.sequence.params.prompt_logprobs or 0
-            scores.append(
-                PromptScores(item.sequence, logprobs[rows], [top[:k] for top in tops[rows]])
-            )
-            start += len(offsets)
-        return scores
+            part = _tokens(_to_host(self._columns(scored, [], is_greedy=False))())
+            found.logprobs += part.logprobs
+            found.tops += part.tops
+        return found
 
     def _columns(self, sampled: Sampled, sampling: list[Sequence], is_greedy: bool) -> Tensor:
         """(B, 1), (B, 2) or (B, 2 + 2K) int32: ids, log-probabilities, top ids and theirs.
@@ -293,16 +256,27 @@ def _to_host(x: Tensor) -> Callable[[], Tensor]:
     return read
 
 
-def _output(columns: Tensor, prompts: Seq[PromptScores]) -> StepOutput:
+def _tokens(columns: Tensor) -> Tokens:
     """From what `ModelRunner._columns` made, on the host."""
     ids = columns[:, 0].tolist()
     if columns.shape[1] == 1:
-        return StepOutput(ids, prompts=list(prompts))
+        return Tokens(ids)
     k = (columns.shape[1] - 2) // 2
     rows = zip(columns[:, 2 : 2 + k].tolist(), _as_floats(columns[:, 2 + k :]), strict=True)
     tops = [list(zip(*row, strict=True)) for row in rows]
-    logprobs = [value for (value,) in _as_floats(columns[:, 1:2])]
-    return StepOutput(ids, logprobs, tops, list(prompts))
+    return Tokens(ids, [value for (value,) in _as_floats(columns[:, 1:2])], tops)
+
+
+def _results(scheduled: list[Scheduled], sampled: Tokens, scored: Tokens) -> list[RowResults]:
+    """To each item what its rows came to; both are in the order of the items."""
+    results, num_sampled, num_scored = [], 0, 0
+    for item in scheduled:
+        samples, scores = item.num_samples, len(item.offsets(RowKind.SCORE))
+        results.append(
+            RowResults(sampled.take(samples, num_sampled), scored.take(scores, num_scored))
+        )
+        num_sampled, num_scored = num_sampled + samples, num_scored + scores
+    return results
 
 
 def _as_floats(bits: Tensor) -> list[list[float]]:

@@ -13,19 +13,28 @@ from dataclasses import dataclass
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
+from llama.engine.rows import RowKind, RowResults, Rows
 from llama.engine.sequence import Sequence, no_pages
 
 
 @dataclass(slots=True)
 class Scheduled:
-    """`count` tokens of a sequence from `start` on, the first that were not computed; if `samples`,
-    they are its last known ones, and one more token is sampled.
+    """`count` tokens of a sequence from `start` on, the first that were not computed, and which of
+    them want a result. Those that sample are its last known ones.
     """
 
     sequence: Sequence
     start: int
     count: int
-    samples: bool
+    rows: tuple[Rows, ...]
+
+    def offsets(self, kind: RowKind) -> range:
+        """Of the rows that want this kind of result."""
+        return next((rows.offsets for rows in self.rows if rows.kind is kind), range(0))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.offsets(RowKind.SAMPLE))
 
 
 class Scheduler:
@@ -76,22 +85,18 @@ class Scheduler:
             budget -= count
         return sorted(chosen, key=lambda item: item.count > 1)
 
-    def update(self, scheduled: list[Scheduled], tokens: list[int]) -> None:
-        """After a step: `tokens` has one id for each item that samples; what ended is let go.
+    def update(self, scheduled: list[Scheduled], results: list[RowResults]) -> None:
+        """After a step: each sequence takes its results; what ended is let go.
 
         What ended while the step ran gets nothing of it. Pages are let go at once, even where the
         step after it has begun: what is written there next is written by a later step.
         """
-        sampled = iter(tokens)
-        for item in scheduled:
+        for item, result in zip(scheduled, results, strict=True):
             seq = item.sequence
-            token = next(sampled) if item.samples else None
             if seq.finished:
                 continue
-            if token is not None:
-                seq.num_pending -= 1
-                seq.append(token)
-            elif item.start + item.count == seq.max_len:
+            seq.take(result)
+            if not item.num_samples and item.start + item.count == seq.max_len:
                 seq.finish_reason = "length"  # the prompt filled it: it was only scored
             if seq.finished:
                 self._leave(seq)
@@ -133,9 +138,9 @@ class Scheduler:
             before, after = max(start - 1, 0) // self.pool.page_size, known // self.pool.page_size
             for i in range(before, after):
                 self.pool.cache(seq.pages[i], self._hashes(seq, after)[i])
-        samples = count == seq.num_new and seq.num_known < seq.max_len
+        rows = seq.rows_of(start, count)
         seq.num_computed += count
-        return Scheduled(seq, start, count, samples)
+        return Scheduled(seq, start, count, rows)
 
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running, if all its known tokens have room now.

@@ -11,6 +11,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from llama.engine.rows import SAMPLE_ONE, RowKind, RowResults, Rows, TopLogprobs
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -89,9 +91,9 @@ class Sequence:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_id: int | None = None  # the id that stopped it
     logprobs: list[float] = field(default_factory=list)  # per generated token, then the stop id's
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)  # [0.0, ...]: nothing comes before
-    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
@@ -124,7 +126,7 @@ class Sequence:
         return self.num_pending > 0 and self.num_known == self.max_len
 
     @property
-    def can_go_ahead(self) -> bool:
+    def allows_async(self) -> bool:
         """Whether its next step may begin before the token of this one is read."""
         return not (self.is_constrained or self.params.needs_tokens)
 
@@ -145,11 +147,26 @@ class Sequence:
             if len(self.tokens) == self.max_len:
                 self.finish_reason = "length"
 
-    def rows_to_score(self, start: int, count: int) -> range:
-        """Offsets in its `count` tokens from `start` on whose logits score a prompt token that is
-        not scored yet."""
-        if self.params.prompt_logprobs is None:
-            return range(0)
-        first = max(len(self.prompt_logprobs) - 1 - start, 0)
-        last = min(count, self.num_prompt - 1 - start)
-        return range(first, max(first, last))
+    def rows_of(self, start: int, count: int) -> tuple[Rows, ...]:
+        """What it asks of a step that computes its next `count` tokens, from `start` on: the last
+        one samples, once all are known; and prompt tokens that are not scored yet are."""
+        samples = count == self.num_new and self.num_known < self.max_len
+        if self.params.prompt_logprobs is None and count == 1:
+            return SAMPLE_ONE if samples else ()
+        rows = [Rows(RowKind.SAMPLE, range(count - samples, count))]
+        if self.params.prompt_logprobs is not None:
+            first = max(len(self.prompt_logprobs) - 1 - start, 0)
+            rows.append(Rows(RowKind.SCORE, range(first, min(count, self.num_prompt - 1 - start))))
+        return tuple(x for x in rows if x.offsets)
+
+    def take(self, results: RowResults) -> None:
+        """What a step came to. One entry per chosen token: the id that stops it has one too."""
+        scored, sampled = results.scored, results.sampled
+        self.prompt_logprobs += scored.logprobs
+        self.prompt_top_logprobs += (top[: self.params.prompt_logprobs] for top in scored.tops)
+        for i, token in enumerate(sampled.ids):
+            self.num_pending -= 1
+            if self.params.logprobs is not None and token >= 0:
+                self.logprobs.append(sampled.logprobs[i])
+                self.top_logprobs.append(sampled.tops[i][: self.params.logprobs])
+            self.append(token)

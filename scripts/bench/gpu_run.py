@@ -93,7 +93,7 @@ class Section:
         core = EngineCore.for_model(
             model,
             num_pages=-(-num_tokens // PAGE_SIZE) + 1,
-            runs_ahead=True,
+            async_scheduling=True,
             recorder=None if mode == "torch" else self._recorder(),
         )
         with tempfile.TemporaryDirectory() as scratch:

@@ -99,7 +99,7 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     core = EngineCore.for_model(
         model,
         num_pages=batch * (longest // PAGE_SIZE + 2),
-        runs_ahead=True,
+        async_scheduling=True,
         recorder=NoDevice(),
     )
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,6 +12,7 @@ from helpers.tape import NotCapturable, TapeRecorder
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
 from llama.engine.graphs import StaticBatch, bucket_of, is_decode
+from llama.engine.rows import SAMPLE_ONE, RowKind, Rows
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
@@ -39,7 +40,7 @@ def model() -> Transformer:
 def core_of(model: Transformer, num_pages: int, *, graphs: bool, ahead: bool) -> EngineCore:
     recorder = TapeRecorder.of_model(model) if graphs else None
     return EngineCore.for_model(
-        model, num_pages=num_pages, page_size=PAGE, token_budget=24, runs_ahead=ahead,
+        model, num_pages=num_pages, page_size=PAGE, token_budget=24, async_scheduling=ahead,
         recorder=recorder,
     )  # fmt: skip
 
@@ -159,7 +160,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
             if len(seq.pages) > 16:
                 seq.pages = seq.pages[:1]
             start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
-            scheduled.append(Scheduled(seq, start, 1, True))
+            scheduled.append(Scheduled(seq, start, 1, SAMPLE_ONE))
         batch.fill([3] * len(live), [-1] * len(live), scheduled)
         _, packed = Batch.pack(
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
@@ -234,10 +235,10 @@ def test_shapes_are_few():
 def test_only_steps_of_single_tokens_that_sample_are_recorded():
     seq = Sequence([1, 2, 3], TokenParams(), 9)
     scored = Sequence([1, 2, 3], TokenParams(prompt_logprobs=0), 9)
-    assert is_decode([Scheduled(seq, 2, 1, True)])
-    assert not is_decode([Scheduled(seq, 1, 2, True)])
-    assert not is_decode([Scheduled(seq, 1, 1, False)])
-    assert not is_decode([Scheduled(scored, 2, 1, True)])
+    assert is_decode([Scheduled(seq, 2, 1, SAMPLE_ONE)])
+    assert not is_decode([Scheduled(seq, 1, 2, (Rows(RowKind.SAMPLE, range(1, 2)),))])
+    assert not is_decode([Scheduled(seq, 1, 1, ())])
+    assert not is_decode([Scheduled(scored, 1, 1, scored.rows_of(1, 1))])
 
 
 def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):

@@ -70,7 +70,7 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
     """Sequences come, end and are aborted at random, on a cache so small that some are preempted.
     Whatever rank 0 decides, the follower has the same tokens, counts and pages after the step."""
     rng = random.Random(3)
-    ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, runs_ahead=ahead)
+    ranks = Ranks(num_pages=9, max_batch_size=3, budget=7, async_scheduling=ahead)
     ranks.thread.start()
     live: list[Sequence] = []
     for _ in range(150):
@@ -160,12 +160,12 @@ def test_after_a_failed_step_the_ranks_do_not_meet_again(monkeypatch) -> None:
 
 def test_a_step_in_flight_is_read_by_the_first_step_that_is_led() -> None:
     """Its sequence was aborted before rank 0 led: both ranks still have it to read."""
-    ranks = Ranks(runs_ahead=True)
+    ranks = Ranks(async_scheduling=True)
     for core in (ranks.core, ranks.follower):
         seq = sequence([1, 2, 3], 5)
         core.step([seq])
         core.finish(seq, "abort")
-        assert core.is_ahead
+        assert core.has_step_in_flight
     ranks.thread.start()
     late = sequence([4, 5], 2)
     added = [late]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.scheduling import VOCAB, engine, next_token, sequence, watch_releases
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.runner import StepOutput
+from llama.engine.rows import RowResults
 from llama.engine.scheduler import Scheduled
 
 
@@ -76,7 +76,7 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
 )
 def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Random):
     """Sequences aborted at random moments, waiting or running, give back every page."""
-    tried = engine(num_pages=9, runs_ahead=ahead)
+    tried = engine(num_pages=9, async_scheduling=ahead)
     sequences = [sequence(prompt, count) for prompt, count, _ in arrivals]
     for seq in sequences:
         tried.add(seq)
@@ -95,7 +95,7 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Rand
 @pytest.mark.parametrize("ahead", [False, True])
 def test_preemption_happens_and_is_invisible(monkeypatch, ahead):
     """Six sequences that all grow to 7 of 9 pages: some must give up their pages and come back."""
-    tried = engine(num_pages=9, max_batch_size=6, runs_ahead=ahead)
+    tried = engine(num_pages=9, max_batch_size=6, async_scheduling=ahead)
     given_up = watch_releases(tried.scheduler, monkeypatch)
     sequences = [sequence([i], 27) for i in range(6)]
     for seq in sequences:
@@ -203,23 +203,23 @@ def test_a_page_freed_twice_is_caught():
 @pytest.mark.parametrize("moment", ["start", "read", "read, ahead"])
 def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
     """The error reaches the caller, every request is aborted, and the next one is served."""
-    tried = engine(runs_ahead="ahead" in moment)
+    tried = engine(async_scheduling="ahead" in moment)
 
     def fail() -> NoReturn:
         raise MemoryError("no room")
 
-    def start(scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def start(scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
         return fail() if moment == "start" else fail
 
     monkeypatch.setattr(tried.runner, "start", start)
     victims = [sequence([1, 2], 3) for _ in range(6)]
     for seq in victims:
         tried.add(seq)
-    if tried.runner.runs_ahead:
+    if tried.runner.async_scheduling:
         assert tried.step() == [], "nothing is read of the first step"
     with pytest.raises(MemoryError):
         tried.step()
-    assert not tried.is_ahead
+    assert not tried.has_step_in_flight
     assert [seq.finish_reason for seq in victims] == ["error"] * 6
     assert tried.scheduler.pool.num_free == 8
     monkeypatch.undo()
@@ -243,16 +243,16 @@ def test_what_can_never_run_is_refused():
 def test_a_step_is_started_before_the_last_one_is_read():
     """Ahead, the runner has two steps at a time; a sequence whose next token depends on all tokens
     before it, by a penalty, waits for them, and so does whoever runs with it."""
-    tried = engine(num_pages=20, runs_ahead=True)
+    tried = engine(num_pages=20, async_scheduling=True)
     started: list[int] = []
     read: list[int] = []
     start = tried.runner.start
 
-    def watched(scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def watched(scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
         number, output = len(started), start(scheduled)
         started.append(len(read))
 
-        def wait() -> StepOutput:
+        def wait() -> list[RowResults]:
             read.append(number)
             return output()
 
@@ -276,7 +276,7 @@ def test_a_step_is_started_before_the_last_one_is_read():
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pages_that_sampled_tokens_fill_are_found(ahead):
     """A page has a hash once all its tokens are known: ahead, a step later, and no less surely."""
-    tried = engine(num_pages=20, runs_ahead=ahead)
+    tried = engine(num_pages=20, async_scheduling=ahead)
     first = sequence([1, 2], 13)
     tried.add(first)
     while tried.has_unfinished():

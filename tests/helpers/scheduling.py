@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
-from llama.engine.runner import StepOutput
+from llama.engine.rows import RowResults, Tokens
 from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence, TokenParams
 
@@ -22,15 +22,15 @@ class FakeRunner:
     Like a device, it knows the token that it sampled last for each sequence, read or not.
     """
 
-    def __init__(self, page_size: int, *, runs_ahead: bool = False) -> None:
+    def __init__(self, page_size: int, *, async_scheduling: bool = False) -> None:
         self.page_size = page_size
-        self.runs_ahead = runs_ahead
+        self.async_scheduling = async_scheduling
         self.last: dict[Sequence, int] = {}
         self.slots: dict[int, tuple[int, ...]] = {}
         self.computed = 0
         self.budgets: list[int] = []
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
         ids = []
         self.budgets.append(sum(item.count for item in scheduled))
         counts = [item.count for item in scheduled]
@@ -44,11 +44,9 @@ class FakeRunner:
             seq, tokens = item.sequence, self.known(item.sequence)
             for p in range(item.start + item.count):
                 assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
-            if item.samples:
-                ids.append(next_token(tokens))
-        sampling = [item.sequence for item in scheduled if item.samples]
-        self.last = dict(zip(sampling, ids, strict=True))
-        return lambda: StepOutput(ids)
+            ids.append([next_token(tokens)] * item.num_samples)
+        self.last = {x.sequence: i[0] for x, i in zip(scheduled, ids, strict=True) if i}
+        return lambda: [RowResults(Tokens(found), Tokens()) for found in ids]
 
     def known(self, seq: Sequence) -> list[int]:
         """A pending token is one that the step before this one sampled."""
@@ -66,11 +64,11 @@ class FakeEngine(EngineCore):
 
 
 def engine(
-    num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True, runs_ahead=False
+    num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True, async_scheduling=False
 ) -> FakeEngine:
     pool = PagePool(num_pages, page_size, reuse=reuse)
     scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
-    return FakeEngine(FakeRunner(page_size, runs_ahead=runs_ahead), scheduler)
+    return FakeEngine(FakeRunner(page_size, async_scheduling=async_scheduling), scheduler)
 
 
 def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:

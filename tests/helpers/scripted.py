@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from llama import Llama
-from llama.engine.runner import StepOutput
+from llama.engine.rows import RowResults, Tokens
 from llama.engine.scheduler import Scheduled
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
@@ -30,12 +30,13 @@ class Script:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.runs_ahead = False
+        self.async_scheduling = False
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], StepOutput]:
-        sampling = [item.sequence for item in scheduled if item.samples]
-        output = StepOutput([self.ids[len(seq.tokens) - seq.num_prompt] for seq in sampling])
-        return lambda: output
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+        sequences = [item.sequence for item in scheduled]
+        ids = [[self.ids[len(x.tokens) - x.num_prompt]] for x in sequences]
+        given = [found[: x.num_samples] for found, x in zip(ids, scheduled, strict=True)]
+        return lambda: [RowResults(Tokens(found), Tokens()) for found in given]
 
     def close(self) -> None:
         pass

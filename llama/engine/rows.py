@@ -1,0 +1,52 @@
+"""What a sequence asks of a step, and what it gets back: kinds of rows, and their results.
+
+A row is one token that the step computes. Each kind of result that the model can give for a row is
+a `RowKind`; the scheduler says which rows want which, the runner computes them, and the sequence
+takes its results. Ints in ranges; no torch.
+
+Example: of a prompt of 5 tokens that is scored, the step computes all. Rows 0 to 3 are SCORE, each
+for the token behind it; row 4 is SAMPLE, for the token that is not there yet.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+
+
+class RowKind(Enum):
+    SAMPLE = "sample"  # the id of the token behind it, to be chosen
+    SCORE = "score"  # the log-probability of the token behind it, which is known
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """offsets: of the rows among the sequence's tokens of this step."""
+
+    kind: RowKind
+    offsets: range
+
+
+SAMPLE_ONE = (Rows(RowKind.SAMPLE, range(1)),)  # what a sequence with one new token asks
+
+
+@dataclass(slots=True)
+class Tokens:
+    """ids with their log-probabilities and the likeliest ones beside them, where they were asked
+    for; the lists are as long as `ids`, or empty."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
+
+    def take(self, count: int, start: int) -> "Tokens":
+        end = start + count
+        return Tokens(self.ids[start:end], self.logprobs[start:end], self.tops[start:end])
+
+
+@dataclass(slots=True)
+class RowResults:
+    """What one sequence gets of a step: sampled: of its SAMPLE rows; scored: of its SCORE rows."""
+
+    sampled: Tokens
+    scored: Tokens
