@@ -2,8 +2,7 @@
 
 Text, dialogs and tokenizer files come in; lists of ids go out (and ids come in, text goes out).
 Nothing here knows of models, devices or tensors. Every mistake in a file or a dialog is an error
-that names the place and the remedy; that is a third of this file. `tokenizer(text).input_ids` and
-some names are transformers', for the model hosts that use them.
+that names the place and the remedy; that is a third of this file.
 """
 
 import binascii
@@ -11,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from itertools import count
 from os import PathLike
 from pathlib import Path
@@ -46,13 +44,6 @@ _EOM, _PYTHON_TAG = "<|eom_id|>", "<|python_tag|>"
 _LLAMA_3_0 = (_BEGIN, _END, None, None, None, None, _START_HEADER, _END_HEADER, None, _EOT)
 _LLAMA_3_1 = (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|>",
               _START_HEADER, _END_HEADER, _EOM, _EOT, _PYTHON_TAG, "<|image|>")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BatchEncoding:
-    """What a call of the tokenizer returns, under transformers' name."""
-
-    input_ids: Any  # of one text a list of ids, of a list of texts a list of such lists
 
 
 class Tokenizer:
@@ -109,9 +100,6 @@ class Tokenizer:
         self.eom_id = self.special_tokens.get(_EOM)
         self.python_tag_id = self.special_tokens.get(_PYTHON_TAG)
         self.pad_id = -1  # no id at all: the reference's value
-        self.bos_token, self.bos_token_id = _BEGIN, self.bos_id  # transformers' names
-        self.eos_token, self.eos_token_id = _END, self.eos_id
-        self.pad_token: str | None = None  # a host may set it
         self.stop_tokens = {self.eos_id, self.eot_id}
         if self.eom_id is not None:
             self.stop_tokens.add(self.eom_id)
@@ -144,20 +132,6 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
-    def __call__(self, text: str | list[str] | tuple[str, ...]) -> BatchEncoding:
-        """Encode one text, or each of a list, as a tokenizer of transformers does for its host.
-
-        The names of special tokens become their ids, since a host's template writes them as text.
-        begin_of_text comes first, once, whether the template wrote it or not.
-        """
-        if not isinstance(text, str):
-            return BatchEncoding([self(each).input_ids for each in text])
-        ids = self.encode(text, bos=False, eos=False, allowed_special="all")
-        return BatchEncoding(ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids])
-
-    def num_tokens(self, text: str) -> int:
-        return len(self(text).input_ids)
-
     def decode(self, ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
         """Decode ids, or one; what is no UTF-8 becomes U+FFFD. Raises as `decode_bytes` does."""
         many = [ids] if isinstance(ids, int) else ids
@@ -176,28 +150,6 @@ class Tokenizer:
             first_special = self.n_words - len(self.special_tokens)
             ids = [i for i in ids if i < first_special]
         return self.model.decode_bytes(ids)
-
-    def apply_chat_template(
-        self, conversation: Dialog, *, tokenize: bool, add_generation_prompt: bool = False
-    ) -> str:
-        """The dialog as text in Llama 3's chat format, for a host whose prompts are text.
-
-        `tokenizer(text)` has the ids of ChatFormat. A content that holds a special token's name is
-        a ValueError, as in the text it would become that token.
-        """
-        if tokenize:
-            raise ValueError("tokenize must be False: ChatFormat(tokenizer) makes ids of a dialog")
-        validate_dialog(conversation)
-        text = _BEGIN
-        for i, message in enumerate(conversation):
-            if named := [name for name in self.special_tokens if name in message["content"]]:
-                raise ValueError(f"dialog, message {i}: its content has the text {named[0]}")
-            text += _header_text(message["role"]) + message["content"].strip() + _EOT
-        return text + _header_text("assistant") * add_generation_prompt
-
-
-def _header_text(role: Role) -> str:
-    return f"{_START_HEADER}{'ipython' if role == 'tool' else role}{_END_HEADER}\n\n"
 
 
 def _split_long_runs(s: str, limit: int) -> Iterator[str]:

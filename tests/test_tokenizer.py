@@ -19,6 +19,8 @@ from llama_models.datatypes import RawMessage
 from llama_models.llama3 import chat_format as oracle_chat_format
 from llama_models.llama3 import tokenizer as oracle_module
 
+from llama.compat.client_tokenizer import ClientTokenizer
+from llama.prompts import encode_chat
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.tokenizer import ChatFormat, Tokenizer, _split_long_runs, validate_dialog
 
@@ -314,26 +316,27 @@ def transformers_tokenizer(real_json):
 
 def test_a_call_and_its_names_are_those_of_transformers(real, transformers_tokenizer):
     """Texts with special tokens' names in them, alone and in a list; ids back to text."""
-    theirs = transformers_tokenizer
+    theirs, client = transformers_tokenizer, ClientTokenizer(real)
     texts = [text for text in random_texts(5, 400) if not text.startswith("<|begin_of_text|>")]
     assert any("<|eot_id|>" in text for text in texts)
-    assert real(texts).input_ids == theirs(texts).input_ids
+    assert client(texts).input_ids == theirs(texts).input_ids
     for text in texts[:100]:
-        ids = real(text).input_ids
-        assert ids == theirs(text).input_ids and real.num_tokens(text) == len(ids)
+        ids = client(text).input_ids
+        assert ids == theirs(text).input_ids and client.num_tokens(text) == len(ids)
         for skip in (False, True):
-            assert real.decode(ids, skip_special_tokens=skip) == theirs.decode(
+            assert client.decode(ids, skip_special_tokens=skip) == theirs.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
-    assert real.decode(128009) == theirs.decode(128009) == "<|eot_id|>"
+    assert client.decode(128009) == theirs.decode(128009) == "<|eot_id|>"
     for name in ("bos_token", "bos_token_id", "eos_token", "eos_token_id", "pad_token"):
-        assert getattr(real, name) == getattr(theirs, name), name
+        assert getattr(client, name) == getattr(theirs, name), name
 
 
 def test_a_template_that_begins_the_text_begins_it_once(real):
     """transformers puts a second begin_of_text there, which Llama 3 was not trained on."""
     text = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi"
-    assert real(text).input_ids == real.encode(text, bos=False, eos=False, allowed_special="all")
+    ids = ClientTokenizer(real)(text).input_ids
+    assert ids == real.encode(text, bos=False, eos=False, allowed_special="all")
 
 
 # --- tokenizer.json
@@ -558,21 +561,24 @@ def test_no_content_opens_a_header_or_ends_a_turn(real):
 
 def test_a_dialog_as_text_has_the_ids_of_the_format(real):
     """So a host whose prompts are text asks the model what chat_completion asks it."""
-    rng = random.Random(8)
+    rng, client = random.Random(8), ClientTokenizer(real)
     for _ in range(300):
         dialog: list[Any] = [
             {"role": rng.choice(ROLES), "content": random_text(rng)}
             for _ in range(rng.randint(1, 5))
         ]
         if any(name in turn["content"] for turn in dialog for name in real.special_tokens):
-            with pytest.raises(ValueError, match=r"message \d: its content has the text <\|"):
-                real.apply_chat_template(dialog, tokenize=False)
+            with pytest.raises(ValueError, match="the name of a special token"):
+                client.apply_chat_template(dialog, tokenize=False)
             continue
-        text = real.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
-        assert real(text).input_ids == ChatFormat(real).encode_dialog_prompt(dialog)
-        assert text.startswith(real.apply_chat_template(dialog, tokenize=False))
-    with pytest.raises(ValueError, match="tokenize must be False"):
-        real.apply_chat_template(dialog, tokenize=True)
+        text = client.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
+        ids = client(text).input_ids
+        assert ids == encode_chat(real, dialog)
+        if not {"tool", "ipython"} & {turn["role"] for turn in dialog}:
+            assert ids == ChatFormat(real).encode_dialog_prompt(dialog)
+        assert text.startswith(client.apply_chat_template(dialog, tokenize=False))
+        ids = client.apply_chat_template(dialog, tokenize=True)
+        assert ids == client(client.apply_chat_template(dialog, tokenize=False)).input_ids
 
 
 @pytest.mark.parametrize(

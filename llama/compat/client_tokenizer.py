@@ -5,32 +5,51 @@ text count as such, as in transformers: clients render chat templates to text.
 """
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llama.prompts import encode_chat
-from llama.tokenizer import BatchEncoding, Tokenizer
+from llama.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class BatchEncoding:
+    """What a call of the tokenizer returns, under transformers' name."""
+
+    input_ids: Any  # of one text a list of ids, of a list of texts a list of such lists
 
 
 class ClientTokenizer:
-    """A `Tokenizer` with transformers' `encode` and `apply_chat_template`; the rest is its own.
+    """A `Tokenizer` with transformers' names beside its own, for hosts and clients that use them.
 
     It can be awaited, and gives itself: `AsyncLLMEngine.get_tokenizer` was a coroutine in vLLM, and
     is a plain method today.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.wrapped = tokenizer
         self.vocab_size = tokenizer.n_words
         self.all_special_ids = sorted(tokenizer.special_tokens.values())
+        self.bos_token_id, self.bos_token = tokenizer.bos_id, tokenizer.decode(tokenizer.bos_id)
+        self.eos_token_id, self.eos_token = tokenizer.eos_id, tokenizer.decode(tokenizer.eos_id)
+        self.pad_token: str | None = None  # a host may set it
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, with one begin_of_text before them, whether the text had it or not."""
-        if add_special_tokens:
-            return self._tokenizer(text).input_ids
-        return self._tokenizer.encode(text, bos=False, eos=False, allowed_special="all")
+        ids = self.wrapped.encode(text, bos=False, eos=False, allowed_special="all")
+        has_begin = ids[:1] == [self.bos_token_id]
+        return ids if has_begin or not add_special_tokens else [self.bos_token_id, *ids]
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> BatchEncoding:
-        return BatchEncoding(self.encode(text, add_special_tokens))
+    def __call__(
+        self, text: str | list[str] | tuple[str, ...], add_special_tokens: bool = True
+    ) -> BatchEncoding:
+        """Encode one text, or each of a list."""
+        if isinstance(text, str):
+            return BatchEncoding(self.encode(text, add_special_tokens))
+        return BatchEncoding([self.encode(each, add_special_tokens) for each in text])
+
+    def num_tokens(self, text: str) -> int:
+        return len(self.encode(text))
 
     def apply_chat_template(
         self,
@@ -40,14 +59,14 @@ class ClientTokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
-    ) -> str | list[int]:
+    ) -> Any:
         """The ids, or with tokenize=False the text, of a dialog; see `encode_chat`.
 
         ValueError for the text of a dialog in which a special token is named: as a prompt, it would
         be another dialog.
         """
         ids = encode_chat(
-            self._tokenizer,
+            self.wrapped,
             conversation,
             tools,
             add_generation_prompt=add_generation_prompt,
@@ -55,7 +74,7 @@ class ClientTokenizer:
         )
         if tokenize:
             return ids
-        text = self._tokenizer.decode(ids)
+        text = self.wrapped.decode(ids)
         if self.encode(text) != ids:
             raise ValueError(
                 "a message holds the name of a special token, which the text cannot tell from the "
@@ -67,9 +86,9 @@ class ClientTokenizer:
         return self.vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_tokenizer":  # before __init__, as copy looks it up
+        if name == "wrapped":  # before __init__, as copy looks it up
             raise AttributeError(name)
-        return getattr(self._tokenizer, name)
+        return getattr(self.wrapped, name)
 
     def __await__(self) -> Generator[None, None, "ClientTokenizer"]:
         return self

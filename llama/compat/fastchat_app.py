@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from llama.cli import ranks
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.host_defaults import FASTCHAT
 from llama.compat.hosts import Pace, async_generate_stream, twice_at_the_end
 from llama.requests.async_engine import AsyncLLMEngine
@@ -137,9 +138,9 @@ class FastChatWorker:
         prompt = params.get("prompt")
         if not isinstance(prompt, str):
             return _error(WRONG_TYPE, "the body has no 'prompt' that is a string")
-        tokenizer = self.engine.engine.tokenizer
-        encoded = await asyncio.to_thread(tokenizer, as_trained(prompt))  # a long text takes long
-        return {"count": len(encoded.input_ids), "error_code": 0}
+        count = ClientTokenizer(self.engine.engine.tokenizer).num_tokens
+        number = await asyncio.to_thread(count, as_trained(prompt))  # a long text takes long
+        return {"count": number, "error_code": 0}
 
 
 async def _params(http: Request) -> dict[str, Any]:

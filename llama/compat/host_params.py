@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.checks import brief, errors_in, whole_number
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.host_defaults import Dialect
 from llama.sampling_params import NUMBERS, WHOLE_NUMBERS, SamplingParams
 from llama.tokenizer import Tokenizer
@@ -61,7 +62,7 @@ def read_params(
     that loses its beginning is a UserWarning too.
     """
     _check_keys(params, dialect)
-    tokens = tokenizer(params["prompt"]).input_ids
+    tokens = ClientTokenizer(tokenizer).encode(params["prompt"])
     with errors_in("params"):
         context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
         context = min(context or max_seq_len, max_seq_len)

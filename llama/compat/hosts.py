@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.host_defaults import DB_GPT, FASTCHAT, GORILLA, GUANACO, Dialect
 from llama.compat.host_params import WorkerRequest, read_params
 from llama.generation import Llama
@@ -46,7 +47,7 @@ class Pace:
 
 def generate_stream(
     model: Llama,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ClientTokenizer,
     params: dict[str, Any],
     device: str,
     context_len: int,
@@ -74,7 +75,7 @@ def generate_stream(
 
 def gorilla_generate_stream(
     model: Llama,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ClientTokenizer,
     params: dict[str, Any],
     device: str,
     context_len: int = 42048,
@@ -86,7 +87,7 @@ def gorilla_generate_stream(
 
 def guanaco_generate_stream(
     model: Llama,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ClientTokenizer,
     params: dict[str, Any],
     device: str,
     context_len: int = 2048,
@@ -97,7 +98,7 @@ def guanaco_generate_stream(
 
 async def async_generate_stream(
     model: AsyncLLMEngine,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ClientTokenizer,
     params: dict[str, Any],
     device: str,
     context_len: int,
@@ -133,7 +134,7 @@ async def async_generate_stream(
 
 def _start(
     model: Llama,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ClientTokenizer,
     params: dict[str, Any],
     device: str,
     context_len: int,
@@ -149,7 +150,7 @@ def _start(
 
     def prepared() -> Iterator[Request]:
         """The engine iterates over it where an error on one rank becomes an error on every rank."""
-        if tokenizer is not engine.tokenizer:
+        if getattr(tokenizer, "wrapped", tokenizer) is not engine.tokenizer:
             raise ValueError("tokenizer is not the model's own: pass llama.tokenizer")
         if str(device).split(":")[0] != built_on.type:
             raise ValueError(f"device={device!r}, but the model was built on {built_on}")

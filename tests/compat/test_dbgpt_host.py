@@ -13,6 +13,7 @@ import pytest
 
 from helpers.launch import DEMO
 from llama import AsyncLLMEngine, Llama, Message
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import async_generate_stream, generate_stream, gorilla_generate_stream
 
 pytestmark = pytest.mark.hosts
@@ -46,7 +47,7 @@ class Adapter(vllm_adapter.VLLMModelAdapterWrapper):  # type: ignore[name-define
 
     def load_from_params(self, params):
         engine = AsyncLLMEngine(build())
-        return engine, engine.engine.tokenizer
+        return engine, ClientTokenizer(engine.engine.tokenizer)
 
     def get_async_generate_stream_function(self, model, deploy_model_params):
         return async_generate_stream
@@ -58,7 +59,7 @@ class SyncAdapter(Adapter):
 
     def load_from_params(self, params):
         llama = build()
-        return llama, llama.tokenizer
+        return llama, ClientTokenizer(llama.tokenizer)
 
     def support_async(self) -> bool:
         return False
@@ -136,7 +137,7 @@ def test_it_counts_the_tokens_that_the_model_reads(worker):
     ((*_, last),) = outputs(worker, [ask("Hello")])
     if last.usage is not None:
         assert worker.count_token(prompt) == last.usage["prompt_tokens"]
-    assert worker.count_token("Hello") == len(worker.tokenizer("Hello").input_ids)
+    assert worker.count_token("Hello") == len(worker.tokenizer.encode("Hello"))
 
 
 def test_an_error_is_an_answer_with_a_code(worker):

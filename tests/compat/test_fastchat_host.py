@@ -23,6 +23,7 @@ import pytest
 
 from helpers.fastchat import DIALOGS
 from helpers.launch import DEMO, PROGRAMS, environment
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.fastchat_app import as_trained, conversation_template
 from llama.tokenizer import ChatFormat
 
@@ -170,7 +171,7 @@ def test_fastchats_prompts_are_the_chat_format(demo):
     for prompts in found.values():
         dialogs: list[Any] = DIALOGS
         for prompt, dialog in zip(prompts, dialogs, strict=True):
-            ids = demo.tokenizer(as_trained(prompt)).input_ids
+            ids = ClientTokenizer(demo.tokenizer).encode(as_trained(prompt))
             assert ids == ChatFormat(demo.tokenizer).encode_dialog_prompt(dialog)
 
 

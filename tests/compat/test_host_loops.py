@@ -17,6 +17,7 @@ import torch
 from helpers.launch import DEMO
 from llama import AsyncLLMEngine, Llama, SamplingParams
 from llama.checkpoint.convert import convert
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import (
     async_generate_stream,
     generate_stream,
@@ -183,8 +184,8 @@ class HostTokenizer:
     """Our tokenizer, without decode's two options for spaces, which only transformers has."""
 
     def __init__(self, llama: Llama) -> None:
-        self.tokenizer = llama.tokenizer
-        self.eos_token_id = llama.tokenizer.eos_token_id
+        self.tokenizer = ClientTokenizer(llama.tokenizer)
+        self.eos_token_id = self.tokenizer.eos_token_id
 
     def __call__(self, text: str) -> Any:
         return self.tokenizer(text)

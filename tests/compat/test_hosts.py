@@ -16,6 +16,7 @@ import torch
 
 from helpers.prompts import prompts_of
 from llama import AsyncLLMEngine, Llama, SamplingParams
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.hosts import (
     async_generate_stream,
     generate_stream,
@@ -64,7 +65,9 @@ def answer(llama: Llama, prompt: str, **sampling: Any) -> list[str]:
     """What LLMEngine says to the same request, without special tokens."""
     engine = llama.llm_engine
     wanted = SamplingParams(skip_special_tokens=True, **sampling)
-    (output,) = engine.run([engine.prepare("", llama.tokenizer(prompt).input_ids, wanted)])
+    (output,) = engine.run(
+        [engine.prepare("", ClientTokenizer(llama.tokenizer).encode(prompt), wanted)]
+    )
     return [each.text for each in output.outputs]
 
 
@@ -106,7 +109,9 @@ def test_a_template_of_special_tokens_is_read(demo):
     """Hosts write Llama 3's template as text: the answer is chat_completion's. An echo is what a
     host decodes of the prompt, or, from DB-GPT, the prompt as it came."""
     dialog: list[Any] = [{"role": "user", "content": "Hello"}]
-    prompt = demo.tokenizer.apply_chat_template(dialog, tokenize=False, add_generation_prompt=True)
+    prompt = ClientTokenizer(demo.tokenizer).apply_chat_template(
+        dialog, tokenize=False, add_generation_prompt=True
+    )
     (wanted,) = demo.chat_completion([dialog], 0.0, max_gen_len=12)
     content = wanted["generation"]["content"]
     assert stream(demo, prompt=prompt)[-1]["text"] == content
@@ -122,7 +127,7 @@ def test_logprobs_are_fastchats(shared_llama):
         found = last["logprobs"]
         assert found.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
         assert len({len(values) for values in found.values()}) == 1
-        ids = shared_llama.tokenizer("Once upon").input_ids
+        ids = ClientTokenizer(shared_llama.tokenizer).encode("Once upon")
         request = SamplingParams(max_tokens=12, temperature=0)
         engine = shared_llama.llm_engine
         (output,) = engine.run([engine.prepare("", ids, request)])
@@ -149,7 +154,7 @@ def go_on_to_the_end_of_a_sentence(
     llama: Llama, prompt: str, stops: set[int], count: int
 ) -> tuple[str, list[int], int]:
     """FastChat's rule, greedily: a stop token inside a sentence gives way to the next best."""
-    tokens = llama.tokenizer(prompt).input_ids
+    tokens = ClientTokenizer(llama.tokenizer).encode(prompt)
     start, passed = len(tokens), 0
     text = ""
     while len(tokens) - start < count:
@@ -188,7 +193,9 @@ def test_judge_sent_end_passes_over_stop_tokens_inside_a_sentence(shared_llama):
         last = by_key[-1]
         assert (last["text"], last["usage"]["completion_tokens"]) == (text, len(tokens))
         assert last["logprobs"]["tokens"] == [key_of(shared_llama, t) for t in tokens]
-        assert last["usage"]["prompt_tokens"] == len(shared_llama.tokenizer(prompt).input_ids)
+        assert last["usage"]["prompt_tokens"] == len(
+            ClientTokenizer(shared_llama.tokenizer).encode(prompt)
+        )
         assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(by_key))
         assert [t["finish_reason"] for t in by_key[:-1]] == [None] * (len(by_key) - 1)
         ends.add((last["finish_reason"], passed > 0))
