@@ -61,12 +61,15 @@ class AsyncLLMEngine:
         request_id: str,
         *,
         index: int | None = None,
+        must_fit: bool = False,
     ) -> Request:
-        """A checked request for `stream`; see `LLMEngine.prepare`. A long text is encoded, and a
+        """A checked request for `stream`; see `Preparer.prepare`. A long text is encoded, and a
         grammar compiled, in a thread, while the event loop goes on."""
         if self._is_closed:
             raise RuntimeError("this AsyncLLMEngine is closed: make another one")
-        prepare = functools.partial(self.engine.prepare, request_id, prompt, params, index=index)
+        prepare = functools.partial(
+            self.engine.prepare, request_id, prompt, params, index=index, must_fit=must_fit
+        )
         is_long = isinstance(prompt, str) and len(prompt) > _LONG_PROMPT
         if is_long or params.structured_output is not None:
             return await asyncio.to_thread(prepare)

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 from llama.checks import brief
 from llama.engine.core import EngineCore
-from llama.engine.interrupts import interrupt_held_back
+from llama.engine.interrupts import InterruptHeldBack
 from llama.engine.sequence import Sequence
 from llama.ranks.collectives import ModelParallel
 from llama.requests.grammar import GrammarCompiler
-from llama.requests.prepare import prepare
+from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
 from llama.requests.request import Answer, Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
@@ -53,6 +53,7 @@ class LLMEngine:
         self.seed = seed
         self.parallel = parallel
         self.grammars = GrammarCompiler(tokenizer)
+        self.prepare = Preparer(tokenizer, max_seq_len, self.grammars).prepare
         self._ranks = RankCalls(core, parallel)
         self.agree = self._ranks.agree
         # For all below; not held while the model runs. One thread may take it again: a stream that
@@ -68,33 +69,6 @@ class LLMEngine:
         self._stepper: int | None = None  # the thread that runs the model now
         self._num_steps = 0
         self._is_closed = False
-
-    def prepare(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        *,
-        index: int | None = None,
-    ) -> Request:
-        """Check a request and make its sequences; nothing is queued, no state is touched.
-
-        prompt: text (begin_of_text is put before it) or token ids, also as an array or a tensor.
-        An empty request_id is a request without a name; its outputs have `index`, its place
-        in the caller's list. A seed of params is that of the list's first prompt; those of the
-        others are derived from it. A request without one gets its seed when it is submitted: from
-        the engine's seed, the number of the call and its place there.
-        TypeError or ValueError says what is wrong with the request.
-        """
-        return prepare(
-            request_id,
-            prompt,
-            params,
-            tokenizer=self.tokenizer,
-            max_seq_len=self.max_seq_len,
-            index=index,
-            grammars=self.grammars,
-        )
 
     def add_request(
         self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None
@@ -176,7 +150,7 @@ class LLMEngine:
         finally:
             with self._lock:
                 self._waiters.pop(bell, None)
-                if self._stepper is None:  # this thread leaves: it hands over
+                if self._stepper is None and self._waiters:  # this thread leaves: it hands over
                     self._ring(list(self._waiters)[:1])
 
     def take_output(self, request: Request) -> RequestOutput:
@@ -194,7 +168,7 @@ class LLMEngine:
 
     def abort(self, request: Request) -> None:
         """End a request; its last output has finish_reason "abort". Nothing, if it has finished."""
-        with interrupt_held_back(), self._lock:
+        with InterruptHeldBack(), self._lock:
             self._abort(request)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
@@ -226,7 +200,7 @@ class LLMEngine:
     def close(self) -> None:
         """Abort all requests; what is submitted afterwards is a RuntimeError."""
         self._is_closed = True
-        with interrupt_held_back(), self._lock:
+        with InterruptHeldBack(), self._lock:
             for request in list(self._requests):
                 self._abort(request)
 
@@ -235,7 +209,7 @@ class LLMEngine:
 
     def discard(self, requests: Iterable[Request]) -> None:
         """Abort what is not finished, and keep nothing of the rest."""
-        with interrupt_held_back(), self._lock:
+        with InterruptHeldBack(), self._lock:
             for request in requests:
                 self._abort(request)
                 self._forget(request)
@@ -326,7 +300,7 @@ class LLMEngine:
         """Run the model until ready: true. False where another thread runs it: then `bell` rings
         when this one is ready, or has to run it. Or false after an interrupt that raised nothing.
         """
-        with interrupt_held_back() as interrupts:
+        with InterruptHeldBack() as interrupts:
             while not interrupts:
                 with self._lock:
                     if is_ready():

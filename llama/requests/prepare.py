@@ -8,7 +8,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
-from llama.checks import brief
+from llama.checks import FieldError, brief
 from llama.engine.sequence import Sequence, TokenParams
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
@@ -19,49 +19,88 @@ from llama.tokenizer import Tokenizer
 _SHARED_FIELDS = [f.name for f in fields(TokenParams) if f.name != "bad_words"]
 
 
-def prepare(
-    request_id: str,
-    prompt: str | list[int],
-    params: SamplingParams,
-    *,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    index: int | None = None,
-    grammars: GrammarCompiler,
-) -> Request:
-    """See `LLMEngine.prepare`."""
-    if not isinstance(request_id, str):
-        raise TypeError(f"request_id={brief(request_id)} must be a string")
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-    text = prompt if isinstance(prompt, str) else None
-    ids = prompt if text is None else tokenizer.encode(text, bos=True, eos=False)
-    name = "the prompt" if index is None else f"prompt {index}"
-    ids = token_ids(name, ids, max_seq_len, tokenizer.n_words)
-    params.check_vocab(tokenizer.n_words)
-    most = max_seq_len if params.max_tokens is None else params.max_tokens
-    token_params = _token_params(params, tokenizer)
-    form, answers = params.structured_output, []
-    assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
-    for _ in range(params.best_of or params.n):
-        sequence = Sequence(
-            tokens=list(ids),
-            params=token_params,
-            max_len=min(max_seq_len, len(ids) + most),
-            stop_ids=_stop_ids(params, tokenizer),
-            constraint=None if form is None else grammars.matcher(form),
-        )
-        stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        answers.append(Answer(sequence, params, detokenizer, stops))
-        token_params = replace(token_params, prompt_logprobs=None)  # the first scores it for all
-    request = Request(request_id, text, params, answers, index or 0)
-    if params.seed is not None:
-        request.set_seed(derived_seed(params.seed, request.index))
-    return request
+class ContextLengthError(FieldError):
+    """The prompt, or prompt and max_tokens together, are longer than max_seq_len."""
 
 
-def token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
+class Preparer:
+    """Makes the requests of one model: its tokenizer, and the longest sequence that it takes."""
+
+    def __init__(self, tokenizer: Tokenizer, max_seq_len: int, grammars: GrammarCompiler) -> None:
+        self._tokenizer = tokenizer
+        self._max_seq_len = max_seq_len
+        self._grammars = grammars
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        index: int | None = None,
+        must_fit: bool = False,
+    ) -> Request:
+        """Check a request and make its sequences; nothing is queued, no state is touched.
+
+        prompt: text (begin_of_text is put before it) or token ids, also as an array or a tensor.
+        An empty request_id is a request without a name; its outputs have `index`, its place
+        in the caller's list. A seed of params is that of the list's first prompt; those of the
+        others are derived from it. A request without one gets its seed when it is submitted: from
+        the engine's seed, the number of the call and its place there.
+        An answer ends with the context (max_seq_len), whatever max_tokens is; with must_fit, a
+        max_tokens that has no room is an error. TypeError or ValueError says what is wrong with
+        the request; it is a ContextLengthError where the request is too long.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id={brief(request_id)} must be a string")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        text = prompt if isinstance(prompt, str) else None
+        ids = prompt if text is None else self._tokenizer.encode(text, bos=True, eos=False)
+        name = "the prompt" if index is None else f"prompt {index}"
+        ids = _token_ids(name, ids, self._max_seq_len, self._tokenizer.n_words)
+        params.check_vocab(self._tokenizer.n_words)
+        longest = self._longest(len(ids), params.max_tokens, must_fit)
+        request = Request(request_id, text, params, self._answers(ids, params, longest), index or 0)
+        if params.seed is not None:
+            request.set_seed(derived_seed(params.seed, request.index))
+        return request
+
+    def _longest(self, num_prompt: int, max_tokens: int | None, must_fit: bool) -> int:
+        """The most tokens of prompt and answer."""
+        context = self._max_seq_len
+        if max_tokens is None or num_prompt + max_tokens <= context:
+            return context if max_tokens is None else num_prompt + max_tokens
+        if must_fit:
+            raise ContextLengthError(
+                "max_tokens",
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
+                f"of {context} tokens: ask for fewer",
+            )
+        return context
+
+    def _answers(self, ids: list[int], params: SamplingParams, longest: int) -> list[Answer]:
+        token_params = _token_params(params, self._tokenizer)
+        form, answers = params.structured_output, []
+        assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
+        for _ in range(params.best_of or params.n):
+            sequence = Sequence(
+                tokens=list(ids),
+                params=token_params,
+                max_len=longest,
+                stop_ids=_stop_ids(params, self._tokenizer),
+                constraint=None if form is None else self._grammars.matcher(form),
+            )
+            stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            detokenizer = Detokenizer(
+                self._tokenizer, skip_special_tokens=params.skip_special_tokens
+            )
+            answers.append(Answer(sequence, params, detokenizer, stops))
+            token_params = replace(token_params, prompt_logprobs=None)  # the first scores for all
+        return answers
+
+
+def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
     """The prompt as a list of ints: a list, tuple, array or tensor of 1 to max_seq_len ids.
 
     TypeError or ValueError names the prompt, and says what is allowed.
@@ -73,9 +112,10 @@ def token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list
     if not prompt:
         raise ValueError(f"{name} has 0 tokens: give at least one, such as begin_of_text")
     if len(prompt) > max_seq_len:
-        raise ValueError(
+        raise ContextLengthError(
+            "prompt",
             f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
-            "prompt, or build with a larger max_seq_len"
+            "prompt, or build with a larger max_seq_len",
         )
     ids = [token if type(token) is int else _whole(token) for token in prompt]
     for token, given in zip(ids, prompt, strict=True):

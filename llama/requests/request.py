@@ -182,7 +182,7 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """A checked request with its sequences, from `LLMEngine.prepare`.
+    """A checked request with its sequences, from `Preparer.prepare`.
 
     listener: called when it has an output, within the engine's lock, by the thread that ran the
     step: it must be quick and must not call the engine. Where `submit` finds none, it is that of

@@ -20,6 +20,7 @@ from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.beam_search import BeamParams, _Search
 from llama.requests.llm_engine import LLMEngine
+from llama.requests.prepare import ContextLengthError
 from llama.requests.request import RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 
@@ -317,6 +318,22 @@ def test_bad_requests_are_refused_before_anything_is_queued(args, kind, message,
     with pytest.raises(kind, match=message):
         engine.add_request(*args)
     assert not engine.has_unfinished_requests()
+
+
+def test_one_rule_says_what_is_too_long(engine):
+    """The answer ends with the context; for doors whose callers must know, that is an error."""
+    (prompt,) = prompts_of([100], seed=38)
+    asked = SamplingParams(max_tokens=29, temperature=0, ignore_eos=True)
+    answer = run(engine, {"a": (prompt, asked)})["a"].outputs[0]
+    assert (len(answer.token_ids), answer.finish_reason) == (28, "length")
+    with pytest.raises(ContextLengthError, match=r"and max_tokens=29 .* 128"):
+        engine.prepare("a", prompt, asked, must_fit=True)
+    for max_tokens in (None, 28):
+        asked = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        request = engine.prepare("a", prompt, asked, must_fit=True)
+        assert len(engine.run([request])[0].outputs[0].token_ids) == 28
+    with pytest.raises(ContextLengthError, match="129 tokens, but max_seq_len is 128"):
+        engine.prepare("a", [1] * 129, asked)
 
 
 def test_an_aborted_request_is_not_heard_of_again(engine, llama):
