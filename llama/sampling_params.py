@@ -12,6 +12,10 @@ from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
 from llama.structured_output import StructuredOutput
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
+TOKEN_IDS = (0, _MOST)
+WORD_LENGTHS = (1, 256)  # characters of a stop string, and of a bad word
+MOST_STOPS, MOST_STOP_IDS, MOST_WORDS, MOST_BIASES = 32, 256, 256, 1024
+BIASES = (-100, 100)
 # name: (lowest, highest, may be None)
 WHOLE_NUMBERS = {
     "max_tokens": (0, _MOST, True),
@@ -21,6 +25,8 @@ WHOLE_NUMBERS = {
     "logprobs": (0, 100, True),
     "prompt_logprobs": (0, 100, True),
 }
+# As those, within what max_tokens and n leave of it.
+NARROWED = {"min_tokens": (0, _MOST, False), "best_of": (1, 64, True)}
 NUMBERS = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -32,16 +38,16 @@ NUMBERS = {
 
 
 def _token_id(name: str, value: Any) -> int:
-    return whole_number(name, value, 0, _MOST)
+    return whole_number(name, value, *TOKEN_IDS)
 
 
 def _text(name: str, value: Any) -> str:
+    low, high = WORD_LENGTHS
+    words = f"{name}={brief(value)} must be a string of {low} to {high} characters"
     if not isinstance(value, str):
-        raise FieldTypeError(name, f"{name}={brief(value)} must be a string of 1 to 256 characters")
-    if not 1 <= len(value) <= 256:
-        raise FieldError(
-            name, f"{name}={brief(value)} must have 1 to 256 characters, not {len(value)}"
-        )
+        raise FieldTypeError(name, words)
+    if not low <= len(value) <= high:
+        raise FieldError(name, f"{words}, not {len(value)}")
     return value
 
 
@@ -67,12 +73,13 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise FieldTypeError(
             "logit_bias", f"logit_bias={brief(value)} must map token ids to numbers, or be None"
         )
-    if len(pairs) > 1024:
+    if len(pairs) > MOST_BIASES:
         raise FieldError(
-            "logit_bias", f"logit_bias has {len(pairs)} entries: it must have at most 1024"
+            "logit_bias",
+            f"logit_bias has {len(pairs)} entries: it must have at most {MOST_BIASES}",
         )
     checked = {
-        _token_id("logit_bias id", token): number(f"logit_bias[{token}]", bias, -100, 100)
+        _token_id("logit_bias id", token): number(f"logit_bias[{token}]", bias, *BIASES)
         for token, bias in pairs
     }
     return tuple(sorted(checked.items()))
@@ -156,7 +163,8 @@ class SamplingParams:
             self._set(name, number(name, getattr(self, name), least, greatest))
         most = _MOST if self.max_tokens is None else self.max_tokens
         self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
-        best_of = whole_number("best_of", self.best_of, self.n, 64, optional=True)
+        most = NARROWED["best_of"][1]
+        best_of = whole_number("best_of", self.best_of, self.n, most, optional=True)
         self._set("best_of", best_of)
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
@@ -165,10 +173,10 @@ class SamplingParams:
                 )
         self._set("logit_bias", _bias(self.logit_bias))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._set("stop", _tuple_of(_text, "stop", stop, 32))
-        ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, 256)
+        self._set("stop", _tuple_of(_text, "stop", stop, MOST_STOPS))
+        ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         self._set("stop_token_ids", ids)
-        self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, 256))
+        self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, MOST_WORDS))
         self._set("structured_output", _form(self.structured_output))
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
             raise FieldError(

@@ -21,7 +21,7 @@ from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
-from llama.server.openai.responses import TextScores
+from llama.server.openai.answers import TextScores
 from llama.tokenizer import Tokenizer
 
 # FastChat's judge_sent_end: an answer that ends otherwise goes on.

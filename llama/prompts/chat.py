@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, field_error, said
+from llama.prompts.fields import Fields, read_as, said
 from llama.prompts.formats import ToolFormat
 from llama.prompts.messages import ChatMessage, read_messages
 from llama.prompts.template import encode_chat
@@ -123,10 +123,7 @@ class ChatOptions:
         """With the form of the answer. An answer that may have calls is text and calls, so that no
         special token is in its text."""
         if self.response_format is not None:
-            try:
-                form = _RESPONSE_FORMAT.validate_python(self.response_format)
-            except ValidationError as e:
-                raise field_error(e, root="response_format") from None
+            form = read_as(_RESPONSE_FORMAT, self.response_format, "response_format")
             params = replace(params, structured_output=form.structured_output())
         if self.tool_request is not None:
             params = replace(params, skip_special_tokens=True)

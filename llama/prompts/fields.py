@@ -5,15 +5,25 @@ what is wrong as the caller wrote it. It knows no field of any API.
 """
 
 import heapq
-from collections.abc import Collection
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, WrapValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    TypeAdapter,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from llama.checks import FieldError, FieldTypeError, brief
 
+_T = TypeVar("_T")
 _MOST_NAMED = 8  # fields in one error
+_MOST_READ = 1000  # errors of one value
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
 _WANTED = {
     "model_type": "an object", "model_attributes_type": "an object", "dict_type": "an object",
@@ -29,10 +39,20 @@ def json_type(value: object) -> str:
 
 class Fields(BaseModel):
     """An object of JSON. A field that it does not know is an error. null is a field that is not
-    given, as clients write it."""
+    given, as clients write it, so a name that is not known may be null."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
     unknown_words: ClassVar[str] = ": {names} cannot be used: leave it out"
+    known_names: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.known_names = frozenset(each.alias or name for name, each in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
@@ -42,8 +62,7 @@ class Fields(BaseModel):
         if not isinstance(value, dict):
             return value
         given = {name: each for name, each in value.items() if each is not None}
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        if unknown := given.keys() - known:
+        if unknown := given.keys() - cls.known_names:
             first = heapq.nsmallest(_MOST_NAMED, map(str, unknown))
             names = ", ".join(map(brief, first)) + ", ..." * (len(unknown) > len(first))
             raise wrong(cls.unknown_words.format(names=names), first[0])
@@ -52,56 +71,122 @@ class Fields(BaseModel):
 
 def wrong(words: str, field: str = "") -> PydanticCustomError:
     """An error whose words follow the place of the value. field: the one at fault, of an object."""
-    return PydanticCustomError("wrong", "{words}", {"words": words, "field": field})
+    return PydanticCustomError(
+        "wrong", "{words}", {"words": words, "field": (field,) if field else ()}
+    )
 
 
 def said(words: str, *, of_parts: bool = False) -> WrapValidator:
-    """What is wrong with a value, in these words; of_parts: with what is inside of it, too."""
+    """What is wrong with a value, in these words, which may have the {value}; of_parts: with what
+    is inside of it, too."""
 
     def check(value: Any, read: Any) -> Any:
         try:
             return read(value)
         except ValidationError as e:
             if of_parts or any(not each["loc"] for each in e.errors(include_url=False)):
-                raise wrong(words) from None
+                raise wrong(words.replace("{value}", brief(value))) from None
             raise
 
     return WrapValidator(check)
 
 
-def field_error(error: ValidationError, tags: Collection[str] = (), root: str = "") -> FieldError:
-    """The first thing that is wrong.
+def chosen_by(kind: Callable[[Any], str | None], words: str) -> Discriminator:
+    """Of a union of types with tags: `kind` says which one a value must have; in `words`, where it
+    has none."""
+    return Discriminator(kind, custom_error_type="not_chosen", custom_error_message=words)
 
-    tags: of unions in a list: pydantic names one after the number of the entry, and the caller
-    wrote none. root: the name of what was read, where it is a part of a body.
+
+def _one_or_list(value: Any) -> str | None:
+    return "list" if isinstance(value, list) else "one" if isinstance(value, str) else None
+
+
+ONE_OR_LIST = chosen_by(_one_or_list, " must be a string, or a list of at least one")
+
+
+def read_as(adapter: TypeAdapter[_T], given: Any, root: str = "") -> _T:
+    """What is given, as this type; `FieldError` where it is none. root: its name, where it is a
+    part of a body."""
+    try:
+        return adapter.validate_python(given)
+    except ValidationError as e:
+        raise field_error(e, given, root) from None
+
+
+def field_error(error: ValidationError, given: Any, root: str = "") -> FieldError:
+    """The one thing that is wrong; where there are several, or a value could have several types,
+    that which is furthest inside.
+
+    given: what was read. root: its name, where it is a part of a body.
     """
-    first = error.errors(include_url=False)[0]
-    path: list[str | int] = [root] if root else []
-    for each in first["loc"]:
-        if not (each in tags and path and isinstance(path[-1], int)):
-            path.append(each)
+    found = [(_path_of(each, given), each) for each in error.errors(include_url=False)[:_MOST_READ]]
+    path, _ = max(found, key=lambda e: (len(e[0]), _indices(e[0]), e[1]["type"] != "missing"))
+    same = [each for where, each in found if where == path]
+    first = next((each for each in same if each["type"] not in _WANTED), same[0])
+    wanted = list(dict.fromkeys(_WANTED[e["type"]] for e in same if e["type"] in _WANTED))
+    words = _words(first, " or ".join(wanted))
+    message = f"{_place(path, root)}{words}".removeprefix(": ")
+    path = [root, *path] if root else path
     context = first.get("ctx", {})
-    words = _words(first["type"], first["input"], first["msg"], context)
-    message = f"{_place(path)}{words}".removeprefix(": ").strip()
-    path += [context["field"]] if context.get("field") else []
-    kind = FieldTypeError if first["type"].endswith("_type") else FieldError
+    path += context.get("field", ())
+    kind = FieldTypeError if first["type"] in _WANTED else FieldError
     return kind(_joined(path), message)
 
 
-def _words(kind: str, value: Any, message: str, context: dict[str, Any]) -> str:
+def _path_of(error: ErrorDetails, given: Any) -> list[str | int]:
+    """Where an error is, as the caller wrote it: pydantic names the branch of a union, too, which
+    may be the name of a field as well."""
+    is_missing = error["type"] == "missing"
+    ways = list(_ways(error["loc"][:-1] if is_missing else error["loc"], given))
+    path, _ = max(ways, key=lambda way: (way[1] is error["input"], len(way[0])))
+    return [*path, error["loc"][-1]] if is_missing else path
+
+
+def _ways(loc: Sequence[str | int], value: Any) -> Iterator[tuple[list[str | int], Any]]:
+    """All readings of a place, each with what is there."""
+    if not loc:
+        yield [], value
+        return
+    first, rest = loc[0], loc[1:]
+    yield from _ways(rest, value)
+    in_list = isinstance(value, list) and isinstance(first, int) and first < len(value)
+    if in_list or (isinstance(value, dict) and first in value):
+        for path, found in _ways(rest, value[first]):
+            yield [first, *path], found
+
+
+def _indices(path: list[str | int]) -> list[int]:
+    return [each for each in path if isinstance(each, int)]
+
+
+def _words(error: ErrorDetails, wanted: str) -> str:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "wrong":
         return str(context["words"])
+    if kind == "not_chosen":
+        return f"{error['msg']}, got {brief(value)}"
     if kind == "value_error":
         return f": {context['error']}"
     if kind == "missing":
         return " is needed"
     if kind == "literal_error":
         return f" must be {context['expected']}, got {brief(value)}"
+    if kind == "int_type":
+        return f"={brief(value)} must be a whole number"
+    if kind == "greater_than_equal":
+        return f"={brief(value)} must be at least {context['ge']}"
+    if kind == "less_than_equal":
+        return f"={brief(value)} must be at most {context['le']}"
+    if kind == "union_tag_invalid":
+        name = context["discriminator"].strip("'")
+        return f".{name} must be one of {context['expected_tags']}, got {brief(context['tag'])}"
+    if kind == "too_short":
+        return " must be a list of at least one"
     if kind == "too_long":
         return f" has {len(value)} entries: it must have at most {context['max_length']}"
-    if kind in _WANTED:
-        return f" must be {_WANTED[kind]}, got {json_type(value)}"
-    return f": {message[:1].lower()}{message[1:]}"
+    if wanted:
+        return f" must be {wanted}, got {json_type(value)}"
+    return f": {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
 def _joined(path: list[str | int]) -> str:
@@ -109,9 +194,10 @@ def _joined(path: list[str | int]) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
-def _place(path: list[str | int]) -> str:
-    """The same in the text of an error, where a message has a number: message 0: content"""
-    if path[:1] == ["messages"] and len(path) > 1:
-        rest = _joined(path[2:])
-        return f"message {path[1]}" + (f": {rest}" if rest else "")
-    return _joined(path)
+def _place(path: list[str | int], root: str) -> str:
+    """The same in an error's text. Of a dialog alone, a message has a number and no index:
+    message 0: content."""
+    if root == "messages" and path:
+        rest = _joined(path[1:])
+        return f"message {path[0]}" + (f": {rest}" if rest else "")
+    return _joined([root, *path] if root else path) or "body"

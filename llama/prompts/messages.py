@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from llama.checks import brief
-from llama.prompts.fields import Fields, field_error, said, wrong
+from llama.prompts.fields import Fields, field_error, read_as, said, wrong
 
 ROLES = ("system", "user", "assistant", "ipython", "tool", "developer")
 _CONTENT = " must be a str, or a list of parts of type text"
@@ -92,7 +92,7 @@ def _call(value: Any, read: Any) -> ToolCall:
     try:
         return read(value)
     except ValidationError as e:
-        raise wrong(f"{_CALL} ({field_error(e)})") from None
+        raise wrong(f"{_CALL} ({field_error(e, value, 'call')})") from None
 
 
 class _Labelled(Fields):
@@ -162,8 +162,8 @@ ChatMessage = Annotated[
     ],
     BeforeValidator(_of_known_role),
 ]
-Dialog = Annotated[list[ChatMessage], Field(min_length=1)]
-_DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
+Dialog = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+_DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(Dialog)
 
 
 def read_messages(
@@ -173,10 +173,7 @@ def read_messages(
     that is wrong: "message 3: content must be ..."."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError("messages must be a list of at least one message")
-    try:
-        return _DIALOG.validate_python(list(messages))
-    except ValidationError as e:
-        raise field_error(e, ROLES, "messages") from None
+    return read_as(_DIALOG, list(messages), "messages")
 
 
 def text_of(content: str | list[TextPart] | None) -> str:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     PrivateAttr,
     TypeAdapter,
     ValidationError,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, field_error, json_type, said, wrong
+from llama.prompts.fields import Fields, json_type, read_as, said, wrong
 from llama.prompts.formats import ToolFormat, Tools
 from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import check_json
@@ -29,15 +29,32 @@ _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
     "underscore"
 )
+_SHOWN = ("name", "description", "parameters")  # to the model
 _NAMED = "{'type': 'function', 'function': {'name': ...}}"
+
+
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """What the prompt needs to know of it; a grammar checks the rest."""
+    if schema.get("type", "object") not in ("object", "dict"):
+        raise wrong(".type must be 'object'")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise wrong(".properties must be an object")
+    if not isinstance(schema.get("required", []), list):
+        raise wrong(".required must be a list")
+    check_json(schema)
+    return schema
+
+
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"), said(_NAME)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 
 
 class Function(Fields):
     """A function that the model may call. parameters: the JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"), said(_NAME)]
+    name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -50,23 +67,9 @@ class Function(Fields):
             function._given = {name: each for name, each in value.items() if each is not None}
         return function
 
-    @field_validator("parameters")
-    @classmethod
-    def _is_of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the prompt needs to know of it; a grammar checks the rest."""
-        given = schema or {}
-        if given.get("type", "object") not in ("object", "dict"):
-            raise wrong(".type must be 'object'")
-        if not isinstance(given.get("properties", {}), dict):
-            raise wrong(".properties must be an object")
-        if not isinstance(given.get("required", []), list):
-            raise wrong(".required must be a list")
-        check_json(schema)
-        return schema
-
     def described(self) -> dict[str, Any]:
         """As the prompt has it."""
-        return {name: each for name, each in self._given.items() if name != "strict"}
+        return {name: each for name, each in self._given.items() if name in _SHOWN}
 
 
 class Tool(Fields):
@@ -85,6 +88,10 @@ class NamedFunction(Fields):
     function: FunctionName
 
 
+def named_function(name: str) -> NamedFunction:
+    return NamedFunction(type="function", function=FunctionName(name=name))
+
+
 def _choice(value: Any, read: Any) -> Any:
     try:
         return read(value)
@@ -93,7 +100,7 @@ def _choice(value: Any, read: Any) -> Any:
         raise wrong(f" must be {words}") from None
 
 
-ToolList = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+ToolList = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedFunction, WrapValidator(_choice)]
 _TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(ToolList)
 _CHOICE: TypeAdapter[str | NamedFunction] = TypeAdapter(ToolChoice)
@@ -170,12 +177,6 @@ def read_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> 
             "parallel_tool_calls",
             f"parallel_tool_calls must be true or false, got {json_type(parallel)}",
         )
-    try:
-        checked = None if tools is None else _TOOLS.validate_python(tools)
-    except ValidationError as e:
-        raise field_error(e, root="tools") from None
-    try:
-        chosen = None if choice is None else _CHOICE.validate_python(choice)
-    except ValidationError as e:
-        raise field_error(e, root="tool_choice") from None
+    checked = None if tools is None else read_as(_TOOLS, tools, "tools")
+    chosen = None if choice is None else read_as(_CHOICE, choice, "tool_choice")
     return tool_request(checked, chosen, parallel)

@@ -1,4 +1,4 @@
-"""The ASGI app: every route of the server, behind the gate.
+"""The ASGI app: every route of the server, behind the checks of auth.py.
 
 In: a `Service`. Out: an app for uvicorn, or any other ASGI server. What a route raises becomes
 its API's error object here, and nowhere else.
@@ -16,9 +16,9 @@ import llama
 from llama.server import page, tokens
 from llama.server.anthropic import routes as anthropic
 from llama.server.asgi import ClientLeft
+from llama.server.auth import AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, log_refusal
-from llama.server.gate import Gate
 from llama.server.openai import routes as openai
 from llama.server.responses import routes as responses
 from llama.server.service import Service, State
@@ -28,7 +28,7 @@ _CLIENT_LEFT = 499  # nginx's word for it; nobody reads it
 
 
 def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool = True) -> ASGIApp:
-    """The server's app. See `Gate` for the keys and loopback."""
+    """The server's app. See `AuthAndLimits` for the keys and loopback."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     for api in (openai, responses, anthropic, tokens):
         app.include_router(api.routes(service))
@@ -39,7 +39,7 @@ def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool =
     app.add_exception_handler(ClientLeft, _tell_nobody)
     app.add_exception_handler(Exception, _tell_unexpected)
     max_bytes = service.limits.max_body_bytes
-    return Gate(app, api_keys=api_keys, loopback=loopback, max_body_bytes=max_bytes)
+    return AuthAndLimits(app, api_keys=api_keys, loopback=loopback, max_body_bytes=max_bytes)
 
 
 def _status_routes(service: Service) -> APIRouter:

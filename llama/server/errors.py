@@ -7,7 +7,12 @@ request reaches a client.
 
 import json
 import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from llama.checks import FieldError
 
 log = logging.getLogger("llama.server")
 # A message may quote what the client sent, and the field may be of the client's own making.
@@ -63,6 +68,44 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         given = {"Retry-After": self.retry_after, "WWW-Authenticate": self.challenge}
         return {name: str(value) for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ErrorFields:
+    """What a body calls that which an error is about that comes after its fields were checked.
+
+    prompt: the field of the prompt. names: the body's, by those of SamplingParams. form: the place
+    that gave the form of the answer. places: of the messages of a chat that was made from another
+    body. too_long: what is said of a prompt that has no room, with {count} and {most}.
+    """
+
+    prompt: str = "prompt"
+    names: Mapping[str, str] = field(default_factory=dict)
+    form: str = "structured_output"
+    places: Sequence[str] = ()
+    too_long: str | None = None
+
+    def refusal(self, error: TypeError | ValueError) -> ApiError:
+        """400 that names a field of the body."""
+        if not isinstance(error, FieldError):
+            return ApiError(400, str(error), param=self.prompt)
+        name = first_name(error.field)
+        if name == "structured_output":
+            error = error.at(self.form)
+        elif name in self.names:
+            error = error.at(self.names[name] + error.field.removeprefix(name))
+        elif self.places and (number := _MESSAGE.match(error.field)):
+            words = error.message.removeprefix(f"message {number[1]}")
+            error = FieldError(self.places[int(number[1])], self.places[int(number[1])] + words)
+        return ApiError(400, str(error), param=first_name(error.field))
+
+
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+
+
+def first_name(field: str) -> str:
+    """Of the path of a field, the name that the body itself has."""
+    return re.split(r"[.\[ ]", field, maxsplit=1)[0]
 
 
 def _cut(text: str, most_bytes: int) -> str:

@@ -25,7 +25,7 @@ def bounded_protocol() -> type[asyncio.Protocol] | str:
 
     class BoundedProtocol(HttpToolsProtocol):
         """Ends a connection whose headers go on beyond the limit. Headers that come to their end in
-        fewer reads are counted by `Gate`."""
+        fewer reads are counted by `AuthAndLimits`."""
 
         _is_in_head = False
         _num_head_bytes = 0

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from llama.checks import FieldError
 from llama.prompts import ToolFormat
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.server.errors import ApiError, broken, shutting_down
+from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
 from llama.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from llama.generation import Llama
 
-_PARAMS = ("logit_bias", "stop_token_ids", "structured_output")  # what `prepare` may complain of
 _PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
 
@@ -142,44 +142,42 @@ class Service:
         self,
         prompt: str | list[int],
         params: SamplingParams,
+        fields: ErrorFields,
         *,
         index: int = 0,
-        param: str = "prompt",
-        form_field: str | None = None,
         ends_with_context: bool = False,
     ) -> Request:
-        """A checked request. ApiError 400 names the field of the body where the prompt was, or the
-        form of the answer. ends_with_context: where prompt and max_tokens are more than the
-        context, the answer ends with the context; else that is an error."""
+        """A checked request. ApiError 400 names the field of the body. ends_with_context: where
+        prompt and max_tokens are more than the context, the answer ends with the context; else
+        that is an error."""
         tokenizer = self.loaded().tokenizer
+        most = self.loaded().model.params.max_seq_len
         if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
             names = {i: name for name, i in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
+        elif fields.too_long is not None and len(prompt) > most:
+            raise ApiError(400, fields.too_long.format(count=len(prompt), most=most))
         self._check_room(1)  # before the work, and again when the number of sequences is known
         assert self.engine is not None
         try:
             async with asyncio.timeout(_PREPARE_S):
                 request = await self.engine.prepare(prompt, params, "", index=index)
         except (TypeError, ValueError) as e:
-            message = str(e)
-            named = next((n for n in _PARAMS if message.startswith(n)), "")
-            if named == "structured_output":
-                named = form_field or named
-            raise ApiError(400, message, param=named or param) from None
+            raise fields.refusal(e) from None
         except TimeoutError:
-            raise ApiError(
-                400,
+            words = (
                 f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or "
-                "ask for a simpler form",
-                param=form_field or param,
-            ) from None
+                "ask for a simpler form"
+            )
+            field = fields.prompt if params.structured_output is None else "structured_output"
+            raise fields.refusal(FieldError(field, words)) from None
         except RuntimeError:
             raise shutting_down() from None
         if not ends_with_context:
-            self._check_context(request.answers[0].sequence.num_prompt, params.max_tokens)
+            self._check_context(request.answers[0].sequence.num_prompt, params.max_tokens, fields)
         return request
 
-    def _check_context(self, num_prompt: int, max_tokens: int | None) -> None:
+    def _check_context(self, num_prompt: int, max_tokens: int | None, fields: ErrorFields) -> None:
         """ApiError 400 where the context has no room for all that was asked for."""
         most = self.loaded().model.params.max_seq_len
         if max_tokens is not None and num_prompt + max_tokens > most:
@@ -187,7 +185,7 @@ class Service:
                 400,
                 f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
                 f"of {most} tokens: ask for fewer",
-                param="max_tokens",
+                param=fields.names.get("max_tokens", "max_tokens"),
                 code="context_length_exceeded",
             )
 

@@ -4,54 +4,103 @@ In: text, a dialog or ids. Out: ids or text, and the names of the special tokens
 """
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
+from pydantic import Field, Tag
 from starlette.responses import Response
 
 from llama.prompts import ToolFormat
 from llama.prompts.chat import chat_ids
-from llama.prompts.tools import TOOL_FIELDS, read_tools
+from llama.prompts.fields import Fields, chosen_by
+from llama.prompts.messages import Dialog
+from llama.prompts.tools import ToolChoice, ToolList, tool_request
 from llama.server.encoding import JsonResponse
-from llama.server.errors import ApiError
-from llama.server.exchange import described, read_json
-from llama.server.openai.json_types import json_type, refuse_fields
-from llama.server.openai.requests import field_of
+from llama.server.errors import ApiError, ErrorFields
+from llama.server.exchange import body_router
+from llama.server.sampling import TokenId
 from llama.server.service import Service
 from llama.tokenizer import Tokenizer
-
-_TOKENIZE = {
-    "type": "object",
-    "properties": {
-        "prompt": {"type": "string"},
-        "add_special_tokens": {"type": ["boolean", "null"]},
-        "return_token_strs": {"type": ["boolean", "null"]},
-    },
-    "required": ["prompt"],
-    "additionalProperties": False,
-}
-_DETOKENIZE = {
-    "type": "object",
-    "properties": {"tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
-    "required": ["tokens"],
-    "additionalProperties": False,
-}
-
 
 _LONGEST = 1_000_000  # characters or ids: the answer is JSON, whose making holds everyone up
 
 
-def routes(service: Service) -> APIRouter:
-    router = APIRouter()
+class _Tokenize(Fields):
+    unknown_words: ClassVar[str] = "{names} cannot be used in /tokenize: leave it out"
 
-    @router.post("/tokenize", openapi_extra=described(_TOKENIZE))
-    async def tokenize(http: Request) -> Response:
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeText(_Tokenize):
+    prompt: str
+    add_special_tokens: bool | None = None
+
+    def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+        if len(self.prompt) > _LONGEST:
+            words = f"prompt has more than {_LONGEST} characters"
+            raise ApiError(413, words, param="prompt")
+        has_bos = self.add_special_tokens is not False
+        if not has_bos and self.prompt in (names := _ends(tokenizer)):
+            return [names[self.prompt]]
+        return tokenizer.encode(self.prompt, bos=has_bos, eos=False)
+
+
+class TokenizeChat(_Tokenize):
+    """The ids are those of a chat request."""
+
+    messages: Dialog
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+        tools = tool_request(self.tools, self.tool_choice)
+        ids = chat_ids(
+            tokenizer,
+            self.messages,
+            tools,
+            tool_format=tool_format,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+        )
+        if len(ids) > _LONGEST:
+            raise ApiError(413, f"messages have more than {_LONGEST} tokens", param="messages")
+        return ids
+
+
+def _kind_of_body(body: Any) -> str | None:
+    return ("chat" if "messages" in body else "text") if isinstance(body, dict) else None
+
+
+TokenizeBody = Annotated[
+    Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")],
+    chosen_by(_kind_of_body, " must be an object"),
+]
+
+
+class DetokenizeBody(Fields):
+    unknown_words: ClassVar[str] = "{names} cannot be used in /detokenize: leave it out"
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def routes(service: Service) -> APIRouter:
+    router = body_router()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody, http: Request) -> Response:
         """The ids of a text, or of a dialog as a chat request would encode it."""
-        body = await read_json(http)
         llama = service.loaded()
-        ids = await asyncio.to_thread(_encode, llama.tokenizer, service.tool_format, _given(body))
+        try:
+            ids = await asyncio.to_thread(body.ids, llama.tokenizer, service.tool_format)
+        except (TypeError, ValueError) as e:
+            raise ErrorFields("messages").refusal(e) from None
         strings = None
-        if body.get("return_token_strs"):
+        if body.return_token_strs:
             strings = await asyncio.to_thread(lambda: [llama.tokenizer.decode(t) for t in ids])
         return JsonResponse(
             {
@@ -62,19 +111,14 @@ def routes(service: Service) -> APIRouter:
             }
         )
 
-    @router.post("/detokenize", openapi_extra=described(_DETOKENIZE))
-    async def detokenize(http: Request) -> Response:
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody, http: Request) -> Response:
         """The text of ids, special tokens by their names."""
-        body = _given(await read_json(http))
         tokenizer = service.loaded().tokenizer
-        _refuse(body.keys() - {"model", "tokens"}, "/detokenize")
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise ApiError(400, "tokens must be a list of token ids", param="tokens")
         try:
-            return JsonResponse({"prompt": await asyncio.to_thread(tokenizer.decode, tokens)})
+            return JsonResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
         except ValueError as e:
-            raise ApiError(400, str(e), param="tokens") from None
+            raise ErrorFields("tokens").refusal(e) from None
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
@@ -99,53 +143,6 @@ def routes(service: Service) -> APIRouter:
         )
 
     return router
-
-
-def _given(body: Any) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ApiError(400, f"body must be an object, got {json_type(body)}")
-    return {name: value for name, value in body.items() if value is not None}
-
-
-def _refuse(unknown: set[str], place: str) -> None:
-    try:
-        refuse_fields(unknown, place)
-    except ValueError as e:
-        raise ApiError(400, str(e), param=min(unknown)) from None
-
-
-def _encode(tokenizer: Tokenizer, tool_format: ToolFormat, body: dict[str, Any]) -> list[int]:
-    """ApiError 400 names the field that is wrong."""
-    common = {"model", "return_token_strs"}
-    flags = {"add_generation_prompt": True, "continue_final_message": False}
-    text_fields, chat_fields = (
-        {"prompt", "add_special_tokens"},
-        {"messages", *flags, *TOOL_FIELDS},
-    )
-    is_chat = "messages" in body
-    _refuse(body.keys() - common - (chat_fields if is_chat else text_fields), "/tokenize")
-    for name in ("add_special_tokens", "return_token_strs", *flags):
-        if not isinstance(body.get(name, True), bool):
-            raise ApiError(400, f"{name} must be true or false", param=name)
-    if is_chat:
-        given = {name: body.get(name, default) for name, default in flags.items()}
-        try:
-            tools = read_tools(body.get("tools"), body.get("tool_choice"))
-            ids = chat_ids(tokenizer, body["messages"], tools, tool_format=tool_format, **given)
-        except (TypeError, ValueError) as e:
-            raise ApiError(400, str(e), param=field_of(e, body) or "messages") from None
-        if len(ids) > _LONGEST:
-            raise ApiError(413, f"messages have more than {_LONGEST} tokens", param="messages")
-        return ids
-    prompt = body.get("prompt")
-    if not isinstance(prompt, str):
-        raise ApiError(400, f"prompt must be a string, got {json_type(prompt)}", param="prompt")
-    if len(prompt) > _LONGEST:
-        raise ApiError(413, f"prompt has more than {_LONGEST} characters", param="prompt")
-    has_bos = body.get("add_special_tokens", True)
-    if not has_bos and prompt in (names := _ends(tokenizer)):
-        return [names[prompt]]
-    return tokenizer.encode(prompt, bos=has_bos, eos=False)
 
 
 def _ends(tokenizer: Tokenizer) -> dict[str, int]:

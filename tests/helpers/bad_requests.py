@@ -96,10 +96,10 @@ GATE = [
     BadRequest(RESPONSES, b"[" * 100_000, 400, None, "not JSON: maximum recursion"),
     BadRequest(CHAT, b'{"a":' * 99_000, 400, None, "not JSON: maximum recursion"),
     BadRequest(TEXT, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, None, "5000 digits"),
-    BadRequest(DETOKENIZE, b'{"tokens": [' + b"9" * 4000 + b"]}", 400, "tokens", "id 999"),
+    BadRequest(DETOKENIZE, b'{"tokens": [' + b"9" * 4000 + b"]}", 400, "tokens", "tokens[0]=999"),
     BadRequest(TEXT, b'{"prompt": "x", "temperature": 1e999}', 400, "temperature", "=inf must"),
     BadRequest(TEXT, b'{"prompt": "x", "structured_outputs": {"json": {"const": -1e999}}}', 400,
-               FORM, "structured_output.json is not JSON"),
+               FORM, "structured_outputs.json is not JSON"),
     BadRequest(CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": '
                b'"function", "function": {"name": "f", "parameters": {"default": 1e999}}}]}', 400,
                "tools", "a number is too large"),

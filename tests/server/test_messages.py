@@ -121,7 +121,7 @@ def test_the_client_sync_and_async(server):
         assert final.content[0].text == text == whole.content[0].text
         assert final.stop_reason == whole.stop_reason == "max_tokens"
         assert client.messages.count_tokens(model="demo", messages=STORY).input_tokens > 10
-        with pytest.raises(anthropic.BadRequestError, match="thinking must have") as error:
+        with pytest.raises(anthropic.BadRequestError, match="this model has no thinking") as error:
             enabled: Any = {"type": "enabled", "budget_tokens": 1024}
             client.messages.create(**asked, thinking=enabled)
         assert error.value.type == "invalid_request_error"

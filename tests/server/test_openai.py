@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from llama.sampling_params import SamplingParams
-from llama.server.openai.requests import parse_body
+from llama.server.openai.models import parse_body
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

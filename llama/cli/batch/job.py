@@ -22,8 +22,7 @@ from llama.generation import Llama
 from llama.ranks.collectives import SharedCounter
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.server.openai.chat_prompt import chat_params, chat_prompt
-from llama.server.openai.requests import OpenAIRequest
+from llama.server.openai.request import OpenAIRequest
 
 
 def run_batch(
@@ -145,8 +144,8 @@ class EngineAnswers:
         body = read_request(fields, self.defaults)
         prompt: str | list[int]
         if body.chat:
-            prompt = chat_prompt(body, self.llama.tokenizer, self.tool_format)
-            params = chat_params(body, self.tool_format)
+            prompt = body.chat_ids(self.llama.tokenizer, self.tool_format)
+            params = body.chat_params(self.tool_format)
         else:
             prompt, params = body.prompts[0], body.params
         name = f"line-{line.number}"

@@ -9,17 +9,13 @@ import codecs
 import json
 from typing import Any
 
+from llama.checks import brief
+from llama.prompts.fields import json_type
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.server.openai.requests import (
-    CHAT_URL,
-    TEXT_URL,
-    OpenAIRequest,
-    json_type,
-    parse_body,
-    refuse_fields,
-)
-from llama.server.openai.responses import Heading, response_body
+from llama.server.openai.answers import ResponseMeta, response_body
+from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body
+from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
 MAX_LINE = 10_000_000  # bytes
@@ -113,7 +109,8 @@ def checked_body(body: Any) -> dict[str, Any]:
 
 
 def _of_envelope(fields: dict[str, Any]) -> tuple[str, Any]:
-    refuse_fields(fields.keys() - _ENVELOPE, "the line, beside its body")
+    if unknown := sorted(fields.keys() - _ENVELOPE):
+        raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
     url = fields.get("url")
     if fields.get("method", "POST") != "POST":
         raise ValueError(f"method={fields['method']!r} must be POST")
@@ -143,8 +140,8 @@ def answer_record(
     error = output.error
     if error is not None:
         return error_record(custom_id, number, "server_error", error)
-    heading = Heading(output.request_id, model, created=0)
-    body = response_body(request, [output], tokenizer, heading)
+    meta = ResponseMeta(output.request_id, model, created=0)
+    body = response_body(request, [output], tokenizer, meta)
     return response_record(custom_id, output.request_id, body)
 
 

@@ -15,7 +15,7 @@ from llama.cli.chat.terminal import Terminal
 from llama.cli.client import Client, ServerError
 from llama.cli.client_bodies import Delta, chat_body, delta_of
 from llama.sampling_params import SamplingParams
-from llama.server.openai.requests import CHAT_URL
+from llama.server.openai.models import CHAT_URL
 
 _LOOK_S = 0.1  # between two looks at whether Ctrl-C was pressed
 

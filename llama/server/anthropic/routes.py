@@ -4,66 +4,53 @@ In: a request's body. Out: one message, or the events of one. Between the two it
 other.
 """
 
-import asyncio
-from functools import partial
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llama.server.anthropic.requests import COUNT_URL, FIELDS, MESSAGES_URL, parse_messages_body
-from llama.server.anthropic.responses import PING, MessageEvents, message_body
-from llama.server.anthropic.schema import messages_schema
+from llama.server.anthropic.answers import PING, MessageEvents, message_body
+from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
 from llama.server.asgi import unless_client_leaves
-from llama.server.dialogs import read_as_chat, start
-from llama.server.encoding import (
-    EventStream,
-    JsonResponse,
-    event,
-)
+from llama.server.chats import chat_ids, read_request, start
+from llama.server.encoding import EventStream, JsonResponse, event
 from llama.server.errors import ApiError, anthropic_body
-from llama.server.exchange import answered, described, last_outputs, named, parts, read_json
-from llama.server.openai.chat_prompt import chat_prompt
+from llama.server.exchange import (
+    body_router,
+    encode_stream,
+    json_off_loop,
+    last_outputs,
+    sse_events,
+)
 from llama.server.service import Service
 
 _PING = event(PING, PING["type"])
 
 
 def routes(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = body_router()
 
-    @router.post(MESSAGES_URL, openapi_extra=described(messages_schema(counts=False)))
-    async def messages(http: Request) -> Response:
+    @router.post(MESSAGES_URL)
+    async def messages(body: MessagesBody, http: Request) -> Response:
         """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
-        return await _answer(service, http)
+        started = await start(service, http, await read_request(body.request))
+        chat, tokenizer, meta = started.chat, started.tokenizer, started.meta
+        if not chat.stream:
+            (last,) = await unless_client_leaves(last_outputs(started.outputs), http.receive)
+            return await json_off_loop(lambda: message_body(chat, last, tokenizer, meta))
+        events = MessageEvents(chat, tokenizer, meta)
+        stream = encode_stream(
+            started.outputs,
+            lambda output: sse_events(events.of(output)),
+            lambda: sse_events(events.last()),
+        )
+        return EventStream(stream, _error_event, keep_alive=_PING)
 
-    @router.post(COUNT_URL, openapi_extra=described(messages_schema(counts=True)))
-    async def count_tokens(http: Request) -> Response:
+    @router.post(COUNT_URL)
+    async def count_tokens(body: CountBody, http: Request) -> Response:
         """The tokens of the prompt that /v1/messages would make of the body."""
-        body = await read_json(http)
-        tokenizer = service.loaded().tokenizer
-        asked = read_as_chat(body, FIELDS, partial(parse_messages_body, counts=True))
-        try:
-            ids = await asyncio.to_thread(
-                chat_prompt, asked.chat, tokenizer, service.tool_format, continues=asked.continues
-            )
-        except (TypeError, ValueError) as e:
-            raise ApiError(400, asked.wording.of(str(e))) from None
+        ids = await chat_ids(service, await read_request(body.request))
         return JsonResponse({"input_tokens": len(ids)})
 
     return router
-
-
-async def _answer(service: Service, http: Request) -> Response:
-    started = await start(service, http, FIELDS, parse_messages_body)
-    chat, tokenizer, heading = started.chat, started.tokenizer, started.heading
-    if chat.stream:
-        events = MessageEvents(chat, tokenizer, heading)
-        stream = parts(
-            started.outputs, lambda output: named(events.of(output)), lambda: named(events.last())
-        )
-        return EventStream(stream, _error_event, keep_alive=_PING)
-    (last,) = await unless_client_leaves(last_outputs(started.outputs), http.receive)
-    return await answered(lambda: message_body(chat, last, tokenizer, heading))
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -11,8 +11,7 @@ from typing import Any
 
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.request import RequestOutput
-from llama.server.openai.requests import OpenAIRequest
-from llama.server.openai.tool_deltas import tool_deltas
+from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
 
@@ -56,7 +55,7 @@ class Blocks:
         """
         (answer,) = output.outputs
         if self.output is None:
-            self._deltas = tool_deltas(self._request, self._tokenizer, self._id, output, answer)
+            self._deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
         self.output = output
         text = answer.text if whole else answer.new_text
         deltas: list[dict[str, Any]] = [{"content": text}] if text else []

@@ -13,7 +13,7 @@ from llama.cli.batch.job import run_batch
 from llama.cli.batch.lines import MAX_LINE, parse_line, read_request
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
-from llama.server.openai.requests import CHAT_URL, TEXT_URL
+from llama.server.openai.models import CHAT_URL, TEXT_URL
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PROMPTS = ["Hello", "Bonjour", "an apple  a day ", "1, 2, 3", "é漢😀"]
@@ -152,7 +152,7 @@ BAD: list[tuple[Any, str]] = [
     ({"custom_id": "me"}, "must have a prompt, messages, or a url and a body"),
     ({"prompt": "x", "custom_id": 7}, "custom_id must be a string, got a number"),
     ({"prompt": ["a", "b"]}, "prompt has 2 entries: give each a line of its own"),
-    ({"prompt": [1, "b"]}, "holds 'b'"),
+    ({"prompt": [1, "b"]}, "prompt[1]='b' must be a whole number"),
     ({"prompt": "a", "stream": True}, "stream must be false: a line gets one record"),
     ({"prompt": [512]}, "holds 512"),
     ({"prompt": "x" * 300}, "has 301 tokens"),
@@ -160,9 +160,9 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias has the token id 999"),
     ({"prompt": "x", "tools": []}, "'tools' cannot be used in a completion request"),
     ({"messages": HELLO, "tools": [NOW]}, "tools cannot be used with this model"),
-    ({"messages": []}, "messages must be a list of at least one message"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, "message 0: unknown role 'boss'"),
-    ({"messages": [{"role": "user", "content": [{}]}]}, "message 0: content must be a str, or a"),
+    ({"messages": []}, "messages must be a list of at least one"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0]: unknown role 'boss'"),
+    ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content must be a str, or a"),
     (openai({"prompt": "x"}, method="GET"), "method='GET' must be POST"),
     (openai({"prompt": "x"}, url="/v1/embeddings"), "url='/v1/embeddings' must be /v1/chat/"),
     ({**openai({"prompt": "x"}), "body": None}, "body must be an object, got null"),

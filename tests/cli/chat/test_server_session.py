@@ -16,8 +16,9 @@ from helpers.prompts import FRANCE, JAPAN, STORY, replies
 from helpers.server import RunningServer, run_server
 from helpers.terminal import CTRL_C, Session
 from llama.cli.client_bodies import Delta, chat_body, delta_of, filled
+from llama.prompts.messages import read_messages
 from llama.sampling_params import SamplingParams
-from llama.server.openai.requests import parse_body
+from llama.server.openai.models import parse_body
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_bodies_of_the_client_are_those_that_the_server_reads():
     dialog = [{"role": "user", "content": "x"}]
     params = SamplingParams(temperature=0.3, top_k=5, stop=["a", "b"], seed=2**63 - 1, max_tokens=9)
     read = parse_body(chat_body(dialog, params, model="m"), SamplingParams(), chat=True)
-    assert (read.params, read.messages, read.model) == (params, dialog, "m")
+    assert (read.params, read.messages, read.model) == (params, read_messages(dialog), "m")
     assert read.stream and read.has_usage
     given = {"prompt": "x", "top_p": None, "max_completion_tokens": 4}
     body = filled(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)

@@ -11,8 +11,7 @@ from typing import Any
 from llama.prompts.answer import AnswerDeltas, joined
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
-from llama.server.openai.requests import OpenAIRequest
-from llama.server.openai.tool_deltas import tool_deltas
+from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
@@ -23,7 +22,7 @@ _PromptScores = Sequence[tuple[int, dict[int, float] | None]]
 
 
 @dataclass(frozen=True)
-class Heading:
+class ResponseMeta:
     """What every body of one response says: its id, the model's name, and the time (s, 1970)."""
 
     id: str
@@ -41,14 +40,17 @@ class Heading:
 
 
 def response_body(
-    request: OpenAIRequest, outputs: Sequence[RequestOutput], tokenizer: Tokenizer, heading: Heading
+    request: OpenAIRequest,
+    outputs: Sequence[RequestOutput],
+    tokenizer: Tokenizer,
+    meta: ResponseMeta,
 ) -> dict[str, Any]:
     """The response to a finished request; outputs: the last one of each of its prompts."""
     choices = [
-        _choice(index, answer, output, request, tokenizer, heading)
+        _choice(index, answer, output, request, tokenizer, meta)
         for index, (output, answer) in enumerate((o, a) for o in outputs for a in o.outputs)
     ]
-    return {**heading.of(request), "choices": choices, "usage": usage(outputs)}
+    return {**meta.of(request), "choices": choices, "usage": usage(outputs)}
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -70,12 +72,12 @@ def _choice(
     output: RequestOutput,
     request: OpenAIRequest,
     tokenizer: Tokenizer,
-    heading: Heading,
+    meta: ResponseMeta,
 ) -> dict[str, Any]:
     logprobs, reason = None, answer.finish_reason
     if request.chat:
         content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}}
-        deltas = tool_deltas(request, tokenizer, heading.id, output, answer)
+        deltas = request.deltas(tokenizer, meta.id, output, answer)
         if deltas is not None:
             parts = deltas.push(answer.token_ids, answer.text, is_last=True)
             content = {"message": joined(parts)}
@@ -103,11 +105,11 @@ class Chunks:
     comes in its last one. Of a chat, a choice's first chunk alone has the role.
     """
 
-    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, heading: Heading) -> None:
+    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._id = heading.id
-        self._heading = heading.of(request, is_chunk=True)
+        self._id = meta.id
+        self._head = meta.of(request, is_chunk=True)
         self._choices: dict[int, _ChoiceState] = {}
         self._latest: dict[int, RequestOutput] = {}  # by prompt
 
@@ -132,14 +134,14 @@ class Chunks:
         """After all outputs: the counts of tokens, if they were asked for."""
         if self._request.has_usage:
             outputs = list(self._latest.values())
-            yield {**self._heading, "choices": [], "usage": usage(outputs)}
+            yield {**self._head, "choices": [], "usage": usage(outputs)}
 
     def _first(
         self, index: int, output: RequestOutput, answer: CompletionOutput, state: "_ChoiceState"
     ) -> Iterator[dict[str, Any]]:
         request = self._request
         if request.chat:
-            state.deltas = tool_deltas(request, self._tokenizer, self._id, output, answer)
+            state.deltas = request.deltas(self._tokenizer, self._id, output, answer)
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
         elif request.echo:
             scores = _echoed_scores(request, output)
@@ -185,7 +187,7 @@ class Chunks:
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         if reason is not None:
             choice["stop_reason"] = stop_reason
-        chunk = {**self._heading, "choices": [choice]}
+        chunk = {**self._head, "choices": [choice]}
         if self._request.has_usage:
             chunk["usage"] = None
         return chunk

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from llama.requests.request import RequestOutput
+from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.blocks import Block, Blocks, Step
-from llama.server.openai.requests import OpenAIRequest
-from llama.server.openai.responses import Heading
+from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
 PING = {"type": "ping"}
@@ -21,14 +21,14 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def message_body(
-    request: OpenAIRequest, output: RequestOutput, tokenizer: Tokenizer, heading: Heading
+    request: OpenAIRequest, output: RequestOutput, tokenizer: Tokenizer, meta: ResponseMeta
 ) -> dict[str, Any]:
     """The message of a finished request."""
-    blocks = Blocks(request, tokenizer, heading.id)
+    blocks = Blocks(request, tokenizer, meta.id)
     for _ in blocks.push(output, whole=True):
         pass
     return {
-        **_head(request, heading),
+        **_head(request, meta),
         "content": [_content(block) for block in blocks.blocks],
         **_end(request, blocks, output),
         "usage": _usage(output),
@@ -41,10 +41,10 @@ class MessageEvents:
     The client's own accumulation of them is `message_body`.
     """
 
-    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, heading: Heading) -> None:
+    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
         self._request = request
-        self._heading = heading
-        self._blocks = Blocks(request, tokenizer, heading.id)
+        self._meta = meta
+        self._blocks = Blocks(request, tokenizer, meta.id)
         self._has_begun = False
 
     def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -52,7 +52,7 @@ class MessageEvents:
         if not self._has_begun:
             self._has_begun = True
             message = {
-                **_head(self._request, self._heading),
+                **_head(self._request, self._meta),
                 "content": [],
                 "stop_reason": None,
                 "stop_sequence": None,
@@ -83,12 +83,12 @@ def _block_event(step: Step, block: Block, text: str) -> dict[str, Any]:
     return {"type": "content_block_delta", "index": block.index, "delta": delta}
 
 
-def _head(request: OpenAIRequest, heading: Heading) -> dict[str, Any]:
+def _head(request: OpenAIRequest, meta: ResponseMeta) -> dict[str, Any]:
     return {
-        "id": f"msg_{heading.id}",
+        "id": f"msg_{meta.id}",
         "type": "message",
         "role": "assistant",
-        "model": heading.model if request.model is None else request.model,
+        "model": meta.model if request.model is None else request.model,
     }
 
 

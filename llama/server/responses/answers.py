@@ -7,22 +7,24 @@ event has the whole response. It knows no network, and runs nothing.
 from collections.abc import Iterator
 from typing import Any
 
+from llama.prompts.fields import Fields
 from llama.requests.request import RequestOutput
+from llama.server.openai.answers import ResponseMeta, usage
 from llama.server.openai.blocks import Block, Blocks, Step
-from llama.server.openai.requests import OpenAIRequest
-from llama.server.openai.responses import Heading, usage
+from llama.server.openai.request import OpenAIRequest
+from llama.server.responses.models import ResponsesBody
 from llama.tokenizer import Tokenizer
 
 
 def whole_response(
-    body: dict[str, Any],
+    body: ResponsesBody,
     request: OpenAIRequest,
     output: RequestOutput,
     tokenizer: Tokenizer,
-    heading: Heading,
+    meta: ResponseMeta,
 ) -> dict[str, Any]:
-    """The response to a finished request; body: as it was checked."""
-    events = ResponseEvents(body, request, tokenizer, heading)
+    """The response to a finished request of this body."""
+    events = ResponseEvents(body, request, tokenizer, meta)
     for _ in events.of(output, whole=True):
         pass
     return events.response()
@@ -33,11 +35,11 @@ class ResponseEvents:
     sequence_number."""
 
     def __init__(
-        self, body: dict[str, Any], request: OpenAIRequest, tokenizer: Tokenizer, heading: Heading
+        self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
     ) -> None:
-        self._echo = _echo(body, request, heading)
-        self._id = heading.id
-        self._blocks = Blocks(request, tokenizer, heading.id)
+        self._echo = _echo(body, request, meta)
+        self._id = meta.id
+        self._blocks = Blocks(request, tokenizer, meta.id)
         self._number = 0
 
     def of(self, output: RequestOutput, *, whole: bool = False) -> Iterator[dict[str, Any]]:
@@ -140,31 +142,38 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _echo(body: dict[str, Any], request: OpenAIRequest, heading: Heading) -> dict[str, Any]:
+def _plain(fields: Fields) -> dict[str, Any]:
+    """As the body has it."""
+    given = {name.rstrip("_"): value for name, value in fields}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _echo(body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> dict[str, Any]:
     """What a response says of its request."""
     empty_tool = {"description": None, "parameters": None, "strict": False}
+    form, choice = body.text and body.text.format, body.tool_choice
     params = request.params
     return {
-        "id": f"resp_{heading.id}",
+        "id": f"resp_{meta.id}",
         "object": "response",
-        "created_at": heading.created,
+        "created_at": meta.created,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": body.get("instructions"),
+        "instructions": body.instructions,
         "max_output_tokens": params.max_tokens,
-        "model": heading.model if request.model is None else request.model,
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "model": meta.model if request.model is None else request.model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "background": False,
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [empty_tool | tool for tool in body.get("tools") or []],
+        "text": {"format": _plain(form) if form else {"type": "text"}},
+        "tool_choice": _plain(choice) if isinstance(choice, Fields) else choice or "auto",
+        "tools": [empty_tool | _plain(tool) for tool in body.tools or []],
         "top_p": params.top_p,
         "truncation": "disabled",
-        "metadata": body.get("metadata") or {},
-        "user": body.get("user"),
+        "metadata": body.metadata or {},
+        "user": body.user,
     }

@@ -28,7 +28,7 @@ _BODY_S = 60.0  # for a client to send its request
 _MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
 
 
-class Gate:
+class AuthAndLimits:
     """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", or from a
     browser as the password of HTTP's Basic scheme, if there are any.
     loopback: the server listens on this machine alone; then only its names are accepted as Host, so

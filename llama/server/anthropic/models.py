@@ -1,0 +1,330 @@
+"""The request bodies of Anthropic's Messages API: the models that read them are their published
+schema.
+
+In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
+https://docs.anthropic.com/en/api/messages. Every field is used, or is an error; labels and hints
+are checked and change nothing. It knows no network, and runs nothing.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from llama.checks import FieldError
+from llama.prompts.chat import JsonSchema
+from llama.prompts.fields import ONE_OR_LIST, Fields, said
+from llama.prompts.tools import (
+    MOST_TOOLS,
+    Function,
+    Parameters,
+    Tool,
+    ToolName,
+    ToolRequest,
+    named_function,
+    tool_request,
+)
+from llama.sampling_params import SamplingParams
+from llama.server.converted import ConvertedChat, joined
+from llama.server.errors import ErrorFields
+from llama.server.openai.models import form_of
+from llama.server.openai.request import OpenAIRequest
+from llama.server.sampling import SamplingFields, StopWords, sampling_fields
+from llama.structured_output import StructuredOutput
+
+MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
+# In Anthropic's words, which agents look for: they shorten the dialog then.
+_TOO_LONG = "messages: prompt is too long: {count} tokens > {most} maximum"
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class _Block(Fields):
+    """Prefixes are always cached, so the hint changes nothing."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class DirectCaller(Fields):
+    type: Literal["direct"]
+
+
+class ToolUse(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: DirectCaller | None = None
+
+
+_Texts = Annotated[list[TextBlock], Field(min_length=1, fail_fast=True)]
+_Text = Annotated[Annotated[str, Tag("one")] | Annotated[_Texts, Tag("list")], ONE_OR_LIST]
+_Result = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("list")],
+    ONE_OR_LIST,
+]
+
+
+class ToolResult(_Block):
+    """An error goes to the model as {"error": text}: the format has no flag."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Result | None = None
+    is_error: bool | None = None
+
+    def value(self) -> Any:
+        text = joined(self.content or "")
+        return {"error": text} if self.is_error else text
+
+
+class Thinking(_Block):
+    """Of another model: a dialog may have begun with one. It is left out, as Anthropic's API does
+    with that of earlier turns."""
+
+    type: Literal["thinking"]
+    thinking: str | None = None
+    signature: str | None = None
+
+
+class RedactedThinking(_Block):
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
+_UserBlock = Annotated[TextBlock | ToolResult, Field(discriminator="type")]
+_AnswerBlock = Annotated[
+    TextBlock | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
+]
+_LIST: Any = Field(min_length=1, fail_fast=True)
+
+
+class UserMessage(Fields):
+    role: Literal["user"]
+    content: Annotated[
+        Annotated[str, Tag("one")] | Annotated[list[_UserBlock], _LIST, Tag("list")], ONE_OR_LIST
+    ]
+
+
+class AssistantMessage(Fields):
+    role: Literal["assistant"]
+    content: Annotated[
+        Annotated[str, Tag("one")] | Annotated[list[_AnswerBlock], _LIST, Tag("list")], ONE_OR_LIST
+    ]
+
+
+class SystemMessage(Fields):
+    role: Literal["system"]
+    content: _Text
+
+
+_Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+class InputTool(_Block):
+    """A function that the model may call, and hints that change nothing."""
+
+    name: ToolName
+    input_schema: Parameters
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    eager_input_streaming: Literal[True] | None = None
+
+    def tool(self) -> Tool:
+        named = {"name": self.name, "description": self.description, "strict": self.strict}
+        function = Function.model_validate(named | {"parameters": self.input_schema})
+        return Tool.model_construct(function=function)
+
+
+class InputChoice(Fields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Fields):
+    """Thinking, which Llama does not: "adaptive" leaves it to the model."""
+
+    type: Annotated[
+        Literal["disabled", "adaptive"],
+        said(" must be 'disabled' or 'adaptive': this model has no thinking"),
+    ]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class ClearThinking(Fields):
+    """Of earlier turns: the prompt never has it, so there is none to clear."""
+
+    type: Annotated[
+        Literal["clear_thinking_20251015"],
+        said(" must be 'clear_thinking_20251015': shorten the dialog on your side"),
+    ]
+    keep: Any = None
+
+
+class ContextManagement(Fields):
+    edits: Annotated[list[ClearThinking], Field(fail_fast=True)] | None = None
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class OutputConfig(Fields):
+    """effort: Anthropic's default, what leaving it out means."""
+
+    format: SchemaFormat | None = None
+    effort: Literal["high"] | None = None
+
+
+_Sampling: Any = sampling_fields(
+    {
+        "max_tokens": "max_tokens",
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "stop_sequences": "stop",
+    },
+    required="max_tokens",
+)
+
+
+class CountBody(SamplingFields):
+    """The body of /v1/messages/count_tokens: what makes the prompt."""
+
+    unknown_words: ClassVar[str] = "{names} cannot be used in a request for messages: leave it out"
+
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    model: str | None = None
+    system: _Text | None = None
+    tools: Annotated[list[InputTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: InputChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+    speed: Literal["standard"] | None = None
+    context_management: ContextManagement | None = None
+
+    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+        """As a chat; `defaults`: the parameters that the body does not give. A last message of the
+        assistant is the beginning of the answer."""
+        dialog = self._dialog()
+        continues = dialog.messages[-1]["role"] == "assistant"
+        wanted = None if self.output_config is None else self.output_config.format
+        place, form = "tools", None
+        if wanted is not None:
+            place, form = form_of(wanted, "output_config.format.schema")
+        tools = self._tool_request()
+        if continues:
+            _check_beginning(dialog.messages[-1], dialog.places[-1])
+            _check_not_held(form, tools)
+        return OpenAIRequest(
+            chat=True,
+            prompts=(),
+            messages=dialog.messages,
+            params=self.sampling_params(defaults, structured_output=form),
+            model=self.model,
+            tools=tools,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            fields=ErrorFields("messages", self.given_names(), place, dialog.places, _TOO_LONG),
+        )
+
+    def _dialog(self) -> ConvertedChat:
+        system = None if self.system is None else joined(self.system)
+        dialog = ConvertedChat(system, "system")
+        for i, message in enumerate(self.messages):
+            place = f"messages[{i}]"
+            if isinstance(message.content, str):
+                dialog.say(message.role, message.content, place)
+            elif isinstance(message, AssistantMessage):
+                _add_answer(dialog, message.content, place)
+            else:
+                _add_blocks(dialog, message.role, message.content, place)
+        return dialog
+
+    def _tool_request(self) -> ToolRequest | None:
+        tools = [each.tool() for each in self.tools or []]
+        wanted = self.tool_choice
+        if wanted is None:
+            return tool_request(tools)
+        if (wanted.type == "tool") != (wanted.name is not None):
+            field = "tool_choice.name"
+            raise FieldError(field, f"{field} is needed with the type 'tool', and only with it")
+        if wanted.type in ("any", "tool") and not tools:
+            words = "tool_choice asks for a call, and there are no tools to call"
+            raise FieldError("tool_choice", words)
+        choice = _CHOICES[wanted.type] if wanted.name is None else named_function(wanted.name)
+        return tool_request(tools, choice, not wanted.disable_parallel_tool_use)
+
+
+class MessagesBody(CountBody, _Sampling):
+    """The body of /v1/messages."""
+
+    own_names: ClassVar[Any] = _Sampling.own_names
+
+    stop_sequences: StopWords | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+        return replace(super().request(defaults), stream=bool(self.stream))
+
+
+def _add_answer(dialog: ConvertedChat, blocks: Sequence[Any], place: str) -> None:
+    """One message: its words, then its calls."""
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    dialog.say("assistant", joined(texts) if texts else None, place)
+    for use in blocks:
+        if isinstance(use, ToolUse):
+            dialog.call(use.id, use.name, use.input, place)
+
+
+def _add_blocks(dialog: ConvertedChat, role: str, blocks: Sequence[Any], place: str) -> None:
+    """The results, each a message, and the texts between them."""
+    for is_text, group in itertools.groupby(
+        enumerate(blocks), lambda each: isinstance(each[1], TextBlock)
+    ):
+        if is_text:
+            dialog.say(role, joined([block for _, block in group]), place)
+            continue
+        for i, block in group:
+            words = "no tool_use block of a message before it"
+            id_field = f"{place}.content[{i}].tool_use_id"
+            dialog.result(block.tool_use_id, block.value(), place, id_field, words)
+
+
+def _check_beginning(message: dict[str, Any], place: str) -> None:
+    """Of the answer, which goes on from its last character."""
+    text = message["content"]
+    if "tool_calls" in message:
+        raise FieldError(place, f"{place}: the results of its tool_use blocks must follow")
+    if not text or text[-1].isspace():
+        words = "the beginning of an answer must not be empty, or end with a space"
+        raise FieldError(place, f"{place}: {words}")
+
+
+def _check_not_held(form: StructuredOutput | None, tools: ToolRequest | None) -> None:
+    """A beginning that the client wrote is not part of a grammar, and no call begins after it."""
+    if form is not None:
+        words = "output_config cannot be used where the last message is the assistant's"
+        raise FieldError("output_config", words)
+    if tools is not None and tools.needs_grammar:
+        field = "tool_choice" if tools.must_call else "tools"
+        raise FieldError(
+            field,
+            f"{field}: a call that is forced, or strict, cannot have a last message of the "
+            "assistant before it",
+        )

@@ -1,0 +1,188 @@
+"""Request bodies of OpenAI's completion APIs: the models that read them are their published schema.
+
+In: a JSON object, which a server or a batch file brings. Out: an `OpenAIRequest`, or a `FieldError`
+that names the field. Every field is used, or is an error. It knows no files and no network, and
+runs nothing.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, Tag, TypeAdapter
+
+from llama.checks import FieldError
+from llama.prompts.chat import JsonSchema, ResponseFormatField
+from llama.prompts.fields import Fields, chosen_by, read_as
+from llama.prompts.messages import Dialog
+from llama.prompts.tools import ToolChoice, ToolList, tool_request
+from llama.sampling_params import SamplingParams
+from llama.server.errors import ErrorFields
+from llama.server.openai.request import OpenAIRequest
+from llama.server.sampling import OPENAI_NAMES, TokenId, sampling_fields
+from llama.structured_output import StructuredOutput
+
+CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
+MOST_PROMPTS = 2048  # of one body, as OpenAI has it
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+
+
+_Form = tuple[str, StructuredOutput | None]  # after the place in the body that gave it
+
+
+def form_of(schema: JsonSchema, place: str) -> _Form:
+    """The form of an answer that fits the schema, after its place in the body."""
+    try:
+        return place, StructuredOutput(json=schema.json_schema)
+    except FieldError as e:
+        raise e.at(place) from None
+
+
+class StructuredOutputs(Fields):
+    """vLLM's field: one of these. See `StructuredOutput`."""
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def form(self, place: str) -> _Form:
+        given = {name.rstrip("_"): value for name, value in self if value is not None}
+        try:
+            form = StructuredOutput(**given)
+        except FieldError as e:
+            raise e.at(e.field.replace("structured_output", place, 1)) from None
+        return f"{place}.{form.kind}", form
+
+
+class _Body(Fields):
+    """What the bodies of both APIs have. model, user and metadata are labels."""
+
+    model: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormatField | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def form(self) -> _Form:
+        wanted, others = self.response_format, self.structured_outputs
+        if wanted is None:
+            return ("tools", None) if others is None else others.form("structured_outputs")
+        if others is not None:
+            words = "response_format and structured_outputs are both given: give one"
+            raise FieldError("response_format", words)
+        return "response_format", wanted.structured_output()
+
+    def has_usage(self) -> bool:
+        options = self.stream_options
+        if options is not None and not self.stream:
+            raise FieldError("stream_options", "stream_options needs stream to be true")
+        return bool(options and options.include_usage)
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    """All entries of a list must be like the first one."""
+    if isinstance(prompt, str):
+        return "text"
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    first = prompt[0]
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+_Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+_MANY: Any = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
+_Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[_Ids, Tag("ids")]
+    | Annotated[list[str], _MANY, Tag("texts")]
+    | Annotated[list[_Ids], _MANY, Tag("lists")],
+    chosen_by(
+        _kind_of_prompt,
+        " must be a string, a list of token ids, or a list of at least one of either",
+    ),
+]
+_TextSampling: Any = sampling_fields(OPENAI_NAMES)
+_ChatSampling: Any = sampling_fields(OPENAI_NAMES | {"top_logprobs": "logprobs"})
+
+
+class CompletionBody(_Body, _TextSampling):
+    """The body of /v1/completions."""
+
+    unknown_words: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
+
+    prompt: _Prompt
+    echo: bool | None = None
+
+    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+        """`defaults`: the parameters that the body does not give."""
+        place, form = self.form()
+        echoed = {"prompt_logprobs": self.logprobs} if self.echo else {}
+        params = self.sampling_params(defaults, structured_output=form, **echoed)
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return OpenAIRequest(
+            chat=False,
+            prompts=tuple(self.prompt) if is_list else (self.prompt,),  # type: ignore[arg-type]
+            messages=[],
+            params=params,
+            model=self.model,
+            user=self.user,
+            echo=bool(self.echo),
+            stream=bool(self.stream),
+            has_usage=self.has_usage(),
+            fields=ErrorFields("prompt", self.given_names(), form=place),
+        )
+
+
+class ChatBody(_Body, _ChatSampling):
+    """The body of /v1/chat/completions. top_logprobs: how many where logprobs is true."""
+
+    unknown_words: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"
+    own_names: ClassVar[Any] = {
+        own: name for own, name in _ChatSampling.own_names.items() if own != "logprobs"
+    }
+
+    messages: Dialog
+    logprobs: bool | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+        """`defaults`: the parameters that the body does not give."""
+        place, form = self.form()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
+        own = {"logprobs": 0} if self.logprobs and self.top_logprobs is None else {}
+        has_header = self.add_generation_prompt is not False
+        if self.continue_final_message and has_header:
+            words = "continue_final_message needs add_generation_prompt to be false"
+            raise FieldError("continue_final_message", words)
+        return OpenAIRequest(
+            chat=True,
+            prompts=(),
+            messages=self.messages,
+            params=self.sampling_params(defaults, structured_output=form, **own),
+            model=self.model,
+            user=self.user,
+            stream=bool(self.stream),
+            has_usage=self.has_usage(),
+            tools=tool_request(self.tools, self.tool_choice, self.parallel_tool_calls),
+            add_generation_prompt=has_header,
+            continue_final_message=bool(self.continue_final_message),
+            fields=ErrorFields("messages", self.given_names(), form=place),
+        )
+
+
+_BODIES: dict[bool, Any] = {True: TypeAdapter(ChatBody), False: TypeAdapter(CompletionBody)}
+
+
+def parse_body(body: Any, defaults: SamplingParams, *, chat: bool) -> OpenAIRequest:
+    """The request in a body that is not checked yet. FieldError names the field."""
+    return read_as(_BODIES[chat], body).request(defaults)

@@ -1,0 +1,73 @@
+"""What a checked body asks for, of whichever API: the one form that all routes and batch files use.
+
+In: prompts, or messages with tools, and parameters. Out: what the engine needs of a chat, and what
+reads the calls in its answer. It knows no JSON and no network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama.prompts import chat
+from llama.prompts.answer import AnswerDeltas
+from llama.prompts.formats import ToolFormat
+from llama.prompts.tools import ToolRequest
+from llama.requests.request import CompletionOutput, RequestOutput
+from llama.sampling_params import SamplingParams
+from llama.server.errors import ErrorFields, first_name
+from llama.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class OpenAIRequest:
+    """What a body asks for; a body of another chat API becomes one, too.
+
+    prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
+    with the counts of tokens. user: a label for the log. tools: of a chat that may call some.
+    add_generation_prompt: a chat's prompt ends with the header of an answer.
+    continue_final_message: it ends inside its last message, which the answer goes on from.
+    fields: what the body calls that which a later error is about.
+    """
+
+    chat: bool
+    prompts: tuple[str | list[int], ...]
+    messages: Sequence[Any]
+    params: SamplingParams
+    model: str | None = None
+    user: str | None = None
+    echo: bool = False
+    stream: bool = False
+    has_usage: bool = False
+    tools: ToolRequest | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    fields: ErrorFields = field(default_factory=ErrorFields)
+
+    def chat_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+        """The ids of a chat's dialog. FieldError names the field that is wrong, or the message."""
+        return chat.chat_ids(
+            tokenizer,
+            self.messages,
+            self.tools,
+            tool_format=tool_format,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+    def chat_params(self, tool_format: ToolFormat) -> SamplingParams:
+        """The parameters, with the grammar of the calls where a chat must be held to one."""
+        return chat.chat_params(self.params, self.tools, tool_format, first_name(self.fields.form))
+
+    def deltas(
+        self,
+        tokenizer: Tokenizer,
+        response_id: str,
+        output: RequestOutput,
+        answer: CompletionOutput,
+    ) -> AnswerDeltas | None:
+        """What reads the calls in an answer; None where the chat has no tools."""
+        if self.tools is None:
+            return None
+        key = (response_id, output.prompt_token_ids, output.index, answer.index)
+        shows_special = not self.params.skip_special_tokens
+        return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)

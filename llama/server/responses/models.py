@@ -1,0 +1,211 @@
+"""The request body of OpenAI's Responses API: the model that reads it is its published schema.
+
+In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
+https://platform.openai.com/docs/api-reference/responses. There is no stored state: a body has its
+whole dialog. Every field is used, or is an error; labels are checked and change nothing. It knows
+no network, and runs nothing.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from llama.prompts.chat import JsonSchema
+from llama.prompts.fields import ONE_OR_LIST, Fields, chosen_by, said
+from llama.prompts.tools import (
+    MOST_TOOLS,
+    Function,
+    NamedFunction,
+    Tool,
+    named_function,
+    tool_request,
+)
+from llama.sampling_params import SamplingParams
+from llama.server.converted import ConvertedChat, joined
+from llama.server.errors import ErrorFields
+from llama.server.openai.models import form_of
+from llama.server.openai.request import OpenAIRequest
+from llama.server.sampling import sampling_fields
+from llama.structured_output import StructuredOutput
+
+RESPONSES_URL = "/v1/responses"
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_NO_STATE = said(" cannot be used: there is no stored state, so send the dialog")
+_NOT_STORED = said(" must be false: there is no stored state")
+_Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+class Part(Fields):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: _Nothing | None = None
+    logprobs: _Nothing | None = None
+
+
+_Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+_Text = Annotated[Annotated[str, Tag("one")] | Annotated[_Parts, Tag("list")], ONE_OR_LIST]
+
+
+class _Item(Fields):
+    """The labels of an item of an answer, which has them when it comes back."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Text
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Text
+    name: str | None = None
+
+
+def _kind_of_item(item: Any) -> str | None:
+    kind = (item.get("type") or "message") if isinstance(item, dict) else None
+    return kind if kind in ("message", "function_call", "function_call_output") else None
+
+
+_Items = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    chosen_by(
+        _kind_of_item,
+        " must be an object of the type 'message', 'function_call' or 'function_call_output'",
+    ),
+]
+_Input = Annotated[
+    Annotated[str, Tag("one")]
+    | Annotated[list[_Items], Field(min_length=1, fail_fast=True), Tag("list")],
+    ONE_OR_LIST,
+]
+
+
+class FunctionTool(Function):
+    type: Annotated[
+        Literal["function"], said(" must be 'function': other kinds of tools cannot be used")
+    ]
+
+
+class FunctionChoice(Fields):
+    type: Literal["function"]
+    name: str
+
+
+class SchemaFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class FreeFormat(Fields):
+    type: Literal["text", "json_object"]
+
+
+class TextConfig(Fields):
+    format: Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Fields):
+    effort: Literal["none"] | None = None
+
+
+class StreamOptions(Fields):
+    include_obfuscation: Literal[False] | None = None
+
+
+_Sampling: Any = sampling_fields(
+    {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
+)
+
+
+class ResponsesBody(_Sampling):
+    """The body of /v1/responses. Those that may have but one value ask for nothing that the answer
+    would not have anyway."""
+
+    unknown_words: ClassVar[str] = "{names} cannot be used in a request for a response"
+
+    input: _Input
+    instructions: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Annotated[Literal[False], _NOT_STORED] | None = None
+    background: Annotated[Literal[False], _NOT_STORED] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    top_logprobs: Literal[0] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: Annotated[None, _NO_STATE] = None
+    conversation: Annotated[None, _NO_STATE] = None
+    prompt: Annotated[None, _NO_STATE] = None
+
+    def request(self, defaults: SamplingParams) -> OpenAIRequest:
+        """As a chat; `defaults`: the parameters that the body does not give."""
+        dialog = self._dialog()
+        place, form = self._form()
+        tools = [Tool.model_construct(function=tool) for tool in self.tools or []]
+        return OpenAIRequest(
+            chat=True,
+            prompts=(),
+            messages=dialog.messages,
+            params=self.sampling_params(defaults, structured_output=form),
+            model=self.model,
+            user=self.user,
+            stream=bool(self.stream),
+            tools=tool_request(tools, self._choice(), self.parallel_tool_calls),
+            fields=ErrorFields("input", self.given_names(), place, dialog.places),
+        )
+
+    def _choice(self) -> str | NamedFunction | None:
+        if not isinstance(self.tool_choice, FunctionChoice):
+            return self.tool_choice
+        return named_function(self.tool_choice.name)
+
+    def _dialog(self) -> ConvertedChat:
+        """The dialog; the instructions come first."""
+        dialog = ConvertedChat(self.instructions, "instructions")
+        if isinstance(self.input, str):
+            dialog.say("user", self.input, "input")
+            return dialog
+        for i, item in enumerate(self.input):
+            place = f"input[{i}]"
+            if isinstance(item, MessageItem):
+                dialog.say(_ROLES[item.role], joined(item.content), place)
+            elif isinstance(item, CallItem):
+                dialog.call(item.call_id, item.name, item.arguments, place)
+            else:
+                words = "no function_call before it: there is no stored state, so send the call too"
+                id_field = f"{place}.call_id"
+                dialog.result(item.call_id, joined(item.output), place, id_field, words)
+        return dialog
+
+    def _form(self) -> tuple[str, StructuredOutput | None]:
+        """The form of the answer, after the field that gave it."""
+        wanted = None if self.text is None else self.text.format
+        if isinstance(wanted, SchemaFormat):
+            return form_of(wanted, "text.format.schema")
+        is_json = wanted is not None and wanted.type == "json_object"
+        return "text.format", StructuredOutput(json_object=True) if is_json else None

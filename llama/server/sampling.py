@@ -1,0 +1,102 @@
+"""What a body of any API says of sampling: fields that are made from those of `SamplingParams`.
+
+In: names of fields, with the limits that `SamplingParams` holds them to. Out: the base of a body's
+model, and the parameters that a body asks for. It knows no API.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Discriminator, Field, Tag, create_model
+
+from llama.checks import FieldError
+from llama.prompts.fields import Fields, said
+from llama.sampling_params import (
+    BIASES,
+    MOST_BIASES,
+    MOST_STOP_IDS,
+    MOST_STOPS,
+    MOST_WORDS,
+    NARROWED,
+    NUMBERS,
+    TOKEN_IDS,
+    WHOLE_NUMBERS,
+    WORD_LENGTHS,
+    SamplingParams,
+)
+
+# Of OpenAI's own APIs: all by their names, but these two, which follow from other fields.
+OPENAI_NAMES = {each.name: each.name for each in dataclasses.fields(SamplingParams)}
+del OPENAI_NAMES["prompt_logprobs"], OPENAI_NAMES["structured_output"]
+OPENAI_NAMES["max_completion_tokens"] = "max_tokens"
+
+
+def _within(kind: type, low: float, high: float) -> Any:
+    """A number, both limits included."""
+    words = f"a {'whole ' if kind is int else ''}number from {low} to {high}"
+    return Annotated[kind, Field(ge=low, le=high), said("={value} must be " + words)]
+
+
+TokenId = Annotated[int, Field(ge=TOKEN_IDS[0], le=TOKEN_IDS[1])]
+_SHORTEST, _LONGEST = WORD_LENGTHS
+Word = Annotated[
+    str,
+    Field(min_length=_SHORTEST, max_length=_LONGEST),
+    said(f"={{value}} must be a string of {_SHORTEST} to {_LONGEST} characters"),
+]
+StopWords = Annotated[list[Word], Field(max_length=MOST_STOPS)]
+_Key = Annotated[str, Field(pattern="^[0-9]{1,10}$"), said(": keys must be token ids")]
+_Bias: Any = _within(float, *BIASES)
+_TYPES: dict[str, Any] = {
+    "stop": Annotated[
+        Annotated[Word, Tag("one")] | Annotated[StopWords, Tag("list")],
+        Discriminator(lambda value: "list" if isinstance(value, list) else "one"),
+    ],
+    "stop_token_ids": Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS)],
+    "bad_words": Annotated[list[Word], Field(max_length=MOST_WORDS)],
+    "logit_bias": Annotated[dict[_Key, _Bias], Field(max_length=MOST_BIASES)],
+    **{
+        name: _within(int, low, high) for name, (low, high, _) in (WHOLE_NUMBERS | NARROWED).items()
+    },
+    **{name: _within(float, low, high) for name, (low, high) in NUMBERS.items()},
+}
+
+
+class SamplingFields(Fields):
+    """own_names: of the fields that ask for parameters, with the parameters' names."""
+
+    own_names: ClassVar[Mapping[str, str]] = {}
+
+    def sampling_params(self, defaults: SamplingParams, **changes: Any) -> SamplingParams:
+        """`defaults` with what the body gives, and `changes`. FieldError names the body's field."""
+        for own, name in self.own_names.items():
+            value = getattr(self, own)
+            if value is None:
+                continue
+            if name in changes:
+                raise FieldError(name, f"{name} and {own} are the same: give one")
+            # The keys of JSON are strings.
+            is_bias = name == "logit_bias"
+            changes[name] = {int(key): v for key, v in value.items()} if is_bias else value
+        try:
+            return dataclasses.replace(defaults, **changes)
+        except FieldError as e:
+            raise e.at(self.given_names().get(e.field, e.field)) from None
+
+    def given_names(self) -> dict[str, str]:
+        """The names of the parameters, and the body's names of those that it gives."""
+        return {n: own for own, n in self.own_names.items() if getattr(self, own) is not None}
+
+
+def sampling_fields(own_names: Mapping[str, str], *, required: str = "") -> Any:
+    """A base for the model of a body that has these fields, of the types of the parameters."""
+    fields: dict[str, Any] = {own: _field(name, own == required) for own, name in own_names.items()}
+    model: Any = create_model("SamplingFields", __base__=SamplingFields, **fields)
+    model.own_names = own_names
+    return model
+
+
+def _field(name: str, is_required: bool) -> tuple[Any, Any]:
+    kind = _TYPES.get(name, bool)
+    return (kind, ...) if is_required else (kind | None, None)
