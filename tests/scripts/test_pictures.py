@@ -4,6 +4,7 @@ import re
 import socket
 from html import unescape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,8 +23,9 @@ def test_the_first_page_shows_each_picture_and_each_is_small():
 
 
 @pytest.mark.parametrize("path", sorted(IMAGES.glob("*.svg")), ids=lambda path: path.name)
-def test_no_picture_names_a_machine_or_a_folder(path):
+def test_a_picture_is_xml_and_names_no_machine_and_no_folder(path):
     text = path.read_text()
+    ElementTree.fromstring(text)
     assert not re.search(r"/(home|root|tmp|Users)/", text)
     assert str(REPO) not in text and socket.gethostname() not in text
     assert "<script" not in text and set(re.findall(r"https?://[^\"]+", text)) == {
