@@ -200,15 +200,14 @@ class Rendezvous:
     def _take(self, record: list[Any]) -> None:
         """What another rank's record says."""
         introduction, beats, has_left, state = record
-        peer = self.peers.all.get(introduction[0])
-        if peer is None:
-            peer = PeerInfo(*introduction)
-            self.peers.add(peer)
-            self.on_news()
+        peer = self.peers.all.get(introduction[0]) or PeerInfo(*introduction)
         if beats != peer.beats:
             peer.beats, peer.heard = beats, time.monotonic()
         peer.has_left |= has_left
         peer.state = state
+        if peer.rank not in self.peers.all:  # now that it is whole: other threads look at it
+            self.peers.add(peer)
+            self.on_news()
 
     def _firsts_of_other_machines(self) -> list[int]:
         """What the first rank of a machine listens to; nothing on the other ranks."""

@@ -1,0 +1,118 @@
+"""Ranks of several machines meet at a store and hear of one another, here in one process."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from llama.ranks import rendezvous as rendezvous_module
+from llama.ranks.peers import Peers
+from llama.ranks.rendezvous import Rendezvous
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peers have sockets of Linux alone")
+
+
+class DictStore:
+    """What a Rendezvous uses of torch's stores, in a dict."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.delay_s = 0.0
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(self.delay_s)
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        with self.lock:
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            return int(self.values[key])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self.lock:
+            return self.values.setdefault(key, desired.encode())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous_module, "TICK_S", 0.05)
+    monkeypatch.setattr(rendezvous_module, "SILENCE_S", 1.0)
+
+
+@contextmanager
+def ranks_of(store: DictStore, machines: list[str], limit_s: float = 20.0) -> Iterator[list]:
+    """A Rendezvous for each rank, not yet begun; a machine is a name."""
+    with ExitStack() as stack:
+        found = []
+        for rank, machine in enumerate(machines):
+            peers = Peers(rank)
+            peers.own.machine = peers.own.host = machine
+            found.append(Rendezvous(peers, len(machines), lambda _: store, "store:1", limit_s))
+            stack.callback(peers.close)
+            stack.callback(found[-1].close)
+        yield found
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_rank_is_whole_when_others_are_told_of_it():
+    """It was looked at before the time was noted at which it came, and then counted as silent."""
+    failures = []
+    with ranks_of(DictStore(), ["a", "a", "b"]) as found:
+        for one in found:
+            one.on_news = lambda one=one: failures.append(one.failure())
+            one.start()
+        assert all(one.has_met.wait(20) for one in found)
+        assert {one.peers.token for one in found} == {found[0].peers.token} != {""}
+    assert failures and not any(failures)
+
+
+def test_the_first_ranks_of_machines_hear_one_another_until_they_leave():
+    store = DictStore()
+    with ranks_of(store, ["a", "a", "b"]) as (zero, one, two):
+        zero.own_state = lambda: {"what": "a step", "waits": True, "steps": 3}
+        for each in (zero, one, two):
+            each.start()
+        wait_until(lambda: two.has_met.is_set() and two.states())
+        assert two.states() == {0: {"what": "a step", "waits": True, "steps": 3}}
+        wait_until(lambda: not one._thread.is_alive())  # it is not the first of its machine
+        assert zero.claim("rank 1 on a failed") and not two.claim("another cause")
+        wait_until(lambda: two.failure())
+        assert two.failure() == ("rank 1 on a failed", True)
+        zero.close()
+        wait_until(lambda: two.peers.all[0].has_left)
+
+
+def test_what_is_silent_is_named():
+    """A machine that is heard no more, a store that does not answer, a rank that does not come."""
+    store = DictStore()
+    with ranks_of(store, ["a", "b", "b"]) as found:
+        for each in found:
+            each.start()
+        assert all(each.has_met.wait(20) for each in found)
+        found[1]._is_done.set()  # as if it were gone
+        wait_until(found[0].failure)
+        assert found[0].failure()[0].startswith("b (rank 1, 2) was not heard of for 1 s: ")
+        store.delay_s = 2.0
+        wait_until(lambda: "torch's store at store:1 does not answer" in found[0].failure()[0])
+    with ranks_of(DictStore(), ["a", "b"], limit_s=0.3) as (zero, one):
+        zero.start()
+        one._thread = threading.Thread()  # it never comes
+        one._thread.start()
+        wait_until(zero.failure)
+        assert zero.failure()[0].startswith("rank 1 of 2 did not come to store:1 within 0.3 s; ")
