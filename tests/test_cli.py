@@ -21,7 +21,8 @@ from helpers import warm
 from helpers.launch import DEMO, REPO, environment
 from llama import Llama
 from llama.checkpoint.verify import verify
-from llama.cli import COMMANDS, generate, main, model, ranks, run_script
+from llama.cli import COMMANDS, main, model, ranks, run_script
+from llama.cli.continuation import _write
 from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
 from llama.ranks.errors import NotMetError, RankError
 
@@ -415,9 +416,9 @@ def test_a_reader_that_leaves_does_not_leave_the_other_ranks_alone(monkeypatch):
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr("sys.stdout", open(write, "w"))  # noqa: SIM115
-    generate._write("a piece", alone=False)
+    _write("a piece", alone=False)
     with pytest.raises(BrokenPipeError):
-        generate._write("a piece", alone=True)
+        _write("a piece", alone=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer goes there
 
 

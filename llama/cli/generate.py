@@ -5,20 +5,22 @@ every rank comes here, and rank 0 reads and writes for all.
 """
 
 import argparse
-import itertools
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from llama.cli.batch.loop import BatchReport
 from llama.cli.flags import UsageError, extra
-from llama.cli.model import check_client, check_sampling, demo_dir, figures, load
+from llama.cli.model import (
+    SAMPLING_FLAGS,
+    check_client,
+    check_sampling,
+    demo_dir,
+    figures,
+    load,
+)
 from llama.cli.ranks import finish_on_signal, global_rank, say
 from llama.ranks.signals import SIGNALS, stop_requested
-
-if TYPE_CHECKING:
-    from llama.cli.batch.loop import BatchReport
-    from llama.generation import Llama
 
 _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
 
@@ -26,43 +28,23 @@ _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained o
 def chat(options: argparse.Namespace) -> int:
     """Talk in the terminal, or answer the questions of a pipe."""
     check_sampling(options)
-    if options.url:
-        return _chat_on_server(options)
+    settings = {name: getattr(options, name) for name in ("system", "seed", *SAMPLING_FLAGS)}
+    if options.url:  # without torch, which takes seconds to import
+        check_client(options)
+        finish_on_signal()
+        with extra("client", "--url"):
+            from llama.cli.chat.server_session import chat_on_server
+
+        chat_on_server(options.url, api_key=options.api_key, model=options.model, **settings)
+        return 0
     options.max_seq_len = options.max_seq_len or (
         _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
     )
     finish_on_signal()
     llama = load(options)
-    from llama.cli.chat import session
+    from llama.cli.chat.engine_session import chat_on_engine
 
-    session.chat(
-        llama,
-        system=options.system,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        max_gen_len=options.max_gen_len,
-        seed=options.seed,
-    )
-    return 0
-
-
-def _chat_on_server(options: argparse.Namespace) -> int:
-    """Without torch, which takes seconds to import."""
-    check_client(options)
-    finish_on_signal()
-    with extra("client", "--url"):
-        from llama.cli.chat.server_session import chat_on_server
-
-    chat_on_server(
-        options.url,
-        api_key=options.api_key,
-        model=options.model,
-        system=options.system,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        max_gen_len=options.max_gen_len,
-        seed=options.seed,
-    )
+    chat_on_engine(llama, **settings)
     return 0
 
 
@@ -73,8 +55,11 @@ def complete(options: argparse.Namespace) -> int:
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
     finish_on_signal()
+    llama = load(options)
+    from llama.cli.continuation import stream_continuation
+
     stream_continuation(
-        load(options),
+        llama,
         prompt,
         options.temperature,
         options.top_p,
@@ -82,34 +67,6 @@ def complete(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     return 0
-
-
-def stream_continuation(
-    llama: "Llama",
-    prompt: bytes,
-    temperature: float,
-    top_p: float,
-    max_gen_len: int | None,
-    *,
-    seed: int | None = None,
-    heading: str = "",
-) -> None:
-    """Write the heading and the continuation of one prompt to stdout, as it is generated.
-
-    Rank 0 has the prompt, and writes. Nothing is written of a prompt that cannot be used.
-    """
-    parallel = llama.model.parallel
-    if parallel.data_size > 1:
-        raise ValueError(
-            f"there is one prompt for {parallel.data_size} model-parallel groups: leave "
-            "model_parallel_size out, or start fewer processes"
-        )
-    text = parallel.broadcast_bytes(prompt).decode()
-    deltas = llama.stream_text([text], temperature, top_p, max_gen_len, seed=seed)
-    for piece in itertools.chain((delta.text for delta in deltas), "\n"):
-        if parallel.rank == 0:
-            _write(heading + piece, alone=parallel.size == 1)
-        heading = ""
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
@@ -138,19 +95,6 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
     return data
 
 
-def _write(piece: str, *, alone: bool) -> None:
-    """A piece of the answer, at once. Where nobody reads, other ranks still need this one's steps.
-
-    BrokenPipeError where this is the only rank.
-    """
-    try:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if alone:
-            raise
-
-
 def batch(options: argparse.Namespace) -> int:
     """Answer each line of a file into another file; 0 once each line has its record.
 
@@ -174,7 +118,7 @@ def batch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport":
+def _batch_on_engine(options: argparse.Namespace, resume: bool) -> BatchReport:
     from llama.cli.batch.files import check_files
     from llama.cli.batch.job import run_batch
 
@@ -184,9 +128,7 @@ def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport"
         llama,
         options.in_file,
         options.out_file,
-        options.temperature,
-        options.top_p,
-        options.max_gen_len,
+        **{name: getattr(options, name) for name in SAMPLING_FLAGS},
         resume=resume,
         model=Path(options.ckpt_dir or demo_dir()).name,
         progress=sys.stderr.isatty(),
@@ -196,25 +138,19 @@ def _batch_on_engine(options: argparse.Namespace, resume: bool) -> "BatchReport"
     return report
 
 
-def _batch_on_server(options: argparse.Namespace, resume: bool) -> "BatchReport":
+def _batch_on_server(options: argparse.Namespace, resume: bool) -> BatchReport:
     """Without torch, which takes seconds to import."""
     check_client(options)
     with extra("client", "--url"):
         from llama.cli.batch.server_job import run_server_batch
 
+    names = ("seed", "api_key", "model", "concurrency", "retry_s", *SAMPLING_FLAGS)
     with SIGNALS.taken_alone():
         return run_server_batch(
             options.url,
             options.in_file,
             options.out_file,
-            options.temperature,
-            options.top_p,
-            options.max_gen_len,
-            seed=options.seed,
-            api_key=options.api_key,
-            model=options.model,
-            concurrency=options.concurrency,
-            retry_s=options.retry_s,
+            **{name: getattr(options, name) for name in names},
             resume=resume,
             progress=sys.stderr.isatty(),
         )

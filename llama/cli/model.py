@@ -8,13 +8,10 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama.cli.flags import UsageError
 from llama.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from llama.generation import Llama
 
 BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defaults
     "ckpt_dir": None,
@@ -77,8 +74,8 @@ def check_client(options: argparse.Namespace) -> None:
         raise UsageError("with --url one process is enough: start it without torchrun")
 
 
-def load(options: argparse.Namespace) -> "Llama":
-    """Build the model that the flags describe; what `Llama.build` prints goes to stderr."""
+def load(options: argparse.Namespace) -> Any:
+    """The `Llama` that the flags describe; what `Llama.build` prints goes to stderr."""
     given = {name: getattr(options, name) for name in BUILD_FLAGS}
     given["ckpt_dir"] = options.ckpt_dir or demo_dir()
     from llama.generation import Llama
@@ -87,8 +84,8 @@ def load(options: argparse.Namespace) -> "Llama":
         return Llama.build(**{name: x for name, x in given.items() if x is not None})
 
 
-def figures(llama: "Llama") -> str:
-    """Load seconds, prompt and generated tokens per second, ranks and dtype, in one line."""
+def figures(llama: Any) -> str:
+    """One line on a `Llama`: seconds to load, tokens per second, ranks and dtype."""
     stats, parallel = llama.engine.stats, llama.model.parallel
     dtype = str(llama.model.norm.weight.dtype).removeprefix("torch.")
     prompt = _rate(stats.prompt_tokens, stats.prompt_seconds)

@@ -8,14 +8,11 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import demo_dir, load
 from llama.cli.ranks import finish_on_signal, global_rank, say
-
-if TYPE_CHECKING:
-    from llama.server.process import Server
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -50,7 +47,7 @@ def serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _listen(options: argparse.Namespace, name: str) -> "Server":
+def _listen(options: argparse.Namespace, name: str) -> Any:
     with extra("serve", "the server"):
         from llama.server.process import Server, log_to_stderr
     from llama.prompts import ToolFormat

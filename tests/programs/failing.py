@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llama import Llama
 from llama.cli.batch.job import run_batch
-from llama.cli.chat.session import chat
+from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.ranks import processes
 from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.signals import drain

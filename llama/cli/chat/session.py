@@ -1,23 +1,17 @@
-"""A chat in a terminal: turns in, answers out, of a `Llama` on any number of ranks or of a server.
+"""A chat in a terminal: turns in, answers out, whoever gives the answers.
 
-Rank 0 owns the keyboard and the screen, and leads: it decides each turn, and before each step
-whether to go on. The other ranks run its steps, and sleep in between. Answers of a server are in
-server_session.py, where there are neither ranks nor torch.
+In: the keyboard, and an `Answers`: of the engine (engine_session.py) or of a server
+(server_session.py). Out: the answers on the screen, and the conversation with them. There are
+neither ranks nor torch here.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from llama.cli.chat.conversation import Conversation, Turn, TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
-from llama.ranks.signals import SIGNALS
-from llama.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from llama.generation import Llama
 
 
 @dataclass(frozen=True)
@@ -37,50 +31,6 @@ class Part:
 # Begins the answer to a turn, whose parts come up to one with a finish_reason. None stands for some
 # time without news. Closed, it stops the answer. TypeError or ValueError for what cannot be asked.
 Answers = Callable[[Conversation, Turn], Generator[Part | None, None, None]]
-
-
-def chat(llama: "Llama", *, system: str | None = None, **settings: Any) -> None:
-    """Talk until the person leaves or input ends; every rank makes this call.
-
-    settings: those of `/set`. ValueError for a bad setting, and for several model-parallel groups,
-    as there is one keyboard.
-    """
-    parallel = llama.model.parallel
-    if parallel.data_size > 1:
-        raise ValueError(
-            f"a chat is one conversation, and there are {parallel.data_size} model-parallel "
-            "groups: leave model_parallel_size out, or start fewer processes"
-        )
-    context = llama.model.params.max_seq_len
-    SIGNALS.has_begun = True  # on every rank
-    conversation = Conversation(llama.formatter, context, system=system, **settings)
-    terminal = Terminal(parallel.size, parallel.watch)
-    gone = llama.lead(lambda: talk(_of_engine(llama), conversation, terminal))
-    if gone is not None:
-        raise gone
-
-
-def _of_engine(llama: "Llama") -> Answers:
-    """Answers of the engine of this process."""
-
-    def answers(conversation: Conversation, turn: Turn) -> Generator[Part, None, None]:
-        params = SamplingParams(**conversation.sampling(turn.attempt))
-        engine = llama.llm_engine
-        request = engine.prepare("", conversation.prompt(turn), params)
-        with contextlib.closing(engine.stream([request])) as outputs:
-            for output in outputs:
-                answer, usage = output.outputs[0], output.usage
-                yield Part(
-                    answer.text,
-                    answer.new_text,
-                    "error" if output.error is not None else answer.finish_reason,
-                    output.error,
-                    usage.prompt_tokens,
-                    usage.cached_tokens,
-                    usage.completion_tokens,
-                )
-
-    return answers
 
 
 def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> OSError | None:

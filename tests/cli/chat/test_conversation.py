@@ -15,7 +15,7 @@ from helpers.launch import REPO, environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
 from llama import Message
 from llama.cli.chat.conversation import COMMANDS, SETTINGS, Conversation, Turn, TurnStats
-from llama.cli.chat.session import chat
+from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.cli.chat.terminal import Terminal, read_turn
 from llama.ranks.collectives import ModelParallel
 

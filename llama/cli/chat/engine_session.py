@@ -1,0 +1,61 @@
+"""A chat with a `Llama` on any number of ranks, `llama chat`.
+
+In: a loaded model, and the settings of the chat. Out: its end. Rank 0 owns the keyboard and the
+screen, and leads: it decides each turn, and before each step whether to go on. The other ranks run
+its steps, and sleep in between.
+"""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from llama.cli.chat.conversation import Conversation, Turn
+from llama.cli.chat.session import Answers, Part, talk
+from llama.cli.chat.terminal import Terminal
+from llama.generation import Llama
+from llama.ranks.signals import SIGNALS
+from llama.sampling_params import SamplingParams
+
+
+def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
+    """Talk until the person leaves or input ends; every rank makes this call.
+
+    settings: those of `/set`. ValueError for a bad setting, and for several model-parallel groups,
+    as there is one keyboard.
+    """
+    parallel = llama.model.parallel
+    if parallel.data_size > 1:
+        raise ValueError(
+            f"a chat is one conversation, and there are {parallel.data_size} model-parallel "
+            "groups: leave model_parallel_size out, or start fewer processes"
+        )
+    context = llama.model.params.max_seq_len
+    SIGNALS.has_begun = True  # on every rank
+    conversation = Conversation(llama.formatter, context, system=system, **settings)
+    terminal = Terminal(parallel.size, parallel.watch)
+    gone = llama.lead(lambda: talk(_of_engine(llama), conversation, terminal))
+    if gone is not None:
+        raise gone
+
+
+def _of_engine(llama: Llama) -> Answers:
+    """Answers of the engine of this process."""
+
+    def answers(conversation: Conversation, turn: Turn) -> Generator[Part, None, None]:
+        params = SamplingParams(**conversation.sampling(turn.attempt))
+        engine = llama.llm_engine
+        request = engine.prepare("", conversation.prompt(turn), params)
+        with contextlib.closing(engine.stream([request])) as outputs:
+            for output in outputs:
+                answer, usage = output.outputs[0], output.usage
+                yield Part(
+                    answer.text,
+                    answer.new_text,
+                    "error" if output.error is not None else answer.finish_reason,
+                    output.error,
+                    usage.prompt_tokens,
+                    usage.cached_tokens,
+                    usage.completion_tokens,
+                )
+
+    return answers
