@@ -1,217 +1,124 @@
 """The forms of Llama's tool calls, read while they are written.
 
 In: a `Source`, where a call may begin, and the names of the tools. Out: the names of the calls, and
-their arguments as JSON, piece by piece. The methods are scanners, as in `values`: each passes its
-text or raises Broken. It knows no content and no events.
+their arguments as JSON, piece by piece. It knows no content and no events.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
-from llama.prompts.values import (
-    SPACES,
-    Broken,
-    Emit,
+import regex
+
+from llama.prompts.formats import SEARCHES
+from llama.prompts.scanner import (
+    NEXT,
+    ParseError,
+    S,
     Scan,
+    Sink,
     Source,
     quoted,
-    scan_comma,
-    scan_dict,
     scan_string,
     scan_value,
 )
 
 FUNCTION_TAG = "<function="
+PYTHON_TAG = r"<\|python_tag\|>"
 _END_FUNCTION = "</function>"
-_KEYS = ("name", "type", "parameters", "arguments")
-_MAX_NAME = 128  # characters of a function's name, or of an argument's
+_KEYWORD = r"[\p{L}\p{N}_.$-]{1,128}+"  # the name of an argument
+_NAME = rf"(?P<at>)(?P<name>(?![-.0-9]){_KEYWORD})"  # at: where it begins, also of half a name
+_TYPE = rf'"type"{S}:{S}"function"{S}'
+_ARGUMENT = rf"(?:(?P<close>\))|(?P<key>{_KEYWORD}){S}=)"
+# The forms, each up to its first argument.
+_JSON = (
+    rf'(?P<json>\{{){S}(?:{_TYPE},{S})?"name"{S}:{S}"{_NAME}"{S},{S}(?:{_TYPE},{S})?'
+    rf'"(?:parameters|arguments)"{S}:{S}(?=\{{)'
+)
+_PYTHON = rf"{_NAME}{S}\({S}(?:(?P<stars>\*\*){S}(?=\{{)|{_ARGUMENT})"
+_ITEM = f"(?:{_JSON}|{_PYTHON})"
+_FORMS = (
+    rf"(?:{PYTHON_TAG}{S})?(?:{_JSON}|(?P<list>\[){S}{_ITEM}"
+    rf"|(?P<tag>{FUNCTION_TAG}){_NAME}>{S}(?=\{{)"
+    rf"|(?P<at>)(?P<name>{'|'.join(SEARCHES)})(?P<search>\.call\(query=)(?=[\"']))"
+)
+FIRST = regex.compile(S + _FORMS)
+FOLLOWING = regex.compile(rf"{S}(?:[;,]{S})?{_FORMS}")  # of the call before it
+_NEXT_ITEM = regex.compile(rf"{S}(?:(?:,{S})?(?P<end>\])|,{S}{_ITEM})")
+_NEXT_ARGUMENT = regex.compile(_ARGUMENT)
+_CLOSE = regex.compile(r"\)")
+_AFTER_JSON = regex.compile(rf"{S}(?:,{S}{_TYPE})?\}}")
+_ENDS = "|".join(regex.escape(_END_FUNCTION[:n]) for n in range(1, len(_END_FUNCTION)))
+_AFTER_FUNCTION = regex.compile(rf"{S}(?:{_END_FUNCTION}|(?:{_ENDS})\Z)")  # or the answer's end
+
+
+def is_keyword(name: str) -> bool:
+    """Whether a Python call can have it before "="; else it is written as f(**{"a b": 1})."""
+    return regex.fullmatch(_KEYWORD, name) is not None
 
 
 class CallForms:
-    """names: those that a call may have; None for any. searches: the built-in tools that are called
-    as name.call(query="..."). begin: told the name once it is a call, whatever follows; it returns
-    what takes the pieces of the arguments. A Broken after that ends the call there, and
-    `Source.mark` is the place of the text that is not part of it, or None for where it broke.
+    """names: those that a call may have; None for any. begin: told the name once it is a call,
+    whatever follows; it returns what takes the pieces of the arguments.
     """
 
     def __init__(
-        self,
-        source: Source,
-        names: Collection[str] | None,
-        searches: Sequence[str],
-        begin: Callable[[str], Emit],
+        self, source: Source, names: Collection[str] | None, begin: Callable[[str], Sink]
     ) -> None:
         self._source = source
         self._names = names
-        self._searches = searches
         self._begin = begin
 
-    def call(self) -> Scan[None]:
-        """Pass one call, or a list of them."""
-        char = yield from self._source.peek()
-        if char == "{":
-            yield from self._json()
-        elif char == "[":
-            yield from self._list()
-        elif char == "<":
-            yield from self._function_tag()
+    def head(self, form: regex.Pattern[str]) -> Scan[regex.Match[str] | None]:
+        """Pass the beginning of a call in one of the forms, up to its first argument."""
+        return self._source.try_match(form, allows=self._allows)
+
+    def _allows(self, found: regex.Match[str]) -> bool:
+        """Whether the name, or the half of it that is there, is that of a tool."""
+        at, name = found.start("at"), found["name"]
+        if self._names is None or at < 0:
+            return True
+        if name is not None:
+            return name in self._names
+        return any(each.startswith(self._source.text[at:]) for each in self._names)
+
+    def call(self, found: regex.Match[str]) -> Scan[None]:
+        """Pass the call that begins with this match, or the list of calls. ParseError: the call, or
+        the list, ends here, and what follows is not part of it."""
+        in_list = found["list"] is not None
+        yield from self._arguments(found)
+        while in_list:
+            item = yield from self.head(_NEXT_ITEM)
+            if item is None:
+                raise ParseError
+            if item["end"]:
+                return
+            yield from self._arguments(item)
+
+    def _arguments(self, found: regex.Match[str]) -> Scan[None]:
+        source, groups = self._source, found.groupdict()
+        sink = self._begin(found["name"])
+        if groups.get("search"):
+            sink('{"query": ')
+            yield from scan_string(source, sink)
+            sink("}")
+            yield from source.try_match(_CLOSE)
+        elif groups["key"] or groups["close"]:
+            yield from self._keywords(found, sink)
         else:
-            yield from self._search()
-
-    def _name(self, ends: str) -> Scan[str]:
-        """The name of a tool, before one of these characters."""
-        if self._names is not None:
-            return (yield from self._source.one_of(self._names, ends))
-        name = yield from self._source.word(is_of_name, _MAX_NAME)
-        if not name or name[0] in "-.0123456789":
-            raise Broken
-        return name
-
-    def _json(self) -> Scan[None]:
-        """{"name": "f", "parameters": {...}}, with or without "type": "function"."""
-        source, name, keys = self._source, "", set[str]()
-        yield from source.expect("{")
-        while True:
-            yield from source.spaces()
-            key = yield from self._in_quotes(_KEYS)
-            if key in keys:  # again and again, the text would be held back without bound
-                raise Broken
-            keys.add(key)
-            yield from source.spaces()
-            yield from source.expect(":")
-            char = yield from source.spaces()
-            if key in ("parameters", "arguments"):
-                break
-            if key == "name":
-                yield from source.expect('"')
-                name = yield from self._name('"')
-                yield from source.expect('"')
+            yield from scan_value(source, sink)
+            if groups["stars"]:
+                yield from source.token(_CLOSE)
+            elif groups["json"]:
+                yield from source.try_match(_AFTER_JSON)
             else:
-                yield from self._in_quotes(("function",))
-            yield from source.spaces()
-            yield from source.expect(",")
-        if not name or char != "{":
-            raise Broken
-        yield from scan_dict(source, self._begin(name))
-        yield from self._optional(self._end_of_json())
+                yield from source.try_match(_AFTER_FUNCTION, grows=True)
 
-    def _end_of_json(self) -> Scan[None]:
-        source = self._source
-        if (yield from source.spaces()) == ",":
-            source.pos += 1
-            yield from source.spaces()
-            yield from self._in_quotes(("type",))
-            yield from source.spaces()
-            yield from source.expect(":")
-            yield from source.spaces()
-            yield from self._in_quotes(("function",))
-            yield from source.spaces()
-        yield from source.expect("}")
-
-    def _in_quotes(self, words: Sequence[str]) -> Scan[str]:
-        yield from self._source.expect('"')
-        found = yield from self._source.one_of(words, '"')
-        self._source.pos += 1
-        return found
-
-    def _optional(self, scan: Scan[None]) -> Scan[None]:
-        """Pass this, or nothing."""
-        source = self._source
-        source.mark = source.pos
-        try:
-            yield from scan
-        except Broken:
-            source.pos = source.mark
-        source.mark = None
-
-    def _list(self) -> Scan[None]:
-        """[f(a=1), g()], or a list of objects. What is wrong after a call does not undo it."""
-        source = self._source
-        yield from source.expect("[")
-        while True:
-            if (yield from source.spaces()) == "{":
-                yield from self._json()
-            else:
-                yield from self._python_call()
-            source.mark = source.pos
-            char = yield from source.spaces()
-            if char == ",":
-                source.pos += 1
-                char = yield from source.spaces()
-            elif char != "]":
-                raise Broken
-            if char == "]":
-                source.pos += 1
-                return
-
-    def _python_call(self) -> Scan[None]:
-        """f(a=1, b="x"), or f(**{"a": 1})."""
-        source = self._source
-        name = yield from self._name("(" + SPACES)
-        yield from source.spaces()
-        yield from source.expect("(")
-        if (yield from source.spaces()) == "*":
-            yield from source.expect("**")
-            if (yield from source.spaces()) != "{":
-                raise Broken
-            yield from scan_dict(source, self._begin(name))
-            yield from source.spaces()
-            return (yield from source.expect(")"))
-        emit: Emit | None = None
-        while (yield from source.spaces()) != ")":
-            if emit is not None:
-                source.mark = source.pos
-            key = yield from source.word(is_of_name, _MAX_NAME)
-            yield from source.spaces()
-            yield from source.expect("=")
-            if not key:
-                raise Broken
-            separator = "{" if emit is None else ", "
-            emit = self._begin(name) if emit is None else emit
-            source.mark = None
-            emit(f'{separator}"{quoted(key)}": ')
-            yield from scan_value(source, emit, 1)
-            yield from scan_comma(source, ")")
-        source.pos += 1
-        if emit is None:
-            emit = self._begin(name)
-            emit("{")
-        emit("}")
-
-    def _function_tag(self) -> Scan[None]:
-        """<function=f>{...}</function>"""
-        source = self._source
-        yield from source.expect(FUNCTION_TAG)
-        name = yield from self._name(">")
-        yield from source.expect(">")
-        if (yield from source.spaces()) != "{":
-            raise Broken
-        yield from scan_dict(source, self._begin(name))
-        yield from self._optional(self._end_of_function())
-
-    def _end_of_function(self) -> Scan[None]:
-        yield from self._source.spaces()
-        for each in _END_FUNCTION:
-            char = yield from self._source.peek()
-            if not char:  # the answer ended inside the tag
-                return
-            if char != each:
-                raise Broken
-            self._source.pos += 1
-
-    def _search(self) -> Scan[None]:
-        """brave_search.call(query="...")"""
-        source = self._source
-        name = yield from source.one_of(self._searches, ".")
-        yield from source.expect(".call(query=")
-        char = yield from source.peek()
-        if not char or char not in "\"'":
-            raise Broken
-        emit = self._begin(name)
-        emit('{"query": ')
-        yield from scan_string(source, emit)
-        emit("}")
-        yield from self._optional(source.expect(")"))
-
-
-def is_of_name(char: str) -> bool:
-    return char.isalnum() or char in "_-.$"
+    def _keywords(self, found: regex.Match[str], sink: Sink) -> Scan[None]:
+        """a=1, b="x")"""
+        separator = "{"
+        while found["key"]:
+            sink(f'{separator}"{quoted(found["key"])}": ')
+            yield from scan_value(self._source, sink, 1)
+            yield from self._source.token(NEXT["("])
+            found = yield from self._source.token(_NEXT_ARGUMENT)
+            separator = ", "
+        sink("}" if separator == ", " else "{}")

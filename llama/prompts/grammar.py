@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llama.prompts.calls import is_of_name
+from llama.prompts.calls import is_keyword
 from llama.prompts.formats import CODE, ToolFormat, Tools, function_of
 
 # As Meta's prompts write JSON; it also keeps a model from writing spaces without end.
@@ -102,7 +102,7 @@ def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
 def _fits_keywords(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> bool:
     return (
         schema.keys() <= _HELD_BY_KEYWORDS | _NOTES
-        and all(key and all(map(is_of_name, key)) for key in properties)
+        and all(map(is_keyword, properties))
         and all(isinstance(value, dict) for value in properties.values())
         and all(key in properties for key in schema.get("required", []))
         and not _WITHIN.search(json.dumps(schema))

@@ -6,17 +6,22 @@ name.call(query="...") of the built-in tools, and code after <|python_tag|>. A c
 request's tools; any other text is content. It runs nothing.
 """
 
+import contextlib
 import itertools
 import json
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llama.prompts.calls import FUNCTION_TAG, CallForms
-from llama.prompts.formats import CODE, SEARCHES, Tools
-from llama.prompts.values import Broken, Emit, Scan, Source, quoted
+import regex
 
-PYTHON_TAG = "<|python_tag|>"
+from llama.prompts.calls import FIRST, FOLLOWING, FUNCTION_TAG, PYTHON_TAG, CallForms
+from llama.prompts.formats import CODE, SEARCHES, Tools
+from llama.prompts.scanner import ParseError, S, Scan, Sink, Source, quoted
+
+_CODE = regex.compile(rf"{S}{PYTHON_TAG}{S}(?=[^ \t\r\n])")
+_NEXT_CODE = regex.compile(rf"{S}(?:[;,]{S})?{PYTHON_TAG}{S}(?=[^ \t\r\n])")
+_TAGGED_CODE = regex.compile(rf"{S}(?=[^ \t\r\n])")
+_LAST_SPACES = regex.compile(rf"{S}\Z")
 
 
 @dataclass(frozen=True)
@@ -93,17 +98,12 @@ class ToolCallParser:
     ) -> None:
         names = (CODE, *SEARCHES) if tools is None else tools.names
         self._has_code = CODE in names
-        searches = [name for name in SEARCHES if name in names]
-        starts = ["{", "[", FUNCTION_TAG, PYTHON_TAG, *(f"{name}.call(" for name in searches)]
-        self._starts = re.compile("|".join(map(re.escape, starts)))
-        self._openings = {start[:n] for start in starts for n in range(1, len(start))}
-        self._longest = max(map(len, starts)) - 1
         self._parallel = parallel
         self._only_at_start = only_at_start
         self._source = Source()
-        self._forms = CallForms(
-            self._source, None if tools is None else tools.names, searches, self._begin
-        )
+        self._forms = CallForms(self._source, None if tools is None else tools.names, self._begin)
+        searches = [regex.escape(f"{name}.call(") for name in SEARCHES if name in names]
+        self._starts = regex.compile("|".join([r"\{", r"\[", FUNCTION_TAG, PYTHON_TAG, *searches]))
         self._events: list[Event] = []
         self._num_calls = 0
         self._run = self._answer(is_tagged)
@@ -129,22 +129,23 @@ class ToolCallParser:
         events, self._events = self._events, []
         return _merged(events)
 
-    # The methods below are scanners, as in `values`: each passes its text or raises Broken.
-
     def _answer(self, is_tagged: bool) -> Scan[None]:
-        is_call = yield from self._try_call(is_tagged=is_tagged)
+        source = self._source
+        is_call = yield from self._try_call(FIRST, _TAGGED_CODE if is_tagged else _CODE)
         while True:
             while is_call:
-                is_call = yield from self._try_call(is_next=True)
+                is_call = yield from self._try_call(FOLLOWING, _NEXT_CODE)
+                if not is_call:
+                    yield from source.try_match(_LAST_SPACES)
             if self._only_at_start:
-                while (yield from self._source.peek()):
-                    self._content(self._source.end)
-                return
+                while True:
+                    self._content(source.end)
+                    yield
             if not (yield from self._content_before_call()):
                 return
-            is_call = yield from self._try_call()
+            is_call = yield from self._try_call(FIRST, _CODE)
             if not is_call:
-                self._content(self._source.pos + 1)
+                self._content(source.pos + 1)
 
     def _content(self, end: int) -> None:
         if end > self._source.pos:
@@ -152,75 +153,39 @@ class ToolCallParser:
 
     def _content_before_call(self) -> Scan[bool]:
         """Pass all text that begins no call; whether one may begin here."""
-        source = self._source
-        while (yield from source.peek()):
-            found = source.search(self._starts)
-            if found is not None:
-                self._content(found)
+        while True:
+            found = self._source.search(self._starts)
+            self._content(self._source.end if found is None else found.start())
+            if found is not None and not found.partial:
                 return True
-            held = 0 if source.is_ended else source.held(self._openings, self._longest)
-            self._content(source.end - held)
-            if held:
-                yield
-        return False
-
-    def _try_call(self, *, is_tagged: bool = False, is_next: bool = False) -> Scan[bool]:
-        """Pass the call, or the list of calls, that begins here, and the spaces before it; else
-        nothing. is_next: it comes after another; then spaces at the end of the text are passed."""
-        source, before = self._source, self._num_calls
-        source.mark = source.pos
-        try:
-            char = yield from source.spaces()
-            if is_next and not char:
-                source.mark = None
+            if self._source.is_ended:
                 return False
-            if is_next and char in ";,":
-                source.pos += 1
-                yield from source.spaces()
-            if is_tagged or (yield from self._has_tag()):
-                yield from self._call_after_tag()
-            else:
-                yield from self._forms.call()
-        except Broken:
-            if source.mark is not None:
-                source.pos = source.mark
-        source.mark = None
-        return self._num_calls > before
+            yield
 
-    def _has_tag(self) -> Scan[bool]:
-        start = self._source.pos
-        try:
-            yield from self._source.expect(PYTHON_TAG)
-        except Broken:
-            self._source.pos = start
-            return False
+    def _try_call(self, form: regex.Pattern[str], code: regex.Pattern[str]) -> Scan[bool]:
+        """Pass the call, or the list of calls, or the code, that begins here; else nothing."""
+        found = yield from self._forms.head(form)
+        if found is None:
+            is_code = self._has_code and (yield from self._source.try_match(code)) is not None
+            if is_code:
+                yield from self._code()
+            return is_code
+        with contextlib.suppress(ParseError):  # it ends there: the rest is content
+            yield from self._forms.call(found)
         return True
 
-    def _call_after_tag(self) -> Scan[None]:
-        """A call in one of the forms, or code."""
-        source, start, before = self._source, self._source.pos, self._num_calls
-        try:
-            yield from source.spaces()
-            yield from self._forms.call()
-        except Broken:
-            if self._num_calls > before or not self._has_code:
-                raise
-            source.pos = start
-            yield from self._code()
-
     def _code(self) -> Scan[None]:
-        source = self._source
-        if not (yield from source.spaces()):
-            raise Broken
-        emit = self._begin(CODE)
-        emit('{"code": "')
-        while (yield from source.peek()):
-            emit(quoted(source.upto(source.end)))
-        emit('"}')
+        source, sink = self._source, self._begin(CODE)
+        sink('{"code": "')
+        while True:
+            sink(quoted(source.upto(source.end)))
+            if source.is_ended:
+                break
+            yield
+        sink('"}')
 
-    def _begin(self, name: str) -> Emit:
-        """From here on it is a call: nothing before is needed again. What takes its arguments."""
-        self._source.mark = None
+    def _begin(self, name: str) -> Sink:
+        """From here on it is a call. What takes its arguments."""
         index = self._num_calls
         self._num_calls += 1
         if index and not self._parallel:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama.checks import FieldError
-from llama.prompts.calls import is_of_name
+from llama.prompts.calls import is_keyword
 from llama.prompts.formats import CODE, ToolFormat, Tools, function_of
 from llama.prompts.messages import (
     AssistantMessage,
@@ -241,7 +241,7 @@ def _built_in_call(name: str, arguments: dict[str, Any], message: int) -> str:
 def _python_call(call: ToolCall) -> str:
     """f(a=1, b="x"); f(**{"a b": 1}) where a name is no keyword."""
     name, arguments = call.function.name, call.function.values
-    if not all(key and all(map(is_of_name, key)) for key in arguments):
+    if not all(map(is_keyword, arguments)):
         return f"{name}(**{_python(arguments)})"
     return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
 

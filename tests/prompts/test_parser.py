@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama.prompts import CallArguments, CallStart, Content, Event, ToolCallParser, Tools
-from llama.prompts.values import Source
+from llama.prompts.scanner import Source
 
 
 def function(name: str) -> dict[str, Any]:
@@ -171,21 +171,30 @@ HOSTILE = [
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_the_work_grows_with_the_text_alone(monkeypatch, start, piece):
     """Text that begins calls without end, in one piece and by characters. Counted are the looks at
-    a character and the characters that are copied when more come: twice the text, twice of them."""
+    the text with the characters that each found, and the characters that are copied when more come:
+    twice the text, twice of them."""
     work = 0
-    peek, add = Source.peek, Source.add
+    look, search, add = Source.look, Source.search, Source.add
 
-    def counted_peek(self):
+    def counted_look(self, pattern):
         nonlocal work
-        work += 1
-        return peek(self)
+        found = look(self, pattern)
+        work += 1 + (0 if found is None else found.end() - self.pos)
+        return found
+
+    def counted_search(self, pattern):
+        nonlocal work
+        found = search(self, pattern)
+        work += (self.end if found is None else found.end()) - self.pos
+        return found
 
     def counted_add(self, text):
         nonlocal work
         add(self, text)
-        work += len(self._text)
+        work += len(self.text)
 
-    monkeypatch.setattr(Source, "peek", counted_peek)
+    monkeypatch.setattr(Source, "look", counted_look)
+    monkeypatch.setattr(Source, "search", counted_search)
     monkeypatch.setattr(Source, "add", counted_add)
     for size in (1, 10**6):
         counts = []
