@@ -21,11 +21,11 @@ void fail(const char* what, long phase, long piece) {
 }
 
 template <class Work> void run_threads(long threads, long present, Work work) {
-  Team team(threads);
+  ThreadTeam team(threads);
   std::vector<std::thread> all;
   for (long i = 0; i < present; i++)
     all.emplace_back([&team, &work, i] {
-      Member member(team, i);
+      Worker member(team, i);
       work(member);
     });
   for (std::thread& thread : all) thread.join();
@@ -41,7 +41,7 @@ void check(int phase, long pieces) {
 void stress(long threads, long present, unsigned seed) {
   for (auto& phase : written)
     for (auto& count : phase) count = 0;
-  run_threads(threads, present, [&](Member& member) {
+  run_threads(threads, present, [&](Worker& member) {
     unsigned state = seed + 97 * member.index;
     const auto pause = [&] {
       const int kind = rand_r(&state) % 64;
@@ -68,7 +68,7 @@ void stress(long threads, long present, unsigned seed) {
 void leave_one_behind(long threads) {
   std::atomic<bool> all_done{false};
   std::atomic<int> stalled{0}, old{0};
-  run_threads(threads, threads, [&](Member& member) {
+  run_threads(threads, threads, [&](Worker& member) {
     for (int phase = 0; phase < PHASES; phase++) {
       if (phase == 3 && member.index != 0)
         while (!stalled) sched_yield();  // so that the first thread has come to its piece

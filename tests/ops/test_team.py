@@ -12,9 +12,20 @@ PROGRAM = Path(__file__).resolve().parent.parent / "helpers" / "team_program.cpp
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
-def test_pieces_are_written_once_and_nobody_waits_for_a_thread_put_aside(tmp_path):
-    """The program checks it, with threads of its own; one that waits for ever ends after 20 s."""
-    flags = ["-std=c++17", "-O2", "-fopenmp", "-march=haswell", "-Wall", "-Wextra", "-Werror"]
+@pytest.mark.parametrize("more", [[], ["-DTEAM_MAX_PIECES=16"]], ids=["", "in parts"])
+def test_pieces_are_written_once_and_nobody_waits_for_a_thread_put_aside(tmp_path, more):
+    """The program checks it, with threads of its own; one that waits for ever ends after 20 s. A
+    range counts 24 bits of pieces: of more, a phase is made in parts."""
+    flags = [
+        *more,
+        "-std=c++17",
+        "-O2",
+        "-fopenmp",
+        "-march=haswell",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
     command = ["g++", *flags, f"-I{build.FOLDER}", str(PROGRAM), "-o", str(tmp_path / "team")]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     done = subprocess.run([tmp_path / "team"], capture_output=True, text=True, timeout=50)

@@ -213,7 +213,7 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
 
 // As multiply_all() in linear.cpp, which has vectors.
 template <class Kind, class Packed>
-void multiply_all(Member& member, const PackedX& x, Packed packed, const Weight& weight,
+void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK, height = x.height;
   const Parts row_blocks(x.tiles, 2), m_blocks(row_blocks.count, M_BLOCK / (2 * TILE_ROWS));

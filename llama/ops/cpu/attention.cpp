@@ -350,7 +350,7 @@ double plan_attention(const Attention& attention) {
   return work;
 }
 
-void attend(Member& member, const Attention& attention) {
+void attend(Worker& member, const Attention& attention) {
   const Call call = {attention};
   alignas(64) float sums[MAX_SUMS];
   member.run(
@@ -394,6 +394,6 @@ void paged_attention_bf16(const uint16_t* queries, const uint16_t* kv_pages, con
                           kv_heads,  dim,      scale};
   const double work = plan_attention(call);
   run_team(work > MIN_PARALLEL_WORK ? threads : 1,
-           [&](Member& member) { attend(member, call); });
+           [&](Worker& member) { attend(member, call); });
 }
 }

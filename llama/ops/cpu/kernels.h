@@ -43,7 +43,7 @@ struct Outputs {
 
 // Bytes of workspace for `m` rows of up to `k` numbers.
 long linear_bytes(long m, long k, long threads);
-void linear(Member& member, Rows x, Weight weight, Outputs out, char* workspace);
+void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace);
 
 // attention.cpp; the legend of the letters is in attention.py.
 struct Attention {
@@ -57,4 +57,4 @@ struct Attention {
 
 long attention_bytes(const Attention& call);
 double plan_attention(const Attention& call);  // fills the workspace; returns the multiplications
-void attend(Member& member, const Attention& call);
+void attend(Worker& member, const Attention& call);

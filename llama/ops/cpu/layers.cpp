@@ -78,7 +78,7 @@ Weight weight_of(const Layer::Matrix& matrix, long n, long k) {
   return {matrix.data, matrix.scales, n, k};
 }
 
-void run_attention(Member& member, const Call& call, long l) {
+void run_attention(Worker& member, const Call& call, long l) {
   const Layer& layer = call.layers[l];
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim;
@@ -98,7 +98,7 @@ void run_attention(Member& member, const Call& call, long l) {
   linear(member, {s.attended, rows}, weight_of(layer.wo, dim, q), call.out, s.linear);
 }
 
-void run_feed_forward(Member& member, const Call& call, long l) {
+void run_feed_forward(Worker& member, const Call& call, long l) {
   const Layer& layer = call.layers[l];
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim, ffn = call.sizes.ffn;
@@ -151,7 +151,7 @@ void layers_bf16(const int64_t* layers, uint16_t* x, uint16_t* out, const float*
   const Outputs outputs = {out, out == x ? Outputs::ADDED : Outputs::BF16};
   const Call call = {(const Layer*)layers, x, outputs, freqs_cis, kv_cache, slots, a, sizes,
                      scratch, eps};
-  run_team(threads, [&](Member& member) {
+  run_team(threads, [&](Worker& member) {
     for (long half = first; half < last; half++)
       (half % 2 ? run_feed_forward : run_attention)(member, call, half / 2);
   });

@@ -107,7 +107,7 @@ struct PackedPairs {
 
 // packed() gives the packed rows; it is called by each thread, when it comes to its first piece.
 template <class Kind, class Packed>
-void multiply_all(Member& member, const PackedPairs& x, Packed packed, const Weight& weight,
+void multiply_all(Worker& member, const PackedPairs& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK;
   alignas(64) float totals[M_BLOCK * N_BLOCK];
@@ -135,7 +135,7 @@ long rows_bytes(long m, long k) { return packed_bytes(m, k) + align(m * k * 2); 
 bool are_few(long m) { return m <= 16; }
 
 template <class Kind, class Layout>
-void product(Member& member, const Rows& x, const Layout& layout, const Weight& weight,
+void product(Worker& member, const Rows& x, const Layout& layout, const Weight& weight,
              const Outputs& out, char* workspace) {
   const long m = x.count, k = weight.k;
   char* own = workspace + (are_few(m) ? member.index * rows_bytes(m, k) : 0);
@@ -162,7 +162,7 @@ void product(Member& member, const Rows& x, const Layout& layout, const Weight& 
 }
 
 template <class Kind>
-void linear_of(Member& member, const Rows& x, const Weight& weight, const Outputs& out,
+void linear_of(Worker& member, const Rows& x, const Weight& weight, const Outputs& out,
                char* workspace) {
 #if defined(HAS_TILES)
   if (weight.k % TILE_K == 0 && tiles_work())
@@ -201,7 +201,7 @@ long linear_bytes(long m, long k, long threads) {
   return rows_bytes(m, k) * (are_few(m) ? std::min(threads, MAX_THREADS) : 1);
 }
 
-void linear(Member& member, Rows x, Weight weight, Outputs out, char* workspace) {
+void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
   const auto run = weight.scales ? linear_of<Int8> : linear_of<Bf16>;
   run(member, x, weight, out, workspace);
 }
@@ -244,7 +244,7 @@ long linear_workspace(long m, long k, long threads) { return linear_bytes(m, k, 
 void linear_int8(const uint16_t* x, const char* weight, const float* scales, void* out,
                  char* workspace, long m, long n, long k, bool is_wide, int threads) {
   const Outputs outputs = {out, is_wide ? Outputs::FLOAT32 : Outputs::BF16};
-  run_team(threads, [&](Member& member) {
+  run_team(threads, [&](Worker& member) {
     linear(member, {x, m}, {weight, scales, n, k}, outputs, workspace);
   });
 }

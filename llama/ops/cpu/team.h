@@ -27,6 +27,11 @@
 constexpr long MAX_THREADS = 256;
 constexpr int PAUSES = 400;        // before a piece is done twice: 20 us of a Xeon at 3 GHz
 constexpr int ROUNDS = 3;          // of so many pauses, before a thread sleeps
+#ifndef TEAM_MAX_PIECES
+#define TEAM_MAX_PIECES ((1 << 24) - 1)  // as many as a Range counts
+#endif
+constexpr long MAX_PIECES = TEAM_MAX_PIECES;
+static_assert(MAX_PIECES < 1 << 24, "a Range has 24 bits for a piece");
 constexpr long SLEEP_NS = 200'000;  // then it looks again, as others may have taken more work
 
 // What is left of a thread's range, in one word: others change it too.
@@ -35,7 +40,7 @@ struct Range {
   long size() const { return (long)end - (long)first; }
 };
 
-class Word {
+class AtomicRange {
  public:
   Range load() const { return unpack(value.load(std::memory_order_acquire)); }
   void store(Range range) { value.store(pack(range), std::memory_order_release); }
@@ -58,20 +63,20 @@ class Word {
 };
 
 // What the threads share.
-struct Team {
-  explicit Team(long threads) : threads(std::min(threads, MAX_THREADS)) {}
+struct ThreadTeam {
+  explicit ThreadTeam(long threads) : threads(std::min(threads, MAX_THREADS)) {}
 
   const long threads;
   alignas(64) std::atomic<uint32_t> completed{0};  // phases
   std::atomic<uint32_t> sleepers{0};
   alignas(64) std::atomic<uint32_t> done{0};  // pieces of the present phase
-  Word ranges[MAX_THREADS];
+  AtomicRange ranges[MAX_THREADS];
 };
 
 // One thread's place in the team. All members run the same phases in the same order.
-class Member {
+class Worker {
  public:
-  Member(Team& team, long index) : index(index), team(team) {}
+  Worker(ThreadTeam& team, long index) : index(index), team(team) {}
 
   const long index;
   long threads() const { return team.threads; }
@@ -80,7 +85,19 @@ class Member {
   // for each piece. Returns when all pieces are written.
   template <class Compute, class Write>
   void run(long pieces, Compute compute, Write write) {
-    if (pieces <= 0) return;
+    for (long first = 0; first < pieces; first += MAX_PIECES)
+      run_phase(std::min(pieces - first, MAX_PIECES), [&](long piece) { compute(first + piece); },
+                [&](long piece) { write(first + piece); });
+  }
+
+  // The same with pieces of which each is written by who takes it, and never twice: small ones.
+  template <class Write> void run(long pieces, Write write) {
+    run(pieces, [](long) {}, write);
+  }
+
+ private:
+  template <class Compute, class Write>
+  void run_phase(long pieces, Compute compute, Write write) {
     phase++;
     for (int idle = 0; !is_over();) {
       Range next;
@@ -96,12 +113,6 @@ class Member {
     }
   }
 
-  // The same with pieces of which each is written by who takes it, and never twice: small ones.
-  template <class Write> void run(long pieces, Write write) {
-    run(pieces, [](long) {}, write);
-  }
-
- private:
   bool is_over() const {
     return (int32_t)(team.completed.load(std::memory_order_acquire) - phase) >= 0;
   }
@@ -132,24 +143,24 @@ class Member {
   }
 
   bool find_at(long other, long pieces, bool is_late, Range* next) {
-    Word& word = team.ranges[other];
+    AtomicRange& word = team.ranges[other];
     Range range = word.load();
     if (is_behind(range)) {
       *next = part_of(other, pieces);
-      if (word.exchange(range, {next->phase, next->end, next->end})) return keep(*next);
+      if (word.exchange(range, {next->phase, next->end, next->end})) return publish(*next);
     }
     if (!is_open(range)) return false;
     if (range.size() > 1) {
       const uint64_t middle = (range.first + range.end + 1) / 2;
       *next = {range.phase, middle, range.end};
-      return word.exchange(range, {range.phase, range.first, middle}) && keep(*next);
+      return word.exchange(range, {range.phase, range.first, middle}) && publish(*next);
     }
     *next = range;
     owner = other;
     return is_late;
   }
 
-  bool keep(Range range) {
+  bool publish(Range range) {
     team.ranges[index].store(range);
     return is_open(range);
   }
@@ -161,7 +172,7 @@ class Member {
   // Whether this thread may write the first piece of the owner's range, whose end may have moved.
   bool take(long owner, Range range) {
     const Range wanted = range;
-    Word& word = team.ranges[owner];
+    AtomicRange& word = team.ranges[owner];
     while (range.phase == wanted.phase && range.first == wanted.first && range.size() > 0)
       if (word.exchange(range, {range.phase, range.first + 1u, range.end})) return true;
     return false;
@@ -190,17 +201,17 @@ class Member {
     team.sleepers.fetch_sub(1);
   }
 
-  Team& team;
+  ThreadTeam& team;
   uint32_t phase = 0;
   long owner = 0;  // of the piece that this member is at
 };
 
 // Runs work(member) on up to `threads` threads. OpenMP may give fewer: those that are there do all.
 template <class Work> void run_team(long threads, Work work) {
-  Team team(threads);
+  ThreadTeam team(threads);
 #pragma omp parallel num_threads((int)team.threads)
   {
-    Member member(team, omp_get_thread_num());
+    Worker member(team, omp_get_thread_num());
     work(member);
   }
 }
