@@ -10,13 +10,13 @@ import pytest
 
 import llama.ops.cpu.openmp
 from helpers.launch import environment
-from llama.ops.cpu.openmp import Adapter, BriefWaits, idle_team_size, pressure_file
+from llama.ops.cpu.openmp import ShortSpin, SpinController, idle_team_size, pressure_file
 
 # CPU milliseconds of 20 regions with a pause after each, in which threads that spin take the most:
 # before, with brief waits, and after them; and what a product gives each time.
 PROGRAM = """
 import json, os, time, torch
-from llama.ops.cpu.openmp import BriefWaits, _adapter
+from llama.ops.cpu.openmp import ShortSpin, SpinController
 torch.set_num_threads(2)
 x = torch.arange(1 << 20) * 0.37
 
@@ -27,18 +27,19 @@ def cpu_ms():
         time.sleep(0.03)
     return (time.process_time() - began) * 1e3
 
-waits, sums = BriefWaits(), [float(x.sum())]
+spin, sums = ShortSpin(), [float(x.sum())]
 before, threads = cpu_ms(), len(os.listdir("/proc/self/task"))
-waits.turn_on()
-waits.turn_on()
+spin.turn_on()
+spin.turn_on()
 started = len(os.listdir("/proc/self/task")) - threads
 brief = cpu_ms()
 sums.append(float(x.sum()))
-waits.turn_off()
+spin.turn_off()
 after = cpu_ms()
 print(json.dumps({
     "before": before, "brief": brief, "after": after, "started": started, "sums": sums,
-    "left": len(os.listdir("/proc/self/task")) - threads, "adapts": _adapter() is not None,
+    "left": len(os.listdir("/proc/self/task")) - threads,
+    "adapts": SpinController.for_this_process() is not None,
 }))
 """
 
@@ -73,8 +74,9 @@ def test_waits_are_brief_while_tasks_wait_for_cores(tmp_path, monkeypatch):
     a file that cannot be read is calm."""
     file, now, total = tmp_path / "cpu.pressure", 100.0, 0.0
     monkeypatch.setattr(llama.ops.cpu.openmp.time, "monotonic", lambda: now)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
 
-    class Recorded(BriefWaits):
+    class Recorded(ShortSpin):
         on = False
 
         def turn_on(self) -> None:
@@ -87,18 +89,18 @@ def test_waits_are_brief_while_tasks_wait_for_cores(tmp_path, monkeypatch):
         nonlocal now, total
         now, total = now + seconds, total + seconds * share * 1e6
         write(file, total)
-        adapter.look()
-        return waits.on
+        controller.poll()
+        return spin.on
 
     write(file, total)
-    waits = Recorded()
-    adapter = Adapter(file, waits)
+    spin = Recorded()
+    controller = SpinController(file, spin)
     shares = [(0.3, 0.0), (0.3, 0.2), (0.3, 0.5), (0.3, 0.2), (0.3, 0.05), (0.2, 1.0), (0.1, 1.0)]
     assert [pass_time(*share) for share in shares] == [0, 0, 1, 1, 0, 0, 1]
     file.unlink()
     now += 1
-    adapter.look()
-    assert not waits.on
+    controller.poll()
+    assert not spin.on
 
 
 def write(file: Path, total_us: float) -> None:

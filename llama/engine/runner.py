@@ -33,7 +33,7 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
-from llama.ops.cpu import openmp
+from llama.ops.cpu.openmp import SpinController
 from llama.ops.sample import on_device_of
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
@@ -64,6 +64,7 @@ class ModelRunner:
         self.async_scheduling = (
             device.type == "cuda" if async_scheduling is None else async_scheduling
         )
+        self._spin = SpinController.for_this_process()
         self._token_masks = TokenMasks(model.vocab_size)
         self._last_ids = torch.zeros(_most_rows(model), dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
@@ -81,7 +82,8 @@ class ModelRunner:
     @torch.inference_mode()
     def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
         """Begin a step; what is returned waits until its output is on the host."""
-        openmp.adapt()
+        if self._spin is not None:
+            self._spin.poll()
         with current(self.kv_cache.device):
             return self._start(scheduled)
 
@@ -229,6 +231,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the graphs: they hold collectives of groups that are about to end."""
+        if self._spin is not None:
+            self._spin.spin.turn_off()
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None

@@ -13,7 +13,6 @@ stall information, Documentation/accounting/psi.rst). Out: nothing; results do n
 """
 
 import ctypes
-import functools
 import os
 import threading
 import time
@@ -28,7 +27,7 @@ _EVERY_S = 0.25  # between two looks at the pressure
 _CROWDED, _CALM = 0.3, 0.1  # shares of the time in which a task waited for a core
 
 
-class BriefWaits:
+class ShortSpin:
     """While they are on, this process's OpenMP threads sleep soon when they wait.
 
     libgomp has no call for this, but a rule (config/linux/wait.h): where it has made more threads
@@ -72,26 +71,38 @@ class BriefWaits:
         end.wait()
 
 
-class Adapter:
-    """Turns brief waits on where tasks wait for cores, and off where they do not."""
+class SpinController:
+    """Turns short spins on where tasks wait for cores, and off where they do not."""
 
-    def __init__(self, pressure_file: Path, waits: BriefWaits) -> None:
-        self.waits = waits
+    def __init__(self, pressure_file: Path, spin: ShortSpin) -> None:
+        self.spin = spin
         self._file = pressure_file
         self._at, self._total_us = time.monotonic(), self._read()
 
-    def look(self) -> None:
-        """At most every 0.25 s: how much has a task waited since the last look?"""
+    @classmethod
+    def for_this_process(cls) -> "SpinController | None":
+        """None where there is nothing to adapt: another runtime than libgomp, a system that does
+        not tell the pressure, or a variable of the environment that says how to wait."""
+        if any(os.environ.get(name) for name in _CHOSEN):
+            return None
+        if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+            return None
+        file = pressure_file()
+        return None if file is None else cls(file, ShortSpin())
+
+    def poll(self) -> None:
+        """In each step, by the thread that runs the model. At most every 0.25 s: how much has a
+        task waited since the last look?"""
         now = time.monotonic()
-        if now - self._at < _EVERY_S:
+        if now - self._at < _EVERY_S or torch.get_num_threads() == 1:
             return
         total_us = self._read()
         share = (total_us - self._total_us) / 1e6 / (now - self._at)
         self._at, self._total_us = now, total_us
         if share > _CROWDED:
-            self.waits.turn_on()
+            self.spin.turn_on()
         elif share < _CALM:
-            self.waits.turn_off()
+            self.spin.turn_off()
 
     def _read(self) -> int:
         """Microseconds in which some task has waited; 0 if the file has gone."""
@@ -99,25 +110,6 @@ class Adapter:
             return int(self._file.read_text().split("total=")[1].split()[0])
         except (OSError, IndexError, ValueError):
             return 0
-
-
-def adapt() -> None:
-    """Called in each step, by the thread that runs the model."""
-    adapter = _adapter()
-    if adapter is not None and torch.get_num_threads() > 1:
-        adapter.look()
-
-
-@functools.cache  # OpenMP's runtime, too, is the process's
-def _adapter() -> Adapter | None:
-    """None where there is nothing to adapt: another runtime than libgomp, a system that does not
-    tell the pressure, or a variable of the environment that says how to wait."""
-    if any(os.environ.get(name) for name in _CHOSEN):
-        return None
-    if not hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        return None
-    file = pressure_file()
-    return None if file is None else Adapter(file, BriefWaits())
 
 
 def pressure_file() -> Path | None:
