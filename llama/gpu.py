@@ -2,38 +2,41 @@
 
 In: a rank's device, type and sizes, then its model. Out: its `KernelSet` and a recorder of graphs,
 on every rank alike, with at most one warning for each that names what was dropped and why.
-`llama.ops.triton.stamp` has them checked, in other processes, and keeps the result.
+`llama.ops.triton.selfcheck_cache` has them checked, in other processes, and keeps the result.
 
 LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph all others.
 """
 
 import os
 import warnings
+from dataclasses import replace
 
 import torch
 
-from llama.device import DTYPES, current
+from llama.device import DTYPES, current, dtype_name
 from llama.engine import graph_check
 from llama.engine.graphs import CudaRecorder, Recorder
 from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
-from llama.ops.triton import kernels
-from llama.ops.triton.cases import Sizes
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.triton import selfcheck_cache
+from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
+from llama.ops.triton.selfcheck import Job
+from llama.ops.triton.selfcheck_cache import CheckResult
 from llama.ranks.collectives import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
-_NAMES = (*kernels.NAMES, graph_check.NAME)
+_ALL = (*NAMES, graph_check.NAME)
 
 
 def asked_for() -> frozenset[str]:
     """What the user allows. ValueError if LLAMA_GPU_KERNELS names something that there is not."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
-        return frozenset(_NAMES)
+        return frozenset(_ALL)
     names = frozenset() if text == "none" else frozenset(text.replace(" ", "").split(","))
-    if unknown := sorted(names - set(_NAMES)):
-        raise ValueError(f"{VARIABLE} names {unknown}: give 'none', or some of {', '.join(_NAMES)}")
+    if unknown := sorted(names - set(_ALL)):
+        raise ValueError(f"{VARIABLE} names {unknown}: give 'none', or some of {', '.join(_ALL)}")
     return names
 
 
@@ -47,47 +50,42 @@ def kernels_for(
 ) -> KernelSet:
     """The kernels that pass their check on all ranks, or have passed it before.
 
-    None off CUDA. The first time on a machine it takes ten seconds or more.
+    None off CUDA. The first time on a machine it takes a minute.
     """
     if device.type != "cuda":
         return TORCH_ONLY
-    from llama.ops.triton import stamp
-
-    name = next(name for name, value in DTYPES.items() if value is dtype)
-    verdict = stamp.Verdict({}, [])
-    if allowed and stamp.not_for(device) is None:
-        sizes = sizes_of(params, parallel.size, page_size)
-        verdict = stamp.settle(stamp.Job(str(device), name, sizes, stamp.names_for(name)))
-    own = allowed & set(verdict.passed)
+    job = job_for(params, parallel.size, device, dtype, page_size)
+    result = CheckResult()
+    if allowed and selfcheck_cache.not_for(device) is None:
+        result = selfcheck_cache.load_or_check(job)
+    own = allowed & set(result.passed)
     if "attention" in own:
         try:
-            compile_ahead(params, parallel.size, device, dtype)
+            compile_ahead(job)
         except Exception as e:  # of a compiler or the driver: torch has an attention of its own
             own -= {"attention"}
-            verdict.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
-    everywhere = [x for x in kernels.NAMES if parallel.all_reduce_min(int(x in own))]
+            result.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
+    everywhere = [x for x in NAMES if parallel.all_reduce_min(int(x in own))]
     dropped = dict.fromkeys(own - set(everywhere), "another rank dropped it")
-    dropped |= {x: reason for x, reason in verdict.dropped.items() if x in allowed}
+    dropped |= {x: reason for x, reason in result.failed.items() if x in allowed}
     if dropped and parallel.global_rank == 0:
         reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))
         warnings.warn(f"torch runs in place of kernels for the GPU: {reasons}", stacklevel=2)
-    return stamp.kernel_set(dtype, verdict, everywhere)
+    return result.kernels(job.dtype, everywhere)
 
 
-def compile_ahead(params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
+def compile_ahead(job: Job) -> None:
     """Compile the kernels of which there are several, so that no step waits for a compiler: decode
     attention has one for each number of parts that keys are divided into."""
     from llama.ops.triton import attention
 
-    n_heads, n_kv_heads = params.n_heads // ranks, max(1, params.kv_heads // ranks)
-    cache = torch.zeros(2, 1, 16, n_kv_heads, params.head_dim, dtype=dtype, device=device)
-    with current(device):
-        for n in attention.decode_variants(n_kv_heads):
-            queries = torch.zeros(n, n_heads, params.head_dim, dtype=dtype, device=device)
-            table = torch.zeros(n, 1, dtype=torch.int64, device=device)
-            starts = torch.arange(n + 1, device=device)
-            lens = torch.ones(n, dtype=torch.int64, device=device)
-            attention.paged_attention(queries, cache, table, starts, lens, n)
+    with current(torch.device(job.device)), torch.device(job.device):
+        sizes = job.page_size, job.n_kv_heads, job.head_dim
+        cache = torch.zeros(2, 1, *sizes, dtype=DTYPES[job.dtype])
+        for n in attention.decode_variants(job.n_kv_heads):
+            queries = torch.zeros(n, job.n_heads, job.head_dim, dtype=cache.dtype)
+            table, lens = torch.zeros(n, 1, dtype=torch.int64), torch.ones(n, dtype=torch.int64)
+            attention.paged_attention(queries, cache, table, torch.arange(n + 1), lens, n)
 
 
 def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
@@ -99,11 +97,14 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
     if device.type != "cuda":
         return None
     is_allowed = graph_check.NAME in asked_for()
-    reason = _why_no_graphs(model, page_size) if is_allowed else f"{VARIABLE} leaves them out"
-    if parallel.size > 1 and not reason:
-        is_on_nccl = parallel.is_on_nccl
-        reason = graph_check.try_collectives(model) if is_on_nccl else "the ranks are not on nccl"
-    if parallel.all_reduce_min(int(not reason)):
+    reason = why_no_graphs(model, page_size) if is_allowed else f"{VARIABLE} leaves them out"
+    if parallel.size > 1 and not reason and not parallel.is_on_nccl:
+        reason = "the ranks are not on nccl"
+    passed = parallel.all_reduce_min(int(not reason))
+    if passed and parallel.size > 1:
+        reason = graph_check.try_collectives(model)
+        passed = parallel.all_reduce_min(int(not reason))
+    if passed:
         return CudaRecorder(device)
     if is_allowed and parallel.global_rank == 0:
         reason = reason or "another rank dropped them"
@@ -111,37 +112,29 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
     return None
 
 
-def _why_no_graphs(model: Transformer, page_size: int) -> str | None:
-    """None where they passed, with the kernels that are in use."""
-    from llama.ops.triton import stamp
-
-    device, dtype = model.norm.weight.device, model.norm.weight.dtype
-    name = next(name for name, value in DTYPES.items() if value is dtype)
-    sizes = sizes_of(model.params, model.parallel.size, page_size)
-    in_use = tuple(sorted(model.kernels.names))
-    job = stamp.Job(str(device), name, sizes, (graph_check.NAME,), in_use)
-    verdict = stamp.settle(job, graph_check.CHILD)
-    return verdict.reasons.get(graph_check.NAME, "they were not checked")
+def why_no_graphs(model: Transformer, page_size: int) -> str | None:
+    """None where they passed, with the kernels that the model runs."""
+    weight, in_use = model.norm.weight, tuple(sorted(model.kernels.names))
+    job = job_for(model.params, model.parallel.size, weight.device, weight.dtype, page_size)
+    job = replace(job, names=(graph_check.NAME,), in_use=in_use)
+    return selfcheck_cache.load_or_check(job, graph_check.PROGRAM).reasons[graph_check.NAME]
 
 
-def sizes_of(params: ModelArgs, ranks: int, page_size: int) -> Sizes:
-    """What one of `ranks` ranks computes with."""
-    return Sizes(
-        dim=params.dim,
-        n_heads=params.n_heads // ranks,
-        n_kv_heads=max(1, params.kv_heads // ranks),
-        head_dim=params.head_dim,
-        ffn_dim=params.ffn_dim // ranks,
-        vocab_size=params.vocab_size,
-        vocab_rows=params.vocab_size // ranks,
-        page_size=page_size,
-        eps=params.norm_eps,
-    )
+def job_for(
+    params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype, page_size: int
+) -> Job:
+    """The check of what one of `ranks` ranks computes with."""
+    name, plan = dtype_name(dtype), LayerPlan.of(params, ranks)
+    return Job(
+        str(device), name, selfcheck_cache.names_for(name), plan.dim, plan.n_heads,
+        plan.n_kv_heads, plan.head_dim, plan.ffn_dim, vocab_size=params.vocab_size,
+        vocab_rows=params.vocab_size // ranks, page_size=page_size,
+    )  # fmt: skip
 
 
 def describe(model: Transformer) -> str:
     """The kernels that a model on a GPU runs, for the line that a build prints."""
     if model.norm.weight.device.type != "cuda":
         return ""
-    names = [name for name in kernels.NAMES if name in model.kernels.names]
+    names = [name for name in NAMES if name in model.kernels.names]
     return f", kernels {'+'.join(names)}" if names else ", torch's kernels"

@@ -8,18 +8,22 @@ import pytest
 import torch
 
 from llama.cli import doctor
+from llama.engine import graph_check
 from llama.gpu import (
     VARIABLE,
     asked_for,
     compile_ahead,
     describe,
+    job_for,
     kernels_for,
     recorder_for,
 )
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
-from llama.ops.triton import kernels, stamp
+from llama.ops.triton import kernels, selfcheck_cache
 from llama.ops.triton.kernels import KernelSet
+from llama.ops.triton.selfcheck import Job
+from llama.ops.triton.selfcheck_cache import CheckResult
 from llama.ranks.collectives import ModelParallel
 
 GPU = torch.device("cuda", 7)
@@ -42,18 +46,18 @@ class Rank(ModelParallel):
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(reasons): the self-check finds that -> the jobs that it got."""
-    jobs: list[stamp.Job] = []
+    jobs: list[Job] = []
 
-    def install(reasons: dict[str, str]) -> list[stamp.Job]:
-        def settle(job: stamp.Job, command: tuple[str, ...] = ()) -> stamp.Verdict:
+    def install(reasons: dict[str, str]) -> list[Job]:
+        def load_or_check(job: Job, program: object = ()) -> CheckResult:
             jobs.append(job)
-            return stamp.Verdict({name: reasons.get(name) for name in job.names}, [])
+            return CheckResult({name: reasons.get(name) for name in job.names})
 
-        monkeypatch.setattr(stamp, "settle", settle)
+        monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
         return jobs
 
     monkeypatch.setattr("llama.gpu.compile_ahead", lambda *sizes: None)
-    monkeypatch.setattr(stamp, "not_for", lambda device: None)
+    monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
     return install
 
 
@@ -77,8 +81,8 @@ def test_what_fails_is_dropped_with_one_warning(gpu):
     assert found == ALL - {"linear", "sample"}
     assert describe(model_with(found)) == ", kernels attention+add_norm+rope_and_store+silu_mul"
     (job,) = jobs
-    assert job.names == stamp.names_for("bf16")
-    assert (job.sizes.n_heads, job.sizes.n_kv_heads, job.sizes.head_dim) == (8, 2, 16)
+    assert job.names == kernels.NAMES
+    assert (job.n_heads, job.n_kv_heads, job.head_dim) == (8, 2, 16)
 
 
 def test_ranks_use_the_same_kernels(gpu):
@@ -123,15 +127,16 @@ def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
     assert use(Rank()) == frozenset() and not jobs
 
 
-def test_doctor_shows_the_stamps(monkeypatch):
-    monkeypatch.setattr(stamp, "not_for", lambda device: None)
-    monkeypatch.setattr(stamp, "gpu_name", lambda device: "a GPU")
-    monkeypatch.setattr(stamp, "stamps", list)
+def test_doctor_shows_what_checks_have_found(monkeypatch):
+    monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
+    monkeypatch.setattr(selfcheck_cache, "gpu_name", lambda device: "a GPU")
+    monkeypatch.setattr(selfcheck_cache, "known_results", list)
     assert "not checked yet" in next(doctor._gpu_kernels(GPU)).text
-    key = {"gpu": "a GPU", "dtype": "bf16", "sizes": {"dim": 128, "n_heads": 8}}
-    verdict = stamp.Verdict({"attention": None, "sample": "it hangs"}, [])
-    monkeypatch.setattr(stamp, "stamps", lambda: [(key, verdict), (key | {"gpu": "b"}, verdict)])
-    monkeypatch.setattr(stamp, "is_current", lambda key, device: True)
+    key = {"gpu": "a GPU", "dtype": "bf16", "dim": 128, "n_heads": 8}
+    result = CheckResult({"attention": None, "sample": "it hangs"})
+    known = [(key, result), (key | {"gpu": "b"}, result)]
+    monkeypatch.setattr(selfcheck_cache, "known_results", lambda: known)
+    monkeypatch.setattr(selfcheck_cache, "is_current", lambda key, device: True)
     facts = list(doctor._gpu_kernels(GPU))
     assert [fact.text for fact in facts] == [
         "bf16, dim 128, 8 heads: attention",
@@ -208,6 +213,70 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
             assert recorder(monkeypatch, rank) is None
 
 
+class Pair(ModelParallel):
+    """One of two ranks; `others` are the other's answers each time that they agree on something."""
+
+    def __init__(self, others: list[int]) -> None:
+        super().__init__(size=2)
+        self.__dict__.update(others=others, said=[])
+
+    def all_reduce_min(self, value: int) -> int:
+        self.__dict__["said"].append(value)
+        return min(value, self.__dict__["others"].pop(0))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "others", "said", "replays", "reason"),
+    [
+        (None, [1, 1], [1, 1], 2, None),
+        (None, [0], [1], 0, None),  # the other could not capture: nobody waits for it in a sum
+        (None, [1, 0], [1, 1], 1, None),
+        ("capture", [1], [0], 0, "a sum over the ranks cannot be captured: not here"),
+        ("sum", [1, 1], [1, 0], 1, "a captured sum over the ranks is wrong"),
+    ],
+)
+def test_ranks_take_each_step_of_a_captured_sum_together(
+    monkeypatch, fault, others, said, replays, reason
+):
+    count = 0
+
+    class Sums(Recorder):
+        def record(self, function, inputs):
+            if fault == "capture":
+                raise RuntimeError("not here\nand more")
+            (out,) = function()
+
+            def replay() -> None:
+                nonlocal count
+                count += 1
+                out.copy_(inputs[0] * (3 if fault == "sum" else 2))
+
+            return (out,), replay
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(graph_check, "CudaRecorder", Sums)
+    parallel: Any = Pair(others)
+    model = model_with((), parallel, torch.device("cpu"))
+    model.norm.weight = torch.ones(1, dtype=torch.bfloat16)
+    assert graph_check.try_collectives(model) == reason
+    assert (parallel.said, count) == (said, replays)
+
+
+def test_no_rank_tries_sums_where_another_has_dropped_graphs(gpu, monkeypatch):
+    gpu({})
+    monkeypatch.setattr(Rank, "is_on_nccl", True, raising=False)
+    monkeypatch.setattr(graph_check, "try_collectives", None)
+    rank = Rank(0)
+    object.__setattr__(rank, "size", 2)
+    with pytest.warns(UserWarning, match="another rank dropped them"):
+        assert recorder(monkeypatch, rank) is None
+
+
 def test_graphs_can_be_turned_off(gpu, monkeypatch):
     jobs = gpu({"graph": "never asked"})
     monkeypatch.setenv(VARIABLE, "attention,sample")
@@ -228,7 +297,6 @@ def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
 
     monkeypatch.setattr(attention, "_PROGRAMS", 8)
     monkeypatch.setattr(attention, "paged_attention", watched)
-    cpu = torch.device("cpu")
-    compile_ahead(PARAMS, 1, cpu, torch.float32)
+    compile_ahead(job_for(PARAMS, 1, torch.device("cpu"), torch.float32, 16))
     possible = {attention.num_splits(n, 2) for n in range(1, 65)}
     assert len(possible) > 2 and set(compiled) == possible

@@ -131,21 +131,20 @@ def _device(name: str | None) -> Iterator[Fact]:
 
 def _gpu_kernels(device: "torch.device") -> Iterator[Fact]:
     """What the self-check has found on such a GPU, for each model and type that was built."""
-    from llama.ops.triton import stamp
+    from llama.ops.triton import selfcheck_cache
 
-    if reason := stamp.not_for(device):
+    if reason := selfcheck_cache.not_for(device):
         yield Fact("gpu kernels", f"torch's: this project's are not used, as {reason}")
         return
-    found = [(key, verdict) for key, verdict in stamp.stamps()
-             if key["gpu"] == stamp.gpu_name(device)]  # fmt: skip
+    name = selfcheck_cache.gpu_name(device)
+    found = [(k, result) for k, result in selfcheck_cache.known_results() if k["gpu"] == name]
     if not found:
         yield Fact("gpu kernels", "not checked yet: the first build on this GPU does it")
-    for key, verdict in found:
-        current = "" if stamp.is_current(key, device) else ", of an older version"
-        sizes = key["sizes"]
-        what = f"{key['dtype']}, dim {sizes['dim']}, {sizes['n_heads']} heads{current}"
-        yield Fact("gpu kernels", f"{what}: {', '.join(verdict.passed) or 'none'}")
-        for name, why in verdict.dropped.items():
+    for key, result in found:
+        current = "" if selfcheck_cache.is_current(key, device) else ", of an older version"
+        what = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads{current}"
+        yield Fact("gpu kernels", f"{what}: {', '.join(result.passed) or 'none'}")
+        for name, why in result.failed.items():
             yield Fact("gpu kernels", f"{what}: torch runs in place of {name}: {why}",
                        problem=not current)  # fmt: skip
 

@@ -2,21 +2,20 @@
 
     python -m llama.engine.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In: a job as JSON, as for `llama.ops.triton.check`. Out: a line of JSON with the reason why they may
-not, or null. Two layers of the model's sizes are run both ways, in a process of its own, as a wrong
-graph can hang or end it. What that does not show is captured collectives: ranks try those together,
-in their own processes, where each wait has a limit.
+In and out: as `llama.ops.triton.selfcheck`, with "graph" for the name of a kernel. Two layers of
+the model's sizes are run both ways, in a process of its own, as a wrong graph can hang or end it.
+What that does not show is captured collectives: ranks try those together, in their own processes,
+where each wait has a limit.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.device import DTYPES
+from llama.device import DTYPES, current
 from llama.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from llama.engine.rows import SAMPLE_ONE
 from llama.engine.sampler import top_ids
@@ -24,11 +23,12 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
-from llama.ops.triton import check
+from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import KernelSet
+from llama.ops.triton.selfcheck import Choice, Job
 
 NAME = "graph"
-CHILD = ("-m", "llama.engine.graph_check")
+PROGRAM = ("-m", "llama.engine.graph_check")
 _LENGTHS = (1, 15, 16, 17, 100, 255, 300, 1025, 1500)
 _MOST_VOCABULARY = 8192  # of the model that is tried: its matrices are not what graphs get wrong
 _TOLERANCE = 2e-2  # of float32 logits of 16-bit weights, where the library may choose other sums
@@ -96,51 +96,47 @@ def _expect_close(what: str, found: Tensor, wanted: Tensor) -> None:
 
 
 def try_collectives(model: Transformer) -> str | None:
-    """Why this group's sums cannot be part of a graph; None where they can. All ranks call it."""
-    device = model.norm.weight.device
-    x = torch.zeros(8, 64, dtype=model.norm.weight.dtype, device=device)
-    recorder = CudaRecorder(device)
-    try:
-        (out,), replay = recorder.record(lambda: (model.parallel.all_reduce(x.clone()),), [x])
+    """Why sums over the ranks cannot be part of a graph; None where they can.
+
+    All ranks call it. They agree before each step that waits for the others on the device, so that
+    one which cannot take it keeps nobody waiting, and the watch sees who does not come.
+    """
+    parallel, weight = model.parallel, model.norm.weight
+    x = torch.zeros(8, 64, dtype=weight.dtype, device=weight.device)
+    reason = None
+    with parallel.step(), current(weight.device):
+        recorder = CudaRecorder(weight.device)
+        try:
+            (out,), replay = recorder.record(lambda: (parallel.all_reduce(x.clone()),), [x])
+        except RuntimeError as e:
+            reason = f"a sum over the ranks cannot be captured: {e}".partition("\n")[0][:300]
         for value in (1.0, 3.0):
+            if not parallel.all_reduce_min(int(reason is None)):
+                break
             x.fill_(value)
             replay()
-            if not bool((out == value * model.parallel.size).all()):
-                return "a captured sum over the ranks is wrong"
-    except RuntimeError as e:
-        return f"a sum over the ranks cannot be captured: {e}".partition("\n")[0][:300]
-    finally:
+            if not bool((out == value * parallel.size).all()):
+                reason = "a captured sum over the ranks is wrong"
         recorder.close()
-    return None
+    return reason
 
 
-def main(arguments: Seq[str]) -> int:
-    """The child: one line of JSON that it runs, one with the reason why graphs are out, or null."""
-    job = check.Job.from_json(arguments[0])
-    device, sizes = torch.device(job.device), job.sizes
+def check_graphs(job: Job, _: str) -> list[Choice]:
+    """Two layers of a model of the job's sizes, with a rank's heads and the model dim that goes
+    with them."""
     dtype = DTYPES[job.dtype]
-    check.say(started=True)
-    args = ModelArgs(  # a rank's heads and their size; the model dim is what goes with them
-        dim=sizes.n_heads * sizes.head_dim, n_layers=2,
-        n_heads=sizes.n_heads, n_kv_heads=sizes.n_kv_heads,
-        vocab_size=min(sizes.vocab_size, _MOST_VOCABULARY), norm_eps=sizes.eps,
-        multiple_of=1, max_seq_len=2048, max_batch_size=64,
+    args = ModelArgs(
+        dim=job.n_heads * job.head_dim, n_layers=2, n_heads=job.n_heads, n_kv_heads=job.n_kv_heads,
+        vocab_size=min(job.vocab_size, _MOST_VOCABULARY), multiple_of=1,
+        max_seq_len=2048, max_batch_size=64,
     )  # fmt: skip
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        model = Transformer(args, dtype=dtype, device=device)
-        model.use_kernels(KernelSet(frozenset(job.in_use), frozenset({dtype})))
-        for weight in model.parameters():
-            weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
-        compare(model, CudaRecorder(device), sizes.page_size)
-        reason = None
-    except Exception as e:  # whatever it is: graphs are not used
-        reason = check.words_of(e)
-    check.say(kernel=NAME, reason=reason)
-    return 0
+    model = Transformer(args, dtype=dtype, device=job.device)
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
+    model.use_kernels(KernelSet(frozenset(job.in_use), frozenset({dtype})))
+    compare(model, CudaRecorder(torch.device(job.device)), job.page_size)
+    return []
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(selfcheck.run(sys.argv[1], check_graphs))

@@ -33,7 +33,7 @@ from bench.shapes import (
 from llama import Llama, ModelArgs, SamplingParams, gpu
 from llama.engine import graph_check
 from llama.engine.core import PAGE_SIZE
-from llama.ops.triton import stamp
+from llama.ops.triton import selfcheck_cache
 from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each section, in the order in which they run
@@ -71,23 +71,21 @@ def checks(at: Section) -> None:
     """The self-check of each kernel and of graphs, at the 8B's sizes and the 1B's."""
     for shape in ("8b", "1b"):
         model = at.model(shape, 64, 1)
-        sizes = gpu.sizes_of(model.params, 1, PAGE_SIZE)
-        dtype = "fp32" if at.dry else "bf16"
-        names = stamp.names_for(dtype)
+        job = gpu.job_for(model.params, 1, at.device, at.dtype, PAGE_SIZE)
         if at.dry:
-            sizes, names = replace(sizes, lengths=(1, 17)), DRY_KERNELS
+            job = replace(job, lengths=(1, 17), names=DRY_KERNELS)
         began = time.perf_counter()
-        verdict = stamp.settle(stamp.Job(str(at.device), dtype, sizes, names))
-        for name in names:
-            _say_checked(at, f"{shape} {name}", verdict.reasons[name])
-        for n, k, m, tile in verdict.tiles:
-            at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile) if tile else "the library's")
-        job = stamp.Job(str(at.device), dtype, sizes, (graph_check.NAME,), tuple(verdict.passed))
+        result = selfcheck_cache.load_or_check(job)
+        for name in job.names:
+            _say_checked(at, f"{shape} {name}", result.reasons[name])
+        for (n, k, m), tile in result.tiles.items():
+            at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile))
         if at.dry:
             graph_check.compare(model, Again(), PAGE_SIZE)
             reason = None
         else:
-            reason = stamp.settle(job, graph_check.CHILD).reasons[graph_check.NAME]
+            model.use_kernels(result.kernels(job.dtype, job.names))
+            reason = gpu.why_no_graphs(model, PAGE_SIZE)
         _say_checked(at, f"{shape} graphs", reason)
         at.say(f"{shape} check", time.perf_counter() - began, "s")
 

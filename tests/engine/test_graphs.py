@@ -1,6 +1,7 @@
 """Steps of fixed shape, without a GPU: a tape replays what a CUDA graph would, and the answers are
 those of the steps that run operator by operator; what a graph cannot capture is found."""
 
+import json
 import random
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from helpers.tape import NotCapturable, TapeRecorder
+from llama.engine import graph_check
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
 from llama.engine.graphs import StaticBatch, bucket_of, is_decode
@@ -18,7 +20,9 @@ from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.batch import Batch
+from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ops.triton.selfcheck import Job
 
 PAGE = 4
 
@@ -293,6 +297,25 @@ def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
     else:
         with pytest.raises(ArithmeticError, match={"cache": "keys"}.get(fault, fault)):
             compare(model, recorder, PAGE)
+
+
+def test_the_program_tries_the_sizes_and_kernels_of_its_job(monkeypatch, capsys):
+    job = Job(
+        "cpu", "bf16", ("graph",), dim=96, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=64,
+        vocab_size=300, vocab_rows=150, page_size=PAGE, in_use=("sample",),
+    )  # fmt: skip
+    tried = []
+
+    def wrong(model, recorder, page_size):
+        tried.append((model.params.n_heads, model.params.head_dim, model.kernels.names, page_size))
+        raise ArithmeticError("logits are off by 1")
+
+    monkeypatch.setattr(graph_check, "CudaRecorder", lambda device: None)
+    for found, reason in ((wrong, "logits are off by 1"), (lambda *_: None, None)):
+        monkeypatch.setattr(graph_check, "compare", found)
+        assert selfcheck.run(job.to_json(), graph_check.check_graphs) == 0
+        assert json.loads(capsys.readouterr().out)["reasons"] == {"graph": reason}
+    assert tried == [(4, 16, {"sample"}, PAGE)]
 
 
 def test_a_hook_that_comes_later_is_called(model):

@@ -1,0 +1,356 @@
+"""The self-check of the GPU's kernels: a program, in a process that a wrong kernel may end.
+
+    python -m llama.ops.triton.selfcheck '{"device": "cuda:0", "dtype": "bf16", ...}'
+
+In: a job, as JSON. Out: a line of JSON with the reason why each kernel must not be used, or null,
+and the tiles that are fastest. An illegal access or a hang ends or holds up this process alone;
+selfcheck_cache.py, which starts it, sees to the rest.
+
+Each op runs with its kernel and without. The torch body in float64 says what is right, and the one
+in the model's type how far rounding leads from it; a kernel may be a few times as far. Memory that
+a kernel should fill is filled with NaN before. Inputs are random, but the same in every process.
+
+Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary, P pages, S slots
+per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
+"""
+
+import itertools
+import json
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama.device import DTYPES
+from llama.ops.attention import paged_attention
+from llama.ops.batch import Batch
+from llama.ops.linear import linear
+from llama.ops.norm import add_norm, rms_norm
+from llama.ops.rope import precompute_freqs_cis, rope_and_store
+from llama.ops.sample import SamplingRow, choose_ids
+from llama.ops.swiglu import silu_mul
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Tile
+
+Results = tuple[Tensor, ...]
+Choice = tuple[int, int, int, Tile]  # N, K, M, and the tile that is fastest for them
+
+LENGTHS = (1, 15, 16, 17, 255, 4097)
+_PADDING_ROWS = 2
+_PLANE = 2**31  # numbers of keys in a layer's cache, from which on an offset needs 64 bits
+_FACTOR = 3  # times as far from what is right as the torch body
+_FLOORS = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}  # always allowed
+_COLD_BYTES = 256 << 20  # of weights that take turns: more than a GPU's cache holds
+_GAIN = 0.97  # of cuBLAS's time that a tile must stay below, to be worth it
+
+
+@dataclass(frozen=True)
+class Job:
+    """Kernels to check by name, on one device, in one type, at the sizes of a model on one rank."""
+
+    device: str
+    dtype: str  # one of llama.device.DTYPES
+    names: tuple[str, ...]
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    vocab_rows: int  # of the head on this rank
+    page_size: int
+    lengths: tuple[int, ...] = LENGTHS  # of sequences
+    in_use: tuple[str, ...] = ()  # kernels that run while something else is checked
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        values: dict[str, Any] = json.loads(text)
+        lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+        return cls(**values | lists)
+
+
+class Case(NamedTuple):
+    """An op, which is also given `kernels=` and returns all that it writes, and its inputs.
+
+    small: inputs with the same results. Where they are given, only the kernel runs, on both.
+    """
+
+    what: str
+    op: Callable[..., Tensor | Results]
+    inputs: Sequence[Any]
+    small: Sequence[Any] | None = None
+
+
+class Cases:
+    """A job's cases: a method for each kernel, by its name."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.device, self.dtype = job, torch.device(job.device), DTYPES[job.dtype]
+        self._generator = torch.Generator(self.device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        values = torch.randn(*shape, generator=self._generator, device=self.device)
+        return values.to(dtype or self.dtype)
+
+    def _whole(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _cache(self, num_pages: int) -> Tensor:
+        return self.normal(2, num_pages, self.job.page_size, self.job.n_kv_heads, self.job.head_dim)
+
+    def _large_caches(self, small: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+        """Caches a little below and above _PLANE with `small` in their last pages, if they have
+        room. Each with the number of its first such page."""
+        if self.device.type != "cuda":
+            return
+        per_page = math.prod(small.shape[2:])
+        for num_pages in (_PLANE // per_page - 1, _PLANE // per_page + small.shape[1]):
+            num_bytes = 2 * num_pages * per_page * small.element_size()
+            if num_bytes > torch.cuda.mem_get_info(self.device)[0] // 2:
+                continue
+            large = small.new_empty(2, num_pages, *small.shape[2:])
+            offset = num_pages - small.shape[1]
+            large[:, offset:] = small
+            yield f"a cache of {num_pages:,} pages", large, offset
+            del large
+            torch.cuda.empty_cache()
+
+    def attention(self) -> Iterator[Case]:
+        """Decode with padding, decode as a static batch, mixed with prefill, and far into a cache.
+
+        Padding rows share the last page.
+        """
+        job, lengths = self.job, [*self.job.lengths, *[1] * _PADDING_ROWS]
+        held = [-(-n // job.page_size) for n in job.lengths]
+        order = random.Random(1).sample(range(sum(held)), sum(held))
+        pages = [[order.pop() for _ in range(n)] for n in held] + [[sum(held)]] * _PADDING_ROWS
+        table = self._whole([row + [0] * (max(held) - len(row)) for row in pages])
+        cache = self._cache(sum(held) + 1)
+        full, ones = [max(held) * job.page_size] * len(lengths), [1] * len(lengths)
+        news = [min(n, 1 + 37 * i) for i, n in enumerate(lengths)]
+        rows = sorted(range(len(lengths)), key=lambda i: news[i] > 1)  # those of one token first
+        mixed = [lengths[i] for i in rows], [news[i] for i in rows]
+
+        def inputs(cache: Tensor, table: Tensor, lens: Any, counts: Any, shown: Any) -> Any:
+            none, starts = self._whole([]), self._whole([0, *itertools.accumulate(counts)])
+            batch = Batch(none, none, table, starts, self._whole(lens), none, counts, shown)
+            return self.normal(sum(counts), job.n_heads, job.head_dim), cache, batch
+
+        yield Case("decode", paged_attention, inputs(cache, table, lengths, ones, lengths))
+        yield Case("a static batch", paged_attention, inputs(cache, table, lengths, ones, full))
+        yield Case("prefill", paged_attention, inputs(cache, table[rows], *mixed, mixed[0]))
+        for what, large, offset in self._large_caches(cache):
+            queries, *small = inputs(cache, table, lengths, ones, lengths)
+            _, *rest = inputs(large, table + offset, lengths, ones, lengths)
+            yield Case(what, paged_attention, (queries, *rest), (queries, *small))
+
+    def add_norm(self) -> Iterator[Case]:
+        weight = self.normal(self.job.dim)
+        for rows in (1, 17):
+            x, delta = self.normal(rows, self.job.dim), self.normal(rows, self.job.dim)
+            yield Case(f"{rows} rows", rms_norm, (x, weight, 1e-5))
+            yield Case(f"{rows} rows, with a residual", add_norm, (x, delta, weight, 1e-5))
+
+    def rope_and_store(self) -> Iterator[Case]:
+        """A step's tokens, two padding rows among them, into a cache and far into a large one."""
+        job, num_pages, tokens = self.job, 9, 17
+        first = max(job.lengths) - 5
+        freqs = precompute_freqs_cis(job.head_dim, first + tokens, 5e5, None)[first:]
+        last = (num_pages - 1) * job.page_size
+        slots = [*random.Random(2).sample(range(last), tokens - 2), last, last + 1]
+        heads = job.n_heads + 2 * job.n_kv_heads
+        rows = self.normal(tokens, heads, job.head_dim), freqs.to(self.device)
+        small = *rows, self._cache(num_pages), self._whole(slots)
+        yield Case(f"{tokens} tokens", _rope, small)
+        for what, large, offset in self._large_caches(small[2]):
+            inputs = *rows, large, small[3] + offset * job.page_size
+            yield Case(what, _rope_and_read, inputs, small)
+
+    def silu_mul(self) -> Iterator[Case]:
+        for rows in (1, 17):
+            yield Case(f"{rows} rows", silu_mul, (self.normal(rows, 2 * self.job.ffn_dim),))
+
+    def sample(self) -> Iterator[Case]:
+        """Filters that keep few tokens, where one too many shows, and many; ties; peaked and flat
+        rows, greedy, plain and filtered, and rows without a finite maximum."""
+        kinds = [
+            None, SamplingRow(), SamplingRow(0.7), SamplingRow(top_p=0.9),
+            SamplingRow(0.6, top_p=0.95),
+            SamplingRow(2.0, top_k=2), SamplingRow(2.0, top_k=3, top_p=0.5), SamplingRow(top_p=0.2),
+            SamplingRow(top_k=40), SamplingRow(min_p=0.3), SamplingRow(1.3, 0.01, 64, 0.8),
+            SamplingRow(3.0, top_k=1), SamplingRow(3.0, top_k=4), SamplingRow(3.0, top_k=5),
+        ]  # fmt: skip
+        repeats = 8 if self.device.type == "cuda" else 1  # Triton's interpreter is slow
+        for rows in (1, repeats * len(kinds) + 2):
+            logits = self.normal(rows, self.job.vocab_size, dtype=torch.bfloat16).float()
+            logits[::2] *= 4
+            logits[-1, ::7] = -math.inf
+            if rows > 1:
+                logits[0, 0], logits[1] = math.nan, -math.inf
+            chosen = [kinds[(i + 5) % len(kinds)] for i in range(rows)]
+            seeds = [2**40 + 7 * i for i in range(rows)], list(range(rows))
+            yield Case(f"{rows} rows", choose_ids, (logits, chosen, *seeds))
+            yield Case(f"{rows} greedy rows", choose_ids, (logits, [None] * rows, *seeds))
+
+    def linear(self) -> Iterator[Case]:
+        """Every tile of every product."""
+        for n, k, m, tiles in self.products():
+            x, weight = self.normal(m, k), self.normal(n, k)
+            for tile in tiles:
+                what = f"{m} rows times {n} x {k} with {tuple(tile)}"
+                yield Case(what, partial(_product, tile), (x, weight))
+
+    def products(self) -> Iterator[tuple[int, int, int, list[Tile]]]:
+        """N, K, M and tiles, for wqkv, wo, w13, w2 and the head."""
+        from llama.ops.triton.linear import BUCKETS, candidates
+
+        job, inner = self.job, self.job.n_heads * self.job.head_dim
+        qkv = inner + 2 * job.n_kv_heads * job.head_dim
+        shapes = {
+            (qkv, job.dim), (job.dim, inner), (2 * job.ffn_dim, job.dim), (job.dim, job.ffn_dim),
+            (job.vocab_rows, job.dim),
+        }  # fmt: skip
+        for (n, k), m in itertools.product(sorted(shapes), BUCKETS):
+            yield n, k, m, candidates(n, k, m)
+
+
+def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet) -> Results:
+    """The queries, and a copy of the cache with what was stored."""
+    cache = cache.clone()
+    return rope_and_store(qkv, freqs, cache, slots, kernels), cache
+
+
+def _rope_and_read(
+    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet
+) -> Results:
+    """The queries, and what the slots hold afterwards."""
+    queries = rope_and_store(qkv, freqs, cache, slots, kernels)
+    return queries, torch.stack([plane.flatten(0, 1)[slots] for plane in cache])
+
+
+def _product(tile: Tile, x: Tensor, weight: Tensor, kernels: KernelSet) -> Tensor:
+    tiles = {(*weight.shape, len(x)): tile}
+    return linear(x, weight, kernels=replace(kernels, tiles=tiles))
+
+
+def check_kernel(job: Job, name: str) -> list[Choice]:
+    """An error if an op gives with its kernel something else than its torch body in any case; else
+    the tiles that are to be used with it."""
+    cases = Cases(job)
+    kernels = KernelSet(frozenset({name}), frozenset({cases.dtype}))
+    for case in getattr(cases, name)():
+        try:
+            _check_case(case, kernels, cases.dtype)
+        except (ArithmeticError, RuntimeError) as e:
+            e.args = (f"{case.what}: {e}",)  # of the same type: memory may be short only now
+            raise
+        del case  # before the next one is made: caches can be large
+    has_tiles = name == "linear" and cases.device.type == "cuda"
+    products = cases.products() if has_tiles else ()
+    found = [(n, k, m, fastest_tile(cases, n, k, m, tiles)) for n, k, m, tiles in products]
+    return [(n, k, m, tile) for n, k, m, tile in found if tile]
+
+
+def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
+    torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN
+    try:
+        found = _results(case.op, case.inputs, kernels)
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    if case.small is not None:
+        body = exact = _results(case.op, case.small, kernels)
+    else:
+        body = exact = _results(case.op, case.inputs)
+        if body[0].is_floating_point():
+            wide = [x.double() if _is_float(x) else x for x in case.inputs]
+            exact = _results(case.op, wide)
+    compare(found, exact, body, dtype)
+
+
+def _results(
+    op: Callable[..., Tensor | Results], inputs: Sequence[Any], kernels: KernelSet = TORCH_ONLY
+) -> Results:
+    results = op(*inputs, kernels=kernels)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def compare(found: Results, right: Results, body: Results, dtype: torch.dtype) -> None:
+    """ArithmeticError unless `found` is as near to `right` as the torch body, row by row; ids must
+    be equal."""
+    for i, (x, exact, rounded) in enumerate(zip(found, right, body, strict=True)):
+        if not x.is_floating_point():
+            if not torch.equal(x, exact):
+                raise ArithmeticError(f"{int((x != exact).sum())} of {x.numel()} ids differ")
+            continue
+        error = _row_error(x, exact)
+        allowed = max(_FACTOR * _row_error(rounded, exact), _FLOORS[dtype])
+        if not error <= allowed:  # NaN is not
+            raise ArithmeticError(f"result {i} is off by {error:.2g} where {allowed:.2g} may be")
+
+
+def _row_error(x: Tensor, exact: Tensor) -> float:
+    """The largest error of a row, relative to that row's length."""
+    exact = exact.double()
+    lengths = exact.norm(dim=-1).clamp(min=1e-6)
+    return float(((x.double() - exact).norm(dim=-1) / lengths).max())
+
+
+def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) -> Tile | None:
+    """The tile with the least time for M rows times a weight (N, K); None where cuBLAS is as fast.
+
+    Each time is that of one product per weight, in a graph, so that the host's does not count.
+    """
+    from triton.testing import do_bench_cudagraph
+
+    x, weight = cases.normal(m, k), cases.normal(n, k)
+    weights = [weight, *[weight.clone() for _ in range(_COLD_BYTES // weight.nbytes)]]
+
+    def products(kernels: KernelSet) -> None:
+        for weight in weights:
+            linear(x, weight, kernels=kernels)
+
+    own = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
+    ways = [TORCH_ONLY, *(replace(own, tiles={(n, k, m): tile}) for tile in tiles)]
+    times = [
+        do_bench_cudagraph(partial(products, way), rep=1, return_mode="median") for way in ways
+    ]
+    best = min(range(len(times)), key=times.__getitem__)
+    return tiles[best - 1] if best and times[best] < _GAIN * times[0] else None
+
+
+def run(argument: str, check: Callable[[Job, str], list[Choice]]) -> int:
+    """The program: `check` for each of the job's names, and a line of JSON on what came of it."""
+    warnings.simplefilter("ignore")
+    job = Job.from_json(argument)
+    if torch.device(job.device).type == "cuda":
+        torch.cuda.set_device(job.device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    reasons: dict[str, str | None] = dict.fromkeys(job.names)
+    tiles: list[Choice] = []
+    is_final = True
+    for name in job.names:
+        try:
+            tiles += check(job, name)
+        except Exception as e:  # whatever it is: this kernel is not used
+            kind = "" if isinstance(e, ArithmeticError) else f"{type(e).__name__}: "
+            reasons[name] = kind + " ".join(str(e).split())[:300]
+            is_final &= not isinstance(e, torch.OutOfMemoryError)
+    print(json.dumps({"reasons": reasons, "tiles": tiles, "is_final": is_final}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], check_kernel))

@@ -1,0 +1,327 @@
+"""The self-check and its cache, with real children: some pass, some are wrong, hang or die."""
+
+import json
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton's kernels need Triton")
+
+from llama.ops.cpu import native
+from llama.ops.sample import choose_ids
+from llama.ops.triton import attention, selfcheck
+from llama.ops.triton import linear as products
+from llama.ops.triton import selfcheck_cache as cached
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Tile
+from llama.ops.triton.selfcheck import Case, Cases, Job, check_kernel
+
+CPU = torch.device("cpu")
+TILE = [16, 32, 4, 3, True]
+
+# A child that finds that all is well, or what its own list says, and counts how often it was run.
+QUICK_CHILD = """
+import json, sys, time
+with open({log!r}, "a") as log:
+    log.write("x")
+time.sleep({pause})
+reasons = {{name: {reasons!r}.get(name) for name in json.loads(sys.argv[1])["names"]}}
+tiles = [[64, 32, 1, {tile}]] if "linear" in reasons else []
+is_final = "out of memory" not in reasons.values()
+print(json.dumps({{"reasons": reasons, "tiles": tiles, "is_final": is_final}}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "llama"
+
+
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """quick(pause=0, reasons={}): a check that runs that program -> how many children have run."""
+    log, program = tmp_path / "log", tmp_path / "child.py"
+
+    def install(pause: float = 0, reasons: dict[str, str] | None = None):
+        values = {"log": str(log), "pause": pause, "reasons": reasons or {}, "tile": TILE}
+        program.write_text(QUICK_CHILD.format(**values))
+        return lambda: len(log.read_text()) if log.exists() else 0
+
+    monkeypatch.setattr(cached, "load_or_check", partial(LOAD_OR_CHECK, program=[str(program)]))
+    return install
+
+
+LOAD_OR_CHECK = cached.load_or_check
+
+
+def job(*names: str) -> Job:
+    return Job(
+        "cpu", "fp16", names or ("attention", "sample", "linear"), dim=32, n_heads=4, n_kv_heads=2,
+        head_dim=16, ffn_dim=64, vocab_size=60, vocab_rows=60, page_size=16,
+        lengths=(1, 17),
+    )  # fmt: skip
+
+
+def test_a_job_is_the_same_after_its_way_to_a_child():
+    assert Job.from_json(job().to_json()) == job()
+
+
+def test_the_program_runs_whatever_the_folder(tmp_path, monkeypatch):
+    """In Triton's interpreter. A folder named llama, as in Meta's clone, is not what it runs; and
+    no g++: the CPU kernels are not for this."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "__init__.py").write_text("raise SystemExit('the wrong package')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert cached.check(job("silu_mul")).reasons == {"silu_mul": None}
+
+
+KERNELS = {  # what each kernel of a self-check must have launched
+    "attention": {"decode_kernel", "merge_kernel", "prefill_kernel"},
+    "add_norm": {"norm_kernel"},
+    "rope_and_store": {"rope_kernel"},
+    "silu_mul": {"silu_mul_kernel"},
+    "linear": {"dot_kernel", "vector_kernel"},
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name):
+    """In the interpreter; a product's tiles are far larger than these sizes, so two small ones."""
+    tiles = [Tile(16, 32, 4, 3, True), Tile(8, 32, 4, 2, False)]
+    monkeypatch.setattr(products, "candidates", lambda n, k, m: tiles[: 2 if m == 1 else 1])
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    assert check_kernel(job(name), name) == []
+    assert set(launches) == KERNELS[name]
+
+
+def test_sampling_is_checked_for_many_rows_at_once(monkeypatch):
+    """The kernels in the interpreter are slow, and tested elsewhere: the body stands for them."""
+    asked = []
+
+    def choose(logits, rows, *seeds, kernels):
+        asked.append((len(rows), len(set(rows)), kernels.names))
+        return choose_ids(logits, rows, *seeds)
+
+    monkeypatch.setattr(selfcheck, "choose_ids", choose)
+    check_kernel(job("sample"), "sample")
+    assert (16, 14, {"sample"}) in asked and (16, 14, frozenset()) in asked
+    monkeypatch.setattr(
+        selfcheck,
+        "choose_ids",
+        lambda *x, kernels: choose(*x, kernels=kernels) + len(kernels.names),
+    )
+    with pytest.raises(ArithmeticError, match="1 rows: 1 of 1 ids differ"):
+        check_kernel(job("sample"), "sample")
+
+
+def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
+    """What a GPU tries around 2**31 numbers: the same rows of a small cache and far in a large."""
+
+    def large_caches(self, small):
+        large = small.new_full((2, 40, *small.shape[2:]), float("nan"))
+        large[:, -small.shape[1] :] = small
+        yield "large", large, 40 - small.shape[1]
+
+    monkeypatch.setattr(Cases, "_large_caches", large_caches)
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    for name in ("attention", "rope_and_store"):
+        assert any(case.small for case in getattr(Cases(job(name)), name)())
+        check_kernel(job(name), name)
+    found = selfcheck.rope_and_store
+
+    def elsewhere(qkv, freqs, cache, slots, kernels):
+        return found(qkv, freqs, cache, slots - 16 * (cache.shape[1] == 40), kernels)
+
+    monkeypatch.setattr(selfcheck, "rope_and_store", elsewhere)
+    with pytest.raises(ArithmeticError, match="large: result 1 is off by"):
+        check_kernel(job("rope_and_store"), "rope_and_store")
+
+
+def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
+    tiles = [Tile(16, 32, 4, 3, True), Tile(32, 32, 4, 3, True)]
+    times = iter([1.0, 0.9, 0.8, 1.0, 0.98, 0.99, 1.0, 0.5, 0.9])  # the library first, each time
+
+    monkeypatch.setattr(selfcheck, "_COLD_BYTES", 0)
+    monkeypatch.setattr("triton.testing.do_bench_cudagraph", lambda *_, **__: next(times))
+    cases = Cases(job("linear"))
+    found = [selfcheck.fastest_tile(cases, 64, 32, 2, tiles) for _ in range(3)]
+    assert found == [tiles[1], None, tiles[0]]
+
+
+@pytest.mark.parametrize("fault", [None, "wrong", "unwritten", "raises"])
+def test_a_wrong_kernel_is_told_from_a_right_one(fault):
+    """A kernel that doubles numbers: one is wrong, a row is not written, or it raises."""
+
+    def double(x: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
+        if not kernels.names:
+            return 2 * x
+        if fault == "raises":
+            raise RuntimeError("an illegal access")
+        out, rows = torch.empty_like(x), len(x) - (fault == "unwritten")
+        out[:rows] = 2 * x[:rows]
+        out[0, 0] += fault == "wrong"
+        return out
+
+    case = Case("three rows", double, (torch.randn(3, 8, dtype=torch.float16),))
+    found = partial(selfcheck._check_case, case, KernelSet(frozenset({"silu_mul"})), torch.float16)
+    if fault is None:
+        return found()
+    said = {"wrong": "result 0 is off by 0.", "unwritten": "result 0 is off by nan"}
+    with pytest.raises((ArithmeticError, RuntimeError), match=said.get(fault, "an illegal access")):
+        found()
+
+
+def test_the_program_says_what_failed_and_where(monkeypatch, capsys):
+    def cases(self):
+        yield Case("three rows", lambda x, kernels: x if kernels.names else 2 * x, (torch.ones(2),))
+
+    monkeypatch.setattr(Cases, "silu_mul", cases)
+    asked = job("silu_mul", "sample")
+    monkeypatch.setattr(Cases, "sample", lambda self: iter([]))
+    assert selfcheck.run(asked.to_json(), check_kernel) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["reasons"]["sample"] is None and said["is_final"]
+    assert said["reasons"]["silu_mul"].startswith("three rows: result 0 is off by 0.5 where")
+
+
+DYING_CHILD = """
+import json, os, sys, time
+names = json.loads(sys.argv[1])["names"]
+if "rope_and_store" in names:
+    os.abort()
+if "silu_mul" in names:
+    time.sleep(600)
+wrong = "off by 1" if len(names) > 1 or names[0] == "add_norm" else None
+print(json.dumps({"reasons": dict.fromkeys(names, wrong), "tiles": [], "is_final": True}))
+"""
+
+
+def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatch):
+    """A kernel that ends the first child takes itself along, no other: each gets its own child."""
+    monkeypatch.setattr(cached, "ONE_S", 3.0)
+    program = tmp_path / "child.py"
+    program.write_text(DYING_CHILD)
+    names = ("attention", "add_norm", "rope_and_store", "silu_mul")
+    result = cached.load_or_check(job(*names), [str(program)])
+    assert result.passed == ["attention"] and result.is_final
+    assert result.failed == {
+        "add_norm": "off by 1",
+        "rope_and_store": "the check was ended by SIGABRT",
+        "silu_mul": "the check did not end within 3 s",
+    }
+    assert result.kernels("fp16", names) == KernelSet(
+        frozenset({"attention"}), frozenset({torch.float16})
+    )
+
+
+def test_a_child_that_cannot_run_is_not_run_again_for_each_kernel(tmp_path):
+    program, log = tmp_path / "child.py", tmp_path / "log"
+    program.write_text(f"import sys; open({str(log)!r}, 'a').write('x'); sys.exit('no torch')")
+    reasons = cached.load_or_check(job(), [str(program)]).reasons
+    assert set(reasons.values()) == {"the check ended with exit code 1: no torch"}
+    assert log.read_text() == "x"
+    cached.load_or_check(job(), [str(program)])  # the remedy is not the kernels': nothing was kept
+    assert log.read_text() == "xx"
+
+
+def test_the_result_is_read_the_second_time(quick, cache, capfd):
+    count = quick(reasons={"sample": "ids differ"})
+    first = cached.load_or_check(job())
+    assert first.reasons == {"attention": None, "sample": "ids differ", "linear": None}
+    assert "checking the kernels" in capfd.readouterr().err
+    children = count()
+    again = cached.load_or_check(job())
+    assert again == first and again.tiles == {(64, 32, 1): Tile(16, 32, 4, 3, True)}
+    assert count() == children and capfd.readouterr().err == ""
+    (path,) = cache.glob("gpu-*.json")
+    assert not list(cache.glob("result-*"))
+    ((key, shown),) = cached.known_results()
+    assert shown.reasons == first.reasons and key["gpu"] == "cpu"
+    assert cached.is_current(key, CPU) and str(path).startswith(str(native.cache_folder()))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"{", b"[]", b"null",
+        b'{"key": {}, "reasons": {}, "tiles": []}',
+    ],
+)  # fmt: skip
+def test_a_damaged_result_is_measured_again(quick, cache, damage):
+    count = quick()
+    cached.load_or_check(job())
+    (path,) = cache.glob("gpu-*.json")
+    path.write_bytes(damage)
+    assert cached.known_results() == []
+    assert cached.load_or_check(job()).passed == ["attention", "sample", "linear"]
+    assert count() == 2
+    assert json.loads(path.read_bytes())["reasons"]["linear"] is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reasons": {"attention": None, "linear": None}},
+        {"reasons": {"attention": None, "linear": None, "sample": 1}},
+        {"reasons": {"attention": None, "linear": None, "sample": None, "other": None}},
+        {"tiles": [[1, 2]]},
+    ],
+)
+def test_a_result_with_other_contents_is_measured_again(quick, cache, change):
+    count = quick()
+    cached.load_or_check(job())
+    (path,) = cache.glob("gpu-*.json")
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+    cached.load_or_check(job())
+    assert count() == 2
+
+
+def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatch):
+    count = quick()
+    sources = tmp_path / "ops" / "gpu"
+    sources.mkdir(parents=True)
+    (sources / "sample.py").write_text("x = 1")
+    monkeypatch.setattr(cached, "_SOURCES", sources)
+    cached.load_or_check(job())
+    (sources / "sample.py").write_text("x = 2")
+    cached.load_or_check(job())
+    (sources.parent / "sample.py").write_text("the definition")
+    cached.load_or_check(job())
+    cached.load_or_check(replace(job(), dtype="bf16"))
+    assert count() == 4
+    assert sum(cached.is_current(key, CPU) for key, _ in cached.known_results()) == 2
+
+
+def test_processes_that_want_it_at_once_measure_it_once(quick):
+    count = quick(pause=0.5)
+    threads = [threading.Thread(target=cached.load_or_check, args=(job(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert count() == 1
+
+
+def test_short_memory_is_not_kept_as_a_fault_of_the_kernel(quick):
+    count = quick(reasons={"sample": "out of memory"})
+    assert (
+        cached.load_or_check(job()).failed
+        == cached.load_or_check(job()).failed
+        == {"sample": "out of memory"}
+    )
+    assert count() == 2
+
+
+def test_a_folder_that_cannot_keep_it_is_one_warning(quick, cache):
+    count = quick()
+    cache.mkdir(parents=True, mode=0o700)
+    cache.chmod(0o777)
+    with pytest.warns(UserWarning, match="checked again in every process") as warned:
+        assert cached.load_or_check(job()).passed
+    assert len(warned) == 1 and count() == 1
