@@ -5,8 +5,7 @@ the text of /metrics. Each server has a registry of its own: nothing is global.
 """
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -17,11 +16,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from llama.generation import Llama
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import RequestOutput
-
-if TYPE_CHECKING:
-    from llama.server.service import Service, Ticket
+from llama.server.active import ActiveRequest
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -29,11 +27,14 @@ _KEPT = 0.9  # of the average of request times, at each request
 
 
 class Metrics:
-    """The figures of one `Service`."""
+    """The figures of one server. llama: the model, once there is one. num_unfinished: sequences
+    that run or wait."""
 
-    def __init__(self, service: "Service") -> None:
+    def __init__(
+        self, llama: Callable[[], Llama | None], num_unfinished: Callable[[], int]
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engine(service))
+        self.registry.register(_Engine(llama, num_unfinished))
         self.recent_seconds = 1.0  # that a request took, a moving average
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
@@ -58,21 +59,21 @@ class Metrics:
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
 
-    def token_came(self, ticket: "Ticket", output: RequestOutput) -> None:
+    def token_came(self, active: ActiveRequest, output: RequestOutput) -> None:
         now = time.monotonic()
-        if output.index in ticket.came:
-            self.inter_token_latency.observe(now - ticket.came[output.index])
+        if output.index in active.came:
+            self.inter_token_latency.observe(now - active.came[output.index])
         else:
-            self.time_to_first_token.observe(now - ticket.began)
+            self.time_to_first_token.observe(now - active.began)
             self.cache_queries.inc(output.usage.prompt_tokens)
             self.cache_hits.inc(output.usage.cached_tokens)
-        ticket.came[output.index] = now
+        active.came[output.index] = now
 
-    def finish(self, ticket: "Ticket") -> None:
-        seconds = time.monotonic() - ticket.began
+    def finish(self, active: ActiveRequest) -> None:
+        seconds = time.monotonic() - active.began
         self.e2e_latency.observe(seconds)
         self.recent_seconds = _KEPT * self.recent_seconds + (1 - _KEPT) * seconds
-        for request in ticket.requests:
+        for request in active.requests:
             for answer in request.returned_answers():
                 self.success.labels(answer.finish_reason or "abort").inc()
 
@@ -83,14 +84,17 @@ class Metrics:
 class _Engine(Collector):
     """What the engine counts itself, read when it is asked for."""
 
-    def __init__(self, service: "Service") -> None:
-        self._service = service
+    def __init__(
+        self, llama: Callable[[], Llama | None], num_unfinished: Callable[[], int]
+    ) -> None:
+        self._llama = llama
+        self._num_unfinished = num_unfinished
 
     def describe(self) -> list[Metric]:
         return []  # so that `collect` is not called before there is an engine
 
     def collect(self) -> Iterator[Metric]:
-        llama = self._service.llama
+        llama = self._llama()
         if llama is None:
             return
         core = llama.engine
@@ -101,7 +105,7 @@ class _Engine(Collector):
 
         running = len(scheduler.running)
         yield gauge("num_requests_running", "Sequences in the batch.", running)
-        waiting = max(0, self._service.num_unfinished - running)
+        waiting = max(0, self._num_unfinished() - running)
         yield gauge("num_requests_waiting", "Sequences that wait.", waiting)
         pool = scheduler.pool
         usage = 1 - pool.num_free / pool.num_pages

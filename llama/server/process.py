@@ -14,17 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 
+from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
 from llama.server.protocol import MAX_HEADER_BYTES, bounded_protocol
 from llama.server.service import Limits, Service
-
-if TYPE_CHECKING:
-    from llama.generation import Llama
 
 _POLL_S = 0.05
 _BROKEN_S = 1.0  # for everyone's 500 after a step that failed, and for a load balancer to see it
@@ -72,7 +69,7 @@ class Server:
     def _serve(self) -> None:
         self._uvicorn.run(sockets=[self._socket])
 
-    def open(self, llama: "Llama") -> None:
+    def open(self, llama: Llama) -> None:
         """Requests may come."""
         llama.llm_engine.grammars.warm_up()
         gc.collect()

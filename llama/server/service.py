@@ -11,20 +11,18 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from llama.checks import FieldError
+from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.server.active import ActiveRequest
 from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
 from llama.server.metrics import Metrics
-
-if TYPE_CHECKING:
-    from llama.generation import Llama
 
 _PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
@@ -51,24 +49,6 @@ class Limits:
     max_prompts: int = 256
 
 
-@dataclass
-class Ticket:
-    """One HTTP request that was let in; what the log line says of it."""
-
-    request_id: str
-    requests: list[Request]
-    began: float = field(default_factory=time.monotonic)
-    came: dict[int, float] = field(default_factory=dict)  # when the last output of a prompt did
-    first_token_s: float | None = None
-    status: int = 200
-
-    @property
-    def num_unfinished(self) -> int:
-        """Sequences that run or wait."""
-        answers = (answer for request in self.requests for answer in request.answers)
-        return sum(answer.finish_reason is None for answer in answers)
-
-
 class Service:
     """The state of one server. All of it is used in the server's event loop, but `start`, `drain`,
     `has_failed`, `break_off` and `num_active`, which other threads use."""
@@ -82,12 +62,12 @@ class Service:
         self.state = State.LOADING
         self.created = int(time.time())
         self.num_active = 0  # sequences that were let in and whose requests have not ended
-        self._tickets: dict[int, Ticket] = {}
-        self.metrics = Metrics(self)
+        self._active: dict[int, ActiveRequest] = {}
+        self.metrics = Metrics(lambda: self.llama, lambda: self.num_unfinished)
         self.llama: Llama | None = None
         self.engine: AsyncLLMEngine | None = None
 
-    def start(self, llama: "Llama") -> None:
+    def start(self, llama: Llama) -> None:
         """The model is loaded: requests may come."""
         self.llama, self.engine = llama, AsyncLLMEngine(llama)
         self.state = State.READY
@@ -115,9 +95,9 @@ class Service:
     @property
     def num_unfinished(self) -> int:
         """Sequences that run or wait."""
-        return sum(ticket.num_unfinished for ticket in list(self._tickets.values()))
+        return sum(active.num_unfinished for active in list(self._active.values()))
 
-    def loaded(self) -> "Llama":
+    def loaded(self) -> Llama:
         """The model; ApiError 503 while there is none, or when requests are no longer taken."""
         if self.state is State.LOADING:
             raise ApiError(503, "the model is being loaded: try again", retry_after=5)
@@ -201,24 +181,24 @@ class Service:
             )
 
     @contextlib.contextmanager
-    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[Ticket]:
+    def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
         """While it is open, the requests count as running or waiting; ApiError 503 where the queue
         is full."""
         count = sum(len(request.answers) for request in requests)
         self._check_room(count)
         self.num_active += count
-        ticket = Ticket(request_id, requests)
-        self._tickets[id(ticket)] = ticket
+        active = ActiveRequest(request_id, requests)
+        self._active[id(active)] = active
         try:
-            yield ticket
+            yield active
         except ApiError as e:
-            ticket.status, e.is_logged = e.status, True
+            active.status, e.is_logged = e.status, True
             raise
         finally:
             self.num_active -= count
-            del self._tickets[id(ticket)]
-            self.metrics.finish(ticket)
-            _log(ticket)
+            del self._active[id(active)]
+            self.metrics.finish(active)
+            active.log()
 
     def _seconds_of_queue(self) -> int:
         """When there may be room again: as long as a request took of late, within a minute."""
@@ -234,18 +214,18 @@ class Service:
         """
         assert self.engine is not None
         stream = self.engine.stream(requests)
-        with self._admitted(requests, request_id) as ticket:
+        with self._admitted(requests, request_id) as active:
             async with contextlib.aclosing(stream) as outputs:
-                async for output in self._watched(outputs, ticket):
+                async for output in self._watched(outputs, active):
                     yield output
 
     async def _watched(
-        self, outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket
+        self, outputs: AsyncGenerator[RequestOutput, None], active: ActiveRequest
     ) -> AsyncGenerator[RequestOutput, None]:
         try:
-            yield await self._first(outputs, ticket)
+            yield await self._first(outputs, active)
             async for output in outputs:
-                self._check(output, ticket)
+                self._check(output, active)
                 yield output
         except ApiError:
             raise
@@ -256,7 +236,7 @@ class Service:
             raise broken() from None
 
     async def _first(
-        self, outputs: AsyncGenerator[RequestOutput, None], ticket: Ticket
+        self, outputs: AsyncGenerator[RequestOutput, None], active: ActiveRequest
     ) -> RequestOutput:
         try:
             async with asyncio.timeout(self.limits.max_wait_s):
@@ -267,30 +247,13 @@ class Service:
                 f"no token came within {self.limits.max_wait_s:.0f} s: try again later",
                 retry_after=self._seconds_of_queue(),
             ) from None
-        ticket.first_token_s = time.monotonic() - ticket.began
-        self._check(output, ticket)
+        active.first_token_s = time.monotonic() - active.began
+        self._check(output, active)
         return output
 
-    def _check(self, output: RequestOutput, ticket: Ticket) -> None:
-        self.metrics.token_came(ticket, output)
+    def _check(self, output: RequestOutput, active: ActiveRequest) -> None:
+        self.metrics.token_came(active, output)
         if output.error is not None:
             raise ApiError(500, output.error)
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
             raise broken() if self.state is State.BROKEN else shutting_down()
-
-
-def _log(ticket: Ticket) -> None:
-    """One line for each request; never its text."""
-    answers = [answer for request in ticket.requests for answer in request.answers]
-    firsts = [request.answers[0].sequence for request in ticket.requests]
-    log.info(
-        "%s: %d, %d prompt tokens (%d cached), %d generated, ended by %s, first after %s, %.3f s",
-        ticket.request_id,
-        ticket.status,
-        sum(seq.num_prompt for seq in firsts),
-        sum(seq.num_cached for seq in firsts),
-        sum(answer.num_read for answer in answers),
-        ",".join(dict.fromkeys(str(answer.finish_reason) for answer in answers)),
-        "no token" if ticket.first_token_s is None else f"{ticket.first_token_s:.3f} s",
-        time.monotonic() - ticket.began,
-    )

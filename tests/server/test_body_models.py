@@ -1,0 +1,152 @@
+"""The schema of each route in /openapi.json is that of the model that reads its bodies.
+
+The app has no model of weights yet, so that a body which is read gets 503, and a bad one 400.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import TypeAdapter
+from starlette.testclient import TestClient
+
+from helpers.bad_requests import BAD_REQUESTS
+from llama.server import tokens
+from llama.server.anthropic import routes as anthropic
+from llama.server.app import make_app
+from llama.server.exchange import BodyRoute
+from llama.server.openai import routes as openai
+from llama.server.responses import routes as responses
+from llama.server.service import Limits, Service
+
+APIS = (openai, responses, anthropic, tokens)
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+ASKED: Any = {"role": "user", "content": "Hi"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"b": 1}'}}
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}}}
+NAMED = {"name": "f", "description": "x", "parameters": SCHEMA, "strict": True}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "1"}]}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}, "caller": {"type": "direct"}}
+HINT = {"type": "ephemeral"}
+TOOL = {"name": "f", "input_schema": SCHEMA, "defer_loading": False, "allowed_callers": ["direct"]}
+
+# Bodies that clients and agents send; those with parts, results and thinking were once read by
+# parsers and refused by the schemas beside them.
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": "x", "max_tokens": 5, "logit_bias": {"7": -100}, "stop": "a", "echo": True}),
+    (TEXT, {"prompt": [[1, 2], [3]], "stop": ["a", "b"], "temperature": 1, "best_of": 2, "n": 2}),
+    (TEXT, {"prompt": ["x"], "stream": True, "stream_options": {"include_usage": True}}),
+    (TEXT, {"prompt": [1], "structured_outputs": {"choice": ["a", "b"]}, "unknown": None}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]}),
+    (CHAT, {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                         {"role": "tool", "tool_call_id": "a", "content": "1"}]}),
+    (CHAT, {"messages": [{"role": "developer", "content": "x"}, ASKED], "logprobs": True,
+            "top_logprobs": 2, "max_completion_tokens": 9}),
+    (CHAT, {"messages": [ASKED], "tools": [{"type": "function", "function": NAMED}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    (CHAT, {"messages": [ASKED], "response_format": {
+        "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}),
+    (RESPONSES, {"input": "x", "temperature": None, "store": False, "metadata": {"a": "b"}}),
+    (RESPONSES, {"input": [
+        {"role": "developer", "content": "x"},
+        {"type": "message", "id": "m", "role": "assistant", "phase": "final", "content": [
+            {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", "id": None},
+        {"type": "function_call_output", "call_id": "a",
+         "output": [{"type": "input_text", "text": "1"}]}]}),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", **NAMED}], "tool_choice": "auto",
+                 "reasoning": {"effort": None, "summary": None}, "include": []}),
+    (MESSAGES, {"messages": [ASKED], "max_tokens": 5, "stop_sequences": ["a"], "stream": False,
+                "thinking": {"type": "adaptive", "display": "summarized"}}),
+    (MESSAGES, {"messages": [ASKED, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "x", "signature": "y"}, USE]},
+        {"role": "user", "content": [RESULT]}], "max_tokens": 5, "tools": [TOOL]}),
+    (MESSAGES, {"messages": [ASKED], "max_tokens": 5, "context_management": {
+        "edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "system": [{"type": "text", "text": "x", "cache_control": HINT}]}),
+    (COUNT, {"messages": [ASKED], "tools": [TOOL], "tool_choice": {"type": "any"}}),
+    ("/tokenize", {"prompt": "x", "add_special_tokens": False}),
+    ("/tokenize", {"messages": [ASKED], "tools": [{"type": "function", "function": NAMED}]}),
+    ("/detokenize", {"tokens": [1, 2]}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    app = make_app(Service("demo", Limits()))
+    with TestClient(app, base_url="http://localhost") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def document(client) -> dict[str, Any]:
+    return client.get("/openapi.json").json()
+
+
+def schema_of(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """Of the body of a route, with all that it points to."""
+    (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+    return {**content["schema"], "components": document["components"]}
+
+
+def is_valid(document: dict[str, Any], path: str, body: Any) -> bool:
+    return jsonschema.Draft202012Validator(schema_of(document, path)).is_valid(body)
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """The schema with what it points to in the place of the pointers, whatever their names, and
+    without null as a default and with floats, as FastAPI writes it."""
+    if isinstance(schema, list):
+        return [resolved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return float(schema) if type(schema) is int else schema
+    if "$ref" in schema and isinstance(schema["$ref"], str):
+        found = root
+        for name in schema["$ref"].removeprefix("#/").split("/"):
+            found = found[name]
+        return resolved(found, root)
+    left_out = {"mapping", "$defs"} | ({"default"} if schema.get("default") is None else set())
+    return {k: resolved(v, root) for k, v in schema.items() if k not in left_out}
+
+
+def test_the_schema_of_each_route_is_that_of_its_parameter(document):
+    """Which is what reads the body: see the next tests."""
+    service = Service("demo", Limits())
+    made = [route for api in APIS for route in api.routes(service).routes]
+    routes = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
+    assert len(routes) == sum("post" in each for each in document["paths"].values()) == 7
+    for route in routes:
+        own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
+        published = schema_of(document, route.path)
+        own, published = resolved(own, own), resolved(published, published)
+        for each in (own, published):  # names of whole schemas, which FastAPI gives
+            each.pop("title", None), each.pop("components", None)
+        assert published == own, route.path
+        assert "additionalProperties" in json.dumps(own)
+
+
+@pytest.mark.parametrize(("path", "body"), GOOD)
+def test_what_is_read_is_valid(client, document, path, body):
+    found = client.post(path, json=body)
+    assert found.status_code == 503, found.text
+    assert is_valid(document, path, body)
+    found = client.post(path, json={**body, "no_such_field": 1})
+    assert found.status_code == 400 and "no_such_field" in found.text
+    assert not is_valid(document, path, {**body, "no_such_field": 1})
+
+
+def test_what_is_not_valid_is_refused(client, document):
+    """Of the table of bad bodies: the schema refuses most of them, and then the route does."""
+    refused = 0
+    for case in BAD_REQUESTS:
+        if case.status != 400 or case.headers or not isinstance(case.body, dict):
+            continue
+        if not is_valid(document, case.path, case.body):
+            refused += 1
+            data = json.dumps(case.body)
+            headers = {"Content-Type": "application/json"}
+            assert client.post(case.path, content=data, headers=headers).status_code == 400
+    assert refused > 150
