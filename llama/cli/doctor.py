@@ -15,16 +15,13 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 import llama
+from llama.checkpoint.find import Checkpoint, find
 from llama.cli.environment_checks import Fact, environment_facts, thread_facts
 from llama.cli.ranks import global_rank
-
-if TYPE_CHECKING:
-    import torch
-
-    from llama.checkpoint.find import Checkpoint
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
@@ -63,8 +60,6 @@ def _num_started() -> int:
 
 
 def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
-    import torch
-
     yield Fact("llama", f"{llama.__version__} in {_PACKAGE}")
     yield from _shadows(Path.cwd())
     yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
@@ -119,8 +114,6 @@ def _device(name: str | None) -> Iterator[Fact]:
     except ValueError as e:
         yield Fact("device", str(e), problem=True)
         return
-    import torch
-
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else "torch"
     others = torch.cuda.device_count()
     yield Fact("device", f"{device} ({title}); CUDA devices: {others}")
@@ -129,7 +122,7 @@ def _device(name: str | None) -> Iterator[Fact]:
         yield from _gpu_kernels(device)
 
 
-def _gpu_kernels(device: "torch.device") -> Iterator[Fact]:
+def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
     """What the self-check has found on such a GPU, for each model and type that was built."""
     from llama.ops.triton import selfcheck_cache
 
@@ -149,10 +142,8 @@ def _gpu_kernels(device: "torch.device") -> Iterator[Fact]:
                        problem=not current)  # fmt: skip
 
 
-def _device_or_cpu(name: str | None) -> "torch.device":
+def _device_or_cpu(name: str | None) -> torch.device:
     """The device to measure; the CPU where `_device` has a problem to tell."""
-    import torch
-
     from llama.device import pick_device
 
     try:
@@ -162,8 +153,6 @@ def _device_or_cpu(name: str | None) -> "torch.device":
 
 
 def _cpu() -> Iterator[Fact]:
-    import torch
-
     from llama.device import available_cores, machine_cores, set_num_threads
     from llama.ops.cpu import native
 
@@ -188,10 +177,8 @@ def _cpu() -> Iterator[Fact]:
         yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
 
 
-def _checkpoint(ckpt_dir: str, device: "torch.device") -> Iterator[Fact]:
+def _checkpoint(ckpt_dir: str, device: torch.device) -> Iterator[Fact]:
     """What `find` says of a folder: its files are not read, but for the JSON."""
-    from llama.checkpoint.find import find
-
     try:
         found = find(ckpt_dir)
         tokenizer = found.tokenizer_path()
@@ -211,7 +198,7 @@ def _checkpoint(ckpt_dir: str, device: "torch.device") -> Iterator[Fact]:
     yield from _fits(found, device)
 
 
-def _fits(found: "Checkpoint", device: "torch.device") -> Iterator[Fact]:
+def _fits(found: Checkpoint, device: torch.device) -> Iterator[Fact]:
     """A row for each number of ranks: weights of one rank, and tokens of KV cache beside them."""
     from llama.device import free_bytes
 
@@ -233,10 +220,8 @@ def _fits(found: "Checkpoint", device: "torch.device") -> Iterator[Fact]:
                    "several (torchrun --nnodes), or a smaller model", problem=True)  # fmt: skip
 
 
-def _row(found: "Checkpoint", ranks: int, device: "torch.device", free: int) -> tuple[str, bool]:
+def _row(found: Checkpoint, ranks: int, device: torch.device, free: int) -> tuple[str, bool]:
     """The text of one row, and whether any type fits."""
-    import torch
-
     from llama.checkpoint.reader import bytes_of
     from llama.loading import kv_tokens
     from llama.weights import QUANTIZED

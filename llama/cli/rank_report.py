@@ -18,7 +18,7 @@ import llama
 from llama.cli.environment_checks import Fact
 from llama.device import free_bytes
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel
+from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.groups import connect
 
 _LIMIT_S = 120.0  # the kernels of another machine may have to be compiled first
@@ -120,18 +120,10 @@ def gather_texts(parallel: ModelParallel, text: str) -> list[str]:
     """Each rank's text, in the order of the ranks of the world."""
     if parallel.world is None:
         return [text]
-    data, size = text.encode(), parallel.world.size()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    parallel.world.allgather([lengths], [torch.tensor([len(data)])]).wait()
-    room = max(1, *(int(length) for length in lengths))
-    mine = torch.zeros(room, dtype=torch.uint8)
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    rows = [torch.empty_like(mine) for _ in range(size)]
-    parallel.world.allgather([rows], [mine]).wait()
-    return [
-        bytes(row[: int(length)].tolist()).decode()
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    data = text.encode()
+    lengths = [int(row) for row in exchange(parallel.world, b"%20d" % len(data))]
+    rows = exchange(parallel.world, data.ljust(max(1, *lengths)))
+    return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def all_reduce_seconds(

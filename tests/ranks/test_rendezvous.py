@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from llama.ranks import rendezvous as rendezvous_module
+from llama.ranks.errors import NotMetError
 from llama.ranks.peers import Peers
 from llama.ranks.rendezvous import Rendezvous
 
@@ -96,6 +97,21 @@ def test_the_first_ranks_of_machines_hear_one_another_until_they_leave():
         assert two.failure() == ("rank 1 on a failed", True)
         zero.close()
         wait_until(lambda: two.peers.all[0].has_left)
+
+
+def test_where_there_is_no_watch_ranks_wait_by_themselves():
+    """On a system without pidfds: until all have come, or with the error of those that did not."""
+    store = DictStore()
+    with ranks_of(store, ["a", "b"]) as (zero, one):
+        other = threading.Thread(target=one.meet_unwatched)
+        other.start()
+        zero.meet_unwatched()
+        other.join(20)
+        assert not zero._thread.is_alive() and one.peers.all.keys() == {0}
+    with ranks_of(DictStore(), ["a"]) as (alone,):
+        alone._world_size, alone._listens_to, alone._deadline = 2, [1], time.monotonic() + 0.3
+        with pytest.raises(NotMetError, match="rank 1 of 2 did not come"):
+            alone.meet_unwatched()
 
 
 def test_what_is_silent_is_named():
