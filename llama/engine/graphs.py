@@ -102,19 +102,19 @@ class Decoded:
 class StaticBatch:
     """A decode batch of R rows at fixed addresses, and its image on the host.
 
-    Rows beyond the sequences compute token 0 at position 0 of the trash page, all alike. A page
+    Rows beyond the sequences compute token 0 at position 0 of the null page, all alike. A page
     table is written where it changed: one page a row every S steps, unless the rows move.
     """
 
     def __init__(
-        self, rows: int, width: int, *, page_size: int, trash: int, device: torch.device
+        self, rows: int, width: int, *, page_size: int, null_page: int, device: torch.device
     ) -> None:
         sizes = [rows] * _HEAD + [rows * width]
         buffer = torch.zeros(sum(sizes), dtype=torch.int64)
         parts = [part.numpy() for part in buffer.split(sizes)]
         self._tokens, self._sources, self._positions, self._slots, self._seq_lens, table = parts
         self._table = table.reshape(rows, width)
-        self._page_size, self._trash = page_size, trash
+        self._page_size, self._null_page = page_size, null_page
         self._host = buffer
         self._device = buffer if device.type == "cpu" else buffer.to(device)
         self._staging = [
@@ -163,8 +163,8 @@ class StaticBatch:
 
     def _set_unused(self, first: int) -> None:
         self._tokens[first:], self._sources[first:], self._positions[first:] = 0, -1, 0
-        self._seq_lens[first:], self._slots[first:] = 1, self._trash * self._page_size
-        self._table[first:, 0] = self._trash
+        self._seq_lens[first:], self._slots[first:] = 1, self._null_page * self._page_size
+        self._table[first:, 0] = self._null_page
         rows = len(self._held) - first
         self._held[first:], self._num_held[first:] = [None] * rows, [0] * rows
 
@@ -200,20 +200,20 @@ class DecodeGraphs:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._last_ids = last_ids
         self._choose, self._choose_from_share = choose, choose_from_share
-        self._trash, self._page_size = kv_cache.shape[2] - 1, kv_cache.shape[3]
+        self._null_page, self._page_size = kv_cache.shape[2] - 1, kv_cache.shape[3]
         self._most_pages = -(-model.params.max_seq_len // self._page_size)
         self._batches: dict[tuple[int, int], StaticBatch] = {}
         self._graphs: dict[tuple[int, int, bool], tuple[Decoded, Callable[[], None]]] = {}
-        self._way: object = None  # of the model, when they were recorded
+        self._path: object = None  # of the model, when they were recorded
 
     def takes(self, scheduled: Seq[Scheduled]) -> bool:
         """Whether this step is of a kind that is recorded, and the model runs as it did then: a
         replay calls no hook, and reads the weights where they were."""
         if not is_decode(scheduled):
             return False
-        way = self._model.execution_path()
-        is_hooked = way is None and self._kv_cache.is_cuda
-        return not is_hooked and (not self._graphs or way is self._way)
+        path = self._model.execution_path()
+        is_hooked = path is None and self._kv_cache.is_cuda
+        return not is_hooked and (not self._graphs or path is self._path)
 
     def run(
         self,
@@ -253,14 +253,14 @@ class DecodeGraphs:
             batch = self._batches[shape] = StaticBatch(
                 *shape,
                 page_size=self._page_size,
-                trash=self._trash,
+                null_page=self._null_page,
                 device=self._kv_cache.device,
             )
         batch.fill(tokens, sources, scheduled)
         return batch
 
     def _record(self, batch: StaticBatch, wants_logits: bool) -> tuple[Decoded, Callable]:
-        self._way = self._way if self._graphs else self._model.execution_path()
+        self._path = self._path if self._graphs else self._model.execution_path()
         inputs = [*batch.tensors(), self._kv_cache, self._last_ids]
         try:
             outputs, replay = self._recorder.record(lambda: self._step(batch, wants_logits), inputs)

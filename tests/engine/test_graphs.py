@@ -148,7 +148,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
     """Rows come, go, move and grow; a table that is kept from step to step shows what one made
     anew shows."""
     rng = random.Random(5)
-    batch = StaticBatch(8, 16, page_size=PAGE, trash=99, device=torch.device("cpu"))
+    batch = StaticBatch(8, 16, page_size=PAGE, null_page=99, device=torch.device("cpu"))
     live: list[Sequence] = []
     for _ in range(200):
         live = [seq for seq in live if rng.random() < 0.9]
@@ -326,7 +326,7 @@ def test_a_hook_that_comes_later_is_called(model):
         core.step()
     seen: list[int] = []
     handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    core.runner._graphs._way = object()  # type: ignore[attr-defined]  # of a GPU: not None
+    core.runner._graphs._path = object()  # type: ignore[attr-defined]  # of a GPU: not None
     core.step()
     assert seen == [1]
     handle.remove()
