@@ -6,9 +6,11 @@ gets neither: a checkout compiles the kernels at first use, and has the demo in 
 """
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
@@ -31,6 +33,17 @@ BUILD = kernel_build()
 COMPILER = BUILD.find_compiler() if BUILD.is_supported_system() else None
 
 
+def put_library(instruction_set: Any, path: Path) -> None:
+    """Compile to `path`, or copy what LLAMA_BUILT_KERNELS has: a folder as the cache of native.py,
+    where a name holds all that a library depends on."""
+    folder = os.environ.get("LLAMA_BUILT_KERNELS")
+    kept = Path(folder or "", f"{BUILD.fingerprint(COMPILER, instruction_set)}.so")
+    if folder and BUILD.is_whole(kept):
+        shutil.copyfile(kept, path)
+    else:
+        BUILD.build(COMPILER, instruction_set, path)
+
+
 class BuildWithData(build_py):
     def run(self) -> None:
         super().run()
@@ -43,7 +56,7 @@ class BuildWithData(build_py):
         for instruction_set in BUILD.INSTRUCTION_SETS if COMPILER else ():
             if BUILD.accepts(COMPILER, instruction_set):
                 path = package / "ops" / "cpu" / BUILD.library_name(instruction_set)
-                BUILD.build(COMPILER, instruction_set, path)
+                put_library(instruction_set, path)
 
 
 class PlatformWheel(bdist_wheel):

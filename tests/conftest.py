@@ -1,8 +1,5 @@
 """Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels."""
 
-import ctypes
-import functools
-import json
 import os
 import resource
 import signal
@@ -15,9 +12,9 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other l
 import pytest
 import torch
 
-from helpers import ahead, warm
+from helpers import warm
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from helpers.kernels import BODIES, HAS_KERNELS
+from helpers.kernels import BODIES, HAS_KERNELS, library
 from helpers.launch import DEMO
 from llama import Llama
 from llama.ops.cpu import native
@@ -69,29 +66,12 @@ def demo() -> Llama:
 
 @pytest.fixture(autouse=True)
 def single_thread() -> Iterator[None]:
-    """Tiny models run fastest on one thread, and two-core machines stay quiet."""
+    """Tiny models run fastest on one thread, and two-core machines stay quiet. OMP_NUM_THREADS
+    stands for another number: no test may depend on it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def libraries() -> Callable[[str], ctypes.CDLL]:
-    """A body of the kernels by its name, compiled once in the user's cache or the session's."""
-    return functools.cache(ahead.library_of)
-
-
-@pytest.fixture(scope="session")
-def compiled() -> list[dict[str, Any]]:
-    """The machine code of the Triton kernels: one line for each kernel, shape and capability."""
-    return [json.loads(line) for line in ahead.gpu_kernels()]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    if len(session.items) > 100:  # else nothing runs meanwhile
-        ahead.begin(used)
 
 
 def pytest_sessionfinish() -> None:
@@ -112,8 +92,8 @@ def kernels(request, monkeypatch):
         pytest.skip("needs x86-64 with AVX2, and g++")
     if not native.cpu_flags() >= BODIES[request.param].needs:
         pytest.skip(f"this CPU has no {request.param}")
-    library = request.getfixturevalue("libraries")(request.param)
-    monkeypatch.setattr(native, "kernels", lambda: library)
+    body = library(request.param)
+    monkeypatch.setattr(native, "kernels", lambda: body)
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,7 +1,10 @@
 """A built wheel, installed apart from the tree: its kernels run with no compiler and no home."""
 
+import ctypes
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -9,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ahead
-from helpers.kernels import HAS_KERNELS
-from llama.ops.cpu import build
+from helpers.kernels import HAS_KERNELS, library
+from llama.ops.cpu import build, native
 
 REPO = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -40,8 +42,44 @@ def generated(folder: Path, checkpoint: Path, **environment: str) -> list:
 
 
 @pytest.fixture(scope="module")
-def wheel() -> Path:
-    return ahead.wheel()
+def wheel(tmp_path_factory) -> Path:
+    """Its libraries are those of the cache, which has them compiled with the same flags."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    for body in build.INSTRUCTION_SETS:
+        if build.accepts(compiler, body):
+            library(body.name)
+    folder = tmp_path_factory.mktemp("wheel")
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "tests", "bench", "build", "*.egg-info")
+    shutil.copytree(REPO, folder / "source", ignore=skipped)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
+    env = os.environ | {"LLAMA_BUILT_KERNELS": str(native.cache_folder())}
+    subprocess.run([*pip, *options, folder / "source"], check=True, timeout=400, env=env)
+    (path,) = folder.glob("llama-*.whl")
+    return path
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+def test_a_library_that_was_not_kept_is_compiled(tmp_path, monkeypatch):
+    """Also where the folder of those that were kept has half a file of that name."""
+    with monkeypatch.context() as patch:  # setuptools has a module of that name, too
+        patch.setattr(sys, "path", [x for x in sys.path if x != str(REPO / "scripts")])
+        program = runpy.run_path(str(REPO / "scripts" / "wheel.py"))
+    own, put_library = program["BUILD"], program["put_library"]
+    (tmp_path / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(own, "FOLDER", tmp_path)
+    avx2, made = own.INSTRUCTION_SETS[-1], tmp_path / "made.so"
+    kept = tmp_path / f"{own.fingerprint(own.find_compiler(), avx2)}.so"
+    for folder in ("", str(tmp_path)):
+        kept.write_bytes(b"half")
+        monkeypatch.setenv("LLAMA_BUILT_KERNELS", folder)
+        put_library(avx2, made)
+        assert ctypes.CDLL(str(made)).one() == 1 and own.is_whole(made)
+    kept.write_bytes(made.read_bytes())
+    monkeypatch.setattr(own, "build", None)
+    put_library(avx2, tmp_path / "copied.so")
+    assert (tmp_path / "copied.so").read_bytes() == made.read_bytes()
 
 
 @pytest.mark.slow

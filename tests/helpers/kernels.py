@@ -1,6 +1,9 @@
 """Whether the CPU kernels can be compiled and run here, and which bodies of them there are; and the
 GPU's, for Triton's interpreter."""
 
+import ctypes
+import functools
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,3 +26,13 @@ EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
     _AVX512_BF16.needs,
 )  # fmt: skip
 BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
+_temporary = tempfile.TemporaryDirectory(prefix="test-kernels-")
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL:
+    """A body, compiled once in the user's cache, or for this run where a header stands for AMX's
+    tiles: that header is not in the name that the cache goes by."""
+    body = BODIES[name]
+    folder = Path(_temporary.name) if body is EMULATED_AMX else native.cache_folder()
+    return native.load(folder, body)

@@ -18,7 +18,8 @@ WORKER = str(PROGRAMS / "ranks.py")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO), **extra}
+    """With one thread, unless this process was told otherwise."""
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPO), **extra}
 
 
 def torchrun_groups(

@@ -1,6 +1,7 @@
 """`scripts/gpu_check.py` without a GPU: all of it runs, so that on one it is not what fails."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,20 @@ import gpu_check
 
 from bench.gpu_run import BARS, MODES
 from bench.gpu_sections import LIMITS
-from helpers import ahead
+from helpers import warm
+from helpers.launch import REPO, environment
+from llama.ops.cpu import native
 
 
 @pytest.fixture(scope="module")
-def dry_run() -> tuple[list[str], Path, subprocess.CompletedProcess]:
-    return ahead.gpu_check()
+def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProcess]:
+    """Its command, its folder and how it ended. Its cache is its own, but for the CPU's kernels."""
+    out: Path = tmp_path_factory.mktemp("gpu_check")
+    if native.kernels() is not None:
+        shutil.copytree(native.cache_folder(), out / "cache" / "llama")
+    command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
+    command += ["--out", str(out)]
+    return command, out, warm.run(command, env=environment(), timeout=400)
 
 
 @pytest.mark.slow

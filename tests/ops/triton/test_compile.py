@@ -1,6 +1,24 @@
 """Machine code of the Triton kernels for real shapes: made without a GPU, and without spills."""
 
+import json
+import os
+import sys
+from typing import Any
+
 import pytest
+
+from helpers import warm
+from helpers.launch import PROGRAMS, REPO
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    """One line for each kernel, shape and capability; Triton keeps what it compiled."""
+    clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]
+    done = warm.run(command, env={**clean, "PYTHONPATH": str(REPO)}, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
