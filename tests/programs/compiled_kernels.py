@@ -7,6 +7,7 @@ to what was spilled there, bytes of shared memory, the kinds of matrix products,
 must not be set.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from llama.ops.triton import attention, elementwise, linear
 
@@ -121,7 +123,7 @@ def compiled(job: Job) -> dict[str, Any]:
         file.write(kernel.asm["cubin"])
         file.flush()
         use = _objdump("-res-usage", file.name)
-        code = _objdump("-sass", file.name)
+        code = _disassembled(kernel.asm["cubin"], file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", use)
     assert found, use
     return {
@@ -138,6 +140,14 @@ def compiled(job: Job) -> dict[str, Any]:
 def _objdump(flag: str, path: str) -> str:
     command = [str(_CUOBJDUMP), flag, path]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _disassembled(cubin: bytes, path: str) -> str:
+    """The instructions; half a second of work, which Triton's cache keeps."""
+    kept = get_cache_manager(hashlib.sha256(cubin).hexdigest())
+    if (found := kept.get_file("sass")) is None:
+        found = kept.put(_objdump("-sass", path), "sass", binary=False)
+    return Path(found).read_text()
 
 
 def main() -> None:

@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from helpers import warm
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -17,10 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_registers_suffice_for_the_real_vocabulary():
     program = str(ROOT / "tests" / "programs" / "compile_sample.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, program, "80", "90"], capture_output=True, text=True, timeout=120,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    command = [sys.executable, program, "80", "90"]
+    done = warm.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, timeout=120)
     assert done.returncode == 0, done.stderr
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 24
