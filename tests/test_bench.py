@@ -20,6 +20,7 @@ from bench import commands, report, run, shapes, soak, worker
 from bench.engines import ENGINES
 from bench.engines.vllm import vllm_environment
 from bench.linear import KERNELS
+from helpers import warm
 from helpers.launch import REPO, environment
 from llama import ModelArgs
 from llama.checkpoint.find import find
@@ -42,6 +43,7 @@ def bench(monkeypatch, capsys):
     """
     monkeypatch.setattr(run, "read_bandwidth", lambda device: 1e10)
     monkeypatch.setattr(run, "matrix_flops", lambda device, dtype: 1e11)
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
     def command(line: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", ["bench", *line.split()])
@@ -63,10 +65,8 @@ def test_latency_beside_a_peer(tmp_path):
         "latency --model demo --dtype fp32 --batches 1 --context 16 --steps 6 --warmup 1 "
         f"--vs llama_models,vllm:{tmp_path} --plot {plot} --out {out}"
     )
-    done = subprocess.run(
-        [sys.executable, str(REPO / "scripts" / "bench"), *command.split()],
-        env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+    program = [sys.executable, str(REPO / "scripts" / "bench"), *command.split()]
+    done = warm.run(program, env=environment(WARM_CHILDREN="1"))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     ours, peer = document["rows"]

@@ -1,10 +1,10 @@
 """Python programs that start at once: forks of a process that has imported torch and the package.
 
 In: what subprocess.Popen takes. Out: a Popen of a process of one's own, with the files, folder,
-environment and arguments that were asked for; torchrun starts its ranks so, too. What differs from
-a fresh start: the modules are there already, and all forks have one hash seed. What is not imitated
-(`-c`, flags of Python, other commands, other systems than Linux) starts as ever. It must not know
-what the programs do.
+environment and arguments that were asked for; torchrun starts its ranks so, too, and a program with
+WARM_CHILDREN in its environment what it starts. What differs from a fresh start: the modules are
+there already, and all forks have one hash seed. What is not imitated (`-c`, flags of Python, other
+commands, other systems than Linux) starts as ever. It must not know what the programs do.
 
 A fork's parent would be the process that forks. So that forks twice, the one between ends, and its
 child falls to this process, which is the nearest "subreaper" for that moment (prctl(2)).
@@ -175,8 +175,8 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     words = asked["words"]
-    if words[:2] == _AGENT:
-        _start_ranks_so()
+    if words[:2] == _AGENT or "WARM_CHILDREN" in os.environ:
+        _start_children_so()
     if words[0] == "-m":
         sys.path[:] = [asked["cwd"], *added, *sys.path]
         sys.argv[:] = words[1:]
@@ -188,8 +188,8 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def _start_ranks_so() -> None:
-    """In torchrun's agent: the ranks are its children, so it has its own process that forks."""
+def _start_children_so() -> None:
+    """Its children are this process's own, so it needs a process of its own that forks."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     folder = tempfile.mkdtemp(prefix="warm-start-")
@@ -210,7 +210,7 @@ def _start_ranks_so() -> None:
     os.close(parent)
     listener.close()
     os.environ["LLAMA_WARM_SOCKET"] = path
-    subprocess_handler.Popen = Popen  # type: ignore[misc]
+    subprocess.Popen = subprocess_handler.Popen = Popen  # type: ignore[misc]
 
 
 def _listening(path: str) -> socket.socket:

@@ -27,7 +27,7 @@ def dry_run(tmp_path_factory) -> tuple[list[str], Path, subprocess.CompletedProc
         shutil.copytree(native.cache_folder(), out / "cache" / "llama")
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--dry", "--minutes", "9"]
     command += ["--out", str(out)]
-    return command, out, warm.run(command, env=environment(), timeout=400)
+    return command, out, warm.run(command, env=environment(WARM_CHILDREN="1"), timeout=400)
 
 
 @pytest.mark.slow
