@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -49,6 +50,7 @@ def floor_of(name: str) -> int:
     return min(fitting, key=lambda i: -len(FLOORS[i]))
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Full dotted names of everything that a file imports, at any depth."""
     found = set()
