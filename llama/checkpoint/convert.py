@@ -15,6 +15,7 @@ from torch import Tensor
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.guard import is_guard
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import ROTATED, name_in, shard_shapes
 from llama.checkpoint.tokenizer_files import (
@@ -81,7 +82,7 @@ def convert(
         if to_hf:
             _write_hf(reader, tokenizer, folder, progress)
             if tokenizer and path:
-                _write_tokenizer(tokenizer, path, checkpoint.params, folder)
+                _write_tokenizer(tokenizer, path, checkpoint, folder)
         else:
             _write_shards(reader, folder, 1, progress)
             writing.write_json(folder / "params.json", _meta_params(checkpoint.params))
@@ -136,7 +137,9 @@ def _write_hf(
         writing.write_json(folder / "generation_config.json", hf.generation_config_of(ids))
 
 
-def _write_tokenizer(tokenizer: Tokenizer, path: Path, params: ModelArgs, folder: Path) -> None:
+def _write_tokenizer(
+    tokenizer: Tokenizer, path: Path, checkpoint: Checkpoint, folder: Path
+) -> None:
     """tokenizer.json, tokenizer_config.json and, as in Meta's releases, original/tokenizer.model.
 
     Beside tokenizer.json, programs would take a tokenizer.model for one of SentencePiece.
@@ -146,7 +149,9 @@ def _write_tokenizer(tokenizer: Tokenizer, path: Path, params: ModelArgs, folder
     else:
         writing.write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
         writing.copy_file(path, folder / "original" / "tokenizer.model")
-    writing.write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, params))
+    guard = is_guard(checkpoint.folder)
+    config = tokenizer_config(tokenizer, checkpoint.params, is_guard=guard)
+    writing.write_json(folder / "tokenizer_config.json", config)
 
 
 def _write_hf_weights(

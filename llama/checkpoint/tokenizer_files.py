@@ -10,33 +10,12 @@ from typing import Any
 
 from llama.checkpoint.huggingface import SpecialIds
 from llama.model.args import ModelArgs
+from llama.prompts.formats import tool_format_of
+from llama.prompts.template import jinja_template
 from llama.tokenizer import Tokenizer, byte_alphabet
 
 _BOS, _EOS, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 _PAD = "<|finetune_right_pad_id|>"  # Llama 3.0 has none: there end_of_text pads
-
-# What `ChatFormat.encode_dialog_prompt` does, in Jinja: content is stripped, "tool" is "ipython",
-# and what ChatFormat refuses is refused. Tools are refused too: ChatFormat has none.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- raise_exception("This template has no tools: describe them in the system message.") }}
-{%- endif %}
-{{- bos_token }}
-{%- for message in messages %}
-    {%- set role = "ipython" if message["role"] == "tool" else message["role"] %}
-    {%- if role not in ["system", "user", "assistant", "ipython"] %}
-        {{- raise_exception("Unknown role: " ~ role) }}
-    {%- endif %}
-    {%- if message["content"] is not string or message["tool_calls"] %}
-        {{- raise_exception("A message must be a text, without tool calls.") }}
-    {%- endif %}
-    {{- "<|start_header_id|>" ~ role ~ "<|end_header_id|>\\n\\n" }}
-    {{- (message["content"] | trim) ~ "<|eot_id|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}
-{%- endif %}
-"""
 
 
 def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer:
@@ -151,8 +130,11 @@ def _begin_with(name: str, i: int) -> dict[str, Any]:
     }
 
 
-def tokenizer_config(tokenizer: Tokenizer, params: ModelArgs) -> dict[str, Any]:
+def tokenizer_config(
+    tokenizer: Tokenizer, params: ModelArgs, *, is_guard: bool = False
+) -> dict[str, Any]:
     """The tokenizer_config.json: special tokens by role, the context, and the chat template."""
+    tool_format = tool_format_of(params.rope_factor, is_guard=is_guard)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _BOS,
@@ -161,5 +143,5 @@ def tokenizer_config(tokenizer: Tokenizer, params: ModelArgs) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,  # decoding gives the text back
         "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": params.longest_context,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": jinja_template(tool_format),
     }

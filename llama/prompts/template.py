@@ -8,6 +8,7 @@ or an argument can become one. It runs no tool.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llama.checks import FieldError
@@ -85,6 +86,15 @@ def encode_chat(
     if add_generation_prompt:
         ids += chat.encode_header({"role": "assistant", "content": ""})
     return ids
+
+
+def jinja_template(tool_format: ToolFormat) -> str:
+    """The same prompts in Jinja, for programs that read a checkpoint of transformers."""
+    given = {"tool_format": tool_format.value, "instruction": _INSTRUCTION}
+    given["python_instruction"] = _PYTHON_INSTRUCTION
+    lines = [f"{{%- set {name} = {json.dumps(text)} %}}\n" for name, text in given.items()]
+    text = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+    return "".join(lines) + text
 
 
 def check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> None:

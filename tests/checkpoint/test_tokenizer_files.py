@@ -122,10 +122,14 @@ def test_the_chat_template_is_chat_format(metas_tokenizer, oracle, dialog):
 @pytest.mark.parametrize(
     ("message", "settings", "why"),
     [
-        ({"role": "developer", "content": "a"}, {}, "Unknown role: developer"),
-        ({"role": "assistant", "content": None}, {}, "must be a text"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, {}, "without tool calls"),
-        (user("a"), {"tools": [{"type": "function", "function": {"name": "f"}}]}, "no tools"),
+        ({"role": "king", "content": "a"}, {}, "Unknown role: king"),
+        ({"role": "assistant", "content": None}, {}, "content must be a text"),
+        ({"role": "user", "content": "", "tool_calls": [{}]}, {}, "need the role assistant"),
+        (
+            {"role": "system", "content": "a"},
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "a first message of the user",
+        ),
     ],
 )
 def test_the_chat_template_refuses_what_it_would_lose(metas_tokenizer, message, settings, why):
