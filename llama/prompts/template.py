@@ -165,6 +165,8 @@ class _Reader:
     def _result(self, message: ToolMessage) -> Turn:
         content: Any = message.content
         text = text_of(content) if isinstance(content, list) else content
+        if isinstance(text, str) and not self._tools and not self._numbers:
+            return Turn("ipython", [text.strip()])  # of no call: Meta's ChatFormat has it so
         # Meta's pages write what a built-in tool returned as it is, and the template all as JSON.
         is_raw = self._tools.built_in and not self._tools.functions and isinstance(text, str)
         number = self._numbers.get(str(message.tool_call_id), len(self._numbers))

@@ -107,7 +107,9 @@ def test_calls_of_one_message_are_encoded_one_after_the_other(tokenizer, tools):
 def test_without_tools_it_is_the_chat_format(tokenizer):
     chat = ChatFormat(tokenizer)
     dialog: list[Any] = [{"role": "user", "content": " Hi <|eot_id|> "}]
-    assert encode_chat(tokenizer, dialog) == chat.encode_dialog_prompt(dialog)
+    results: list[Any] = [{"role": role, "content": f' "{role}" '} for role in ("ipython", "tool")]
+    for each in (dialog, results, [*results, *dialog]):  # a result of no call is Meta's own too
+        assert encode_chat(tokenizer, each) == chat.encode_dialog_prompt(each)
     open_end: list[Any] = [*dialog, {"role": "assistant", "content": "Well, "}]
     ids = encode_chat(tokenizer, open_end, add_generation_prompt=False, continue_final_message=True)
     assert ids == chat.encode_dialog_prompt(dialog) + tokenizer.encode(
