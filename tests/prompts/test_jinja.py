@@ -97,9 +97,9 @@ def theirs(ours, tmp_path_factory) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def prompt_of(encode: Any) -> list[int] | str:
+def prompt_of(encode: Any, *args: Any, **options: Any) -> Any:
     try:
-        return encode()
+        return encode(*args, **options)
     except (TypeError, ValueError, TemplateError):
         return "an error"
 
@@ -108,24 +108,13 @@ def prompt_of(encode: Any) -> list[int] | str:
 @pytest.mark.parametrize("has_header", [True, False])
 def test_each_dialog_has_the_same_ids(ours, theirs, tool_format, has_header):
     template, num_prompts = jinja_template(tool_format), 0
+    options: Any = {"add_generation_prompt": has_header}
     for dialog, tools in itertools.product(DIALOGS, TOOLS):
-        wanted = prompt_of(
-            lambda: encode_chat(
-                ours,
-                dialog,
-                tools,
-                tool_format=tool_format,
-                add_generation_prompt=has_header,  # noqa: B023
-            )
-        )
+        wanted = prompt_of(encode_chat, ours, dialog, tools, tool_format=tool_format, **options)
         found = prompt_of(
-            lambda: theirs.apply_chat_template(
-                dialog,
-                tools or None,
-                chat_template=template,
-                add_generation_prompt=has_header,  # noqa: B023
-            )["input_ids"]
+            theirs.apply_chat_template, dialog, tools or None, chat_template=template, **options
         )
+        found = found if isinstance(found, str) else found["input_ids"]
         if isinstance(wanted, list) and isinstance(found, list):
             assert theirs.decode(found) == ours.decode(wanted), (dialog, tools)
         assert found == wanted, (dialog, tools)
