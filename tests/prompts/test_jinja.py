@@ -48,7 +48,13 @@ def call(name: str, arguments: Any, number: str = "1") -> dict[str, Any]:
     }
 
 
-VALUES = {"a": True, "b": None, "c": {"k": [1.5, -2, 'x"y é'], "e": {}}, "d_.$-": [], "f": False}
+VALUES: dict[str, Any] = {
+    "a": True,
+    "b": None,
+    "c": {"k": [1.5, -2, 'x"y é'], "e": {}},
+    "d_.$-": [],
+    "f": False,
+}
 PARTS = [{"type": "text", "text": " Two"}, {"type": "text", "text": "parts "}]
 ONE = said("assistant", None, tool_calls=[call("f", VALUES)])
 TWO = said("assistant", " I look.\n", tool_calls=[call("f", {"a": 1}, "p"), call("g", {}, "q")])
