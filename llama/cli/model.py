@@ -48,13 +48,9 @@ def demo_dir() -> str:
 
 def check_sampling(options: argparse.Namespace) -> None:
     """UsageError for a flag that `SamplingParams` refuses: before minutes of loading."""
+    given = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
     try:
-        SamplingParams(
-            max_tokens=options.max_gen_len,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
+        SamplingParams(max_tokens=given.pop("max_gen_len"), **given)
     except (TypeError, ValueError) as e:
         raise UsageError(str(e).replace("max_tokens", "max_gen_len")) from e
 

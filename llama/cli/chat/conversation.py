@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import ChatFormat, Message, validate_dialog
 
@@ -22,8 +23,7 @@ SETTINGS = (
     "presence_penalty", "frequency_penalty", "stop", "bad_words", "seed",
 )  # fmt: skip
 _FIELDS = {"max_gen_len": "max_tokens"}
-# The defaults of chat_completion and build.
-_DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None, "seed": 1}
+_DEFAULTS = {**SAMPLING_FLAGS, "seed": BUILD_FLAGS["seed"]}
 _MORE_HELP = '''\
 A \\ at the end of a line continues it. A line of """ begins a longer text, and another ends it.
 //text asks "/text". Ctrl-C stops an answer and keeps what was shown of it.'''
