@@ -20,7 +20,13 @@ _SHARED_FIELDS = [f.name for f in fields(TokenParams) if f.name != "bad_words"]
 
 
 class ContextLengthError(FieldError):
-    """The prompt, or prompt and max_tokens together, are longer than max_seq_len."""
+    """The prompt, or prompt and max_tokens together, are longer than max_seq_len: `count` tokens,
+    where `most` can be."""
+
+    def __init__(self, field: str, message: str, count: int = 0, most: int = 0) -> None:
+        super().__init__(field, message)
+        self.count = count
+        self.most = most
 
 
 class Preparer:
@@ -76,6 +82,8 @@ class Preparer:
                 "max_tokens",
                 f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
                 f"of {context} tokens: ask for fewer",
+                num_prompt + max_tokens,
+                context,
             )
         return context
 
@@ -116,6 +124,8 @@ def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> lis
             "prompt",
             f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
             "prompt, or build with a larger max_seq_len",
+            len(prompt),
+            max_seq_len,
         )
     ids = [token if type(token) is int else _whole(token) for token in prompt]
     for token, given in zip(ids, prompt, strict=True):

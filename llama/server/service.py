@@ -18,6 +18,7 @@ from llama.checks import FieldError
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.requests.async_engine import AsyncLLMEngine
+from llama.requests.prepare import ContextLengthError
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.active import ActiveRequest
@@ -131,17 +132,18 @@ class Service:
         prompt and max_tokens are more than the context, the answer ends with the context; else
         that is an error."""
         tokenizer = self.loaded().tokenizer
-        most = self.loaded().model.params.max_seq_len
         if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
             names = {i: name for name, i in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
-        elif fields.too_long is not None and len(prompt) > most:
-            raise ApiError(400, fields.too_long.format(count=len(prompt), most=most))
         self._check_room(1)  # before the work, and again when the number of sequences is known
         assert self.engine is not None
         try:
             async with asyncio.timeout(_PREPARE_S):
-                request = await self.engine.prepare(prompt, params, "", index=index)
+                return await self.engine.prepare(
+                    prompt, params, "", index=index, must_fit=not ends_with_context
+                )
+        except ContextLengthError as e:
+            raise _too_long(e, fields) from None
         except (TypeError, ValueError) as e:
             raise fields.refusal(e) from None
         except TimeoutError:
@@ -153,21 +155,6 @@ class Service:
             raise fields.refusal(FieldError(field, words)) from None
         except RuntimeError:
             raise shutting_down() from None
-        if not ends_with_context:
-            self._check_context(request.answers[0].sequence.num_prompt, params.max_tokens, fields)
-        return request
-
-    def _check_context(self, num_prompt: int, max_tokens: int | None, fields: ErrorFields) -> None:
-        """ApiError 400 where the context has no room for all that was asked for."""
-        most = self.loaded().model.params.max_seq_len
-        if max_tokens is not None and num_prompt + max_tokens > most:
-            raise ApiError(
-                400,
-                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
-                f"of {most} tokens: ask for fewer",
-                param=fields.names.get("max_tokens", "max_tokens"),
-                code="context_length_exceeded",
-            )
 
     def _check_room(self, count: int) -> None:
         """ApiError 503 where the queue has no room for so many sequences."""
@@ -257,3 +244,13 @@ class Service:
             raise ApiError(500, output.error)
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
             raise broken() if self.state is State.BROKEN else shutting_down()
+
+
+def _too_long(error: ContextLengthError, fields: ErrorFields) -> ApiError:
+    """400 where the context has no room for the prompt, or for all that was asked for."""
+    if error.field == "max_tokens":
+        param = fields.names.get("max_tokens", "max_tokens")
+        return ApiError(400, str(error), param=param, code="context_length_exceeded")
+    if fields.too_long is not None:
+        return ApiError(400, fields.too_long.format(count=error.count, most=error.most))
+    return ApiError(400, str(error), param=fields.prompt)
