@@ -1,21 +1,20 @@
 """Rank 0 leads: it alone takes requests, and tells the other ranks before each step.
 
 In: what is added to rank 0's core and removed from it. Out: the same core on every rank, one step
-after the other. A message is a row of int64 in a fixed layout, `Message.pack`; no pickle crosses
-ranks. It has the number of the step, what was added and removed, and a checksum of what the step
-will compute: a rank that would compute something else is an error before the model runs.
+after the other. A message is JSON, in which floats keep their bits; no pickle crosses ranks. It has
+the number of the step, what was added and removed, and a checksum of what the step will compute: a
+rank that would compute something else is an error before the model runs.
 
 While rank 0 has nothing to do, it sends an idle message now and then: each wait of the other ranks
 has a limit. It knows ids only; `llama.requests` decides who leads and when.
 """
 
 import functools
-import struct
+import json
 import threading
 import time
 import zlib
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -29,18 +28,16 @@ from llama.ranks.errors import RankError
 KEEP_ALIVE_S = 20.0
 
 _STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
-_NONE, _INT, _FLOAT, _TUPLE = 0, 1, 2, 3  # tags before the values of parameters
 _PARAMS = [f.name for f in fields(TokenParams)]
 
 
 @dataclass
 class Message:
-    """What rank 0 tells before a step: [kind, number, checksum, added, removed], then their
-    entries. number: the step's; at the end, rank 0's call counter.
+    """What rank 0 tells before a step, as a list in JSON: [kind, number, checksum, added, removed].
 
-    An entry of `added` is [serial, max_len, seed, is_constrained, tokens, stop ids, parameters],
-    each list with its length before it and each parameter with a tag; one of `removed` is a serial.
-    A constraint stays on rank 0, whose ids the others take.
+    number: the step's; at the end, rank 0's call counter. An entry of `added` is [serial, max_len,
+    seed, is_constrained, tokens, stop ids, parameters], one of `removed` a serial. A constraint
+    stays on rank 0, whose ids the others take.
     """
 
     kind: int
@@ -50,24 +47,24 @@ class Message:
     removed: list[int] = field(default_factory=list)
 
     def pack(self) -> bytes:
-        head = (self.kind, self.number, self.checksum, len(self.added), len(self.removed))
-        row = array("q", head)
-        for serial, seq in self.added:
-            row.extend((serial, seq.max_len, seq.seed, seq.is_constrained))
-            row.extend((len(seq.tokens), len(seq.stop_ids)))
-            row.extend(seq.tokens)
-            row.extend(sorted(seq.stop_ids))
-            for name in _PARAMS:
-                _write(row, getattr(seq.params, name))
-        row.extend(self.removed)
-        return row.tobytes()
+        added = [
+            (serial, seq.max_len, seq.seed, seq.is_constrained, seq.tokens, sorted(seq.stop_ids))
+            + ({name: getattr(seq.params, name) for name in _PARAMS},)
+            for serial, seq in self.added
+        ]
+        return json.dumps((self.kind, self.number, self.checksum, added, self.removed)).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> "Message":
-        rest = iter(array("q", data))
-        kind, number, checksum, num_added, num_removed = _next(rest, 5)
-        added = [_read_sequence(rest) for _ in range(num_added)]
-        return cls(kind, number, checksum, added, _next(rest, num_removed))
+        kind, number, checksum, rows, removed = json.loads(data)
+        added = []
+        for serial, max_len, seed, is_constrained, tokens, stop_ids, given in rows:
+            params = TokenParams(**{name: _tupled(value) for name, value in given.items()})
+            seq = Sequence(
+                tokens, params, max_len, seed, frozenset(stop_ids), is_constrained=is_constrained
+            )
+            added.append((serial, seq))
+        return cls(kind, number, checksum, added, removed)
 
 
 class Leader:
@@ -197,40 +194,6 @@ def checksum(scheduled: list[Scheduled]) -> int:
     return zlib.crc32(row.tobytes())
 
 
-def _write(row: "array[int]", value: Any) -> None:
-    """A tag, then the value: an int, a float as its bits, or a tuple with its length."""
-    if value is None:
-        row.append(_NONE)
-    elif isinstance(value, tuple):
-        row.extend((_TUPLE, len(value)))
-        for part in value:
-            _write(row, part)
-    elif isinstance(value, float):
-        row.extend((_FLOAT, *struct.unpack("q", struct.pack("d", value))))
-    else:
-        row.extend((_INT, int(value)))
-
-
-def _read(rest: Iterator[int]) -> Any:
-    tag = next(rest)
-    if tag == _NONE:
-        return None
-    number = next(rest)
-    if tag == _TUPLE:
-        return tuple(_read(rest) for _ in range(number))
-    if tag == _FLOAT:
-        return struct.unpack("d", struct.pack("q", number))[0]
-    return number
-
-
-def _read_sequence(rest: Iterator[int]) -> tuple[int, Sequence]:
-    serial, max_len, seed, is_constrained, num_tokens, num_stops = _next(rest, 6)
-    tokens, stop_ids = _next(rest, num_tokens), frozenset(_next(rest, num_stops))
-    params = TokenParams(**{name: _read(rest) for name in _PARAMS})
-    return serial, Sequence(
-        tokens, params, max_len, seed, stop_ids, is_constrained=bool(is_constrained)
-    )
-
-
-def _next(rest: Iterator[int], count: int) -> list[int]:
-    return [next(rest) for _ in range(count)]
+def _tupled(value: Any) -> Any:
+    """JSON has lists alone."""
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
