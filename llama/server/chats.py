@@ -1,20 +1,24 @@
-"""What the routes of all chat APIs have in common: from a checked request to the engine's.
+"""What the routes of all chat APIs have in common: from a checked body to the answer.
 
-In: an `OpenAIRequest` with a dialog. Out: the engine's request, or an ApiError that names the
-body's own field.
+In: what reads an `OpenAIRequest` of a body, and what writes an answer. Out: the response, or the
+engine's request; or an ApiError that names the body's own field.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from fastapi import Request
+from starlette.responses import Response
 
 from llama.checks import FieldError
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
+from llama.server.asgi import unless_client_leaves
+from llama.server.encoding import COMMENT, EventStream
 from llama.server.errors import ApiError, first_name
+from llama.server.exchange import encode_stream, json_off_loop, last_outputs, sse_events
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
@@ -55,23 +59,42 @@ async def prepare_chat(
     return await service.prepare(ids, params, chat.fields, ends_with_context=ends_with_context)
 
 
-@dataclass(frozen=True)
-class Started:
-    """A dialog that is on its way through the engine; what its answer is made of."""
+class ChatEvents(Protocol):
+    """An answer in the words of one API: whole, or as events while it comes."""
 
-    chat: OpenAIRequest
-    tokenizer: Tokenizer
-    meta: ResponseMeta
-    outputs: AsyncGenerator[RequestOutput, None]
+    def whole(self, output: RequestOutput) -> dict[str, Any]: ...
+    def of(self, output: RequestOutput) -> Iterable[dict[str, Any]]: ...
+    def last(self) -> Iterable[dict[str, Any]]: ...
+    def failed(self, error: ApiError) -> dict[str, Any]: ...
 
 
-async def start(service: Service, http: Request, chat: OpenAIRequest) -> Started:
-    """Give the dialog of another chat API to the engine.
+async def answer(
+    service: Service,
+    http: Request,
+    read: Callable[[SamplingParams], OpenAIRequest],
+    make: Callable[[OpenAIRequest, Tokenizer, ResponseMeta], ChatEvents],
+    *,
+    keep_alive: bytes = COMMENT,
+) -> Response:
+    """Answer a dialog of another chat API. There is no [DONE]: the last event says that it is.
 
     Those APIs say how an answer ends that has reached the end of the context, so their limit of
     tokens may be larger than what is left of it: agents ask for 32,000 whatever the model is.
     """
+    chat = await read_request(read)
     request = await prepare_chat(service, chat, ends_with_context=True)
     request_id = http.state.request_id
     meta = ResponseMeta(request_id, service.model_name, service.now())
-    return Started(chat, service.loaded().tokenizer, meta, service.outputs([request], request_id))
+    events = make(chat, service.loaded().tokenizer, meta)
+    outputs = service.outputs([request], request_id)
+    if not chat.stream:
+        (last,) = await unless_client_leaves(last_outputs(outputs), http.receive)
+        return await json_off_loop(lambda: events.whole(last))
+    stream = encode_stream(
+        outputs, lambda output: sse_events(events.of(output)), lambda: sse_events(events.last())
+    )
+
+    def failed(error: ApiError) -> bytes:
+        return b"".join(sse_events([events.failed(error)]))
+
+    return EventStream(stream, failed, keep_alive=keep_alive)

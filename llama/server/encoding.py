@@ -21,7 +21,7 @@ from llama.server.errors import ApiError
 KEEP_ALIVE_S = 15.0
 FIRST_S = 10.0  # then the status is sent, whatever comes
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": the answer is not ready yet\n\n"
+COMMENT = b": the answer is not ready yet\n\n"
 
 
 def to_json(content: Any) -> bytes:
@@ -62,7 +62,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         error_events: Callable[[ApiError], bytes],
         *,
-        keep_alive: bytes = _COMMENT,
+        keep_alive: bytes = COMMENT,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # it is not known yet

@@ -1,7 +1,6 @@
 """Response bodies and events of Anthropic's Messages API: the engine's outputs in, objects out.
 
-`message_body` makes a whole message, `MessageEvents` the events of one that streams. It knows no
-network, and runs nothing.
+It knows no network, and runs nothing.
 """
 
 import json
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from llama.requests.request import RequestOutput
+from llama.server.errors import ApiError, anthropic_body
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.blocks import Block, Blocks, Step
 from llama.server.openai.request import OpenAIRequest
@@ -20,32 +20,26 @@ PING = {"type": "ping"}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def message_body(
-    request: OpenAIRequest, output: RequestOutput, tokenizer: Tokenizer, meta: ResponseMeta
-) -> dict[str, Any]:
-    """The message of a finished request."""
-    blocks = Blocks(request, tokenizer, meta.id)
-    for _ in blocks.push(output, whole=True):
-        pass
-    return {
-        **_head(request, meta),
-        "content": [_content(block) for block in blocks.blocks],
-        **_end(request, blocks, output),
-        "usage": _usage(output),
-    }
-
-
 class MessageEvents:
-    """The events of a message that streams, for outputs as they come. Each is named by its type.
-
-    The client's own accumulation of them is `message_body`.
-    """
+    """A message, or the events of one that streams, for outputs as they come. Each is named by its
+    type. The client's own accumulation of them is the whole message."""
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
         self._request = request
         self._meta = meta
         self._blocks = Blocks(request, tokenizer, meta.id)
         self._has_begun = False
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The message of a finished request."""
+        for _ in self._blocks.push(output, whole=True):
+            pass
+        return {
+            **_head(self._request, self._meta),
+            "content": [_content(block) for block in self._blocks.blocks],
+            **_end(self._request, self._blocks, output),
+            "usage": _usage(output),
+        }
 
     def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events that an output brings: none, where the answer has nothing new."""
@@ -69,6 +63,10 @@ class MessageEvents:
         delta = _end(self._request, self._blocks, output)
         yield {"type": "message_delta", "delta": delta, "usage": _usage(output)}
         yield {"type": "message_stop"}
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last event where the answer ends by an error."""
+        return anthropic_body(error)
 
 
 def _block_event(step: Step, block: Block, text: str) -> dict[str, Any]:

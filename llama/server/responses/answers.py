@@ -1,7 +1,6 @@
 """Response bodies and events of OpenAI's Responses API: the engine's outputs in, objects out.
 
-`whole_response` makes a whole response, `ResponseEvents` the events of one that streams; the last
-event has the whole response. It knows no network, and runs nothing.
+The last event of a stream has the whole response. It knows no network, and runs nothing.
 """
 
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import Any
 
 from llama.prompts.fields import Fields
 from llama.requests.request import RequestOutput
+from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta, usage
 from llama.server.openai.blocks import Block, Blocks, Step
 from llama.server.openai.request import OpenAIRequest
@@ -16,23 +16,9 @@ from llama.server.responses.models import ResponsesBody
 from llama.tokenizer import Tokenizer
 
 
-def whole_response(
-    body: ResponsesBody,
-    request: OpenAIRequest,
-    output: RequestOutput,
-    tokenizer: Tokenizer,
-    meta: ResponseMeta,
-) -> dict[str, Any]:
-    """The response to a finished request of this body."""
-    events = ResponseEvents(body, request, tokenizer, meta)
-    for _ in events.of(output, whole=True):
-        pass
-    return events.response()
-
-
 class ResponseEvents:
-    """The events of a response that streams, for outputs as they come. Each has its type and its
-    sequence_number."""
+    """A response, or the events of one that streams, for outputs as they come. Each has its type
+    and its sequence_number."""
 
     def __init__(
         self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
@@ -42,13 +28,19 @@ class ResponseEvents:
         self._blocks = Blocks(request, tokenizer, meta.id)
         self._number = 0
 
-    def of(self, output: RequestOutput, *, whole: bool = False) -> Iterator[dict[str, Any]]:
-        """The events that an output brings; whole: it is the only one."""
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        """The response to a finished request."""
+        for _ in self._blocks.push(output, whole=True):
+            pass
+        return self.response()
+
+    def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """The events that an output brings."""
         if not self._number:
             for name in ("created", "in_progress"):
                 response = {**self._echo, "status": "in_progress", "output": [], "usage": None}
                 yield self._event(f"response.{name}", response=response)
-        for step, block, text in self._blocks.push(output, whole=whole):
+        for step, block, text in self._blocks.push(output):
             yield from self._block_events(step, block, text)
 
     def last(self) -> Iterator[dict[str, Any]]:
@@ -56,12 +48,13 @@ class ResponseEvents:
         response = self.response()
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, message: str, kind: str, param: str | None) -> dict[str, Any]:
+    def failed(self, error: ApiError) -> dict[str, Any]:
         """The last event where the answer ends by an error."""
+        message = error.message
         if not self._number:
-            return self._event("error", code=kind, message=message, param=param)
-        error = {"code": "server_error", "message": message}
-        response = {**self.response(), "status": "failed", "error": error}
+            return self._event("error", code=error.kind, message=message, param=error.param)
+        said = {"code": "server_error", "message": message}
+        response = {**self.response(), "status": "failed", "error": said}
         return self._event("response.failed", response=response)
 
     def response(self) -> dict[str, Any]:
