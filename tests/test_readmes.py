@@ -48,3 +48,21 @@ def test_the_first_page_leads_to_every_other():
     text = (REPO / "README.md").read_text()
     others = {name for name in IDS if name != "README.md"}
     assert not {name for name in others if f"]({name})" not in text}
+
+
+def test_the_list_of_files_is_the_tree():
+    """llama/README.md names every Python file of the package once, and nothing that is not there; a
+    folder's line stands for its `__init__.py`."""
+    text = (REPO / "llama" / "README.md").read_text()
+    block = re.search(r"```\n(llama/ .*?)```", text, re.DOTALL)
+    assert block is not None
+    named, folder = [], ""
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder, name = name, "__init__.py"
+        named.append(folder + name)
+    assert len(named) == len(set(named))
+    there = {str(path.relative_to(REPO)) for path in (REPO / "llama").rglob("*.py")}
+    missing, gone = sorted(there - set(named)), sorted(set(named) - there)
+    assert not missing and not gone, f"not in the list: {missing}; not in the tree: {gone}"
