@@ -1,0 +1,50 @@
+"""What a first run of the tests compiles, before they run: python -m helpers.prepare, in tests/.
+
+Out: on stderr a line for each thing that takes long, and how far it is; nothing the next time.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from helpers.kernels import BODIES, EMULATED_AMX, HAS_KERNELS, library
+from helpers.launch import PROGRAMS, REPO
+from llama.ops.cpu import build, native
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def compile_for_the_cpu() -> None:
+    """Each body of the kernels that the compiler knows."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    kept = [x for x in BODIES.values() if x is not EMULATED_AMX and build.accepts(compiler, x)]
+    folder = native.cache_folder()
+    todo = [x for x in kept if not (folder / f"{build.fingerprint(compiler, x)}.so").exists()]
+    for number, body in enumerate(todo, 1):
+        say(f"compiling the CPU kernels, {number} of {len(todo)} (half a minute each)")
+        library(body.name)
+
+
+def compile_for_gpus() -> None:
+    """Triton's kernels, to machine code for GPUs that need not be there; it keeps them."""
+    clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]
+    with subprocess.Popen(
+        command, env={**clean, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for number, _ in enumerate(process.stdout, 1):
+            if number % 10 == 0:
+                say(f"compiling Triton's kernels: {number} done (about a minute in all)")
+
+
+if __name__ == "__main__":
+    if HAS_KERNELS:
+        compile_for_the_cpu()
+    cache = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    if find_spec("triton") and not os.path.isdir(cache):
+        compile_for_gpus()
