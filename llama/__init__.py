@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from llama.requests.async_engine import AsyncLLMEngine
     from llama.requests.llm_engine import LLMEngine
     from llama.requests.request import CompletionOutput, RequestOutput
-    from llama.sampling_params import SamplingParams
-    from llama.structured_output import StructuredOutput
+    from llama.sampling_params import SamplingParams, StructuredOutput
     from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer
 
 __all__ = [
@@ -38,8 +37,7 @@ _MODULES = {  # the names above, by the module that defines them
     "requests.async_engine": ["AsyncLLMEngine"],
     "requests.llm_engine": ["LLMEngine"],
     "requests.request": ["CompletionOutput", "RequestOutput"],
-    "sampling_params": ["SamplingParams"],
-    "structured_output": ["StructuredOutput"],
+    "sampling_params": ["SamplingParams", "StructuredOutput"],
     "tokenizer": ["ChatFormat", "Dialog", "Message", "Tokenizer"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -24,7 +24,6 @@ FLOORS = [
     "llama/device.py",
     "llama/checkpoint/downloads.py",
     "llama/tokenizer.py",
-    "llama/structured_output.py",
     "llama/sampling_params.py",
     "llama/prompts",
     "llama/ops",

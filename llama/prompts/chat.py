@@ -17,8 +17,7 @@ from llama.prompts.formats import ToolFormat
 from llama.prompts.messages import ChatMessage, read_messages
 from llama.prompts.template import encode_chat
 from llama.prompts.tools import ToolRequest, read_tools
-from llama.sampling_params import SamplingParams
-from llama.structured_output import StructuredOutput
+from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.tokenizer import Tokenizer
 
 _NO_SCHEMA = " must be an object with a schema"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llama.checks import FieldError
-from llama.structured_output import StructuredOutput
+from llama.sampling_params import StructuredOutput
 from llama.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from llama_models.llama3 import tokenizer as oracle_module
 
 from llama import SamplingParams
 from llama.requests.grammar import GrammarCompiler
-from llama.structured_output import StructuredOutput
+from llama.sampling_params import StructuredOutput
 from llama.tokenizer import Tokenizer
 
 FORMS: list[tuple[dict[str, Any], str]] = [

@@ -10,7 +10,7 @@ from llama.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs
 from llama.compat.vllm.vllm_engines import LLM, AsyncLLMEngine, LLMEngine
 from llama.compat.vllm.vllm_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from llama.compat.vllm.vllm_request import CompletionOutput, Logprob, RequestOutput
-from llama.structured_output import StructuredOutput as StructuredOutputsParams
+from llama.sampling_params import StructuredOutput as StructuredOutputsParams
 
 __all__ = [
     "LLM",

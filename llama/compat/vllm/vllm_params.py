@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from llama.checks import brief
 from llama.requests.beam_search import BeamParams
 from llama.sampling_params import SamplingParams as LlamaParams
-from llama.structured_output import StructuredOutput
+from llama.sampling_params import StructuredOutput
 
 _Class = TypeVar("_Class", bound=type)
 

@@ -26,13 +26,12 @@ from llama.prompts.tools import (
     named_function,
     tool_request,
 )
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.converted import ConvertedChat, joined
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import form_of
 from llama.server.openai.request import OpenAIRequest
 from llama.server.sampling import SamplingFields, StopWords, sampling_fields
-from llama.structured_output import StructuredOutput
 
 MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
 # In Anthropic's words, which agents look for: they shorten the dialog then.

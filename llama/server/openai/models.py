@@ -14,11 +14,10 @@ from llama.prompts.chat import JsonSchema, ResponseFormatField
 from llama.prompts.fields import Fields, chosen_by, read_as
 from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolChoice, ToolList, tool_request
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.errors import ErrorFields
 from llama.server.openai.request import OpenAIRequest
 from llama.server.sampling import OPENAI_NAMES, TokenId, sampling_fields
-from llama.structured_output import StructuredOutput
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 MOST_PROMPTS = 2048  # of one body, as OpenAI has it

@@ -20,13 +20,12 @@ from llama.prompts.tools import (
     named_function,
     tool_request,
 )
-from llama.sampling_params import SamplingParams
+from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.converted import ConvertedChat, joined
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import form_of
 from llama.server.openai.request import OpenAIRequest
 from llama.server.sampling import sampling_fields
-from llama.structured_output import StructuredOutput
 
 RESPONSES_URL = "/v1/responses"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
