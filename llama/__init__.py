@@ -1,19 +1,11 @@
 """Meta's Llama 3 API as a runtime: the names that Meta's package exports, and those of requests.
 
-Each name is imported when it is first used, so that `llama --help` need not wait for torch.
+Each name is imported when it is first used, so that `llama --help` need not wait for torch; type
+checkers find them in __init__.pyi.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from llama.generation import Llama
-    from llama.model import ModelArgs, Transformer
-    from llama.requests.async_engine import AsyncLLMEngine
-    from llama.requests.llm_engine import LLMEngine
-    from llama.requests.request import CompletionOutput, RequestOutput
-    from llama.sampling_params import SamplingParams, StructuredOutput
-    from llama.tokenizer import ChatFormat, Dialog, Message, Tokenizer
+from typing import Any
 
 __all__ = [
     "AsyncLLMEngine",

@@ -7,7 +7,7 @@
 // so have read turn k - 2, which lay in the same buffer: one wait per message is enough. Sums are
 // in float32, in the order of the ranks, by the same code on each: all ranks hold the same bits.
 //
-// parallel/shared_memory.py owns the memory, and decides how long to wait: each function returns
+// ranks/shared_memory.py owns the memory, and decides how long to wait: each function returns
 // PENDING after at most 100 ms, and goes on where it was when it is called again with its ticket.
 #include <errno.h>
 #include <linux/futex.h>
