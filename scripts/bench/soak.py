@@ -16,6 +16,7 @@ from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.worker import memory
 from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.requests.llm_engine import LLMEngine
 from llama.sampling_params import SamplingParams
 
 _TOKEN_BUDGET = 256
@@ -92,14 +93,20 @@ class Traffic:
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
         self.serial = 0
-        self.engine = self.llama.llm_engine
         self.ids = range(self.llama.tokenizer.n_words - 256)  # the last ones are special
         self.prefixes = [self.draw.choices(self.ids, k=k) for k in (20, 70, 130)]
         # Pages for a few of the longest requests: with a batch of many, some are preempted.
-        self.engine.core = EngineCore.for_model(
+        core = EngineCore.for_model(
             self.llama.model,
             num_pages=4 * (_LONGEST // PAGE_SIZE),
             token_budget=_TOKEN_BUDGET,
+        )
+        self.engine = LLMEngine(
+            core,
+            self.llama.tokenizer,
+            max_seq_len=_LONGEST,
+            seed=self.seed,
+            parallel=self.llama.model.parallel,
         )
 
     def sample(self, until: float) -> Row:
