@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama.prompts import encode_chat
+from llama.prompts import ToolFormat, encode_chat
 from llama.tokenizer import Tokenizer
 
 
@@ -26,8 +26,10 @@ class ClientTokenizer:
     is a plain method today.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.wrapped = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, tool_format: ToolFormat = ToolFormat.LLAMA_3_1
+    ) -> None:
+        self.wrapped, self.tool_format = tokenizer, tool_format
         self.vocab_size = tokenizer.n_words
         self.all_special_ids = sorted(tokenizer.special_tokens.values())
         self.bos_token_id, self.bos_token = tokenizer.bos_id, tokenizer.decode(tokenizer.bos_id)
@@ -69,6 +71,7 @@ class ClientTokenizer:
             self.wrapped,
             conversation,
             tools,
+            tool_format=self.tool_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )

@@ -31,7 +31,7 @@ from llama.compat.vllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from llama.prompts import encode_chat, parse_tool_call
+from llama.prompts import ToolFormat, encode_chat, parse_tool_call
 
 IDS = prompts_of([9, 12, 5], seed=3)
 NO_EFFECT: dict[str, Any] = {"gpu_memory_utilization": 0.9, "swap_space": 4}
@@ -353,6 +353,18 @@ def test_chat_is_chat_completion(llm):
     tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
     (called,) = llm.chat(dialogs[0], greedy(2), tools=tools)
     assert called.prompt_token_ids == encode_chat(llm.llama.tokenizer, dialogs[0], tools)
+
+
+def test_tools_are_told_in_the_form_of_the_model(make_checkpoint):
+    """3.2's prompt is another one than 3.1's."""
+    folder, _, _ = make_checkpoint(use_scaled_rope=True, rope_scale_factor=32.0)
+    own = LLM(str(folder), max_model_len=2048, max_num_seqs=1, device="cpu")
+    dialog = [user(FRANCE)]
+    wanted = encode_chat(own.llama.tokenizer, dialog, TOOLS, tool_format=ToolFormat.LLAMA_3_2)
+    (called,) = own.chat(dialog, greedy(1), tools=TOOLS)
+    assert called.prompt_token_ids == wanted
+    template = own.get_tokenizer().apply_chat_template
+    assert template(dialog, tools=TOOLS, add_generation_prompt=True) == wanted
 
 
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"country": "str"}}}]

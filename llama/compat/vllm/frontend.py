@@ -14,6 +14,7 @@ from llama.compat.vllm.engine_args import EngineArgs
 from llama.compat.vllm.vllm_params import RequestOutputKind, SamplingParams, refuse
 from llama.compat.vllm.vllm_request import RequestOutput, VllmRequest
 from llama.generation import Llama
+from llama.prompts import ToolFormat
 from llama.requests.beam_search import Beam, BeamParams, beam_search
 
 _LABELS = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})  # of from_engine_args
@@ -39,7 +40,9 @@ class EngineFrontend:
         """args: where the model came from, if it was built from them."""
         self.llama = llama
         self.llama_engine = llama.llm_engine
-        self.tokenizer = ClientTokenizer(llama.tokenizer)
+        own = llama.tool_format  # a 3.0 model has none; vLLM gives it 3.1's all the same
+        self.tool_format = ToolFormat.LLAMA_3_1 if own is ToolFormat.NONE else own
+        self.tokenizer = ClientTokenizer(llama.tokenizer, self.tool_format)
         self._args = args
         self.model_config = ModelConfig(
             "" if args is None else args.model,

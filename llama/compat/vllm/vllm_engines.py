@@ -78,6 +78,7 @@ class LLM(EngineFrontend):
                     self.llama.tokenizer,
                     dialog,
                     tools,
+                    tool_format=self.tool_format,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                 )
