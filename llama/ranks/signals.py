@@ -33,7 +33,9 @@ class Signals:
         """Take over the signals that nobody has taken; nothing, in a thread other than the main."""
         if threading.current_thread() is not threading.main_thread() or self._before:
             return
-        self.read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.read_end, self._write_end = os.pipe()  # macOS has no pipe2
+        for end in (self.read_end, self._write_end):
+            os.set_blocking(end, False)
         before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         if before != -1:  # of an event loop, which stays
             signal.set_wakeup_fd(before)
