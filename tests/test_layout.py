@@ -173,6 +173,13 @@ def test_no_dangerous_calls(name):
             assert keywords.get("weights_only") == "True"
 
 
+MOST_LINES = 25_100  # of Python in llama/: a feature that needs more says what leaves
+
+
+def test_the_package_does_not_grow():
+    assert sum(path.read_text().count("\n") for path in FILES) <= MOST_LINES
+
+
 def test_type_checkers_see_the_names_that_are_there():
     stub = ast.parse((REPO / "llama" / "__init__.pyi").read_text())
     imported = {
