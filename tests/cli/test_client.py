@@ -15,7 +15,7 @@ from llama.cli import main
 from llama.cli.batch.server_job import run_server_batch
 from llama.cli.client import Client, ServerError
 
-LIMIT_S = 0.25
+LIMIT_S = 0.6
 MODELS = b'{"data": [{"id": "m"}]}'
 EVENTS = b"data: {}\n\n" * 20 + b"data: [DONE]\n\n"
 PAUSE_S = 3.0 / len(EVENTS)  # between two bytes of a server that sends one at a time

@@ -140,7 +140,7 @@ def test_a_wrong_address_or_port_is_one_line_with_the_remedy(monkeypatch):
         taken.listen()
         port, closed = str(taken.getsockname()[1]), str(free.getsockname()[1])
         with pytest.raises(NotMetError, match=rf"another process listens at .*:{port}, .*ss"):
-            open_alone(monkeypatch, MASTER_PORT=port, RANK="0")
+            open_alone(monkeypatch, 5.0, MASTER_PORT=port, RANK="0")
         with pytest.raises(NotMetError, match=rf"at 127.0.0.1:{closed} \(Connection refused\): "):
             open_alone(monkeypatch, MASTER_PORT=closed)
         with pytest.raises(NotMetError, match=r"at no.such.host.invalid:1 \(.+\): check that addr"):
