@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.rows import RowKind, RowResults, Rows
+from llama.engine.rows import SAMPLE_ONE, RowKind, RowResults, Rows
 from llama.engine.sequence import Sequence, no_pages
 
 
@@ -34,7 +34,7 @@ class Scheduled:
 
     @property
     def num_samples(self) -> int:
-        return len(self.offsets(RowKind.SAMPLE))
+        return 1 if self.rows is SAMPLE_ONE else len(self.offsets(RowKind.SAMPLE))
 
 
 class Scheduler:
