@@ -246,7 +246,8 @@ class Rendezvous:
         for peer in others:
             is_heard = peer.rank in self._listens_to and peer.machine != self.peers.own.machine
             if is_heard and not peer.has_left and now - peer.heard > SILENCE_S:
-                ranks = ", ".join(str(p.rank) for p in others if p.machine == peer.machine)
+                silent = sorted(p.rank for p in others if p.machine == peer.machine)
+                ranks = ", ".join(map(str, silent))
                 return (
                     f"{peer.host} (rank {ranks}) was not heard of for {SILENCE_S:g} s: the "
                     "machine, its processes or the network are gone, or stopped"
