@@ -7,23 +7,7 @@ checkers find them in __init__.pyi.
 import importlib
 from typing import Any
 
-__all__ = [
-    "AsyncLLMEngine",
-    "ChatFormat",
-    "CompletionOutput",
-    "Dialog",
-    "LLMEngine",
-    "Llama",
-    "Message",
-    "ModelArgs",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutput",
-    "Tokenizer",
-    "Transformer",
-]
-
-_MODULES = {  # the names above, by the module that defines them
+_MODULES = {  # the names of the package, by the module that defines them
     "generation": ["Llama"],
     "model": ["ModelArgs", "Transformer"],
     "requests.async_engine": ["AsyncLLMEngine"],
@@ -33,6 +17,7 @@ _MODULES = {  # the names above, by the module that defines them
     "tokenizer": ["ChatFormat", "Dialog", "Message", "Tokenizer"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

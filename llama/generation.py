@@ -2,7 +2,8 @@
 
 In: a folder of weights, then prompts as text, ids or dialogs. Out: text, ids and log-probabilities,
 the same on every rank. Each call prepares its requests, gives them to the one `LLMEngine`, and
-collects what they came to. Any number of threads may call at once.
+collects what they came to. Any number of threads may call at once. The file is longer than a file
+should be, as Meta's scripts find all of the API, and the types of its answers, under this one name.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from llama.checks import FieldError, whole_number
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
-from llama.loading import load_model, pages_for
+from llama.loading import Loaded, load_model, pages_for
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas, joined
 from llama.prompts.chat import ChatOptions, chat_ids
@@ -167,16 +168,10 @@ class Llama:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             timeout_s=timeout_s,
         )
-        parallel = loaded.model.parallel
-        with parallel.agree("the KV cache", world=True):
+        with loaded.model.parallel.agree("the KV cache", world=True):
             llama = Llama(loaded.model, loaded.tokenizer, seed=seed, num_pages=loaded.num_pages)
         llama.is_guard = loaded.is_guard
-        llama.load_seconds = time.perf_counter() - began
-        if parallel.global_rank == 0:
-            what = loaded.describe(has_graphs=llama.has_graphs)
-            print(f"Loaded in {llama.load_seconds:.2f} seconds: {what}")
-        elif mute_ranks:
-            llama._muted = MutedStdout.held()
+        llama._announce(loaded, time.perf_counter() - began, mute_ranks)
         return llama
 
     def __init__(
@@ -225,6 +220,15 @@ class Llama:
         if self._muted is not None:
             self._muted.release()
             self._muted = None
+
+    def _announce(self, loaded: Loaded, seconds: float, mute_ranks: bool) -> None:
+        """Rank 0 prints what was built; the others are silent from now on."""
+        self.load_seconds = seconds
+        if self.model.parallel.global_rank == 0:
+            what = loaded.describe(has_graphs=self.has_graphs)
+            print(f"Loaded in {seconds:.2f} seconds: {what}")
+        elif mute_ranks:
+            self._muted = MutedStdout.held()
 
     def __enter__(self) -> "Llama":
         return self
