@@ -21,6 +21,7 @@ from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
+from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
@@ -93,6 +94,7 @@ def load_model(
                 f"{params.longest_context} tokens: build with that or less"
             )
         allowed = gpu.asked_for()
+        native.asked_for()  # a wrong name is told before weights are read
         must_match += [params, asked, seed, chosen_dtype, quantize, chosen_device.type]
     if chosen_device.type == "cpu":
         set_num_threads()

@@ -173,7 +173,8 @@ def _cpu() -> Iterator[Fact]:
     if library is not None:
         yield Fact("kernels", f"this project's, for bf16 and quantized weights: {library._name}")
     else:
-        why = str(caught[0].message) if caught else "this project has none for this CPU"
+        none = "they are turned off" if native.VARIABLE in os.environ else "none is for this CPU"
+        why = str(caught[0].message) if caught else none
         yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
 
 

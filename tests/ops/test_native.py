@@ -32,8 +32,9 @@ def stub(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    """`kernels` is asked for as in a new process."""
+def fresh(monkeypatch) -> Iterator[None]:
+    """`kernels` is asked for as in a new process, whose user has said nothing."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     native.kernels.cache_clear()
     yield
     native.kernels.cache_clear()
@@ -84,6 +85,19 @@ def test_a_library_of_the_package_is_used_without_a_compiler(stub, fresh, monkey
     library = native.kernels()
     assert library is not None and library._name == str(path)
     assert not stub.exists()
+
+
+@needs_kernels
+def test_the_variable_names_one_body_or_none(fresh, monkeypatch):
+    monkeypatch.setenv(native.VARIABLE, AVX2.name)
+    library = native.kernels()
+    assert library is not None and Path(library._name).name.startswith("avx2-")
+    monkeypatch.setenv(native.VARIABLE, "none")
+    native.kernels.cache_clear()
+    assert native.kernels() is None
+    monkeypatch.setenv(native.VARIABLE, "avx9")
+    with pytest.raises(ValueError, match=r"LLAMA_CPU_KERNELS='avx9': .* one of none, .*avx2"):
+        native.asked_for()
 
 
 @needs_kernels

@@ -3,7 +3,8 @@
 `kernels()` gives the loaded library, or None, and the ops then run their torch body; `call` runs
 one of its functions. A wheel holds a library per instruction set. A checkout compiles the one for
 this CPU, which needs g++, and keeps it in ~/.cache/llama (or $XDG_CACHE_HOME/llama), where this
-user alone can write. It knows nothing of what the kernels compute.
+user alone can write. LLAMA_CPU_KERNELS names one body of them, or none. It knows nothing of what
+the kernels compute.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ from torch import Tensor
 from llama.ops.cpu import build
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
+VARIABLE = "LLAMA_CPU_KERNELS"
+
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
@@ -37,7 +40,7 @@ def cpu_flags() -> frozenset[str]:
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The kernels for this CPU; None on a CPU that they are not for, or after a warning."""
-    supported = [x for x in INSTRUCTION_SETS if cpu_flags() >= x.needs]
+    supported = asked_for()
     if not supported:
         return None
     shipped = [build.FOLDER / build.library_name(x) for x in supported]
@@ -50,6 +53,18 @@ def kernels() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+
+
+def asked_for() -> list[InstructionSet]:
+    """The bodies that may run, the fastest first: all that this CPU can, or what the variable
+    names. ValueError if that is not one of them."""
+    supported = [x for x in INSTRUCTION_SETS if cpu_flags() >= x.needs]
+    name = os.environ.get(VARIABLE, "")
+    named = [x for x in supported if x.name == name]
+    if name not in ("", "none") and not named:
+        names = ", ".join(["none", *(x.name for x in supported)])
+        raise ValueError(f"{VARIABLE}={name!r}: on this CPU give one of {names}")
+    return named if name else supported
 
 
 def cache_folder() -> Path:
