@@ -117,9 +117,9 @@ def free_bytes(device: torch.device) -> int:
 
 def _available_memory() -> int:
     """Bytes that the machine can still give: MemAvailable, or half of all memory off Linux."""
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
+    words = _text(Path("/proc/meminfo")).split()
+    if "MemAvailable:" in words:
+        return int(words[words.index("MemAvailable:") + 1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -129,11 +129,8 @@ def set_num_threads() -> None:
     The user's choice is kept: OMP_NUM_THREADS, or fewer threads by torch.set_num_threads. torchrun
     sets OMP_NUM_THREADS=1 on every rank if the user did not set it; that is not the user's choice.
     """
-    chosen, now, cores = (
-        os.environ.get("OMP_NUM_THREADS"),
-        torch.get_num_threads(),
-        available_cores(),
-    )
+    chosen, now = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
+    cores = available_cores()
     set_by_torchrun = chosen == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if set_by_torchrun or (chosen is None and now > cores):
         torch.set_num_threads(cores)
@@ -157,88 +154,62 @@ def machine_cores() -> int:
 
 # --- control groups: the limits of a container, a systemd unit or a batch job (cgroups(7)) ---
 
-_PROC = Path("/proc/self")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")  # where systemd and containers have them mounted
 _NO_LIMIT = 1 << 62
+
+
+def cgroup_folders(controller: str) -> list[Path]:
+    """Where this process's groups lie: for v1 and v2, from its own group up to the mounted root.
+
+    A limit of any group on that way applies. In a container the mount may show only the part of the
+    tree that is its own: folders above that are not there.
+    """
+    folders = []
+    for line in _text(_OWN_GROUPS).splitlines():  # "4:memory:/a/b" in v1, "0::/a/b" in v2
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _GROUPS / controller if controllers else _GROUPS
+        own = root / path.lstrip("/")
+        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(root))]
+    return folders
 
 
 def _cgroup_headroom() -> int:
     """Bytes left under the tightest memory limit of this process's control groups."""
     headroom = _NO_LIMIT
-    for folder in _cgroup_folders("memory"):
-        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
-        if limit is None or used is None:
+    for folder in cgroup_folders("memory"):
+        limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
+        if not limit or not used or limit.strip() == "max":
             continue
-        stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
+        words = _text(folder / "memory.stat").split()
+        stat = dict(zip(words[::2], words[1::2], strict=True))
         # The kernel drops cached pages of files before it refuses memory. v1 counts those of the
         # groups below apart, under "total_".
         cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        headroom = min(headroom, limit - used + cached)
+        headroom = min(headroom, int(limit) - int(used) + cached)
     return max(0, headroom)
 
 
 def _cgroup_cores() -> int:
     """The tightest CPU quota of this process's control groups, in cores, rounded up."""
     cores = _NO_LIMIT
-    for folder in _cgroup_folders("cpu"):
-        quota = _number(folder / "cpu.max", folder / "cpu.cfs_quota_us")
-        if quota is None or quota < 0:  # v1 writes -1 for no limit
-            continue
-        period = _number(folder / "cpu.cfs_period_us")
-        if period is None:  # v2: "200000 100000" in one file, for two cores
-            period = int(_lines(folder / "cpu.max")[0].split()[1])
-        cores = min(cores, -(-quota // period))
+    for folder in cgroup_folders("cpu"):
+        # v2 has "200000 100000" in one file, for two cores; v1 has a file for each number.
+        quota = (_text(folder / "cpu.max") or _text(folder / "cpu.cfs_quota_us")).split()
+        period = quota[1:] or _text(folder / "cpu.cfs_period_us").split()
+        if quota and quota[0] not in ("max", "-1"):
+            cores = min(cores, -(-int(quota[0]) // int(period[0])))
     return cores
 
 
-def _cgroup_folders(controller: str) -> list[Path]:
-    """Where this process's groups lie: for v1 and v2, from its own group up to the mounted root.
-
-    A limit of any group on that way applies.
-    """
-    folders = []
-    for line in _lines(_PROC / "cgroup"):  # "4:memory:/a/b" in v1, "0::/a/b" in v2
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        for root, mount in _cgroup_mounts(controller if controllers else None):
-            # In a container the mount may show only the part of the tree below `root`.
-            inside = Path(path).is_relative_to(root)
-            own = mount / Path(path).relative_to(root) if inside else mount
-            folders += [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
-    return folders
-
-
-def _cgroup_mounts(controller: str | None) -> list[tuple[Path, Path]]:
-    """(root, mount point) of a v1 controller's hierarchies, or of v2's if the controller is None.
-
-    A line is "32 31 0:29 ROOT MOUNT_POINT rw - cgroup cgroup rw,memory" (proc_pid_mountinfo(5)).
-    """
-    mounts = []
-    for line in _lines(_PROC / "mountinfo"):
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(maxsplit=2)
-        in_v1 = kind == "cgroup" and controller in options.split(",")
-        if in_v1 or (kind == "cgroup2" and controller is None):
-            root, mount = before.split()[3:5]
-            mounts.append((Path(root), Path(mount)))
-    return mounts
-
-
-def _number(*paths: Path) -> int | None:
-    """The first number in the first of these files that exists; None without one, or for "max"."""
-    for path in paths:
-        if lines := _lines(path):
-            first = lines[0].split()[0]
-            return None if first == "max" else int(first)
-    return None
-
-
-def _lines(path: Path) -> list[str]:
+def _text(path: Path) -> str:
     try:
-        return path.read_text().splitlines()
+        return path.read_text()
     except OSError:  # not Linux, or not in such a group
-        return []
+        return ""
 
 
 _HUGE = 2 << 20  # bytes of a huge page

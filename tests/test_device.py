@@ -1,6 +1,6 @@
 """Devices, dtypes, free memory and threads: what torchrun, containers and the user say is kept.
 
-The control groups are folders laid out as cgroups(7) and proc_pid_mountinfo(5) document them.
+The control groups are folders laid out as cgroups(7) documents them.
 """
 
 import contextlib
@@ -24,9 +24,7 @@ from llama.ranks import groups
 from llama.ranks.groups import check_carries
 
 RANK_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-V2 = "0::{path}\n", "41 31 0:38 {root} {mount} rw,relatime - cgroup2 cgroup2 rw\n"
-V1_MEMORY = "4:memory:{path}\n", "35 31 0:32 {root} {mount} rw - cgroup cgroup rw,memory\n"
-V1_CPU = "2:cpu,cpuacct:{path}\n", "33 31 0:30 {root} {mount} rw - cgroup cgroup rw,cpu,cpuacct\n"
+V2, V1_MEMORY, V1_CPU = "0::{path}\n", "4:memory:{path}\n", "2:cpu,cpuacct:{path}\n"
 
 
 @pytest.fixture(autouse=True)
@@ -40,22 +38,18 @@ def alone(monkeypatch):
 def cgroup(monkeypatch, tmp_path) -> Callable[..., None]:
     """cgroup(V2, "/a/b", {"a": {file: text}}): this process's group, and the files of each group.
 
-    The folders of the groups are relative to the mount point, which shows the tree below `root`.
+    The folders of the groups are relative to the mount point.
     """
-    monkeypatch.setattr(device_module, "_PROC", tmp_path)
+    monkeypatch.setattr(device_module, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(device_module, "_GROUPS", tmp_path / "fs")
 
-    def write(version: tuple[str, str], path: str, groups: dict, root: str = "/") -> None:
-        mount = tmp_path / "fs"
-        line, mount_line = version
+    def write(line: str, path: str, groups: dict) -> None:
         (tmp_path / "cgroup").write_text("1:name=systemd:/\n" + line.format(path=path))
-        (tmp_path / "mountinfo").write_text(
-            "23 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
-            + mount_line.format(root=root, mount=mount)
-        )
+        root = tmp_path / "fs" / {V2: "", V1_MEMORY: "memory", V1_CPU: "cpu"}[line]
         for folder, files in groups.items():
-            (mount / folder).mkdir(parents=True, exist_ok=True)
+            (root / folder).mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
-                (mount / folder / name).write_text(text + "\n")
+                (root / folder / name).write_text(text + "\n")
 
     return write
 
@@ -88,26 +82,26 @@ UNLIMITED = 9223372036854771712  # what v1 writes for no limit
 
 
 @pytest.mark.parametrize(
-    ("version", "path", "groups", "root", "left"),
+    ("version", "path", "groups", "left"),
     [
         # Only the own group is limited, and only a group above it, and each more than the other.
-        (V1_MEMORY, "/job/step", {"job/step": v1_memory(80 * MIB, 30 * MIB, 10 * MIB)}, "/", 60),
+        (V1_MEMORY, "/job/step", {"job/step": v1_memory(80 * MIB, 30 * MIB, 10 * MIB)}, 60),
         (V1_MEMORY, "/job/step", {"job": v1_memory(9 * MIB, 2 * MIB),
-                                  "job/step": v1_memory(UNLIMITED, MIB)}, "/", 7),
+                                  "job/step": v1_memory(UNLIMITED, MIB)}, 7),
         (V2, "/a/b", {"a": v2_memory(50 * MIB, 20 * MIB, 10 * MIB), "a/b": v2_memory("max", 0)},
-         "/", 40),
+         40),
         (V2, "/a/b", {"a": v2_memory(90 * MIB, 20 * MIB), "a/b": v2_memory(30 * MIB, 5 * MIB)},
-         "/", 25),
+         25),
         # A container: the mount shows its own group and nothing above.
-        (V2, "/", {"": v2_memory(64 * MIB, 60 * MIB, MIB)}, "/", 5),
-        (V1_MEMORY, "/docker/f00", {"": v1_memory(64 * MIB, 60 * MIB)}, "/docker/f00", 4),
-        (V2, "/../outside", {"": v2_memory(8 * MIB, MIB)}, "/inside", 7),
+        (V2, "/", {"": v2_memory(64 * MIB, 60 * MIB, MIB)}, 5),
+        (V1_MEMORY, "/docker/f00", {"": v1_memory(64 * MIB, 60 * MIB)}, 4),
+        (V2, "/../outside", {"": v2_memory(8 * MIB, MIB)}, 7),
         # More is used than a limit that was lowered later.
-        (V2, "/", {"": v2_memory(8 * MIB, 9 * MIB)}, "/", 0),
+        (V2, "/", {"": v2_memory(8 * MIB, 9 * MIB)}, 0),
     ],
 )  # fmt: skip
-def test_free_memory_is_bounded_by_every_group(cgroup, version, path, groups, root, left):
-    cgroup(version, path, groups, root)
+def test_free_memory_is_bounded_by_every_group(cgroup, version, path, groups, left):
+    cgroup(version, path, groups)
     assert free_bytes(torch.device("cpu")) == left * MIB
 
 
@@ -115,7 +109,7 @@ def test_without_a_limit_the_machine_counts(cgroup, monkeypatch):
     monkeypatch.setattr(device_module, "_available_memory", lambda: 12345)
     cgroup(V2, "/a", {"a": v2_memory("max", MIB)})
     assert free_bytes(torch.device("cpu")) == 12345
-    monkeypatch.setattr(device_module, "_PROC", Path("/nowhere"))
+    monkeypatch.setattr(device_module, "_OWN_GROUPS", Path("/nowhere"))
     assert free_bytes(torch.device("cpu")) == 12345
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
     assert free_bytes(torch.device("cpu")) == 12345 // 5

@@ -12,6 +12,7 @@ In: what the user has set in the environment, and how often tasks wait for a cor
 stall information, Documentation/accounting/psi.rst). Out: nothing; results do not change.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -19,6 +20,8 @@ import time
 from pathlib import Path
 
 import torch
+
+from llama.device import cgroup_folders
 
 _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # the user's word counts
 _MOST = 64  # threads that may be made to sleep; each has a stack, of which little is touched
@@ -37,38 +40,36 @@ class ShortSpin:
 
     def __init__(self) -> None:
         self._runtime = ctypes.CDLL(None)
-        self._end: threading.Event | None = None
+        self._end = threading.Event()
         self._thread: threading.Thread | None = None
-
-    @property
-    def are_on(self) -> bool:
-        return self._thread is not None
 
     def turn_on(self) -> None:
         """Nothing, if they are on; or where the team would be of more than 64 threads, as for 2
         threads on 128 CPUs."""
-        size = idle_team_size(torch.get_num_threads(), _cpus())
-        if self.are_on or size > _MOST:
+        # CPUs as libgomp counts them: those that the process may run on, whatever its quota.
+        size = idle_team_size(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        if self._thread is not None or size > _MOST:
             return
-        ready, self._end = threading.Event(), threading.Event()
+        ready = threading.Event()
         self._thread = threading.Thread(
-            target=self._sleep, args=(size, ready, self._end), name="idle OpenMP team", daemon=True
+            target=self._sleep, args=(size, ready), name="idle OpenMP team", daemon=True
         )
         self._thread.start()
         ready.wait()
 
     def turn_off(self) -> None:
-        if self._thread is not None and self._end is not None:
+        if self._thread is not None:
             self._end.set()
             self._thread.join()
+            self._end.clear()
             self._thread = None
 
-    def _sleep(self, size: int, ready: threading.Event, end: threading.Event) -> None:
+    def _sleep(self, size: int, ready: threading.Event) -> None:
         torch.get_num_threads()  # torch sets this thread's number at its first use; then it stays
         self._runtime.omp_set_num_threads(size)  # of regions that this thread begins
         torch.ones(size * _GRAIN).sum()
         ready.set()
-        end.wait()
+        self._end.wait()
 
 
 class SpinController:
@@ -114,22 +115,12 @@ class SpinController:
 
 def pressure_file() -> Path | None:
     """Where Linux tells how long tasks waited for cores: those of this control group, or all."""
-    for path in (_own_group() / "cpu.pressure", Path("/proc/pressure/cpu")):
-        try:
+    groups = [folder / "cpu.pressure" for folder in cgroup_folders("cpu")]
+    for path in (*groups, Path("/proc/pressure/cpu")):
+        with contextlib.suppress(OSError):
             path.read_text()
-        except OSError:
-            continue
-        return path
+            return path
     return None
-
-
-def _own_group() -> Path:
-    """The folder of this process's control group (cgroups(7), version 2)."""
-    try:
-        line = next(x for x in Path("/proc/self/cgroup").read_text().split() if x[:3] == "0::")
-    except (OSError, StopIteration):
-        return Path("/nowhere")
-    return Path("/sys/fs/cgroup" + line[3:])
 
 
 def idle_team_size(threads: int, cpus: int) -> int:
@@ -139,10 +130,3 @@ def idle_team_size(threads: int, cpus: int) -> int:
     threads + size - 1.
     """
     return max(2, cpus - threads + 2)
-
-
-def _cpus() -> int:
-    """As libgomp counts them: those that the process may run on, whatever its quota."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
