@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other l
 import pytest
 import torch
 
-from helpers import warm
+from helpers import forked, warm
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import BODIES, HAS_KERNELS, library
 from helpers.launch import DEMO
@@ -23,6 +24,15 @@ PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
+
+
+def _children_seconds() -> float:
+    """Processor time of the children that have ended and were waited for, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+_SECONDS_BEFORE = _children_seconds()  # a shell that became this process may have installed things
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,13 +85,14 @@ def single_thread() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
+    """What forks for the tests ends here, and so counts below."""
     warm.close()
+    forked.close()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What the tests cost in all, which other work on the machine does not change much."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    seconds = time.process_time() + _children_seconds() - _SECONDS_BEFORE
     terminalreporter.write_line(f"{seconds:.0f} s of processor time, with all child processes")
 
 

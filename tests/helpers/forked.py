@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 from collections.abc import Callable
@@ -56,3 +57,8 @@ class Ranks:
         assert pid is not None
         with contextlib.suppress(ProcessLookupError):  # it has sent its result and ended
             os.kill(pid, number)
+
+
+def close() -> None:
+    """End the process that forks, if there is one; it would outlive this one unseen."""
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]

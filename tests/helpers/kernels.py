@@ -3,7 +3,7 @@ GPU's, for Triton's interpreter."""
 
 import ctypes
 import functools
-import tempfile
+import hashlib
 from pathlib import Path
 
 import torch
@@ -26,13 +26,19 @@ EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
     _AVX512_BF16.needs,
 )  # fmt: skip
 BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
-_temporary = tempfile.TemporaryDirectory(prefix="test-kernels-")
+
+
+def folder_of(body: InstructionSet) -> Path:
+    """The user's cache. Where a header stands for AMX's tiles, a folder of that header's contents,
+    which are not in the name that the cache goes by."""
+    if body is not EMULATED_AMX:
+        return native.cache_folder()
+    return (
+        native.cache_folder() / f"emulated-{hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:16]}"
+    )
 
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
-    """A body, compiled once in the user's cache, or for this run where a header stands for AMX's
-    tiles: that header is not in the name that the cache goes by."""
-    body = BODIES[name]
-    folder = Path(_temporary.name) if body is EMULATED_AMX else native.cache_folder()
-    return native.load(folder, body)
+    """A body, compiled once."""
+    return native.load(folder_of(BODIES[name]), BODIES[name])

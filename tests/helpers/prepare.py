@@ -8,9 +8,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from helpers.kernels import BODIES, EMULATED_AMX, HAS_KERNELS, library
+from helpers.kernels import BODIES, HAS_KERNELS, folder_of, library
 from helpers.launch import PROGRAMS, REPO
-from llama.ops.cpu import build, native
+from llama.ops.cpu import build
 
 
 def say(text: str) -> None:
@@ -21,9 +21,9 @@ def compile_for_the_cpu() -> None:
     """Each body of the kernels that the compiler knows."""
     compiler = build.find_compiler()
     assert compiler is not None
-    kept = [x for x in BODIES.values() if x is not EMULATED_AMX and build.accepts(compiler, x)]
-    folder = native.cache_folder()
-    todo = [x for x in kept if not (folder / f"{build.fingerprint(compiler, x)}.so").exists()]
+    known = [body for body in BODIES.values() if build.accepts(compiler, body)]
+    paths = {x: folder_of(x) / f"{build.fingerprint(compiler, x)}.so" for x in known}
+    todo = [body for body, path in paths.items() if not path.exists()]
     for number, body in enumerate(todo, 1):
         say(f"compiling the CPU kernels, {number} of {len(todo)} (half a minute each)")
         library(body.name)

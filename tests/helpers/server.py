@@ -39,7 +39,10 @@ def run_server(
     program: tuple[str, ...] = ("-m", "llama"),
     **popen,
 ) -> Iterator[RunningServer]:
-    """Start a server and wait until it is ready; at the end it is killed, if it still runs."""
+    """Start a server and wait until it is ready; at the end it is killed, if it still runs.
+
+    A launcher is asked to end its ranks first: killed, it would leave them behind.
+    """
     command = [sys.executable, *launcher, *program, "serve", "--port", "0", *flags]
     process = warm.Popen(command, stderr=subprocess.PIPE, text=True, **popen)
     log: list[str] = []
@@ -51,6 +54,10 @@ def run_server(
         _wait_for(log, process, "(ready): ")
         yield server
     finally:
+        if launcher:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
         process.kill()
         process.wait()
         reader.join(5)

@@ -4,6 +4,10 @@ The expectations come from elsewhere: `checkpoints.py` cuts shards on its own, a
 writes and reads its layout.
 """
 
+from __future__ import (
+    annotations,
+)  # names of transformers, which loads its models when they are used
+
 import json
 from pathlib import Path
 from typing import Any

@@ -242,13 +242,16 @@ def leave_nothing(rank: Rank) -> list[list[str]]:
 
 
 def held() -> list[str]:
+    """This process's open files and mappings that other ranks share, named or not."""
     links = []
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
             links.append(os.readlink(fd))
-    files = [link for link in links if "llama-ranks" in link or "pidfd" in link]
+    kinds = ("llama-ranks", "pidfd", "/dev/shm")
     maps = Path("/proc/self/maps").read_text()
-    return [*files, *["mapping"] * maps.count("llama-ranks")]
+    files = [link for link in links if any(kind in link for kind in kinds)]
+    named = ["/dev/shm"] * maps.count("/dev/shm")
+    return [*files, *named, *["mapping"] * maps.count("llama-ranks")]
 
 
 def without(rank: Rank, lacking: str, where: int) -> bool:

@@ -4,6 +4,7 @@ Ranks are forked from a program that has imported torch once; where torchrun has
 torchrun. No time is asserted but 30 seconds, which tell a hang from an end.
 """
 
+import contextlib
 import json
 import signal
 import socket
@@ -68,8 +69,9 @@ def folder(make_checkpoint) -> str:
 
 
 @pytest.fixture(scope="module")
-def ended(folder, tmp_path_factory) -> dict[str, dict]:
-    """What came of every case: one process imports torch for all of them."""
+def ended(folder, tmp_path_factory) -> dict[str, Any]:
+    """What came of every case, and the processes that are left: one program forks all of them, in
+    a session of its own."""
     keys = ("world", "fault", "rank", "when", "timeout_s")
     cases = {name: dict(zip(keys, case, strict=False)) for name, case in (CASES | MEETINGS).items()}
     cases["pause"] = PAUSE
@@ -81,11 +83,21 @@ def ended(folder, tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("cases")
     (out / "cases").write_text(json.dumps(cases))
     command = [sys.executable, str(PROGRAMS / "failing.py"), str(out / "cases"), folder]
-    assert warm.run(command, env=environment(), timeout=240).returncode == 0
+    with warm.Popen(command, env=environment(), start_new_session=True) as program:
+        assert program.wait(240) == 0
     found = {name: json.loads((out / f"{name}.json").read_text()) for name in cases}
     for name in DRAINS:
         found[name]["lines"] = (out / f"{name}.out").read_text().splitlines()
-    return found
+    return found | {"processes": processes_of(program.pid)}
+
+
+def processes_of(session: int) -> list[str]:
+    """What the kernel says of each process of a session (proc_pid_stat(5))."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            found.append(path.read_text())
+    return [stat for stat in found if int(stat.rpartition(")")[2].split()[3]) == session]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,13 +201,13 @@ def test_the_kernel_kills_a_process_that_does_not_set_the_timer_again():
 import os, signal, sys, time
 from llama.ranks.processes import KillTimer
 timer = KillTimer()
-for _ in range(4):
-    timer.set(0.5)
-    time.sleep(0.25)
+for _ in range(6):
+    timer.set(2.0)
+    time.sleep(0.5)
 if sys.argv[1] == "stops":
     os.kill(os.getpid(), signal.SIGSTOP)
 timer.set(0)
-time.sleep(1.0)
+time.sleep(2.5)
 """
     runs = [
         subprocess.Popen([sys.executable, "-c", code, word], env=environment())
@@ -205,8 +217,8 @@ time.sleep(1.0)
 
 
 def test_nothing_is_left_of_the_jobs(ended):
-    """Neither sockets (all are without files) nor segments of shared memory."""
-    assert "llama-" not in Path("/proc/net/unix").read_text()
+    """No process, and with it no socket (all are without files); nor segments of shared memory."""
+    assert ended["processes"] == []
     shm = Path("/dev/shm")
     assert not [p for p in shm.iterdir() if "llama" in p.name] if shm.is_dir() else True
 
