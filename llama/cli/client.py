@@ -1,9 +1,10 @@
 """A client of a server with OpenAI's API, for `llama batch --url` and `llama chat --url`.
 
-In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. The package
-openai carries the bytes; no model and no torch is needed. One `Client` has an event loop of its
-own, which goes on in `run`, so a client belongs to one thread. Each wait has a limit: of a
-request's sending and its answer together, however the bytes come.
+In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. The server
+may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. The package openai
+carries the bytes; no model and no torch is needed. One `Client` has an event loop of its own, which
+goes on in `run`, so a client belongs to one thread. Each wait has a limit: of a request's sending
+and its answer together, however the bytes come.
 """
 
 import asyncio
@@ -14,19 +15,18 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx2
 import openai
 
-from llama.cli.client_bodies import ModelCard, error_message, model_card
+from llama.requests.request import Usage
 
 _CONNECT_S = 10.0
 _ANSWER_S = 3600.0  # for a whole answer: one can be slow, but not so slow
-_MAX_ANSWER = 256 * 2**20  # bytes
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two attempts; doubled each time
 _MAX_RETRY_AFTER_S = 60.0  # of what a server asks for
+_MAX_QUOTED = 500  # characters of an error that is not in OpenAI's form
 _TRANSIENT = {408, 429, 500, 502, 503, 504}  # another attempt, or another replica, may answer
 
 _T = TypeVar("_T")
@@ -35,29 +35,25 @@ _T = TypeVar("_T")
 class ServerError(OSError):
     """The server cannot be reached, or refuses. status: of HTTP, if it answered."""
 
-    def __init__(
-        self, message: str, status: int | None = None, retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status
+        self.is_transient = status is None or status in _TRANSIENT  # it may answer later
+        self.is_about_the_key = status in (401, 403)
         self.retry_after_s = retry_after_s
 
-    @property
-    def is_transient(self) -> bool:
-        """Whether the same request may get an answer later."""
-        return self.status is None or self.status in _TRANSIENT
 
-    @property
-    def is_about_the_key(self) -> bool:
-        return self.status in (401, 403)
-
-
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A response with status 200. request_id: of the server, or ""."""
 
     body: Any
     request_id: str
+
+
+class ModelCard(NamedTuple):
+    """A server's model. context: the most tokens of prompt and answer, where the server says."""
+
+    name: str
+    context: int | None
 
 
 class Client:
@@ -76,9 +72,7 @@ class Client:
             raise ValueError("the key must be printable ASCII: see --api_key and LLAMA_API_KEY")
         self.url = url
         self._runner = asyncio.Runner()
-        self._headers: dict[str, Any] = {"Content-Type": "application/json"}
-        if not api_key:
-            self._headers["Authorization"] = openai.Omit()
+        self._headers: dict[str, Any] = {} if api_key else {"Authorization": openai.Omit()}
         self._openai = openai.AsyncOpenAI(
             base_url=parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl(),
             api_key=api_key or "",  # None would send that of OPENAI_API_KEY, which is another's
@@ -116,44 +110,48 @@ class Client:
     async def model(self, name: str | None) -> ModelCard:
         """The server's model of that name, or its first. ServerError or ValueError."""
         async with self._within(_CONNECT_S):
-            data = await self._read(await self._openai.get("/v1/models", **self._options()))
-        try:
-            return model_card(_json(data), name)
-        except ValueError as e:
-            raise ValueError(f"{self.url}: {e}") from None
+            response = await self._openai.get(
+                "/v1/models", cast_to=httpx2.Response, options={"headers": self._headers}
+            )
+        listing = found_at(self._json(response), "data")
+        cards = listing if isinstance(listing, list) else []
+        contexts = {str(found_at(c, "id")): found_at(c, "max_model_len") for c in cards}
+        if not contexts:
+            raise ValueError(
+                f"{self.url}: it lists no models at /v1/models: is it a server of OpenAI's API?"
+            )
+        if name is None:
+            name = next(iter(contexts))
+        if name not in contexts:
+            names = ", ".join(list(contexts)[:20])
+            raise ValueError(f"{self.url}: it has no model {name}: it has {names}")
+        context = contexts[name]
+        return ModelCard(name, context if type(context) is int else None)
 
     async def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
         """The answer to one request. ServerError."""
-        options = self._options({"X-Request-Id": request_id} if request_id else {})
+        headers = self._headers | ({"X-Request-Id": request_id} if request_id else {})
+        content = json.dumps(body).encode()
         async with self._within(_ANSWER_S):
-            content = json.dumps(body).encode()
-            response = await self._openai.post(path, content=content, **options)
-            data = await self._read(response)
-        try:
-            return Reply(_json(data), response.headers.get("X-Request-Id", ""))
-        except ValueError as e:
-            raise ServerError(f"{self.url}{path} {e}", response.status_code) from None
+            response = await self._openai.post(
+                path, content=content, cast_to=httpx2.Response, options={"headers": headers}
+            )
+        return Reply(self._json(response), response.headers.get("X-Request-Id", ""))
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
         """The data of each server-sent event of a POST, up to [DONE]. ServerError."""
-        options = self._options() | {"cast_to": object}
-        async with self._within(_ANSWER_S):
-            content = json.dumps(body).encode()
-            async with await self._openai.post(path, content=content, **options) as stream:
-                try:
-                    async for event in stream:
-                        yield event
-                except (ValueError, RecursionError) as e:
-                    raise ServerError(f"{self.url} sent an event that is no JSON: {e}") from None
-
-    def _options(self, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Arguments of openai's get and post, whose response then is not read yet."""
-        return {
-            "cast_to": httpx2.Response,
-            "options": {"headers": self._headers | (headers or {})},
-            "stream": True,
-            "stream_cls": openai.AsyncStream[object],
-        }
+        content = json.dumps(body).encode()
+        options: Any = {"headers": self._headers}
+        stream_cls = openai.AsyncStream[object]
+        async with self._within(_ANSWER_S), await self._openai.post(
+            path, content=content, options=options, cast_to=object,
+            stream=True, stream_cls=stream_cls,
+        ) as stream:  # fmt: skip
+            try:
+                async for event in stream:
+                    yield event
+            except (ValueError, RecursionError) as e:
+                raise ServerError(f"{self.url} sent an event that is no JSON: {e}") from None
 
     @contextlib.asynccontextmanager
     async def _within(self, limit_s: float) -> AsyncGenerator[None, None]:
@@ -172,23 +170,24 @@ class Client:
             why = str(cause) or type(cause).__name__
             raise ServerError(f"{self.url} {what}: {why}") from None
         except openai.APIError as e:  # an event of a stream
-            raise ServerError(error_message({"error": e.body}, str(e).encode())) from None
+            raise ServerError(_message(e.body, str(e))) from None
 
-    async def _read(self, response: httpx2.Response) -> bytes:
-        data = bytearray()
-        async with contextlib.aclosing(response):
-            async for piece in response.aiter_bytes():
-                data += piece
-                if len(data) > _MAX_ANSWER:
-                    raise ServerError(f"{self.url}: the answer has over {_MAX_ANSWER} bytes", 413)
-        return bytes(data)
+    def _json(self, response: httpx2.Response) -> Any:
+        try:
+            return json.loads(response.content)
+        except (ValueError, RecursionError):
+            raise ServerError(
+                f"{response.url} answered with no JSON ({response.content[:80]!r}): is it a "
+                "server of OpenAI's API?",
+                response.status_code,
+            ) from None
 
     def _refusal(self, error: openai.APIStatusError) -> ServerError:
         status, after = error.status_code, error.response.headers.get("Retry-After", "")
-        message = error_message({"error": error.body}, error.response.content)
+        message = _message(error.body, error.response.text)
         if status in (401, 403):
             message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
-        seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else None
+        seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
         return ServerError(f"{self.url}: status {status}: {message}", status, seconds)
 
 
@@ -208,7 +207,7 @@ async def with_retries(
         except ServerError as e:
             now = time.monotonic()
             end = now + limit_s if end is None else end
-            pause_s = max(e.retry_after_s or 0.0, wait_s * random.uniform(0.5, 1.0))
+            pause_s = max(e.retry_after_s, wait_s * random.uniform(0.5, 1.0))
             if not e.is_transient or now + pause_s > end:
                 raise
             with contextlib.suppress(TimeoutError):
@@ -218,10 +217,29 @@ async def with_retries(
         wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
 
-def _json(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        raise ValueError(
-            f"answered with no JSON ({data[:80]!r}): is it a server of OpenAI's API?"
-        ) from None
+def found_at(body: Any, *path: str | int) -> Any:
+    """What lies at a path of names and indices in a JSON value; None where nothing does."""
+    for key in path:
+        try:
+            body = body[key]
+        except (IndexError, KeyError, TypeError):
+            return None
+    return body
+
+
+def usage_of(body: Any) -> Usage | None:
+    """The counts of tokens in a response or a chunk, 0 for what is missing; None if it has none."""
+    usage = found_at(body, "usage")
+    if not isinstance(usage, dict):
+        return None
+    paths = [("prompt_tokens",), ("completion_tokens",), ("prompt_tokens_details", "cached_tokens")]
+    numbers = [found_at(usage, *path) for path in paths]
+    return Usage(*(n if type(n) is int else 0 for n in numbers))
+
+
+def _message(error: Any, raw: str) -> str:
+    """What an error of OpenAI's form says, or else the beginning of the answer."""
+    message = found_at(error, "message") or error
+    if isinstance(message, str) and message:
+        return message
+    return raw[:_MAX_QUOTED].strip() or "no message"

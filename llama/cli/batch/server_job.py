@@ -9,14 +9,14 @@ import asyncio
 import functools
 import os
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import checked_body, error_record, response_record, target
 from llama.cli.batch.loop import BatchReport, Loop
-from llama.cli.client import Client, Reply, ServerError, with_retries
-from llama.cli.client_bodies import counts_of, filled
+from llama.cli.client import Client, Reply, ServerError, usage_of, with_retries
 from llama.ranks.signals import SIGNALS, stop_requested
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
@@ -144,7 +144,20 @@ class ServerAnswers:
                 return None
             code = "server_error" if error.is_transient else "invalid_request"
             return line, error_record(custom_id, line.number, code, str(error))
-        counts = counts_of(reply.body.get("usage")) if isinstance(reply.body, dict) else None
-        self.num_tokens += counts[2] if counts else 0
+        usage = usage_of(reply.body)
+        self.num_tokens += usage.completion_tokens if usage else 0
         request_id = reply.request_id or f"line-{line.number}"
         return line, response_record(custom_id, request_id, reply.body)
+
+
+def filled(
+    body: Mapping[str, Any], defaults: SamplingParams, *, model: str, seed: int
+) -> dict[str, Any]:
+    """The body with values for what it leaves out or has as null. `defaults` brings temperature,
+    top_p and, unless it is None, max_tokens."""
+    given = {name: value for name, value in body.items() if value is not None}
+    wanted = {"model": model, "temperature": defaults.temperature, "top_p": defaults.top_p}
+    wanted["seed"] = seed
+    if defaults.max_tokens is not None and "max_completion_tokens" not in given:
+        wanted["max_tokens"] = defaults.max_tokens
+    return wanted | given

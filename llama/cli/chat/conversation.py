@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
+from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import ChatFormat, Message, validate_dialog
 
@@ -29,32 +30,31 @@ A \\ at the end of a line continues it. A line of """ begins a longer text, and 
 //text asks "/text". Ctrl-C stops an answer and keeps what was shown of it.'''
 
 
-@dataclass(frozen=True)
-class TurnStats:
-    """The tokens of one answer, and the seconds from the question to its first and last token."""
+class TurnStats(NamedTuple):
+    """The seconds from a question to the first and to the last token of its answer, and its tokens;
+    those of the prompt are 0 if they are not known."""
 
     first_seconds: float
     last_seconds: float
-    prompt_tokens: int  # 0 if not known
-    cached_tokens: int  # tokens of the prompt that an earlier turn had computed
-    tokens: int
+    usage: Usage
 
     @property
     def rate(self) -> float:
         """Tokens per second after the first token; of an answer of one token, up to that one."""
-        if self.tokens > 1:
-            return (self.tokens - 1) / (self.last_seconds - self.first_seconds)
-        return self.tokens / self.first_seconds
+        tokens = self.usage.completion_tokens
+        if tokens > 1:
+            return (tokens - 1) / (self.last_seconds - self.first_seconds)
+        return tokens / self.first_seconds
 
     def describe(self, context: int | None) -> str:
         """One line. `context`: the most tokens that prompt and answer can have, if known."""
         speed = f"first token {1000 * self.first_seconds:.0f} ms | {self.rate:.1f} tokens/s"
-        if not self.prompt_tokens:
+        if not self.usage.prompt_tokens:
             return speed  # a server does not count the tokens of an answer that was stopped
         of_context = "" if context is None else f" of {context}"
         return (
-            f"{speed} | context {self.prompt_tokens + self.tokens}{of_context} tokens, "
-            f"{self.cached_tokens} from cache"
+            f"{speed} | context {self.usage.total_tokens}{of_context} tokens, "
+            f"{self.usage.cached_tokens} from cache"
         )
 
 
@@ -237,7 +237,7 @@ class Conversation:
             used += 1 if used else 0  # begin_of_text
             lines = [f"context {used} of {self.context} tokens | turns {turns}"]
         if self.stats:
-            tokens = sum(stats.tokens for stats in self.stats)
+            tokens = sum(stats.usage.completion_tokens for stats in self.stats)
             seconds = sum(stats.last_seconds for stats in self.stats)
             lines.append(f"last answer: {self.stats[-1].describe(self.context)}")
             lines.append(f"all answers: {len(self.stats)}, {tokens} tokens in {seconds:.1f} s")

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import Any
 
 from llama.cli.chat.conversation import Conversation, Turn
-from llama.cli.chat.session import Answers, Part, talk
+from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
 from llama.generation import Llama
 from llama.ranks.signals import SIGNALS
@@ -33,29 +33,25 @@ def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) 
     SIGNALS.has_begun = True  # on every rank
     conversation = Conversation(llama.formatter, context, system=system, **settings)
     terminal = Terminal(parallel.size, parallel.watch)
-    gone = llama.lead(lambda: talk(_of_engine(llama), conversation, terminal))
+
+    def answers(turn: Turn) -> Generator[Part, None, None]:
+        params = SamplingParams(**conversation.sampling(turn.attempt))
+        request = llama.llm_engine.prepare("", conversation.prompt(turn), params)
+        with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
+            for output in outputs:
+                if output.error is not None:
+                    raise ValueError(output.error)
+                answer = output.outputs[0]
+                yield Part(answer.new_text, answer.finish_reason, output.usage)
+
+    def lead() -> OSError | None:
+        """Nobody reads any more, or SIGTERM's time is over: for the other ranks an end as any."""
+        try:
+            talk(answers, conversation, terminal)
+        except OSError as error:
+            return error
+        return None
+
+    gone = llama.lead(lead)
     if gone is not None:
         raise gone
-
-
-def _of_engine(llama: Llama) -> Answers:
-    """Answers of the engine of this process."""
-
-    def answers(conversation: Conversation, turn: Turn) -> Generator[Part, None, None]:
-        params = SamplingParams(**conversation.sampling(turn.attempt))
-        engine = llama.llm_engine
-        request = engine.prepare("", conversation.prompt(turn), params)
-        with contextlib.closing(engine.stream([request])) as outputs:
-            for output in outputs:
-                answer, usage = output.outputs[0], output.usage
-                yield Part(
-                    answer.text,
-                    answer.new_text,
-                    "error" if output.error is not None else answer.finish_reason,
-                    output.error,
-                    usage.prompt_tokens,
-                    usage.cached_tokens,
-                    usage.completion_tokens,
-                )
-
-    return answers

@@ -5,19 +5,20 @@ at the server lasts a tenth of a second, so that Ctrl-C stops an answer also whi
 """
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 from llama.cli.chat.conversation import Conversation, Turn
-from llama.cli.chat.session import Answers, Part, talk
+from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
-from llama.cli.client import Client, ServerError
-from llama.cli.client_bodies import Delta, chat_body, delta_of
+from llama.cli.client import Client, ServerError, found_at, usage_of
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import CHAT_URL
 
 _LOOK_S = 0.1  # between two looks at whether Ctrl-C was pressed
+_DEFAULTS = SamplingParams()
 
 
 def chat_on_server(
@@ -35,54 +36,64 @@ def chat_on_server(
     with closing(Client(url, api_key)) as client:
         card = client.run(client.model(model))
     conversation = Conversation(None, card.context, system=system, **settings)
-    gone = talk(_of_server(url, api_key, card.name), conversation, Terminal())
-    if gone is not None:
-        raise gone
 
-
-def _of_server(url: str, api_key: str | None, model: str) -> Answers:
-    """Answers of a server; each has a connection, which ends with it: so the server stops too."""
-
-    def answers(conversation: Conversation, turn: Turn) -> Generator[Part | None, None, None]:
+    def answers(turn: Turn) -> Generator[Part, None, None]:
+        """Each has a connection, which ends with it: so the server stops too."""
         params = SamplingParams(**conversation.sampling(turn.attempt))
-        body = chat_body(turn.dialog, params, model=model)
-        text, reason, counts = "", None, None
+        reason, usage = None, None
         with closing(Client(url, api_key)) as client:
-            for delta in _deltas(client, body):
-                if delta.error is not None:
-                    yield Part(text, "", "error", delta.error)
-                    return
-                text += delta.text
-                reason = delta.finish_reason or reason
-                counts = delta.counts or counts
-                yield Part(text, delta.text) if delta.text else None  # the reason waits for counts
-        if reason is None and counts is None:
-            yield Part(text, "", "error", f"{url}: the stream ended without its last event")
-            return
-        yield Part(text, "", reason or "stop", None, *(counts or (0, 0, 0)))
+            for part in _parts(client, chat_body(turn.dialog, params, model=card.name)):
+                reason, usage = part.finish_reason or reason, part.usage or usage
+                yield Part(part.new_text)  # the reason waits for the counts of tokens
+        if reason is None and usage is None:
+            raise ValueError(f"{url}: the stream ended without its last event")
+        yield Part("", reason or "stop", usage)
 
-    return answers
+    talk(answers, conversation, Terminal())
 
 
-def _deltas(client: Client, body: dict[str, Any]) -> Generator[Delta, None, None]:
-    """What the chunks bring, with an empty one after each tenth of a second without any."""
-    arrived: asyncio.Queue[Delta | None] = asyncio.Queue()  # None: the end
+def _parts(client: Client, body: dict[str, Any]) -> Generator[Part, None, None]:
+    """What the chunks bring, with an empty part after each tenth of a second without any."""
+    arrived: asyncio.Queue[Part | None] = asyncio.Queue()  # None: the end
 
     async def read() -> None:
         try:
             async for chunk in client.events(CHAT_URL, body):
-                arrived.put_nowait(delta_of(chunk))
-        except ServerError as e:
-            arrived.put_nowait(Delta(error=str(e)))
+                arrived.put_nowait(part_of(chunk))
+        except ServerError as e:  # of this answer alone
+            raise ValueError(str(e)) from None
         finally:
             arrived.put_nowait(None)
 
-    async def look() -> Delta | None:
+    async def look() -> Part | None:
         try:
             return await asyncio.wait_for(arrived.get(), _LOOK_S)
         except TimeoutError:
-            return Delta()
+            return Part()
 
-    client.start(read())
-    while (delta := client.run(look())) is not None:
-        yield delta
+    reading = client.start(read())
+    while (part := client.run(look())) is not None:
+        yield part
+    reading.result()  # or its error
+
+
+def chat_body(
+    messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, model: str
+) -> dict[str, Any]:
+    """The body of a chat that streams and ends with its usage. Only what differs from OpenAI's
+    defaults is said, as some servers know few fields."""
+    values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
+    return {
+        "model": model,
+        "messages": messages,
+        **{name: x for name, x in values.items() if x != getattr(_DEFAULTS, name)},
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def part_of(chunk: Any) -> Part:
+    """A chunk of a stream with one choice. Tool calls and reasoning are not text."""
+    text = found_at(chunk, "choices", 0, "delta", "content")
+    reason = found_at(chunk, "choices", 0, "finish_reason")
+    return Part(text if isinstance(text, str) else "", reason, usage_of(chunk))

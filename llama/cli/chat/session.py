@@ -8,45 +8,32 @@ neither ranks nor torch here.
 import contextlib
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from llama.cli.chat.conversation import Conversation, Turn, TurnStats
 from llama.cli.chat.terminal import Terminal, read_turn
+from llama.requests.request import Usage
 
 
-@dataclass(frozen=True)
-class Part:
-    """An answer so far. finish_reason: OpenAI's, or "error", once it has ended. The counts of
-    tokens are 0 where they are not known."""
+class Part(NamedTuple):
+    """What came of an answer; without text and reason, some time without news.
 
-    text: str
-    new_text: str
-    finish_reason: str | None = None
-    error: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-
-
-# Begins the answer to a turn, whose parts come up to one with a finish_reason. None stands for some
-# time without news. Closed, it stops the answer. TypeError or ValueError for what cannot be asked.
-Answers = Callable[[Conversation, Turn], Generator[Part | None, None, None]]
-
-
-def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> OSError | None:
-    """Read and answer until the end; the error if nobody reads the answers any more, or the last
-    one took too long after SIGTERM.
-
-    It is returned: for the other ranks, that is an end as any other.
+    finish_reason: OpenAI's, once it has ended. usage: the tokens so far, where they are known.
     """
-    try:
-        _take_turns(answers, conversation, terminal)
-    except OSError as error:
-        return error
-    return None
+
+    new_text: str = ""
+    finish_reason: str | None = None
+    usage: Usage | None = None
 
 
-def _take_turns(answers: Answers, conversation: Conversation, terminal: Terminal) -> None:
+# Begins the answer to a turn, whose parts come up to one with a finish_reason. Closed, it stops the
+# answer. TypeError or ValueError for what cannot be asked, and for an answer that fails.
+Answers = Callable[[Turn], Generator[Part, None, None]]
+
+
+def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> None:
+    """Read and answer until the end. OSError if nobody reads the answers any more, or the last one
+    took too long after SIGTERM."""
     with terminal.open():
         if terminal.screen:
             terminal.note("/help lists the commands, /bye leaves")
@@ -78,54 +65,37 @@ def _read(terminal: Terminal) -> str | None:
 
 
 def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: Terminal) -> None:
-    """Show the answer and add the turn to the conversation. Without an answer, the question is
-    dropped too.
-    """
+    """Show the answer as it comes, and add the turn to the conversation. Without an answer, the
+    question is dropped too."""
+    began = time.perf_counter()
+    part, text = Part(), ""
+    times: list[float] = []  # when each part came
     try:
-        part, times = _stream(answers, conversation, turn, terminal)
+        with terminal.watch() as pressed, contextlib.closing(answers(turn)) as parts:
+            while not (part.finish_reason or pressed()):
+                terminal.check_drain()
+                part = next(parts)
+                if part != Part():
+                    times.append(time.perf_counter() - began)
+                text += part.new_text
+                terminal.write(part.new_text)
     except (TypeError, ValueError) as error:
+        if text:
+            terminal.write("\n")
         terminal.note(f"error: {error}. The question was not kept.")
         return
-    if part is None or not (part.finish_reason or part.text):
+    if not (part.finish_reason or text):
         terminal.note("stopped before the first word: the question was not kept")
         return
-    if part.error is not None:
-        if part.text:
-            terminal.write("\n")
-        terminal.note(f"error: {part.error}. The question was not kept.")
-        return
     terminal.write("\n")
-    stats = TurnStats(
-        times[0], times[-1], part.prompt_tokens, part.cached_tokens, part.tokens or len(times)
-    )
-    conversation.commit(turn, part.text, stats)
+    stats = TurnStats(times[0], times[-1], part.usage or Usage(0, len(times), 0))
+    conversation.commit(turn, text, stats)
     terminal.note(_end(part, conversation.context) + stats.describe(conversation.context))
-
-
-def _stream(
-    answers: Answers, conversation: Conversation, turn: Turn, terminal: Terminal
-) -> tuple[Part | None, list[float]]:
-    """The last part, all of whose text has been shown, and when each came, in seconds from now.
-
-    ValueError or TypeError for what cannot be asked.
-    """
-    began = time.perf_counter()
-    last, times = None, []
-    with terminal.watch() as pressed, contextlib.closing(answers(conversation, turn)) as parts:
-        while not ((last is not None and last.finish_reason) or pressed()):
-            terminal.check_drain()
-            part = next(parts)
-            if part is not None:
-                last = part
-                times.append(time.perf_counter() - began)
-                terminal.write(part.new_text)
-    return last, times
 
 
 def _end(part: Part, context: int | None) -> str:
     """Why an answer ended where it would have gone on."""
-    reason = part.finish_reason
-    if reason == "length":
-        full = context is not None and part.prompt_tokens + part.tokens >= context
+    if part.finish_reason == "length":
+        full = context is not None and part.usage and part.usage.total_tokens >= context
         return "the context is full: /undo or /clear | " if full else "cut at max_gen_len | "
-    return "" if reason else "stopped | "
+    return "" if part.finish_reason else "stopped | "

@@ -18,8 +18,9 @@ from llama.cli.chat.conversation import COMMANDS, SETTINGS, Conversation, Turn, 
 from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.cli.chat.terminal import Terminal, read_turn
 from llama.ranks.collectives import ModelParallel
+from llama.requests.request import Usage
 
-STATS = TurnStats(0.5, 2.5, prompt_tokens=30, cached_tokens=16, tokens=21)
+STATS = TurnStats(0.5, 2.5, Usage(prompt_tokens=30, completion_tokens=21, cached_tokens=16))
 
 
 def assistant(text: str) -> Message:
