@@ -25,7 +25,7 @@ from llama.prompts.answer import AnswerDeltas, joined
 from llama.prompts.chat import ChatOptions, chat_ids
 from llama.prompts.formats import ToolFormat, tool_format_of
 from llama.ranks.stdout import MutedStdout
-from llama.requests.beam_search import BeamParams, beam_search
+from llama.requests.beam_search import beam_search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import not_ids
 from llama.requests.request import Request, RequestOutput
@@ -371,16 +371,9 @@ class Llama:
         early_stopping: bool | str = False,
     ) -> list[list[BeamPrediction]]:
         """The likeliest continuations of each text, best first; see `BeamParams`."""
-        with self.llm_engine.agree("the prompts or parameters") as must_match:
-            params = BeamParams(beam_width, length_penalty, early_stopping)
-            ids = self._encode_texts(prompts)
-            requests = list(self._requests(lambda: ids, _Settings(max_gen_len, 0.0, 1.0)))
-            must_match += [params, [request.fingerprint() for request in requests]]
-        sequences = [request.answers[0].sequence for request in requests]
-        limits = [seq.max_len - seq.num_prompt for seq in sequences]
-        found = beam_search(
-            self.llm_engine, ids, limits, frozenset(self.tokenizer.stop_tokens), params
-        )
+        settings = _Settings(max_gen_len, 0.0, 1.0)
+        requests = self._requests(lambda: self._encode_texts(prompts), settings)
+        found = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
         return [
             [
                 {"generation": self.tokenizer.decode(beam.tokens), "score": beam.score}

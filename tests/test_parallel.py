@@ -15,7 +15,7 @@ from helpers.kernels import HAS_KERNELS
 from helpers.launch import REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from llama import Llama
-from llama.compat.vllm import LLM
+from llama.compat.vllm import LLM, BeamSearchParams
 from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.norm import rms_norm
@@ -124,10 +124,9 @@ def test_a_client_of_vllm_runs_on_two_ranks(sharded, two_ranks):
     """It gets the ids of one process, on both ranks; a bad request on one is an error on both."""
     llm = LLM(str(sharded["kv4"]), dtype="float32", device="cpu", max_model_len=128)
     asked = VllmParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
-    beams = VllmParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=4)
-    first, second, third = (o.outputs[0].token_ids for o in llm.generate(TEXTS, asked))
-    found = llm.generate(TEXTS[1], beams)[0].outputs[0].token_ids
-    wanted = [first, second, third, found, first, third]
+    found = [*llm.generate(TEXTS, asked), *llm.beam_search(TEXTS[1], BeamSearchParams(2, 4))]
+    ids = [output.outputs[0].token_ids for output in found]
+    wanted = [*ids, *ids[:3]]
     for rank, (client, bad, host) in enumerate(two_ranks["vllm"]):
         assert client["result"] == wanted
         kind = ("RankError: rank 1 failed: ", "")[rank]

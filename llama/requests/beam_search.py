@@ -1,17 +1,17 @@
 """Beam search (Graves, 2012), with the scores and the stopping rules of transformers.
 
-In: prompts as ids. Out: the best continuations of each with their scores. In each round, every beam
-is a request for one token; the prefix cache keeps its past, so a round computes at most one page
-per beam.
+In: prepared requests. Out: the best continuations of each prompt with their scores. In each round,
+every beam is a request for one token; the prefix cache keeps its past, so a round computes at most
+one page per beam.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from llama.checks import number, whole_number
 from llama.requests.llm_engine import LLMEngine
-from llama.requests.request import RequestOutput
+from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
 
@@ -73,22 +73,19 @@ class _Search:
             for token, logprob in follow
         ]
         candidates = sorted(candidates, key=lambda beam: -beam.logprob)[: self.kept]
-        over = [self._over(beam) for beam in candidates]
-        ended = [b for b, reason in zip(candidates[:width], over, strict=False) if reason]
-        self.finished += [self._finish(beam) for beam in ended]
-        self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:width]
-        self.running = [b for b, reason in zip(candidates, over, strict=True) if not reason][:width]
+        ended = [self._finish(beam) for beam in candidates[:width] if self._is_over(beam)]
+        self.finished = sorted(self.finished + ended, key=lambda beam: -beam.score)[:width]
+        self.running = [beam for beam in candidates if not self._is_over(beam)][:width]
         self.done = not self.running or not self._may_improve()
 
-    def _over(self, beam: Beam) -> str | None:
-        if beam.tokens[-1] in self.stop_ids:
-            return "stop"
-        return "length" if len(beam.tokens) == self.limit else None
+    def _is_over(self, beam: Beam) -> bool:
+        return beam.tokens[-1] in self.stop_ids or len(beam.tokens) == self.limit
 
     def _finish(self, beam: Beam) -> Beam:
-        reason = self._over(beam)
-        tokens = beam.tokens[:-1] if reason == "stop" else beam.tokens
-        return Beam(tokens, beam.logprob, self._score(beam.logprob, self.length), reason)
+        score = self._score(beam.logprob, self.length)
+        if beam.tokens[-1] in self.stop_ids:
+            return Beam(beam.tokens[:-1], beam.logprob, score, "stop")
+        return Beam(beam.tokens, beam.logprob, score, "length")
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / length**self.params.length_penalty
@@ -105,28 +102,30 @@ class _Search:
 
 def beam_search(
     engine: LLMEngine,
-    prompts: list[list[int]],
-    limits: list[int],
-    stop_ids: frozenset[int],
-    params: BeamParams,
-    *,
-    is_aborted: Callable[[], bool] = lambda: False,
+    requests: Iterable[Request],
+    beam_width: int,
+    length_penalty: float,
+    early_stopping: bool | str,
 ) -> list[list[Beam]]:
     """The up to beam_width best continuations of each prompt, best first.
 
-    `limits`: the most generated tokens of each. Once `is_aborted`, the search ends without any.
+    requests: prepared, and not submitted; they are consumed and checked where an error on one rank
+    becomes an error on every rank. `BeamParams` explains the rest.
     """
-    searches = [_Search(p, n, stop_ids, params) for p, n in zip(prompts, limits, strict=True)]
+    with engine.agree("the prompts or parameters") as must_match:
+        params = BeamParams(beam_width, length_penalty, early_stopping)
+        asked = list(requests)
+        must_match += [params, [request.fingerprint() for request in asked]]
+    searches = []
+    for seq in (request.answers[0].sequence for request in asked):
+        limit = seq.max_len - seq.num_prompt
+        searches.append(_Search(seq.tokens, limit, seq.stop_ids, params))
     while unfinished := [s for s in searches if not s.done and s.limit > 0]:
-        if is_aborted():
-            return [[] for _ in searches]
         starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
         kept = max(search.kept for search in unfinished)
         # Nothing is drawn. With a seed, these calls take no numbers from those that draw.
-        asked = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=kept, seed=0
-        )
-        outputs = iter(engine.run(engine.prepare("", start, asked) for start in starts))
+        one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=kept, seed=0)
+        outputs = iter(engine.run(engine.prepare("", start, one) for start in starts))
         for search in unfinished:
             search.advance([_likeliest(next(outputs)) for _ in search.running])
     return [search.finished for search in searches]

@@ -197,6 +197,10 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
     def close(self) -> None:
         """Abort all requests; what is submitted afterwards is a RuntimeError."""
         self._is_closed = True

@@ -187,17 +187,17 @@ def test_a_prompt_is_cut_on_its_left(llm):
 
 
 def test_beam_search_is_that_of_llama(llm):
-    asked = greedy(10, use_beam_search=True, best_of=3, n=2, length_penalty=0.5)
-    outputs = llm.generate(["The cat", "One"], [asked, greedy(4)])
-    wanted = llm.llama.beam_search(["The cat"], 3, 10, length_penalty=0.5)[0][:2]
-    assert [answer.text for answer in outputs[0].outputs] == [b["generation"] for b in wanted]
-    assert [answer.finish_reason for answer in outputs[0].outputs] == ["stop"] * 2
+    wanted = llm.llama.beam_search(["The cat", "One"], 3, 10, length_penalty=0.5)
+    prompts = ["The cat", {"prompt": "One"}]
+    outputs = llm.beam_search(prompts, BeamSearchParams(3, 10, length_penalty=0.5))
+    for output, beams in zip(outputs, wanted, strict=True):
+        assert [answer.text for answer in output.outputs] == [b["generation"] for b in beams]
+    assert [answer.finish_reason for answer in outputs[0].outputs[:2]] == ["stop"] * 2
     best = outputs[0].outputs[0]
     length = len(best.token_ids) + 1  # the stop token counts, and is left out
-    assert best.cumulative_logprob == pytest.approx(wanted[0]["score"] * length**0.5)
-    assert len(outputs[1].outputs[0].token_ids) == 4
-    (output,) = llm.beam_search("The cat", BeamSearchParams(3, 10, length_penalty=0.5))
-    assert [answer.text for answer in output.outputs[:2]] == [b["generation"] for b in wanted]
+    assert best.cumulative_logprob == pytest.approx(wanted[0][0]["score"] * length**0.5)
+    (one,) = llm.beam_search("The cat", BeamSearchParams(3, 10, length_penalty=0.5))
+    assert one.outputs[0].token_ids == best.token_ids and one.prompt == "The cat"
 
 
 def test_an_engine_takes_requests_as_every_version_did(engine, shared_llama):
@@ -206,16 +206,15 @@ def test_an_engine_takes_requests_as_every_version_did(engine, shared_llama):
     engine.add_request("0.6", inputs={"prompt_token_ids": IDS[0]}, params=asked)
     engine.add_request("0.4", None, asked, IDS[0])
     engine.add_request("named", prompt=IDS[0], sampling_params=asked)
-    engine.add_request("beams", IDS[0], greedy(4, use_beam_search=True, best_of=2, n=2))
     with pytest.raises(ValueError, match=r"request_id='0\.4' is in use"):
         engine.add_request("0.4", IDS[1], asked)
-    assert engine.get_num_unfinished_requests() == 5
+    assert engine.get_num_unfinished_requests() == 4
     ends = ends_of(engine)
-    requests = [shared_llama.llm_engine.prepare("", IDS[0], asked.engine_params())]
+    requests = [shared_llama.llm_engine.prepare("", IDS[0], asked)]
     wanted = shared_llama.llm_engine.run(requests)[0].outputs[0].token_ids
     for name in ("today", "0.6", "0.4", "named"):
         assert ends[name].outputs[0].token_ids == wanted, name
-    assert len(ends["beams"].outputs) == 2 and engine.step() == []
+    assert engine.step() == []
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
@@ -245,9 +244,8 @@ def test_an_output_holds_what_its_kind_says(engine, kind):
 def test_aborted_requests_are_gone_and_others_go_on(engine):
     for name in "abc":
         engine.add_request(name, IDS[0], greedy(30, ignore_eos=True))
-    engine.add_request("beams", IDS[0], greedy(4, use_beam_search=True, best_of=2))
     engine.step()
-    engine.add_request("late", IDS[0], greedy(4, use_beam_search=True, best_of=2))
+    engine.add_request("late", IDS[0], greedy(4))
     engine.abort_request("a")
     engine.abort_request(["b", "late", "unknown"])
     assert list(ends_of(engine)) == ["c"]
@@ -281,7 +279,7 @@ def test_async_requests_stream_side_by_side(shared_llama):
         assert (await served.get_model_config()).max_model_len == 128
         found = await asyncio.gather(
             answer(0), answer(1, output_kind=RequestOutputKind.DELTA),
-            answer(2, use_beam_search=True, best_of=2),
+            answer(2, output_kind=RequestOutputKind.FINAL_ONLY),
         )  # fmt: skip
         async for output in served.generate({"prompt_token_ids": IDS[0]}, greedy(90), "left"):
             assert not output.finished
@@ -292,8 +290,7 @@ def test_async_requests_stream_side_by_side(shared_llama):
     served.shutdown()
     alone = LLMEngine(shared_llama)
     for i in range(3):
-        search = {"use_beam_search": True, "best_of": 2} if i == 2 else {}
-        alone.add_request(str(i), IDS[i], greedy(10, ignore_eos=True, **search))
+        alone.add_request(str(i), IDS[i], greedy(10, ignore_eos=True))
     ends = ends_of(alone)
     wanted = {name: output.outputs[0].token_ids for name, output in ends.items()}
     assert found[0][-1].outputs[0] == ends["0"].outputs[0]
@@ -323,14 +320,12 @@ def test_async_requests_can_be_aborted_and_the_engine_shut_down(shared_llama):
 
     async def main() -> None:
         await served.check_health()
-        beams = greedy(100, use_beam_search=True, best_of=4, ignore_eos=True)
-        assert await reason_of(0, beams) == "abort"
-        assert await reason_of(1, greedy(100, ignore_eos=True)) == "abort"
-        assert await reason_of(2, beams, shut_down=True) == "abort"
+        long = greedy(100, ignore_eos=True)
+        assert await reason_of(1, long) == "abort"
+        assert await reason_of(2, long, shut_down=True) == "abort"
         assert served.is_stopped and not served.errored
-        for asked in (beams, greedy()):
-            with pytest.raises(RuntimeError, match="make another one"):
-                await anext(served.generate(IDS[0], asked, "late"))
+        with pytest.raises(RuntimeError, match="make another one"):
+            await anext(served.generate(IDS[0], greedy(), "late"))
 
     asyncio.run(main())
 
@@ -370,8 +365,7 @@ def test_tools_are_told_in_the_form_of_the_model(make_checkpoint):
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"country": "str"}}}]
 
 
-@pytest.mark.parametrize("beams", [False, True])
-def test_the_flow_of_a_chatglm_client(llm, beams):
+def test_the_flow_of_a_chatglm_client(llm):
     """History and tools into a text, the text streamed by increments, the call read from it, and
     the tool's result in the next prompt: the program of ChatGLM's server for vLLM."""
     engine = AsyncLLMEngine(llm.llama, AsyncEngineArgs(str(DEMO)))
@@ -382,10 +376,12 @@ def test_the_flow_of_a_chatglm_client(llm, beams):
         inputs = tokenizer.apply_chat_template(
             messages, tools=TOOLS, add_generation_prompt=True, tokenize=False
         )
+        of_old: dict[str, Any] = {
+            "use_beam_search": False, "length_penalty": 1, "early_stopping": False,
+        }  # fmt: skip
         params = SamplingParams(
-            n=1, best_of=2 if beams else 1, presence_penalty=0.0, frequency_penalty=0.0,
-            temperature=0.0 if beams else 0.8, top_p=1.0 if beams else 0.8, top_k=-1,
-            repetition_penalty=1.0, use_beam_search=beams, length_penalty=1, early_stopping=False,
+            n=1, best_of=1, presence_penalty=0.0, frequency_penalty=0.0, **of_old,
+            temperature=0.8, top_p=0.8, top_k=-1, repetition_penalty=1.0,
             stop_token_ids=[tokenizer.eos_token_id], ignore_eos=False, max_tokens=20,
             logprobs=None, prompt_logprobs=None, skip_special_tokens=True,
         )  # fmt: skip
@@ -410,8 +406,7 @@ def test_the_flow_of_a_chatglm_client(llm, beams):
 
     first, second = asyncio.run(main())
     engine.shutdown()
-    assert "".join(first) and "".join(second)
-    assert (len(first) == 1) == beams
+    assert "".join(first) and "".join(second) and len(first) > 1
 
 
 def test_generation_config_gives_the_defaults(tmp_path):
@@ -468,7 +463,7 @@ def test_from_optional_and_changes_before_use(llm):
         n=None, temperature=None, top_k=-1, logit_bias={"7": 200}, seed=-1, max_tokens=None
     )
     assert asked == SamplingParams(top_k=-1, logit_bias={7: 100.0}, seed=-1, max_tokens=None)
-    assert asked.engine_params().seed is None
+    assert asked.seed is None
     asked = greedy(30)
     copy = asked.clone()
     asked.max_tokens = 2  # type: ignore[misc]  # clients do
@@ -487,16 +482,9 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"stop": "x", "detokenize": False}, "stop needs detokenize=True"),
     ({"detokenize": 1}, "detokenize=1 must be True or False"),
     ({"output_kind": 1}, "output_kind=1 must be a RequestOutputKind"),
-    ({"length_penalty": 2.0}, "length_penalty and early_stopping need use_beam_search=True"),
-    ({"early_stopping": True}, "length_penalty and early_stopping need use_beam_search=True"),
-    ({"use_beam_search": True, "temperature": 0}, "needs best_of=None, its number of beams"),
-    ({"use_beam_search": True, "best_of": 2}, "use_beam_search needs temperature=0, not 1.0"),
-    ({"use_beam_search": True, "best_of": 2, "temperature": 0, "presence_penalty": -1},
-     "use_beam_search cannot follow presence_penalty=-1.0"),
-    ({"use_beam_search": True, "best_of": 2, "temperature": 0, "stop": "x"},
-     "use_beam_search cannot follow stop=('x',)"),
-    ({"use_beam_search": True, "best_of": 2, "temperature": 0, "early_stopping": "soon"},
-     "early_stopping='soon': give True, False or 'never'"),
+    ({"length_penalty": 2.0}, "cannot do length_penalty=2.0: leave it out (allowed: 1)"),
+    ({"early_stopping": True}, "cannot do early_stopping=True: leave it out (allowed: False)"),
+    ({"use_beam_search": True}, "cannot do use_beam_search=True: leave it out (allowed: False)"),
 ]  # fmt: skip
 
 
@@ -556,8 +544,7 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
 def test_names_and_defaults_are_those_of_vllm():
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed here")
     theirs: Any = vllm.SamplingParams()
-    old = {"best_of", "use_beam_search", "length_penalty", "early_stopping",
-           "truncate_prompt_tokens", "structured_output"}  # fmt: skip
+    old = {"best_of", "truncate_prompt_tokens", "structured_output"}
     ours = SamplingParams()
     assert {f.name for f in dataclasses.fields(ours)} - old <= set(
         vllm.SamplingParams.__struct_fields__

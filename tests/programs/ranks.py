@@ -318,16 +318,17 @@ def beams(folder: str, prompts: list[str]) -> list:
 
 
 def vllm_client(folder: str, prompts: list[str], size: int) -> list:
-    """A batch, and a loop of steps with a beam search in it, by vLLM's API."""
+    """A batch, a loop of steps, and a beam search between two of them, by vLLM's API."""
     llm = vllm.LLM(
         folder, dtype="float32", device="cpu", max_model_len=128, tensor_parallel_size=size
     )
     loaded[folder] = llm.llama
     asked = vllm.SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
-    beams = vllm.SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=4)
     outputs = llm.generate(prompts, asked)
     for i, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(str(i), prompt, beams if i == 1 else asked)
+        llm.llm_engine.add_request(str(i), prompt, asked)
+    llm.llm_engine.step()
+    outputs += llm.beam_search(prompts[1], vllm.BeamSearchParams(beam_width=2, max_tokens=4))
     while llm.llm_engine.has_unfinished_requests():
         outputs += [output for output in llm.llm_engine.step() if output.finished]
     return [output.outputs[0].token_ids for output in outputs]

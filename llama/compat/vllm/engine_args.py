@@ -6,7 +6,8 @@ means nothing here is an error that names it, unless the value given asks for no
 
 import argparse
 import json
-from dataclasses import MISSING, dataclass, fields
+import warnings
+from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from llama.weights import QUANTIZED
 _NO_EFFECT = frozenset({
     "async_scheduling", "block_size", "disable_cascade_attn", "disable_custom_all_reduce",
     "disable_log_requests", "disable_log_stats", "enable_chunked_prefill", "enable_log_requests",
-    "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization",
-    "max_context_len_to_capture", "max_num_batched_tokens", "max_parallel_loading_workers",
-    "max_seq_len_to_capture", "num_scheduler_steps", "served_model_name", "swap_space",
+    "enable_prefix_caching", "enforce_eager", "max_context_len_to_capture",
+    "max_num_batched_tokens", "max_parallel_loading_workers", "max_seq_len_to_capture",
+    "num_scheduler_steps", "served_model_name", "swap_space",
     "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager",
 })  # fmt: skip
 # With these values they ask for nothing; any other value would.
@@ -33,6 +34,16 @@ _ONLY = {
     "pipeline_parallel_size": (1,), "runner": ("auto", "generate"), "scheduling_policy": ("fcfs",),
     "skip_tokenizer_init": (False,), "task": ("auto", "generate"), "tokenizer_mode": ("auto",),
     "tokenizer_pool_size": (0,), "worker_use_ray": (False,),
+}  # fmt: skip
+
+
+_UTILIZATION = (
+    "gpu_memory_utilization has no effect: the KV cache takes what max_num_seqs sequences of "
+    "max_model_len tokens need, as far as memory is free; kv_cache_memory_bytes sets its size"
+)
+_GENERATION_CONFIG = {  # its fields, and ours
+    "repetition_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
+    "top_p": "top_p", "min_p": "min_p", "max_new_tokens": "max_tokens",
 }  # fmt: skip
 
 
@@ -61,8 +72,11 @@ class EngineArgs:
     device: str = "auto"
     generation_config: str = "auto"
     quantization: str | None = None
+    gpu_memory_utilization: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, gpu_memory_utilization: float | None) -> None:
+        if gpu_memory_utilization is not None:
+            warnings.warn(_UTILIZATION, stacklevel=3)
         if self.quantization not in (None, *QUANTIZED):
             known = ", ".join(QUANTIZED)
             raise ValueError(
@@ -91,18 +105,15 @@ class EngineArgs:
             **limits,
         )
 
-    def default_params(self) -> "SamplingParams":
+    def default_params(self) -> SamplingParams:
         """For calls that give none: what the model's generation_config.json says, as in vLLM."""
         path = Path(self.model) / "generation_config.json"
         if self.generation_config == "vllm" or not path.is_file():
             return SamplingParams()
         try:
             said = json.loads(path.read_bytes())
-            named = {name: said[name] for name in _GENERATION_CONFIG if name in said}
-            return SamplingParams.from_optional(
-                **named,
-                **({"max_tokens": said["max_new_tokens"]} if "max_new_tokens" in said else {}),
-            )
+            named = {ours: said[name] for name, ours in _GENERATION_CONFIG.items() if name in said}
+            return SamplingParams.from_optional(**named)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: {error}: mend it, or give generation_config='vllm'"
@@ -112,13 +123,10 @@ class EngineArgs:
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """An option for each field: --max-model-len for max_model_len."""
         for f in fields(cls):
-            kind = int if "int" in str(f.type) else float if "float" in str(f.type) else str
             flag = "--" + f.name.replace("_", "-")
+            kind = int if "int" in str(f.type) else float if "float" in str(f.type) else str
             parser.add_argument(
-                flag,
-                type=kind,
-                required=f.default is MISSING,
-                default=None if f.default is MISSING else f.default,
+                flag, type=kind, required=f.name == "model", default=getattr(cls, f.name, None)
             )
         return parser
 
@@ -129,9 +137,6 @@ class EngineArgs:
 
 class AsyncEngineArgs(EngineArgs):
     """`EngineArgs` under the name that clients of AsyncLLMEngine import."""
-
-
-_GENERATION_CONFIG = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def _tokenizer_file(tokenizer: str | None, model: str) -> str | None:

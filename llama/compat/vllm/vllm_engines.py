@@ -6,7 +6,6 @@ the engine of `llama.requests` computes.
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -18,8 +17,8 @@ from llama.compat.vllm.frontend import EngineFrontend, ModelConfig, one_of, one_
 from llama.compat.vllm.vllm_params import BeamSearchParams, SamplingParams, refuse
 from llama.compat.vllm.vllm_request import RequestOutput, VllmRequest
 from llama.generation import Llama
-from llama.prompts import encode_chat
 from llama.requests import async_engine
+from llama.requests.beam_search import beam_search
 
 
 class LLM(EngineFrontend):
@@ -71,23 +70,18 @@ class LLM(EngineFrontend):
         """The answers to one dialog, or to each of a list; `encode_chat` has the format."""
         refuse("LLM.chat", others, {"chat_template_content_format": ("auto", "string")})
 
-        def prompts() -> list[Any]:
-            is_one = bool(messages) and isinstance(messages[0], Mapping)
-            encoded = [
-                encode_chat(
-                    self.llama.tokenizer,
-                    dialog,
-                    tools,
-                    tool_format=self.tool_format,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                )
-                for dialog in ([messages] if is_one else messages)
-            ]
-            decode = self.tokenizer.decode
-            return [{"prompt": decode(ids), "prompt_token_ids": ids} for ids in encoded]
+        def prompt(dialog: Sequence[Any]) -> dict[str, Any]:
+            ids = self.tokenizer.apply_chat_template(
+                dialog,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            return {"prompt": self.tokenizer.decode(ids), "prompt_token_ids": ids}
 
-        return self._run(prompts, sampling_params, use_tqdm)
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        dialogs = [messages] if is_one else messages
+        return self._run(lambda: [prompt(each) for each in dialogs], sampling_params, use_tqdm)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, **others: Any
@@ -95,16 +89,16 @@ class LLM(EngineFrontend):
         """The beam_width best continuations of each prompt, as the outputs of one request."""
         refuse("LLM.beam_search", others, {"use_tqdm": (False, True)})
         asked = SamplingParams(
-            n=params.beam_width,
-            best_of=params.beam_width,
-            use_beam_search=True,
             temperature=0.0,
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
-            length_penalty=params.length_penalty,
             skip_special_tokens=params.skip_special_tokens,
         )
-        return self._run(lambda: _as_list(prompts), asked, False)
+        made: list[VllmRequest] = []
+        requests = self._requests(lambda: _as_list(prompts), asked, made)
+        width, penalty = params.beam_width, params.length_penalty
+        found = beam_search(self.llama_engine, requests, width, penalty, early_stopping=False)
+        return [request.of_beams(beams) for request, beams in zip(made, found, strict=True)]
 
     def _run(
         self,
@@ -122,15 +116,12 @@ class LLM(EngineFrontend):
             for output in outputs:
                 found[output.request_id] = output
                 bar.update()
-            for output in self.search([request for request in made if request.beams]):
-                found[output.request_id] = output
-                bar.update()
         return [found[request.name] for request in made]
 
     def _requests(
         self, encode: Callable[[], list[Any]], params: Any, made: list[VllmRequest]
     ) -> Iterator[VllmRequest]:
-        """Make a request for each prompt, and yield those that are no beam search.
+        """A request for each prompt, which `made` gets too.
 
         The engine iterates over it where an error on one rank becomes an error on every rank.
         """
@@ -144,19 +135,11 @@ class LLM(EngineFrontend):
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
         for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
             made.append(self.make_request(str(first + i), prompt, asked, i))
-        yield from [request for request in made if not request.beams]
+        yield from made
 
 
 class LLMEngine(EngineFrontend):
-    """vLLM's engine that its client steps. Under torchrun every rank makes the same calls.
-
-    A beam search is computed whole by one `step`, which then takes as long as the search.
-    """
-
-    def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
-        super().__init__(llama, args)
-        self._names: set[str] = set()  # of what was added here, finished or not
-        self._searches: dict[str, VllmRequest] = {}
+    """vLLM's engine that its client steps. Under torchrun every rank makes the same calls."""
 
     def add_request(
         self,
@@ -173,59 +156,43 @@ class LLMEngine(EngineFrontend):
         refuse("add_request", others, {"priority": (0,)})
         params = one_of("params", params, "sampling_params", sampling_params)
         prompt = one_prompt(one_of("prompt", prompt, "inputs", inputs), prompt_token_ids)
-        if request_id in self._unfinished():
-            raise ValueError(f"request_id={brief(request_id)} is in use by an unfinished request")
         if request_id == "":
             raise ValueError("request_id is empty: give each request a name")
 
-        made: list[VllmRequest] = []
-
         def prepared() -> Iterator[VllmRequest]:
-            made.append(self.make_request(request_id, prompt, params))
-            if not made[0].beams:
-                yield made[0]
+            yield self.make_request(request_id, prompt, params)
 
         self.llama_engine.submit(prepared())  # which checks it where all ranks see an error
-        if made[0].beams:
-            self._searches[request_id] = made[0]
-        else:
-            self._names.add(request_id)
         return request_id
 
     def step(self) -> list[RequestOutput]:
         """The outputs that came since the last step; the model runs once for them."""
-        searches, self._searches = list(self._searches.values()), {}
         found: Any = self.llama_engine.step()
-        return [*self.search(searches), *found]
+        return found
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """End requests; they have no further output. Nothing, for one that is not there."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            self._searches.pop(name, None)
-            if name in self._names:
-                self.llama_engine.abort_request(name)
+            self.llama_engine.abort_request(name)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._unfinished())
+        return self.llama_engine.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._unfinished())
+        return self.llama_engine.num_unfinished_requests
 
     def get_model_config(self) -> ModelConfig:
         return self.model_config
-
-    def _unfinished(self) -> list[str]:
-        self._names = {name for name in self._names if self.llama_engine.find(name) is not None}
-        return [*self._names, *self._searches]
 
 
 class AsyncLLMEngine(EngineFrontend):
     """vLLM's engine for asyncio: an iterator per request, any number at once, in one process."""
 
+    errored = False  # always: an error of the model ends the requests in that step, and no more
+
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
         super().__init__(llama, args)
         self._engine = async_engine.AsyncLLMEngine(llama)
-        self._searches: dict[str, threading.Event] = {}  # set: it is aborted
         self.is_running = True
 
     async def generate(
@@ -240,7 +207,7 @@ class AsyncLLMEngine(EngineFrontend):
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of a request as they come; leaving the loop aborts it.
 
-        A beam search has one output, its last. Errors come with the first output that is asked for.
+        Errors come with the first output that is asked for.
         """
         refuse("generate", others, {"priority": (0,)})
         prompt = one_prompt(one_of("prompt", prompt, "inputs", inputs), prompt_token_ids)
@@ -249,9 +216,6 @@ class AsyncLLMEngine(EngineFrontend):
         await self.check_health()
         # In a thread: a long text, or a grammar, would hold the event loop up.
         request = await asyncio.to_thread(self.make_request, request_id, prompt, sampling_params)
-        if request.beams:
-            yield await self._search_beams(request)
-            return
         outputs: Any = self._engine.stream([request])
         async with contextlib.aclosing(outputs):
             async for output in outputs:
@@ -260,8 +224,6 @@ class AsyncLLMEngine(EngineFrontend):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: their iterators get a last output with finish_reason "abort"."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            if name in self._searches:
-                self._searches[name].set()
             await self._engine.abort(name)
 
     async def get_model_config(self) -> ModelConfig:
@@ -276,11 +238,6 @@ class AsyncLLMEngine(EngineFrontend):
         return not self.is_running
 
     @property
-    def errored(self) -> bool:
-        """Always False: an error of the model ends the requests in that step, and no more."""
-        return False
-
-    @property
     def engine(self) -> "AsyncLLMEngine":
         """For clients that read `engine.engine.model_config`."""
         return self
@@ -288,23 +245,9 @@ class AsyncLLMEngine(EngineFrontend):
     def shutdown(self) -> None:
         """Abort what is not finished; what is asked for later is a RuntimeError."""
         self.is_running = False
-        for is_aborted in list(self._searches.values()):
-            is_aborted.set()
         self._engine.close()
 
     shutdown_background_loop = shutdown
-
-    async def _search_beams(self, request: VllmRequest) -> RequestOutput:
-        if request.name in self._searches:
-            name = brief(request.name)
-            raise ValueError(f"request_id={name} is in use by an unfinished request")
-        is_aborted = self._searches[request.name] = threading.Event()
-        try:
-            (output,) = await asyncio.to_thread(self.search, [request], is_aborted.is_set)
-            return output
-        finally:
-            is_aborted.set()  # of a task that was cancelled, the thread goes on until here
-            del self._searches[request.name]
 
 
 def _as_list(prompts: Any) -> list[Any]:

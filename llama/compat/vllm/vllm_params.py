@@ -7,28 +7,22 @@ an error that names it, unless the value given asks for nothing. It loads nothin
 import copy
 import enum
 import functools
-import warnings
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llama.checks import brief
-from llama.requests.beam_search import BeamParams
 from llama.sampling_params import SamplingParams as LlamaParams
 from llama.sampling_params import StructuredOutput
 
 _Class = TypeVar("_Class", bound=type)
 
 # With these values they ask for nothing; any other value would.
-_ONLY_SAMPLING = {"flat_logprobs": (False,), "skip_clone": (False, True), "watermarking": (False,)}
-_BEAM_FIELDS = frozenset({  # of SamplingParams: those that a beam search follows
-    "n", "best_of", "temperature", "max_tokens", "stop_token_ids", "ignore_eos", "seed",
-    "skip_special_tokens",
-})  # fmt: skip
-_UTILIZATION = (
-    "gpu_memory_utilization has no effect: the KV cache takes what max_num_seqs sequences of "
-    "max_model_len tokens need, as far as memory is free; kv_cache_memory_bytes sets its size"
-)
+_ONLY_SAMPLING = {
+    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "flat_logprobs": (False,), "skip_clone": (False, True), "watermarking": (False,),
+}  # fmt: skip
 
 
 def refuse(place: str, given: Mapping[str, Any], only: Mapping[str, tuple] = {}) -> None:
@@ -48,16 +42,14 @@ def refusing(
 
     def decorate(cls: _Class) -> _Class:
         plain_init = cls.__init__  # type: ignore[misc]
-        known = {f.name for f in fields(cls)}
+        known = inspect.signature(plain_init).parameters
 
         @functools.wraps(plain_init)
         def init(self: Any, *args: Any, **given: Any) -> None:
-            others = {name: given.pop(name) for name in list(given) if name not in known}
-            asked = {name: value for name, value in others.items() if name not in no_effect}
-            refuse(type(self).__name__, asked, only)
-            if others.get("gpu_memory_utilization") is not None:
-                warnings.warn(_UTILIZATION, stacklevel=2)
-            plain_init(self, *args, **given)
+            own = {name: value for name, value in given.items() if name in known}
+            others = {name: given[name] for name in given.keys() - known.keys() - no_effect}
+            refuse(type(self).__name__, others, only)
+            plain_init(self, *args, **own)
 
         cls.__init__ = init  # type: ignore[misc]
         return cls
@@ -81,8 +73,6 @@ class SamplingParams(LlamaParams):
     What `llama.SamplingParams` has means the same. Beyond it:
 
     structured_outputs: vLLM's name of structured_output.
-    use_beam_search, length_penalty, early_stopping: of vLLM before 0.6.3. best_of is the number of
-        beams and n of them are returned; temperature must be 0. See `BeamParams`.
     skip_special_tokens: the text has no special tokens. detokenize: False leaves the text empty.
     spaces_between_special_tokens: both values give the same text; Llama's tokens carry spaces.
     truncate_prompt_tokens: only the last so many tokens of the prompt; of a text, begin_of_text
@@ -92,31 +82,12 @@ class SamplingParams(LlamaParams):
 
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutput | None = None
-    use_beam_search: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self._read_vllms_values()
-        super().__post_init__()
-        for name in ("use_beam_search", "detokenize", "spaces_between_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={brief(getattr(self, name))} must be True or False")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind={brief(self.output_kind)} must be a RequestOutputKind")
-        if self.stop and not self.detokenize:
-            raise ValueError("stop needs detokenize=True: it is looked for in the text")
-        if self.use_beam_search:
-            self.beam_params()
-        elif (self.length_penalty, self.early_stopping) != (1.0, False):
-            raise ValueError("length_penalty and early_stopping need use_beam_search=True")
-
-    def _read_vllms_values(self) -> None:
-        """Where vLLM has another value, or name, for the same."""
         for name in ("stop", "stop_token_ids", "bad_words"):
             if getattr(self, name) is None:
                 self._set(name, ())
@@ -126,49 +97,28 @@ class SamplingParams(LlamaParams):
         if self.seed == -1:
             self._set("seed", None)
         self._set("structured_output", self.structured_outputs)
+        super().__post_init__()
+        for name in ("detokenize", "spaces_between_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={brief(getattr(self, name))} must be True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind={brief(self.output_kind)} must be a RequestOutputKind")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs detokenize=True: it is looked for in the text")
 
     @staticmethod
     def from_optional(**given: Any) -> "SamplingParams":
         """The parameters, where None is vLLM's default; keys of logit_bias may be strings."""
         named = {k: v for k, v in given.items() if v is not None or k == "max_tokens"}
-        if "logit_bias" in named:
-            try:
-                named["logit_bias"] = {
-                    int(k): min(100.0, max(-100.0, v)) for k, v in named["logit_bias"].items()
-                }
-            except (TypeError, ValueError, AttributeError):
-                raise ValueError(
-                    f"logit_bias={brief(named['logit_bias'])} must map token ids to numbers"
-                ) from None
-        return SamplingParams(**named)
+        biases = named.get("logit_bias", {})
+        try:
+            pairs = {int(k): min(100.0, max(-100.0, v)) for k, v in biases.items()}
+        except (TypeError, ValueError, AttributeError):
+            raise ValueError(f"logit_bias={brief(biases)} must map token ids to numbers") from None
+        return SamplingParams(**named | {"logit_bias": pairs})
 
     def clone(self) -> "SamplingParams":
         return copy.deepcopy(self)
-
-    def engine_params(self) -> LlamaParams:
-        """What the engine takes, checked now. Of a beam search: what holds for the prompt."""
-        self.__post_init__()  # it may have been changed
-        values = {f.name: getattr(self, f.name) for f in fields(LlamaParams)}
-        return LlamaParams(**values | ({"n": 1, "best_of": None} if self.use_beam_search else {}))
-
-    def beam_params(self) -> BeamParams:
-        """Of a beam search; ValueError names a field that it cannot follow."""
-        width = self.n if self.best_of is None else self.best_of
-        if width < 2:
-            raise ValueError(
-                f"use_beam_search needs best_of={brief(self.best_of)}, its number of beams, to be "
-                f"at least 2 and at least n={brief(self.n)}"
-            )
-        if self.temperature != 0:
-            raise ValueError(f"use_beam_search needs temperature=0, not {self.temperature}")
-        default = LlamaParams()
-        for f in fields(LlamaParams):
-            value = getattr(self, f.name)
-            if f.name == "top_k" and value == -1:  # all of them, as 0
-                continue
-            if f.name not in _BEAM_FIELDS and value != getattr(default, f.name):
-                raise ValueError(f"use_beam_search cannot follow {f.name}={brief(value)}")
-        return BeamParams(width, self.length_penalty, self.early_stopping)
 
 
 # A subclass of what is frozen must be frozen too; clients of vLLM change theirs.

@@ -1,14 +1,14 @@
 """A request whose outputs have vLLM's fields, types and meanings.
 
-In: a checked `Request`, and what its client wants to see of it. Out: vLLM's `RequestOutput`, where
-the engine asks the request for its output. It submits and steps nothing.
+In: a checked `Request`, and its client's parameters. Out: vLLM's `RequestOutput`, where the engine
+asks the request for its output. It submits and steps nothing.
 """
 
 from dataclasses import dataclass, field
 
-from llama.compat.vllm.vllm_params import RequestOutputKind
+from llama.compat.vllm.vllm_params import RequestOutputKind, SamplingParams
 from llama.requests import request as engine
-from llama.requests.beam_search import Beam, BeamParams
+from llama.requests.beam_search import Beam
 from llama.tokenizer import Tokenizer
 
 
@@ -64,78 +64,61 @@ class VllmRequest(engine.Request):
     """A request as vLLM's clients see it.
 
     name: its request_id there; that of LLM is none of the engine's, which knows it by its index.
-    beams: of a beam search, which is not submitted, but searched; its n is `num_beams`.
     """
 
     name: str
-    kind: RequestOutputKind
-    detokenize: bool
+    params: SamplingParams
     tokenizer: Tokenizer
-    beams: BeamParams | None
-    num_beams: int
-    _num_sent: dict[int, int] = field(default_factory=dict)  # tokens reported, per answer
-    _has_sent: bool = False
+    _num_sent: dict[int, int] = field(default_factory=dict)  # of DELTA: tokens, per answer
 
     def note_output(self) -> None:
-        if self.finished or self.kind is not RequestOutputKind.FINAL_ONLY:
+        if self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY:
             super().note_output()
 
     def take_output(self) -> RequestOutput:  # type: ignore[override]
-        output, count = super().take_output(), self.params.prompt_logprobs
-        is_delta = self.kind is RequestOutputKind.DELTA
-        scores = None if is_delta and self._has_sent else output.prompt_logprobs
-        self._has_sent = True
+        output = super().take_output()
+        scores, count = output.prompt_logprobs, self.params.prompt_logprobs
         return RequestOutput(
             self.name,
             self.prompt,
             output.prompt_token_ids,
             None
-            if scores is None
+            if scores is None or self._num_sent
             else [None if x is None else self._position(x, count) for x in scores],
-            [self._answer(answer, output.error, is_delta) for answer in output.outputs],
+            [self._answer(answer, output.error) for answer in output.outputs],
             output.finished,
             num_cached_tokens=output.usage.cached_tokens,
         )
 
     def of_beams(self, beams: list[Beam]) -> RequestOutput:
-        """The best beams, as the one output of a beam search; without beams, it was aborted."""
+        """The beams, as the one output of a beam search."""
         skips, first = self.params.skip_special_tokens, self.answers[0].sequence
-        answers = [
-            CompletionOutput(
-                i,
-                self.tokenizer.decode(beam.tokens, skip_special_tokens=skips)
-                if self.detokenize
-                else "",
-                beam.tokens,
-                beam.logprob,
-                None,
-                beam.finish_reason,
+        answers = []
+        for i, beam in enumerate(beams):
+            text = self.tokenizer.decode(beam.tokens, skip_special_tokens=skips)
+            answers.append(
+                CompletionOutput(i, text, beam.tokens, beam.logprob, None, beam.finish_reason)
             )
-            for i, beam in enumerate(beams[: self.num_beams])
-        ]
-        aborted = CompletionOutput(0, "", [], None, None, "abort")
-        prompt_ids = first.tokens[: first.num_prompt]
-        return RequestOutput(self.name, self.prompt, prompt_ids, None, answers or [aborted], True)
+        return RequestOutput(self.name, self.prompt, first.tokens, None, answers, True)
 
-    def _answer(
-        self, answer: engine.CompletionOutput, error: str | None, is_delta: bool
-    ) -> CompletionOutput:
+    def _answer(self, answer: engine.CompletionOutput, error: str | None) -> CompletionOutput:
         ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.stop_reason
-        cumulative = answer.cumulative_logprob
+        cumulative, text = answer.cumulative_logprob, answer.text
         if isinstance(reason, int):
-            ids = [*ids, reason]
+            ids.append(reason)
             if logprobs is not None and answer.stop_logprobs is not None:
-                logprobs = [*logprobs, answer.stop_logprobs]
+                logprobs.append(answer.stop_logprobs)
                 cumulative = (cumulative or 0.0) + answer.stop_logprobs[reason]
             if reason not in self.params.stop_token_ids:
                 reason = None
-        text = answer.new_text if is_delta else answer.text
-        first = self._num_sent.get(answer.index, 0) if is_delta else 0
-        self._num_sent[answer.index] = len(ids)
+        first = 0
+        if self.params.output_kind is RequestOutputKind.DELTA:
+            text, first = answer.new_text, self._num_sent.get(answer.index, 0)
+            self._num_sent[answer.index] = len(ids)
         count = self.params.logprobs
         return CompletionOutput(
             answer.index,
-            text if self.detokenize else "",
+            text if self.params.detokenize else "",
             ids[first:],
             cumulative,
             None if logprobs is None else [self._position(x, count) for x in logprobs[first:]],
