@@ -21,7 +21,7 @@ from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
 from llama.loading import Loaded, load_model, pages_for
 from llama.model.transformer import Transformer
-from llama.prompts.answer import AnswerDeltas, joined
+from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import ChatOptions, chat_ids
 from llama.prompts.formats import ToolFormat, tool_format_of
 from llama.ranks.stdout import MutedStdout
@@ -416,8 +416,7 @@ class Llama:
                     if answer.new_text or output.finished:
                         yield TextDelta(index, answer.new_text, answer.finish_reason)
                     continue
-                deltas = reader.push(answer.token_ids, answer.new_text, is_last=output.finished)
-                for delta in deltas:
+                for delta in reader.push(answer):
                     calls = tuple(delta.get("tool_calls", ()))
                     yield TextDelta(index, delta.get("content", ""), None, calls)
                 if output.finished:
@@ -431,10 +430,10 @@ class Llama:
         return AnswerDeltas(chat.tool_request, self.tokenizer, key)
 
     def _message(self, output: RequestOutput, chat: ChatOptions) -> AnswerMessage:
-        reader, answer = self._reader(output, chat), output.outputs[0]
+        reader = self._reader(output, chat)
         if reader is None:
             return {"role": "assistant", "content": self._text(output)}
-        return joined(reader.push(answer.token_ids, answer.text, is_last=True))  # type: ignore[return-value]
+        return reader.message(output.outputs[0])  # type: ignore[return-value]
 
     def _text(self, output: RequestOutput, echo: bool = False) -> str:
         return self.tokenizer.decode(_tokens(output, echo))

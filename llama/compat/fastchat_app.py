@@ -27,8 +27,7 @@ from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.host_defaults import FASTCHAT
 from llama.compat.hosts import Pace, async_generate_stream, twice_at_the_end
 from llama.requests.async_engine import AsyncLLMEngine
-from llama.server.asgi import ClientLeft, unless_client_leaves
-from llama.server.encoding import JsonResponse
+from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.tokenizer import Tokenizer
 
 # As FastChat's vLLM worker: a prompt too long for the wish is kept, and the answer is shorter.
@@ -194,7 +193,6 @@ def make_app(worker: FastChatWorker) -> FastAPI:
         message = f"{http.method} {http.url.path}: {error.detail}"
         return JsonResponse(_error(WRONG_TYPE, message), error.status_code)
 
-    @app.exception_handler(ClientLeft)
     @app.exception_handler(ClientDisconnect)
     async def nobody_reads(http: Request, error: Exception) -> Response:
         return Response()

@@ -1,27 +1,41 @@
-"""One answer of a chat with tools as the parts of OpenAI's message: text in, deltas out.
+"""One answer of a chat as the parts of OpenAI's message: text in, deltas out.
 
 The same code makes the parts of a stream and, joined, the whole message. It knows no engine.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from llama.prompts.parser import CallStart, Content, Event, ToolCallParser
 from llama.prompts.tools import ToolRequest
 from llama.tokenizer import Tokenizer
 
 
+class AnswerSoFar(Protocol):
+    """What is read of an answer: all of its ids and text, and what came since the last time."""
+
+    finish_reason: str | None
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def new_text(self) -> str: ...
+
+
 class AnswerDeltas:
     """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them.
 
-    shows_special: the text has the special tokens. key: what the ids of the calls are made of: with
-    the prompt in it, they are others in each turn of a dialog, and the same when it runs again.
+    tools: where there are none, all of the text is content. shows_special: the text has the special
+    tokens. key: what the ids of the calls are made of: with the prompt in it, they are others in
+    each turn of a dialog, and the same when it runs again.
     """
 
     def __init__(
         self,
-        tools: ToolRequest,
+        tools: ToolRequest | None,
         tokenizer: Tokenizer,
         key: tuple[Any, ...],
         *,
@@ -32,21 +46,39 @@ class AnswerDeltas:
         self._key = key
         self._parser: ToolCallParser | None = None
 
-    def push(self, token_ids: Sequence[int], text: str, *, is_last: bool) -> list[dict[str, Any]]:
-        """The deltas of the text that came since the last call; token_ids: of all the answer."""
+    def push(self, answer: AnswerSoFar, *, whole: bool = False) -> list[dict[str, Any]]:
+        """The deltas of the new text; whole: of all of the text, at once."""
+        text = answer.text if whole else answer.new_text
+        is_last = whole or answer.finish_reason is not None
+        if self._tools is None:
+            return [{"content": text}] if text else []
         if not text and not is_last:
             return []
         if self._parser is None:
             self._parser = ToolCallParser(
                 self._tools.callable_tools(),
                 parallel=self._tools.several,
-                is_tagged=token_ids[:1] == [self._python_tag_id],
+                is_tagged=answer.token_ids[:1] == [self._python_tag_id],
                 only_at_start=self._tools.needs_grammar,
             )
         events = self._parser.push(text)
         if is_last:
             events += self._parser.flush()
         return [self._delta(event) for event in events]
+
+    def message(self, answer: AnswerSoFar) -> dict[str, Any]:
+        """The message that a client makes of the deltas."""
+        content, calls = "", list[dict[str, Any]]()
+        for delta in self.push(answer, whole=True):
+            content += delta.get("content", "")
+            for part in delta.get("tool_calls", []):
+                if part["index"] == len(calls):
+                    calls.append({key: part[key] for key in ("id", "type", "function")})
+                else:
+                    calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+        if not calls:
+            return {"role": "assistant", "content": content}
+        return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
     def finish_reason(self, reason: str | None) -> str | None:
         """OpenAI's word for an answer that ended by itself and has a call."""
@@ -63,19 +95,3 @@ class AnswerDeltas:
             function = {"name": event.name, "arguments": ""}
             call = {"id": f"call_{digest[:24]}", "type": "function", "function": function}
         return {"tool_calls": [{"index": event.index, **call}]}
-
-
-def joined(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client makes of the deltas."""
-    content, calls = "", list[dict[str, Any]]()
-    for delta in deltas:
-        content += delta.get("content", "")
-        for part in delta.get("tool_calls", []):
-            if part["index"] == len(calls):
-                call = {key: part[key] for key in ("id", "type")}
-                calls.append({**call, "function": dict(part["function"])})
-            else:
-                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    if not calls:
-        return {"role": "assistant", "content": content}
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}

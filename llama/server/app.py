@@ -9,18 +9,15 @@ from collections.abc import Iterable
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.server import page, tokens
-from llama.server.anthropic import routes as anthropic
-from llama.server.asgi import ClientLeft
+from llama.server import page, routes, tokens
 from llama.server.auth import AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, log_refusal
-from llama.server.openai import routes as openai
-from llama.server.responses import routes as responses
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
@@ -30,16 +27,15 @@ _CLIENT_LEFT = 499  # nginx's word for it; nobody reads it
 def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool = True) -> ASGIApp:
     """The server's app. See `AuthAndLimits` for the keys and loopback."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
-    for api in (openai, responses, anthropic, tokens):
-        app.include_router(api.routes(service))
-    app.include_router(_status_routes(service))
+    app.state.max_body_bytes = service.limits.max_body_bytes
+    for router in (routes.routes(service), tokens.routes(service), _status_routes(service)):
+        app.include_router(router)
     app.include_router(page.routes())
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(HTTPException, _tell_http)
-    app.add_exception_handler(ClientLeft, _tell_nobody)
+    app.add_exception_handler(ClientDisconnect, _tell_nobody)
     app.add_exception_handler(Exception, _tell_unexpected)
-    max_bytes = service.limits.max_body_bytes
-    return AuthAndLimits(app, api_keys=api_keys, loopback=loopback, max_body_bytes=max_bytes)
+    return AuthAndLimits(app, api_keys=api_keys, loopback=loopback)
 
 
 def _status_routes(service: Service) -> APIRouter:

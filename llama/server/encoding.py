@@ -9,15 +9,16 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llama.server.asgi import ClientLeft, unless_client_leaves
 from llama.server.errors import ApiError
 
+_T = TypeVar("_T")
 KEEP_ALIVE_S = 15.0
 FIRST_S = 10.0  # then the status is sent, whatever comes
 DONE = b"data: [DONE]\n\n"
@@ -41,10 +42,38 @@ class JsonResponse(Response):
         return to_json(content)
 
 
-def event(content: Any, name: str | None = None) -> bytes:
-    """One server-sent event (WHATWG HTML, section 9.2); JSON has no line breaks."""
-    head = b"" if name is None else f"event: {name}\n".encode()
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event (WHATWG HTML, section 9.2), named by its type where it has one; JSON
+    has no line breaks."""
+    head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + to_json(content) + b"\n\n"
+
+
+async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
+    """The result of the work; `ClientDisconnect`, and the work is cancelled, if the client leaves.
+
+    The request's body must have been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        has_left = not working.done()
+        leaving.cancel()
+        if has_left:
+            working.cancel()
+        await asyncio.wait([working, leaving])
+    if has_left:
+        if not working.cancelled():
+            working.exception()  # nobody is there to hear of it
+        raise ClientDisconnect
+    return working.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EventStream(Response):
@@ -72,7 +101,7 @@ class EventStream(Response):
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientLeft):
+        with contextlib.suppress(ClientDisconnect):
             await unless_client_leaves(self._send(send), receive)
 
     async def _send(self, send: Send) -> None:

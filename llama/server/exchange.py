@@ -1,8 +1,8 @@
-"""One request and its answer: what every route does between HTTP and the engine.
+"""One request and its answer: what every route with a body does between HTTP and the engine.
 
 In: a request's body, and the model that its route has for it; later, the engine's outputs. Out: the
-checked body; the last outputs, or one part of a stream for each output. It knows the fields of no
-API.
+checked body; what it asks of the engine; the response, or an ApiError that names the body's own
+field. It knows the fields of no API.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -19,15 +19,25 @@ from starlette.responses import Response
 
 from llama.checks import FieldError
 from llama.prompts.fields import read_as
+from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
-from llama.server.encoding import JsonResponse, event
+from llama.sampling_params import SamplingParams
+from llama.server.encoding import COMMENT, EventStream, JsonResponse, event, unless_client_leaves
 from llama.server.errors import ApiError, first_name
+from llama.server.openai.request import OpenAIRequest
+from llama.server.service import Service
 
 _SMALL = 16 * 1024  # bytes of a body that is checked before anyone could notice
+_BODY_S = 60.0  # for a client to send its body
+# To read JSON holds every thread up: 100,000 lists or fields of objects take as long as a million
+# numbers, 0.1 s. The signs are counted in texts, too, which have them rarely.
+_MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "a field is wrong, or the body is too large"},
     503: {"description": "not now"},
 }
+# A chat's answer may be as long as the context.
+CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 class BodyRoute(APIRoute):
@@ -39,9 +49,9 @@ class BodyRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         parameters = inspect.signature(self.endpoint).parameters
-        body = parameters["body"].annotation if "body" in parameters else None
-        if body is None:
+        if "body" not in parameters:
             return super().get_route_handler()
+        body: Any = parameters["body"].annotation
         adapter: TypeAdapter[Any] = TypeAdapter(body)
 
         async def answer(http: Request) -> Response:
@@ -64,13 +74,35 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any]) -> Any:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(400, "the Content-Type header must be application/json")
-    data = await http.body()
+    data = await _bytes_of(http, http.app.state.max_body_bytes)
     if len(data) <= _SMALL:
         return _checked(data, adapter)
     return await asyncio.to_thread(_checked, data, adapter)
 
 
+async def _bytes_of(http: Request, most: int) -> bytes:
+    """All of the body; ApiError 413 or 408 as soon as it is too long or too slow."""
+    too_large = ApiError(413, f"the request has more than {most} bytes: send less at once")
+    length = http.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > most:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in http.stream():
+                data += part
+                if len(data) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the request did not come within {_BODY_S:.0f} s") from None
+    return bytes(data)
+
+
 def _checked(data: bytes, adapter: TypeAdapter[Any]) -> Any:
+    for sign, most in _MOST_SIGNS.items():
+        if data.count(sign) > most:
+            words = f"the request has more than {most} times {sign.decode()!r}: send less at once"
+            raise ApiError(413, words)
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as e:
@@ -87,7 +119,75 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-async def last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
+async def read_request(
+    read: Callable[[SamplingParams], OpenAIRequest], defaults: SamplingParams = CHAT_DEFAULTS
+) -> OpenAIRequest:
+    """What a body asks for; ApiError 400 where its fields do not go together."""
+    try:
+        return await asyncio.to_thread(read, defaults)
+    except FieldError as e:
+        raise ApiError(400, str(e), param=first_name(e.field)) from None
+
+
+async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
+    """The ids of a dialog; ApiError 400 names a field of the body."""
+    tokenizer = service.loaded().tokenizer
+    try:
+        return await asyncio.to_thread(chat.chat_ids, tokenizer, service.tool_format)
+    except (TypeError, ValueError) as e:
+        raise chat.fields.refusal(e) from None
+
+
+async def prepare_chat(
+    service: Service, chat: OpenAIRequest, *, ends_with_context: bool = False
+) -> EngineRequest:
+    """The engine's request for a dialog; ApiError 400 names a field of the body."""
+    ids = await chat_ids(service, chat)
+    try:
+        params = chat.chat_params(service.tool_format)
+    except (TypeError, ValueError) as e:
+        raise chat.fields.refusal(e) from None
+    return await service.prepare(ids, params, chat.fields, ends_with_context=ends_with_context)
+
+
+class Answer(Protocol):
+    """An answer in the words of one API: whole, or as events while it comes."""
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """The body of the response, from the last output of each prompt."""
+
+    def of(self, output: RequestOutput) -> Iterable[dict[str, Any]]:
+        """The events that an output brings: none, where it has nothing new."""
+
+    def last(self) -> Iterable[dict[str, Any]]:
+        """After all outputs."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last event where the answer ends by an error."""
+
+
+async def respond(
+    service: Service,
+    http: Request,
+    requests: list[EngineRequest],
+    answer: Answer,
+    *,
+    streams: bool,
+    end: bytes = b"",
+    keep_alive: bytes = COMMENT,
+) -> Response:
+    """The response to prepared requests. end: what follows the last event of a stream."""
+    outputs = service.outputs(requests, http.state.request_id)
+    if streams:
+        events = _encoded(outputs, answer, end)
+        return EventStream(events, lambda e: event(answer.failed(e)) + end, keep_alive=keep_alive)
+    last = await unless_client_leaves(_last_outputs(outputs), http.receive)
+    # Beside the event loop: to look for calls in an answer takes 7 us for each of its characters,
+    # and a grammar can make them a million.
+    return JsonResponse(await asyncio.to_thread(answer.whole, last))
+
+
+async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
     """The last output of each prompt, in their order."""
     latest: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(outputs):
@@ -96,25 +196,12 @@ async def last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Req
     return [latest[index] for index in sorted(latest)]
 
 
-async def json_off_loop(body: Callable[[], Any]) -> JsonResponse:
-    """The response with this body, made beside the event loop: to look for calls in an answer takes
-    7 us for each of its characters, and a grammar can make them a million."""
-    return JsonResponse(await asyncio.to_thread(body))
-
-
-async def encode_stream(
-    outputs: AsyncGenerator[RequestOutput, None],
-    of: Callable[[RequestOutput], Iterable[bytes]],
-    last: Callable[[], Iterable[bytes]],
+async def _encoded(
+    outputs: AsyncGenerator[RequestOutput, None], answer: Answer, end: bytes
 ) -> AsyncGenerator[bytes, None]:
     """The bytes of a stream: those of each output, where it has any, then the last ones."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
-            if part := b"".join(of(output)):
+            if part := b"".join(map(event, answer.of(output))):
                 yield part
-    yield b"".join(last())
-
-
-def sse_events(events: Iterable[dict[str, Any]]) -> Iterable[bytes]:
-    """Server-sent events that have their type as their name, too."""
-    return (event(each, each["type"]) for each in events)
+    yield b"".join(map(event, answer.last())) + end

@@ -13,15 +13,12 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from helpers.bad_requests import BAD_REQUESTS
-from llama.server import tokens
-from llama.server.anthropic import routes as anthropic
+from llama.server import routes, tokens
 from llama.server.app import make_app
 from llama.server.exchange import BodyRoute
-from llama.server.openai import routes as openai
-from llama.server.responses import routes as responses
 from llama.server.service import Limits, Service
 
-APIS = (openai, responses, anthropic, tokens)
+APIS = (routes, tokens)
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 ASKED: Any = {"role": "user", "content": "Hi"}
@@ -116,9 +113,9 @@ def test_the_schema_of_each_route_is_that_of_its_parameter(document):
     """Which is what reads the body: see the next tests."""
     service = Service("demo", Limits())
     made = [route for api in APIS for route in api.routes(service).routes]
-    routes = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
-    assert len(routes) == sum("post" in each for each in document["paths"].values()) == 7
-    for route in routes:
+    posts = [each for each in made if isinstance(each, BodyRoute) and each.methods == {"POST"}]
+    assert len(posts) == sum("post" in each for each in document["paths"].values()) == 7
+    for route in posts:
         own = TypeAdapter(route.endpoint.__annotations__["body"]).json_schema()
         published = schema_of(document, route.path)
         own, published = resolved(own, own), resolved(published, published)

@@ -13,7 +13,7 @@ from llama.checks import brief
 from llama.prompts.fields import json_type
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.server.openai.answers import ResponseMeta, response_body
+from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
@@ -141,7 +141,7 @@ def answer_record(
     if error is not None:
         return error_record(custom_id, number, "server_error", error)
     meta = ResponseMeta(output.request_id, model, created=0)
-    body = response_body(request, [output], tokenizer, meta)
+    body = Completion(request, tokenizer, meta).whole([output])
     return response_record(custom_id, output.request_id, body)
 
 

@@ -1,24 +1,24 @@
 """Response bodies of OpenAI's completion APIs: the engine's outputs in, JSON objects out.
 
-A server or a batch file sends them. `response_body` makes a whole response, `Chunks` the parts of
-one that streams. This file knows no network, and runs nothing.
+A server or a batch file sends them. `Completion` makes a whole response, or the parts of one that
+streams. This file knows no network, and runs nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama.prompts.answer import AnswerDeltas, joined
+from llama.prompts.answer import AnswerDeltas
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
+from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
-_Scores = list[tuple[int, dict[int, float]]]  # per position: the token, and logprobs by token
-# As _Scores; the first token of an echoed prompt has none.
-_PromptScores = Sequence[tuple[int, dict[int, float] | None]]
+# Per position: the token, and logprobs by token; the first token of an echoed prompt has none.
+_Scores = Sequence[tuple[int, dict[int, float] | None]]
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,6 @@ class ResponseMeta:
     id: str
     model: str
     created: int
-
-    def of(self, request: OpenAIRequest, *, is_chunk: bool = False) -> dict[str, Any]:
-        kind = "chat.completion" if request.chat else "text_completion"
-        return {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{self.id}",
-            "object": f"{kind}.chunk" if is_chunk and request.chat else kind,
-            "created": self.created,
-            "model": self.model if request.model is None else request.model,
-        }
-
-
-def response_body(
-    request: OpenAIRequest,
-    outputs: Sequence[RequestOutput],
-    tokenizer: Tokenizer,
-    meta: ResponseMeta,
-) -> dict[str, Any]:
-    """The response to a finished request; outputs: the last one of each of its prompts."""
-    choices = [
-        _choice(index, answer, output, request, tokenizer, meta)
-        for index, (output, answer) in enumerate((o, a) for o in outputs for a in o.outputs)
-    ]
-    return {**meta.of(request), "choices": choices, "usage": usage(outputs)}
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -66,69 +43,42 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def _choice(
-    index: int,
-    answer: CompletionOutput,
-    output: RequestOutput,
-    request: OpenAIRequest,
-    tokenizer: Tokenizer,
-    meta: ResponseMeta,
-) -> dict[str, Any]:
-    logprobs, reason = None, answer.finish_reason
-    if request.chat:
-        content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}}
-        deltas = request.deltas(tokenizer, meta.id, output, answer)
-        if deltas is not None:
-            parts = deltas.push(answer.token_ids, answer.text, is_last=True)
-            content = {"message": joined(parts)}
-            reason = deltas.finish_reason(reason)
-        if answer.logprobs is not None:
-            logprobs = _chat_scores(_scores(answer), request.params.logprobs or 0, tokenizer)
-    else:
-        content = {"text": _echoed(request, output, tokenizer) + answer.text}
-        if answer.logprobs is not None:
-            scores = TextScores(tokenizer, skip_special_tokens=request.params.skip_special_tokens)
-            logprobs = scores.push([*_echoed_scores(request, output), *_scores(answer)])
-    return {
-        "index": index,
-        **content,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": answer.stop_reason,
-    }
+class Completion:
+    """The response to a request: whole, or the chunks of one that streams, as its outputs come.
 
-
-class Chunks:
-    """The bodies of a response that streams, for outputs as they come.
-
-    A choice's text comes in pieces that, joined, are the text of `response_body`; its finish_reason
-    comes in its last one. Of a chat, a choice's first chunk alone has the role.
+    A choice's text comes in pieces that, joined, are the text of the whole; its finish_reason comes
+    in its last one. Of a chat, a choice's first chunk alone has the role.
     """
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
         self._request = request
         self._tokenizer = tokenizer
         self._id = meta.id
-        self._head = meta.of(request, is_chunk=True)
-        self._choices: dict[int, _ChoiceState] = {}
+        self._kind = "chat.completion" if request.chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{meta.id}",
+            "object": f"{self._kind}.chunk" if request.chat else self._kind,
+            "created": meta.created,
+            "model": meta.model if request.model is None else request.model,
+        }
+        self._choices: dict[int, _Choice] = {}
         self._latest: dict[int, RequestOutput] = {}  # by prompt
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response to a finished request; outputs: the last one of each of its prompts."""
+        choices = [self._whole(output, answer) for output in outputs for answer in output.outputs]
+        return {**self._head, "object": self._kind, "choices": choices, "usage": usage(outputs)}
 
     def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The chunks that an output brings: none, where no choice has anything new."""
         self._latest[output.index] = output
         for answer in output.outputs:
-            index = output.index * self._request.params.n + answer.index
-            state = self._choices.get(index)
-            if state is None:
-                state = self._choices[index] = _ChoiceState(
-                    TextScores(
-                        self._tokenizer,
-                        skip_special_tokens=self._request.params.skip_special_tokens,
-                    )
-                )
-                yield from self._first(index, output, answer, state)
-            if not state.is_finished:
-                yield from self._next(index, output, answer, state)
+            choice = self._choice(output, answer)
+            if not choice.has_begun:
+                choice.has_begun = True
+                yield from self._first(choice)
+            if not choice.is_finished:
+                yield from self._next(choice, answer)
 
     def last(self) -> Iterator[dict[str, Any]]:
         """After all outputs: the counts of tokens, if they were asked for."""
@@ -136,89 +86,108 @@ class Chunks:
             outputs = list(self._latest.values())
             yield {**self._head, "choices": [], "usage": usage(outputs)}
 
-    def _first(
-        self, index: int, output: RequestOutput, answer: CompletionOutput, state: "_ChoiceState"
-    ) -> Iterator[dict[str, Any]]:
-        request = self._request
-        if request.chat:
-            state.deltas = request.deltas(self._tokenizer, self._id, output, answer)
-            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        elif request.echo:
-            scores = _echoed_scores(request, output)
-            logprobs = state.scores.push(scores) if scores else None
-            text = _echoed(request, output, self._tokenizer)
-            yield self._chunk(index, {"text": text}, logprobs)
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last chunk where the answer ends by an error."""
+        return error.body()
 
-    def _next(
-        self, index: int, output: RequestOutput, answer: CompletionOutput, state: "_ChoiceState"
-    ) -> Iterator[dict[str, Any]]:
-        text, logprobs, reason = answer.new_text, None, answer.finish_reason
-        if self._request.params.logprobs is not None:
-            new = _scores(answer)[state.num_scored :]
-            state.num_scored += len(new)
-            if new and self._request.chat:
-                logprobs = _chat_scores(new, self._request.params.logprobs, self._tokenizer)
-            elif new:
-                logprobs = state.scores.push(new)
-        state.is_finished = reason is not None
-        if state.deltas is not None:
-            deltas = state.deltas.push(answer.token_ids, text, is_last=state.is_finished)
-            reason = state.deltas.finish_reason(reason)
+    def _choice(self, output: RequestOutput, answer: CompletionOutput) -> "_Choice":
+        index = output.index * self._request.params.n + answer.index
+        if index not in self._choices:
+            deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
+            self._choices[index] = _Choice(index, self._request, self._tokenizer, deltas, output)
+        return self._choices[index]
+
+    def _whole(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        choice = self._choice(output, answer)
+        if self._request.chat:
+            content: dict[str, Any] = {"message": choice.deltas.message(answer)}
         else:
-            deltas = [{"content": text}] if text else []
-        if not deltas and (logprobs or reason):
-            deltas = [{"content": ""} if logprobs else {}]
+            content = {"text": choice.echoed + answer.text}
+        scores = [*choice.echoed_scores, *choice.new_scores(answer)]
+        return {
+            "index": choice.index,
+            **content,
+            "logprobs": None if answer.logprobs is None else choice.logprobs(scores),
+            "finish_reason": choice.deltas.finish_reason(answer.finish_reason),
+            "stop_reason": answer.stop_reason,
+        }
+
+    def _first(self, choice: "_Choice") -> Iterator[dict[str, Any]]:
+        if self._request.chat:
+            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
+        elif self._request.echo:
+            scores = choice.echoed_scores
+            logprobs = choice.logprobs(scores) if scores else None
+            yield self._chunk(choice, {"text": choice.echoed}, logprobs)
+
+    def _next(self, choice: "_Choice", answer: CompletionOutput) -> Iterator[dict[str, Any]]:
+        scores = choice.new_scores(answer)
+        logprobs = choice.logprobs(scores) if scores else None
+        deltas = choice.deltas.push(answer)
+        choice.is_finished = answer.finish_reason is not None
+        if not deltas and (logprobs or choice.is_finished):
+            deltas = [{"content": ""}] if logprobs or not self._request.chat else [{}]
         for delta in deltas:
-            content: dict[str, Any] = {"delta": delta} if self._request.chat else {"text": text}
-            is_last = delta is deltas[-1]
-            yield self._chunk(
-                index, content, logprobs, reason if is_last else None, answer.stop_reason
-            )
+            content = {"delta": delta} if self._request.chat else {"text": delta["content"]}
+            chunk = self._chunk(choice, content, logprobs)
+            if choice.is_finished and delta is deltas[-1]:
+                reason = choice.deltas.finish_reason(answer.finish_reason)
+                chunk["choices"][0] |= {"finish_reason": reason, "stop_reason": answer.stop_reason}
+            yield chunk
             logprobs = None  # those of all the tokens came with the first
 
     def _chunk(
-        self,
-        index: int,
-        content: Mapping[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-        stop_reason: str | int | None = None,
+        self, choice: "_Choice", content: Mapping[str, Any], logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        if reason is not None:
-            choice["stop_reason"] = stop_reason
-        chunk = {**self._head, "choices": [choice]}
+        part = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
+        chunk = {**self._head, "choices": [part]}
         if self._request.has_usage:
             chunk["usage"] = None
         return chunk
 
 
-@dataclass
-class _ChoiceState:
-    scores: "TextScores"
-    num_scored: int = 0  # tokens whose log-probabilities were sent
-    is_finished: bool = False
-    deltas: AnswerDeltas | None = None  # of a chat that may call tools
+class _Choice:
+    """One answer to one prompt. echoed: the prompt, where the request wants it in front of the
+    answer; echoed_scores: those of its tokens, where it wants these, too."""
 
+    def __init__(
+        self,
+        index: int,
+        request: OpenAIRequest,
+        tokenizer: Tokenizer,
+        deltas: AnswerDeltas,
+        output: RequestOutput,
+    ) -> None:
+        self.index = index
+        self.deltas = deltas
+        self.has_begun = self.is_finished = False
+        self.echoed = ""
+        self.echoed_scores: _Scores = []
+        skip = request.params.skip_special_tokens
+        if request.echo:
+            ids, scores = output.prompt_token_ids, output.prompt_logprobs
+            text = output.prompt
+            self.echoed = tokenizer.decode(ids, skip_special_tokens=skip) if text is None else text
+            self.echoed_scores = [] if scores is None else list(zip(ids, scores, strict=True))
+        self._num_top = request.params.logprobs
+        self._tokenizer = tokenizer
+        self._text_scores = (
+            None if request.chat else TextScores(tokenizer, skip_special_tokens=skip)
+        )
+        self._num_scored = 0  # tokens whose log-probabilities were read
 
-def _echoed(request: OpenAIRequest, output: RequestOutput, tokenizer: Tokenizer) -> str:
-    """The prompt, where the request wants it in front of the answer."""
-    if not request.echo:
-        return ""
-    if output.prompt is not None:
-        return output.prompt
-    skip = request.params.skip_special_tokens
-    return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip)
+    def new_scores(self, answer: CompletionOutput) -> _Scores:
+        """Those of the tokens that came since the last call, where they are asked for."""
+        if self._num_top is None:
+            return []
+        scores = list(zip(answer.token_ids, answer.logprobs or [], strict=True))[self._num_scored :]
+        self._num_scored += len(scores)
+        return scores
 
-
-def _echoed_scores(request: OpenAIRequest, output: RequestOutput) -> _PromptScores:
-    if not request.echo or output.prompt_logprobs is None:
-        return []
-    return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
-
-
-def _scores(answer: CompletionOutput) -> _Scores:
-    return list(zip(answer.token_ids, answer.logprobs or [], strict=True))
+    def logprobs(self, scores: _Scores) -> dict[str, Any]:
+        if self._text_scores is None:
+            return _chat_scores(scores, self._num_top or 0, self._tokenizer)
+        return self._text_scores.push(scores)
 
 
 def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -232,6 +201,7 @@ def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[st
 
     content = []
     for token, logprobs in scores:
+        assert logprobs is not None
         top = [entry(*pair) for pair in _best_first(logprobs)[:num_top]]
         content.append({**entry(token, logprobs[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -249,7 +219,7 @@ class TextScores:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = 0
 
-    def push(self, scores: _PromptScores) -> dict[str, Any]:
+    def push(self, scores: _Scores) -> dict[str, Any]:
         offsets = []
         for token, _ in scores:
             offsets.append(self._length)

@@ -64,10 +64,8 @@ class OpenAIRequest:
         response_id: str,
         output: RequestOutput,
         answer: CompletionOutput,
-    ) -> AnswerDeltas | None:
-        """What reads the calls in an answer; None where the chat has no tools."""
-        if self.tools is None:
-            return None
+    ) -> AnswerDeltas:
+        """What reads the calls in an answer."""
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
         shows_special = not self.params.skip_special_tokens
         return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)

@@ -3,120 +3,100 @@
 The last event of a stream has the whole response. It knows no network, and runs nothing.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from llama.prompts.fields import Fields
 from llama.requests.request import RequestOutput
+from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta, usage
-from llama.server.openai.blocks import Block, Blocks, Step
 from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.models import ResponsesBody
 from llama.tokenizer import Tokenizer
 
 
-class ResponseEvents:
+class ResponseAnswer(BlockAnswer):
     """A response, or the events of one that streams, for outputs as they come. Each has its type
     and its sequence_number."""
 
     def __init__(
         self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
     ) -> None:
+        super().__init__(request, tokenizer, meta)
         self._echo = _echo(body, request, meta)
-        self._id = meta.id
-        self._blocks = Blocks(request, tokenizer, meta.id)
         self._number = 0
 
-    def whole(self, output: RequestOutput) -> dict[str, Any]:
-        """The response to a finished request."""
-        for _ in self._blocks.push(output, whole=True):
-            pass
-        return self.response()
-
-    def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The events that an output brings."""
-        if not self._number:
-            for name in ("created", "in_progress"):
-                response = {**self._echo, "status": "in_progress", "output": [], "usage": None}
-                yield self._event(f"response.{name}", response=response)
-        for step, block, text in self._blocks.push(output):
-            yield from self._block_events(step, block, text)
-
-    def last(self) -> Iterator[dict[str, Any]]:
-        """After all outputs: the whole response."""
-        response = self.response()
-        yield self._event(f"response.{response['status']}", response=response)
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event where the answer ends by an error."""
-        message = error.message
-        if not self._number:
-            return self._event("error", code=error.kind, message=message, param=error.param)
-        said = {"code": "server_error", "message": message}
-        response = {**self.response(), "status": "failed", "error": said}
-        return self._event("response.failed", response=response)
-
-    def response(self) -> dict[str, Any]:
-        output = self._blocks.output
-        assert output is not None
-        is_cut = self._blocks.finish_reason == "length"
+    def body(self) -> dict[str, Any]:
+        is_cut = self.finish_reason == "length"
         return {
             **self._echo,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self._item(block) for block in self._blocks.blocks],
-            "usage": _usage(output),
+            "output": [self._item(block) for block in self.blocks],
+            "usage": _usage(self.output),
         }
 
-    def _event(self, kind: str, /, **fields: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **fields}
+    def begins(self) -> Events:
+        response = {**self._echo, "status": "in_progress", "output": [], "usage": None}
+        yield self._event("created", response=response)
+        yield self._event("in_progress", response=response)
 
-    def _block_events(self, step: Step, block: Block, text: str) -> Iterator[dict[str, Any]]:
-        item = self._item(block, "in_progress" if step is not Step.STOP else None)
-        at = {"output_index": block.index}
-        if step is Step.START:
-            started = item | ({} if block.is_call else {"content": []})
-            yield self._event("response.output_item.added", **at, item=started)
-        within = {**at, "item_id": item["id"]}
+    def starts(self, block: Block) -> Events:
+        item = self._item(block, "in_progress")
+        if not block.is_call:
+            item["content"] = []
+        yield self._event("output_item.added", output_index=block.index, item=item)
+        if not block.is_call:
+            yield self._event("content_part.added", **self._at(block), part=_part(block))
+
+    def grows(self, block: Block, text: str) -> Events:
         if block.is_call:
-            name = "response.function_call_arguments"
-            if step is Step.TEXT:
-                yield self._event(f"{name}.delta", **within, delta=text)
-            elif step is Step.STOP:
-                whole = {"name": block.name, "arguments": block.text}
-                yield self._event(f"{name}.done", **within, **whole)
+            yield self._event("function_call_arguments.delta", **self._at(block), delta=text)
         else:
-            yield from self._text_events(step, block, text, {**within, "content_index": 0})
-        if step is Step.STOP:
-            yield self._event("response.output_item.done", **at, item=item)
+            yield self._event("output_text.delta", **self._at(block), delta=text, logprobs=[])
 
-    def _text_events(
-        self, step: Step, block: Block, text: str, at: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        name = "response.output_text"
-        if step is Step.START:
-            yield self._event("response.content_part.added", **at, part=_part(block))
-        elif step is Step.TEXT:
-            yield self._event(f"{name}.delta", **at, delta=text, logprobs=[])
+    def stops(self, block: Block) -> Events:
+        at = self._at(block)
+        if block.is_call:
+            whole = {"name": block.name, "arguments": block.text}
+            yield self._event("function_call_arguments.done", **at, **whole)
         else:
-            yield self._event(f"{name}.done", **at, text=block.text, logprobs=[])
-            yield self._event("response.content_part.done", **at, part=_part(block))
+            yield self._event("output_text.done", **at, text=block.text, logprobs=[])
+            yield self._event("content_part.done", **at, part=_part(block))
+        yield self._event("output_item.done", output_index=block.index, item=self._item(block))
+
+    def last(self) -> Events:
+        """After all outputs: the whole response."""
+        response = self.body()
+        yield self._event(response["status"], response=response)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last event where the answer ends by an error."""
+        if not self.has_begun:
+            told = {"code": error.kind, "message": error.message, "param": error.param}
+            return {"type": "error", "sequence_number": self._number, **told}
+        told = {"code": "server_error", "message": error.message}
+        return self._event("failed", response={**self.body(), "status": "failed", "error": told})
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
+
+    def _at(self, block: Block) -> dict[str, Any]:
+        """Where the text of a block is."""
+        at = {"output_index": block.index, "item_id": self._item_id(block)}
+        return at if block.is_call else {**at, "content_index": 0}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{'fc' if block.is_call else 'msg'}_{self.meta.id}_{block.index}"
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
         status = status or ("incomplete" if block.is_cut else "completed")
-        number = f"{self._id}_{block.index}"
+        item = {"id": self._item_id(block), "status": status}
         if block.is_call:
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {"id": f"fc_{number}", "type": "function_call", "status": status, **call}
-        return {
-            "id": f"msg_{number}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_part(block)],
-        }
+            return {**item, "type": "function_call", **call}
+        return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
 
 
 def _part(block: Block) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""The routes of the APIs: OpenAI's completions, chats and Responses, and Anthropic's Messages.
+
+In: a request's body. Out: one JSON object, or a stream of events with the same content. Between the
+two, a body of any API is the same request.
+"""
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llama.requests.request import Request as EngineRequest
+from llama.sampling_params import SamplingParams
+from llama.server.anthropic.answers import PING, MessageAnswer
+from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
+from llama.server.encoding import DONE, JsonResponse, event
+from llama.server.errors import ApiError
+from llama.server.exchange import body_router, chat_ids, prepare_chat, read_request, respond
+from llama.server.openai.answers import Completion, ResponseMeta
+from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
+from llama.server.openai.request import OpenAIRequest
+from llama.server.responses.answers import ResponseAnswer
+from llama.server.responses.models import RESPONSES_URL, ResponsesBody
+from llama.server.service import Service
+
+# OpenAI's own default.
+_TEXT_DEFAULTS = SamplingParams(max_tokens=16, skip_special_tokens=True)
+
+
+def routes(service: Service) -> APIRouter:
+    router = body_router()
+    _add_completions(router, service)
+    _add_blocks(router, service)
+    return router
+
+
+def _add_completions(router: APIRouter, service: Service) -> None:
+    @router.post(TEXT_URL)
+    async def completions(body: CompletionBody, http: Request) -> Response:
+        """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
+        request = await read_request(body.request, _TEXT_DEFAULTS)
+        return await answer(http, request, await _prepare_texts(service, request))
+
+    @router.post(CHAT_URL)
+    async def chat_completions(body: ChatBody, http: Request) -> Response:
+        """Answer a dialog (https://platform.openai.com/docs/api-reference/chat)."""
+        request = await read_request(body.request)
+        return await answer(http, request, [await prepare_chat(service, request)])
+
+    async def answer(
+        http: Request, request: OpenAIRequest, prepared: list[EngineRequest]
+    ) -> Response:
+        completion = Completion(request, service.loaded().tokenizer, _meta(service, http))
+        return await respond(service, http, prepared, completion, streams=request.stream, end=DONE)
+
+
+async def _prepare_texts(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
+    """The engine's request for each prompt."""
+    count, most = len(request.prompts), service.limits.max_prompts
+    if count > most:
+        raise ApiError(
+            400, f"prompt has {count} entries: this server takes at most {most}", param="prompt"
+        )
+    prepared = []
+    for i, prompt in enumerate(request.prompts):
+        prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
+        await asyncio.sleep(0)  # hundreds of prompts would hold the others' events up
+    return prepared
+
+
+def _add_blocks(router: APIRouter, service: Service) -> None:
+    """Responses and Messages say how an answer ends that has reached the end of the context, so
+    their limit of tokens may be larger than what is left of it: agents ask for 32,000 whatever the
+    model is."""
+
+    @router.post(RESPONSES_URL)
+    async def responses(body: ResponsesBody, http: Request) -> Response:
+        """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
+        chat = await read_request(body.request)
+        request = await prepare_chat(service, chat, ends_with_context=True)
+        events = ResponseAnswer(body, chat, service.loaded().tokenizer, _meta(service, http))
+        return await respond(service, http, [request], events, streams=chat.stream)
+
+    @router.post(MESSAGES_URL)
+    async def messages(body: MessagesBody, http: Request) -> Response:
+        """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
+        chat = await read_request(body.request)
+        request = await prepare_chat(service, chat, ends_with_context=True)
+        events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http))
+        return await respond(
+            service, http, [request], events, streams=chat.stream, keep_alive=event(PING)
+        )
+
+    @router.post(COUNT_URL)
+    async def count_tokens(body: CountBody, http: Request) -> Response:
+        """The tokens of the prompt that /v1/messages would make of the body."""
+        ids = await chat_ids(service, await read_request(body.request))
+        return JsonResponse({"input_tokens": len(ids)})
+
+
+def _meta(service: Service, http: Request) -> ResponseMeta:
+    return ResponseMeta(http.state.request_id, service.model_name, service.now())
