@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from llama.device import DTYPES, current, dtype_name
+from llama.device import dtype_name
 from llama.engine import graph_check
 from llama.engine.graphs import CudaRecorder, Recorder
 from llama.model.args import ModelArgs
@@ -21,8 +21,7 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.triton import selfcheck_cache
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
-from llama.ops.triton.selfcheck import Job
-from llama.ops.triton.selfcheck_cache import CheckResult
+from llama.ops.triton.selfcheck import CheckResult, Job
 from llama.ranks.collectives import ModelParallel
 
 VARIABLE = "LLAMA_GPU_KERNELS"
@@ -59,33 +58,18 @@ def kernels_for(
     if allowed and selfcheck_cache.not_for(device) is None:
         result = selfcheck_cache.load_or_check(job)
     own = allowed & set(result.passed)
-    if "attention" in own:
-        try:
-            compile_ahead(job)
-        except Exception as e:  # of a compiler or the driver: torch has an attention of its own
-            own -= {"attention"}
-            result.reasons["attention"] = f"not compiled: {e}".partition("\n")[0][:300]
     everywhere = [x for x in NAMES if parallel.all_reduce_min(int(x in own))]
-    dropped = dict.fromkeys(own - set(everywhere), "another rank dropped it")
-    dropped |= {x: reason for x, reason in result.failed.items() if x in allowed}
+    checked = {x: reason for x, reason in result.reasons.items() if x in allowed}
+    dropped = [
+        f"{x}: {reason or 'another rank dropped it'}"
+        for x, reason in sorted(checked.items())
+        if x not in everywhere
+    ]
     if dropped and parallel.global_rank == 0:
-        reasons = "; ".join(f"{name}: {dropped[name]}" for name in sorted(dropped))
-        warnings.warn(f"torch runs in place of kernels for the GPU: {reasons}", stacklevel=2)
+        warnings.warn(
+            f"torch runs in place of kernels for the GPU: {'; '.join(dropped)}", stacklevel=2
+        )
     return result.kernels(job.dtype, everywhere)
-
-
-def compile_ahead(job: Job) -> None:
-    """Compile the kernels of which there are several, so that no step waits for a compiler: decode
-    attention has one for each number of parts that keys are divided into."""
-    from llama.ops.triton import attention
-
-    with current(torch.device(job.device)), torch.device(job.device):
-        sizes = job.page_size, job.n_kv_heads, job.head_dim
-        cache = torch.zeros(2, 1, *sizes, dtype=DTYPES[job.dtype])
-        for n in attention.decode_variants(job.n_kv_heads):
-            queries = torch.zeros(n, job.n_heads, job.head_dim, dtype=cache.dtype)
-            table, lens = torch.zeros(n, 1, dtype=torch.int64), torch.ones(n, dtype=torch.int64)
-            attention.paged_attention(queries, cache, table, torch.arange(n + 1), lens, n)
 
 
 def recorder_for(model: Transformer, page_size: int) -> Recorder | None:

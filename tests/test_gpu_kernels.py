@@ -12,9 +12,7 @@ from llama.engine import graph_check
 from llama.gpu import (
     VARIABLE,
     asked_for,
-    compile_ahead,
     describe,
-    job_for,
     kernels_for,
     recorder_for,
 )
@@ -22,8 +20,7 @@ from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.triton import kernels, selfcheck_cache
 from llama.ops.triton.kernels import KernelSet
-from llama.ops.triton.selfcheck import Job
-from llama.ops.triton.selfcheck_cache import CheckResult
+from llama.ops.triton.selfcheck import CheckResult, Job
 from llama.ranks.collectives import ModelParallel
 
 GPU = torch.device("cuda", 7)
@@ -56,7 +53,6 @@ def gpu(monkeypatch):
         monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
         return jobs
 
-    monkeypatch.setattr("llama.gpu.compile_ahead", lambda *sizes: None)
     monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
     return install
 
@@ -171,16 +167,6 @@ def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
         assert [kernels.names for kernels in held] == [names] * (3 + 8 * PARAMS.n_layers)
 
 
-def test_attention_that_does_not_compile_is_dropped(gpu, monkeypatch):
-    def fail(*sizes: Any) -> None:
-        raise RuntimeError("no such instruction\nand more")
-
-    gpu({})
-    monkeypatch.setattr("llama.gpu.compile_ahead", fail)
-    with pytest.warns(UserWarning, match="attention: not compiled: no such instruction$"):
-        assert use(Rank()) == ALL - {"attention"}
-
-
 def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
     jobs = gpu({})
     made = recorder(monkeypatch, Rank(), ALL - {"linear"})
@@ -284,19 +270,3 @@ def test_graphs_can_be_turned_off(gpu, monkeypatch):
         warnings.simplefilter("error")
         assert recorder(monkeypatch, Rank()) is None
     assert not jobs
-
-
-def test_decode_kernels_are_compiled_before_they_are_needed(monkeypatch):
-    """One for each number of parts that keys are divided into."""
-    attention = pytest.importorskip("llama.ops.triton.attention")
-    compiled, run = [], attention.paged_attention
-
-    def watched(queries, cache, *more):
-        compiled.append(attention.num_splits(len(queries), cache.shape[3]))
-        return run(queries, cache, *more)
-
-    monkeypatch.setattr(attention, "_PROGRAMS", 8)
-    monkeypatch.setattr(attention, "paged_attention", watched)
-    compile_ahead(job_for(PARAMS, 1, torch.device("cpu"), torch.float32, 16))
-    possible = {attention.num_splits(n, 2) for n in range(1, 65)}
-    assert len(possible) > 2 and set(compiled) == possible

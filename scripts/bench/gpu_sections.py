@@ -78,7 +78,7 @@ def checks(at: Section) -> None:
         result = selfcheck_cache.load_or_check(job)
         for name in job.names:
             _say_checked(at, f"{shape} {name}", result.reasons[name])
-        for (n, k, m), tile in result.tiles.items():
+        for n, k, m, tile in result.tiles:
             at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile))
         if at.dry:
             graph_check.compare(model, Again(), PAGE_SIZE)

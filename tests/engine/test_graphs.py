@@ -22,7 +22,7 @@ from llama.model.args import ModelArgs
 from llama.ops.batch import Batch
 from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-from llama.ops.triton.selfcheck import Job
+from llama.ops.triton.selfcheck import JOB, Job
 
 PAGE = 4
 
@@ -313,7 +313,7 @@ def test_the_program_tries_the_sizes_and_kernels_of_its_job(monkeypatch, capsys)
     monkeypatch.setattr(graph_check, "CudaRecorder", lambda device: None)
     for found, reason in ((wrong, "logits are off by 1"), (lambda *_: None, None)):
         monkeypatch.setattr(graph_check, "compare", found)
-        assert selfcheck.run(job.to_json(), graph_check.check_graphs) == 0
+        assert selfcheck.run(JOB.dump_json(job).decode(), graph_check.check_graphs) == 0
         assert json.loads(capsys.readouterr().out)["reasons"] == {"graph": reason}
     assert tried == [(4, 16, {"sample"}, PAGE)]
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from llama.ops.cpu import build
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "LLAMA_CPU_KERNELS"
+_COMPILE_S = 1200.0  # that a process waits for another to compile
 
 
 @functools.cache
@@ -110,7 +112,7 @@ def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
             return ctypes.CDLL(str(_build(compiler, instruction_set, Path(temporary) / name)))
     path = folder / name
     if not build.is_whole(path):
-        with _locked(folder):
+        with locked(folder / "lock", _COMPILE_S):
             if not build.is_whole(path):  # nobody else has built it meanwhile
                 _remove_unfinished(folder)
                 _build(compiler, instruction_set, path)
@@ -141,13 +143,20 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; a process that is killed lets it go."""
+def locked(path: Path, limit_s: float) -> Iterator[None]:
+    """Hold a lock, which ends with its holder; who has waited for too long goes on without, as
+    does who is on a file system that has none."""
     import fcntl  # Linux has it; this module is imported everywhere
 
-    with open(folder / "lock", "w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: each builds its own
-            fcntl.flock(file, fcntl.LOCK_EX)
+    deadline = time.monotonic() + limit_s
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
         yield
 
 

@@ -103,10 +103,7 @@ def num_splits(num_decodes: int, n_kv_heads: int) -> int:
 
 
 def decode_variants(n_kv_heads: int) -> list[int]:
-    """Of each number of parts, the largest num_decodes that gets it, the fewest parts last.
-
-    A kernel is compiled for each number of parts: whoever runs these has compiled all of them.
-    """
+    """Of each number of parts, the largest num_decodes that gets it, the fewest parts last."""
     most = num_splits(1, n_kv_heads)
     return [
         _PROGRAMS // (splits * n_kv_heads)

@@ -2,12 +2,12 @@
 
     python -m llama.ops.triton.selfcheck '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In: a job, as JSON. Out: a line of JSON with the reason why each kernel must not be used, or null,
-and the tiles that are fastest. An illegal access or a hang ends or holds up this process alone;
-selfcheck_cache.py, which starts it, sees to the rest.
+In: a job, as JSON. Out: for each kernel a line of JSON with the reason why it must not be used, or
+null, and the tiles that are fastest; the first that fails is the last, as it may have broken more.
+An illegal access or a hang ends or holds up this process alone; selfcheck_cache.py, which starts
+it, sees to the rest.
 
-Each op runs with its kernel and without. The torch body in float64 says what is right, and the one
-in the model's type how far rounding leads from it; a kernel may be a few times as far. Memory that
+Each op runs with its kernel and without: the torch body in float64 says what is right. Memory that
 a kernel should fill is filled with NaN before. Inputs are random, but the same in every process.
 
 Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary, P pages, S slots
@@ -15,17 +15,17 @@ per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
 """
 
 import itertools
-import json
 import math
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from llama.device import DTYPES
@@ -44,8 +44,8 @@ Choice = tuple[int, int, int, Tile]  # N, K, M, and the tile that is fastest for
 LENGTHS = (1, 15, 16, 17, 255, 4097)
 _PADDING_ROWS = 2
 _PLANE = 2**31  # numbers of keys in a layer's cache, from which on an offset needs 64 bits
-_FACTOR = 3  # times as far from what is right as the torch body
-_FLOORS = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}  # always allowed
+# What rounding may do to a row, relative to its length: a few times what the torch bodies do.
+_TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}
 _COLD_BYTES = 256 << 20  # of weights that take turns: more than a GPU's cache holds
 _GAIN = 0.97  # of cuBLAS's time that a tile must stay below, to be worth it
 
@@ -68,14 +68,37 @@ class Job:
     lengths: tuple[int, ...] = LENGTHS  # of sequences
     in_use: tuple[str, ...] = ()  # kernels that run while something else is checked
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> "Job":
-        values: dict[str, Any] = json.loads(text)
-        lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-        return cls(**values | lists)
+@dataclass(frozen=True)
+class CheckResult:
+    """Why each kernel that was checked must not be used, None where it may, and chosen tiles.
+
+    is_final: a later check would say the same; not so where memory was short or no child ran.
+    """
+
+    reasons: dict[str, str | None] = field(default_factory=dict)
+    tiles: list[Choice] = field(default_factory=list)
+    is_final: bool = True
+
+    @property
+    def passed(self) -> list[str]:
+        return [name for name, reason in self.reasons.items() if reason is None]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: reason for name, reason in self.reasons.items() if reason is not None}
+
+    def __or__(self, other: "CheckResult") -> "CheckResult":
+        is_final = self.is_final and other.is_final
+        return CheckResult(self.reasons | other.reasons, self.tiles + other.tiles, is_final)
+
+    def kernels(self, dtype: str, names: Sequence[str]) -> KernelSet:
+        """Those of `names` that passed."""
+        tiles = {(n, k, m): tile for n, k, m, tile in self.tiles}
+        return KernelSet(frozenset(names) & set(self.passed), frozenset({DTYPES[dtype]}), tiles)
+
+
+JOB, RESULT = TypeAdapter(Job), TypeAdapter(CheckResult)  # to JSON and back
 
 
 class Case(NamedTuple):
@@ -101,9 +124,6 @@ class Cases:
         values = torch.randn(*shape, generator=self._generator, device=self.device)
         return values.to(dtype or self.dtype)
 
-    def _whole(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
     def _cache(self, num_pages: int) -> Tensor:
         return self.normal(2, num_pages, self.job.page_size, self.job.n_kv_heads, self.job.head_dim)
 
@@ -125,33 +145,43 @@ class Cases:
             torch.cuda.empty_cache()
 
     def attention(self) -> Iterator[Case]:
-        """Decode with padding, decode as a static batch, mixed with prefill, and far into a cache.
+        """Decode with padding, decode as a static batch, mixed with prefill, far into a cache, and
+        with each number of parts that keys are divided into: a kernel is compiled for each, and
+        Triton keeps what it has compiled.
 
         Padding rows share the last page.
         """
+        from llama.ops.triton.attention import decode_variants
+
         job, lengths = self.job, [*self.job.lengths, *[1] * _PADDING_ROWS]
         held = [-(-n // job.page_size) for n in job.lengths]
         order = random.Random(1).sample(range(sum(held)), sum(held))
         pages = [[order.pop() for _ in range(n)] for n in held] + [[sum(held)]] * _PADDING_ROWS
-        table = self._whole([row + [0] * (max(held) - len(row)) for row in pages])
-        cache = self._cache(sum(held) + 1)
-        full, ones = [max(held) * job.page_size] * len(lengths), [1] * len(lengths)
+        cache, ones = self._cache(sum(held) + 1), [1] * len(lengths)
+
+        def batch_of(rows: Sequence[int], news: Sequence[int]) -> Batch:
+            starts, tables = [lengths[i] - news[i] for i in rows], [pages[i] for i in rows]
+            counts = [news[i] for i in rows]
+            return Batch.pack([], starts, counts, tables, job.page_size, [], self.device)[1]
+
+        def inputs(batch: Batch) -> tuple[Tensor, Tensor, Batch]:
+            return self.normal(len(batch.slots), job.n_heads, job.head_dim), cache, batch
+
+        decode = batch_of(range(len(lengths)), ones)
+        full = replace(decode, seq_lens_cpu=[max(held) * job.page_size] * len(lengths))
         news = [min(n, 1 + 37 * i) for i, n in enumerate(lengths)]
-        rows = sorted(range(len(lengths)), key=lambda i: news[i] > 1)  # those of one token first
-        mixed = [lengths[i] for i in rows], [news[i] for i in rows]
-
-        def inputs(cache: Tensor, table: Tensor, lens: Any, counts: Any, shown: Any) -> Any:
-            none, starts = self._whole([]), self._whole([0, *itertools.accumulate(counts)])
-            batch = Batch(none, none, table, starts, self._whole(lens), none, counts, shown)
-            return self.normal(sum(counts), job.n_heads, job.head_dim), cache, batch
-
-        yield Case("decode", paged_attention, inputs(cache, table, lengths, ones, lengths))
-        yield Case("a static batch", paged_attention, inputs(cache, table, lengths, ones, full))
-        yield Case("prefill", paged_attention, inputs(cache, table[rows], *mixed, mixed[0]))
+        mixed = sorted(range(len(lengths)), key=lambda i: news[i] > 1)  # those of one token first
+        yield Case("decode", paged_attention, inputs(decode))
+        yield Case("a static batch", paged_attention, inputs(full))
+        yield Case("prefill", paged_attention, inputs(batch_of(mixed, news)))
+        short = [i for i, n in enumerate(lengths) if n < max(lengths)]
+        for count in decode_variants(job.n_kv_heads):
+            rows = [short[i % len(short)] for i in range(count)]
+            yield Case(f"decode of {count} rows", paged_attention, inputs(batch_of(rows, ones)))
         for what, large, offset in self._large_caches(cache):
-            queries, *small = inputs(cache, table, lengths, ones, lengths)
-            _, *rest = inputs(large, table + offset, lengths, ones, lengths)
-            yield Case(what, paged_attention, (queries, *rest), (queries, *small))
+            queries, *small = inputs(decode)
+            far = replace(decode, page_table=decode.page_table + offset)
+            yield Case(what, paged_attention, (queries, large, far), (queries, *small))
 
     def add_norm(self) -> Iterator[Case]:
         weight = self.normal(self.job.dim)
@@ -169,7 +199,7 @@ class Cases:
         slots = [*random.Random(2).sample(range(last), tokens - 2), last, last + 1]
         heads = job.n_heads + 2 * job.n_kv_heads
         rows = self.normal(tokens, heads, job.head_dim), freqs.to(self.device)
-        small = *rows, self._cache(num_pages), self._whole(slots)
+        small = *rows, self._cache(num_pages), torch.tensor(slots, device=self.device)
         yield Case(f"{tokens} tokens", _rope, small)
         for what, large, offset in self._large_caches(small[2]):
             inputs = *rows, large, small[3] + offset * job.page_size
@@ -261,19 +291,28 @@ def check_kernel(job: Job, name: str) -> list[Choice]:
 
 
 def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
+    """ArithmeticError unless the kernel's results are right, row by row; ids must be equal."""
     torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN
     try:
         found = _results(case.op, case.inputs, kernels)
     finally:
         torch.set_deterministic_debug_mode("default")
     if case.small is not None:
-        body = exact = _results(case.op, case.small, kernels)
+        right = _results(case.op, case.small, kernels)
+    elif found[0].is_floating_point():
+        right = _results(case.op, [x.double() if _is_float(x) else x for x in case.inputs])
     else:
-        body = exact = _results(case.op, case.inputs)
-        if body[0].is_floating_point():
-            wide = [x.double() if _is_float(x) else x for x in case.inputs]
-            exact = _results(case.op, wide)
-    compare(found, exact, body, dtype)
+        right = _results(case.op, case.inputs)
+    for i, (x, exact) in enumerate(zip(found, right, strict=True)):
+        if not x.is_floating_point():
+            if not torch.equal(x, exact):
+                raise ArithmeticError(f"{int((x != exact).sum())} of {x.numel()} ids differ")
+            continue
+        lengths = exact.double().norm(dim=-1).clamp(min=1e-6)
+        error = float(((x.double() - exact).norm(dim=-1) / lengths).max())
+        if not error <= _TOLERANCES[dtype]:  # NaN is not
+            allowed = _TOLERANCES[dtype]
+            raise ArithmeticError(f"result {i} is off by {error:.2g} where {allowed:.2g} may be")
 
 
 def _results(
@@ -285,27 +324,6 @@ def _results(
 
 def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def compare(found: Results, right: Results, body: Results, dtype: torch.dtype) -> None:
-    """ArithmeticError unless `found` is as near to `right` as the torch body, row by row; ids must
-    be equal."""
-    for i, (x, exact, rounded) in enumerate(zip(found, right, body, strict=True)):
-        if not x.is_floating_point():
-            if not torch.equal(x, exact):
-                raise ArithmeticError(f"{int((x != exact).sum())} of {x.numel()} ids differ")
-            continue
-        error = _row_error(x, exact)
-        allowed = max(_FACTOR * _row_error(rounded, exact), _FLOORS[dtype])
-        if not error <= allowed:  # NaN is not
-            raise ArithmeticError(f"result {i} is off by {error:.2g} where {allowed:.2g} may be")
-
-
-def _row_error(x: Tensor, exact: Tensor) -> float:
-    """The largest error of a row, relative to that row's length."""
-    exact = exact.double()
-    lengths = exact.norm(dim=-1).clamp(min=1e-6)
-    return float(((x.double() - exact).norm(dim=-1) / lengths).max())
 
 
 def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) -> Tile | None:
@@ -334,21 +352,21 @@ def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) ->
 def run(argument: str, check: Callable[[Job, str], list[Choice]]) -> int:
     """The program: `check` for each of the job's names, and a line of JSON on what came of it."""
     warnings.simplefilter("ignore")
-    job = Job.from_json(argument)
+    job = JOB.validate_json(argument)
     if torch.device(job.device).type == "cuda":
         torch.cuda.set_device(job.device)
         torch.backends.cuda.matmul.allow_tf32 = False
-    reasons: dict[str, str | None] = dict.fromkeys(job.names)
-    tiles: list[Choice] = []
-    is_final = True
     for name in job.names:
         try:
-            tiles += check(job, name)
+            result = CheckResult({name: None}, check(job, name))
         except Exception as e:  # whatever it is: this kernel is not used
             kind = "" if isinstance(e, ArithmeticError) else f"{type(e).__name__}: "
-            reasons[name] = kind + " ".join(str(e).split())[:300]
-            is_final &= not isinstance(e, torch.OutOfMemoryError)
-    print(json.dumps({"reasons": reasons, "tiles": tiles, "is_final": is_final}))
+            reason = kind + " ".join(str(e).split())[:300]
+            is_final = not isinstance(e, torch.OutOfMemoryError)
+            result = CheckResult({name: reason}, is_final=is_final)
+        print(RESULT.dump_json(result).decode(), flush=True)
+        if result.failed:
+            break
     return 0
 
 

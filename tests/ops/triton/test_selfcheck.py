@@ -1,7 +1,10 @@
 """The self-check and its cache, with real children: some pass, some are wrong, hang or die."""
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,13 +15,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
 
+from helpers.launch import environment
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
 from llama.ops.triton import attention, selfcheck
 from llama.ops.triton import linear as products
 from llama.ops.triton import selfcheck_cache as cached
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Tile
-from llama.ops.triton.selfcheck import Case, Cases, Job, check_kernel
+from llama.ops.triton.selfcheck import JOB, Case, Cases, Job, check_kernel
 
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
@@ -29,10 +33,13 @@ import json, sys, time
 with open({log!r}, "a") as log:
     log.write("x")
 time.sleep({pause})
-reasons = {{name: {reasons!r}.get(name) for name in json.loads(sys.argv[1])["names"]}}
-tiles = [[64, 32, 1, {tile}]] if "linear" in reasons else []
-is_final = "out of memory" not in reasons.values()
-print(json.dumps({{"reasons": reasons, "tiles": tiles, "is_final": is_final}}))
+for name in json.loads(sys.argv[1])["names"]:
+    reason = {reasons!r}.get(name)
+    tiles = [[64, 32, 1, {tile}]] if name == "linear" else []
+    is_final = reason != "out of memory"
+    print(json.dumps({{"reasons": {{name: reason}}, "tiles": tiles, "is_final": is_final}}))
+    if reason:
+        break
 """
 
 
@@ -68,7 +75,7 @@ def job(*names: str) -> Job:
 
 
 def test_a_job_is_the_same_after_its_way_to_a_child():
-    assert Job.from_json(job().to_json()) == job()
+    assert JOB.validate_json(JOB.dump_json(job())) == job()
 
 
 def test_the_program_runs_whatever_the_folder(tmp_path, monkeypatch):
@@ -78,7 +85,7 @@ def test_the_program_runs_whatever_the_folder(tmp_path, monkeypatch):
     (tmp_path / "llama" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
-    assert cached.check(job("silu_mul")).reasons == {"silu_mul": None}
+    assert cached.load_or_check(job("silu_mul")).reasons == {"silu_mul": None}
 
 
 KERNELS = {  # what each kernel of a self-check must have launched
@@ -95,9 +102,23 @@ def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name):
     """In the interpreter; a product's tiles are far larger than these sizes, so two small ones."""
     tiles = [Tile(16, 32, 4, 3, True), Tile(8, 32, 4, 2, False)]
     monkeypatch.setattr(products, "candidates", lambda n, k, m: tiles[: 2 if m == 1 else 1])
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(attention, "_PROGRAMS", 8)
     assert check_kernel(job(name), name) == []
     assert set(launches) == KERNELS[name]
+
+
+def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
+    """Triton keeps what it compiles for that, so that no step waits for a compiler."""
+    numbers, num_splits = [], attention.num_splits
+
+    def noted(*sizes: int) -> int:
+        numbers.append(num_splits(*sizes))
+        return numbers[-1]
+
+    monkeypatch.setattr(attention, "_PROGRAMS", 8)
+    monkeypatch.setattr(attention, "num_splits", noted)
+    check_kernel(job("attention"), "attention")
+    assert {num_splits(n, 2) for n in range(1, 65)} == set(numbers) == {4, 2, 1}
 
 
 def test_sampling_is_checked_for_many_rows_at_once(monkeypatch):
@@ -129,7 +150,7 @@ def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
         yield "large", large, 40 - small.shape[1]
 
     monkeypatch.setattr(Cases, "_large_caches", large_caches)
-    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(attention, "_PROGRAMS", 2)
     for name in ("attention", "rope_and_store"):
         assert any(case.small for case in getattr(Cases(job(name)), name)())
         check_kernel(job(name), name)
@@ -182,42 +203,64 @@ def test_the_program_says_what_failed_and_where(monkeypatch, capsys):
         yield Case("three rows", lambda x, kernels: x if kernels.names else 2 * x, (torch.ones(2),))
 
     monkeypatch.setattr(Cases, "silu_mul", cases)
-    asked = job("silu_mul", "sample")
+    asked = job("sample", "silu_mul")
     monkeypatch.setattr(Cases, "sample", lambda self: iter([]))
-    assert selfcheck.run(asked.to_json(), check_kernel) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["reasons"]["sample"] is None and said["is_final"]
-    assert said["reasons"]["silu_mul"].startswith("three rows: result 0 is off by 0.5 where")
+    assert selfcheck.run(JOB.dump_json(asked).decode(), check_kernel) == 0
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"reasons": {"sample": None}, "tiles": [], "is_final": True}
+    assert last["reasons"]["silu_mul"].startswith("three rows: result 0 is off by 0.5 where")
 
 
 DYING_CHILD = """
 import json, os, sys, time
-names = json.loads(sys.argv[1])["names"]
-if "rope_and_store" in names:
-    os.abort()
-if "silu_mul" in names:
-    time.sleep(600)
-wrong = "off by 1" if len(names) > 1 or names[0] == "add_norm" else None
-print(json.dumps({"reasons": dict.fromkeys(names, wrong), "tiles": [], "is_final": True}))
+first, *others = json.loads(sys.argv[1])["names"]
+for name in (first, *others):
+    if name == "rope_and_store":
+        os.abort()
+    if name == "silu_mul":
+        print('{"reasons', flush=True)
+        time.sleep(600)
+    is_wrong = name == "add_norm" or name == "sample" != first  # another has broken that
+    reasons = {name: "off by 1" if is_wrong else None}
+    print(json.dumps({"reasons": reasons, "tiles": [], "is_final": True}), flush=True)
+    if is_wrong:
+        break
 """
 
 
 def test_what_is_wrong_dies_or_hangs_is_out_and_the_rest_in(tmp_path, monkeypatch):
-    """A kernel that ends the first child takes itself along, no other: each gets its own child."""
-    monkeypatch.setattr(cached, "ONE_S", 3.0)
+    """A kernel that ends a child takes itself along, no other: those that are left get a new one,
+    and so does a kernel that failed where others had run before it."""
+    monkeypatch.setattr(cached, "CHILD_S", 3.0)
     program = tmp_path / "child.py"
     program.write_text(DYING_CHILD)
-    names = ("attention", "add_norm", "rope_and_store", "silu_mul")
+    names = ("attention", "add_norm", "rope_and_store", "linear", "silu_mul", "sample")
     result = cached.load_or_check(job(*names), [str(program)])
-    assert result.passed == ["attention"] and result.is_final
+    assert result.passed == ["attention", "linear", "sample"] and result.is_final
     assert result.failed == {
         "add_norm": "off by 1",
         "rope_and_store": "the check was ended by SIGABRT",
         "silu_mul": "the check did not end within 3 s",
     }
     assert result.kernels("fp16", names) == KernelSet(
-        frozenset({"attention"}), frozenset({torch.float16})
+        frozenset({"attention", "linear", "sample"}), frozenset({torch.float16})
     )
+
+
+def test_a_check_ends_before_those_who_wait_for_it_give_up(tmp_path, cache, monkeypatch):
+    """Whatever hangs: kernels that it has no time for are left to torch, and checked again."""
+    assert cached.LIMIT_S + 10 < 600 and cached.CHILD_S < cached.LIMIT_S
+    monkeypatch.setattr(cached, "CHILD_S", 1.0)
+    monkeypatch.setattr(cached, "LIMIT_S", 1.5)
+    program = tmp_path / "child.py"
+    program.write_text("import time; time.sleep(600)")
+    began = time.monotonic()
+    result = cached.load_or_check(job(), [str(program)])
+    assert time.monotonic() - began < 10
+    first, second, third = result.failed.values()
+    assert first == "the check did not end within 1 s" and "did not end within 0." in second
+    assert third == "there was no time left to check it"
+    assert not result.is_final and not list(cache.glob("gpu-*.json"))
 
 
 def test_a_child_that_cannot_run_is_not_run_again_for_each_kernel(tmp_path):
@@ -237,7 +280,7 @@ def test_the_result_is_read_the_second_time(quick, cache, capfd):
     assert "checking the kernels" in capfd.readouterr().err
     children = count()
     again = cached.load_or_check(job())
-    assert again == first and again.tiles == {(64, 32, 1): Tile(16, 32, 4, 3, True)}
+    assert again == first and again.tiles == [(64, 32, 1, Tile(16, 32, 4, 3, True))]
     assert count() == children and capfd.readouterr().err == ""
     (path,) = cache.glob("gpu-*.json")
     assert not list(cache.glob("result-*"))
@@ -250,7 +293,7 @@ def test_the_result_is_read_the_second_time(quick, cache, capfd):
     "damage",
     [
         b"", b"{", b"[]", b"null",
-        b'{"key": {}, "reasons": {}, "tiles": []}',
+        b'{"key": {}, "result": {}}',
     ],
 )  # fmt: skip
 def test_a_damaged_result_is_measured_again(quick, cache, damage):
@@ -261,7 +304,7 @@ def test_a_damaged_result_is_measured_again(quick, cache, damage):
     assert cached.known_results() == []
     assert cached.load_or_check(job()).passed == ["attention", "sample", "linear"]
     assert count() == 2
-    assert json.loads(path.read_bytes())["reasons"]["linear"] is None
+    assert json.loads(path.read_bytes())["result"]["reasons"]["linear"] is None
 
 
 @pytest.mark.parametrize(
@@ -277,25 +320,41 @@ def test_a_result_with_other_contents_is_measured_again(quick, cache, change):
     count = quick()
     cached.load_or_check(job())
     (path,) = cache.glob("gpu-*.json")
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+    kept = json.loads(path.read_bytes())
+    path.write_text(json.dumps(kept | {"result": kept["result"] | change}))
     cached.load_or_check(job())
     assert count() == 2
 
 
 def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatch):
+    """Those of kernels, of the ops that define them, and of steps that are tried as graphs."""
     count = quick()
-    sources = tmp_path / "ops" / "gpu"
-    sources.mkdir(parents=True)
-    (sources / "sample.py").write_text("x = 1")
-    monkeypatch.setattr(cached, "_SOURCES", sources)
+    monkeypatch.setattr(cached, "_PACKAGE", tmp_path)
+    for name in ("device.py", "ops/triton/sample.py", "ops/sample.py", "engine/graphs.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+        cached.load_or_check(job())
     cached.load_or_check(job())
-    (sources / "sample.py").write_text("x = 2")
-    cached.load_or_check(job())
-    (sources.parent / "sample.py").write_text("the definition")
-    cached.load_or_check(job())
-    cached.load_or_check(replace(job(), dtype="bf16"))
     assert count() == 4
-    assert sum(cached.is_current(key, CPU) for key, _ in cached.known_results()) == 2
+    cached.load_or_check(replace(job(), dtype="bf16"))
+    monkeypatch.setenv("TRITON_INTERPRET", "another")
+    cached.load_or_check(job())
+    assert count() == 6
+    assert sum(cached.is_current(key, CPU) for key, _ in cached.known_results()) == 1
+
+
+def test_the_sources_of_all_that_checks_run_count():
+    """What both programs import of this package."""
+    code = (
+        "import sys, llama.engine.graph_check\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('llama.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    files = {Path(x) for x in done.stdout.split()}
+    assert cached._PACKAGE / "engine" / "graphs.py" in files
+    assert files <= {path for place in cached._USED for path in cached._PACKAGE.glob(place)}
 
 
 def test_processes_that_want_it_at_once_measure_it_once(quick):
@@ -315,7 +374,7 @@ def test_short_memory_is_not_kept_as_a_fault_of_the_kernel(quick):
         == cached.load_or_check(job()).failed
         == {"sample": "out of memory"}
     )
-    assert count() == 2
+    assert count() == 6  # its kernel is tried again alone, and the next one in a new child
 
 
 def test_a_folder_that_cannot_keep_it_is_one_warning(quick, cache):
