@@ -12,8 +12,8 @@ class Dialect:
     """The defaults and habits of one host.
 
     max_new_tokens: of an answer, where the request does not say.
-    echo: whether the text begins with the prompt, where the request does not say; None if it never
-        does, whatever the request says.
+    echo: whether the text begins with the prompt, where the request does not say; None if the
+        function yields texts alone, which never do.
     keeps_prompt: if prompt and answer are too long together, the answer is shortened, as in vLLM;
         else the prompt loses its beginning.
     stop: strings that end an answer, where the request names none.

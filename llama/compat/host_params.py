@@ -1,7 +1,7 @@
 """From a host's params dict to a prompt's ids and SamplingParams.
 
 In: the dict as hosts send it (numbers as text or as numpy's scalars, None for what is not given),
-and the host's dialect. Out: a `WorkerRequest`, or a ValueError that names the key: FastChat catches
+and the host's dialect. Out: a `HostRequest`, or a ValueError that names the key: FastChat catches
 no TypeError. It knows the tokenizer, and neither the engine nor outputs.
 """
 
@@ -33,11 +33,12 @@ _MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class WorkerRequest:
+class HostRequest:
     """What a host asks for, checked.
 
     prompt: ids, begin_of_text first. num_dropped: prompt tokens that were cut off after it.
     echo: what each text begins with. judge_sent_end: go on until a sentence is complete.
+    is_text: the host's function yields texts, not reports.
     """
 
     prompt: list[int]
@@ -45,6 +46,7 @@ class WorkerRequest:
     num_dropped: int
     echo: str
     judge_sent_end: bool
+    is_text: bool
 
 
 def read_params(
@@ -55,7 +57,8 @@ def read_params(
     max_seq_len: int,
     *,
     benchmark: bool = False,
-) -> WorkerRequest:
+    judge_sent_end: bool = False,
+) -> HostRequest:
     """Check `params`. The context is the smaller of context_len (None: any) and max_seq_len.
 
     benchmark: no stop token or string ends the answer. ValueError names what is wrong. A prompt
@@ -80,8 +83,9 @@ def read_params(
     text = params["prompt"]
     if not dialect.keeps_prompt:  # these hosts decode the ids that are left
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-    judges = _flag(params, "judge_sent_end", False)
-    return WorkerRequest(tokens, sampling, num_dropped, text if echo else "", judges)
+    judges = judge_sent_end or _flag(params, "judge_sent_end", False)
+    is_text = dialect.echo is None
+    return HostRequest(tokens, sampling, num_dropped, text if echo else "", judges, is_text)
 
 
 def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:

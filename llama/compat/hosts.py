@@ -8,15 +8,18 @@ one of these instead, with a `Llama` (or, for the async one, an `AsyncLLMEngine`
 """
 
 import contextlib
+import functools
 import itertools
 import os
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
+import numpy as np
+
+from llama.checks import whole_number
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.host_defaults import DB_GPT, FASTCHAT, GORILLA, GUANACO, Dialect
-from llama.compat.host_params import WorkerRequest, read_params
+from llama.compat.host_params import HostRequest, read_params
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
@@ -26,6 +29,8 @@ from llama.tokenizer import Tokenizer
 
 # FastChat's judge_sent_end: an answer that ends otherwise goes on.
 _SENTENCE_ENDS = (".", "?", "!", "。", "？", "！", "…", '"', "'", "”")
+
+_Report = dict[str, Any]
 
 _serials = itertools.count()
 
@@ -37,7 +42,7 @@ class Pace:
         self._interval = interval
         self._reported = 1 - interval
 
-    def is_due(self, report: dict[str, Any]) -> bool:
+    def is_due(self, report: _Report) -> bool:
         count = report["usage"]["completion_tokens"]
         if not is_last(report) and count - self._reported < self._interval:
             return False
@@ -55,7 +60,7 @@ def generate_stream(
     judge_sent_end: bool = False,
     *,
     dialect: Dialect = FASTCHAT,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Any]:
     """FastChat's: a dict with the first token, every `stream_interval` tokens, and at the end.
 
     params: llama/compat/README.md has the keys. A dict has "text" (all of it so far), "usage",
@@ -66,11 +71,33 @@ def generate_stream(
     device that the model was built on. Closing the iterator aborts. ValueError for what cannot be
     done; RuntimeError in the loop if the model has no token to choose.
     """
-    return _ending_twice(
-        _start(
-            model, tokenizer, params, device, context_len, stream_interval, dialect, judge_sent_end
+    if not isinstance(getattr(model, "llm_engine", None), LLMEngine):
+        raise ValueError(f"model must be a Llama, got {type(model).__name__}")
+    engine, built_on = model.llm_engine, model.model.norm.weight.device
+    checked: list[HostRequest] = []
+
+    def prepared() -> Iterator[Request]:
+        """The engine iterates over it where an error on one rank becomes an error on every rank."""
+        if getattr(tokenizer, "wrapped", tokenizer) is not engine.tokenizer:
+            raise ValueError("tokenizer is not the model's own: pass llama.tokenizer")
+        if str(device).split(":")[0] != built_on.type:
+            raise ValueError(f"device={device!r}, but the model was built on {built_on}")
+        whole_number("stream_interval", stream_interval, 1, 2**31 - 1)
+        request = read_params(
+            params,
+            context_len,
+            dialect,
+            engine.tokenizer,
+            engine.max_seq_len,
+            judge_sent_end=judge_sent_end,
         )
-    )
+        checked.append(request)
+        made = engine.prepare("", request.prompt, request.sampling)
+        _hold_to_sentences(request, made, engine.tokenizer)
+        yield made
+
+    outputs = engine.stream(prepared())
+    return _due(engine, checked[0], outputs, Pace(stream_interval))
 
 
 def gorilla_generate_stream(
@@ -82,7 +109,9 @@ def gorilla_generate_stream(
     stream_interval: int = 2,
 ) -> Iterator[str]:
     """gorilla's: as `generate_stream`, but it yields only the text so far, without the prompt."""
-    return _texts(_start(model, tokenizer, params, device, context_len, stream_interval, GORILLA))
+    return generate_stream(
+        model, tokenizer, params, device, context_len, stream_interval, dialect=GORILLA
+    )
 
 
 def guanaco_generate_stream(
@@ -93,7 +122,7 @@ def guanaco_generate_stream(
     context_len: int = 2048,
 ) -> Iterator[str]:
     """guanaco's: as gorilla's, for each token; top_k 1, repetition_penalty 1.7, stop "###"."""
-    return _texts(_start(model, tokenizer, params, device, context_len, 1, GUANACO))
+    return generate_stream(model, tokenizer, params, device, context_len, 1, dialect=GUANACO)
 
 
 async def async_generate_stream(
@@ -105,7 +134,7 @@ async def async_generate_stream(
     *,
     benchmark: bool | None = None,
     dialect: Dialect = DB_GPT,
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncIterator[_Report]:
     """DB-GPT's, in place of vLLM: a dict as `generate_stream`'s for every step; many at once.
 
     A prompt too long for max_new_tokens is kept, and the answer is shorter. With n above 1, "text"
@@ -125,104 +154,64 @@ async def async_generate_stream(
     request = read_params(
         params, context_len, dialect, engine.tokenizer, engine.max_seq_len, benchmark=benchmark
     )
-    if request.judge_sent_end:
-        raise ValueError("judge_sent_end is for generate_stream: leave it out here")
     request_id = str(params.get("request_id") or f"worker-{next(_serials)}")
-    async for output in model.generate(request.prompt, request.sampling, request_id):
-        yield _report(request, request.echo, [output], engine.tokenizer)
+    prepared = await model.prepare(request.prompt, request.sampling, request_id)
+    _hold_to_sentences(request, prepared, engine.tokenizer)
+    async with contextlib.aclosing(model.stream([prepared])) as outputs:
+        async for output in outputs:
+            yield _report(request, output, engine.tokenizer)
 
 
-def _start(
-    model: Llama,
-    tokenizer: Tokenizer | ClientTokenizer,
-    params: dict[str, Any],
-    device: str,
-    context_len: int,
-    interval: int,
-    dialect: Dialect,
-    judge_sent_end: bool = False,
-) -> Generator[dict[str, Any], None, None]:
-    """Check everything now; the reports that are due from the first `next` on."""
-    if not isinstance(getattr(model, "llm_engine", None), LLMEngine):
-        raise ValueError(f"model must be a Llama, got {type(model).__name__}")
-    engine, built_on = model.llm_engine, model.model.norm.weight.device
-    checked: list[WorkerRequest] = []
-
-    def prepared() -> Iterator[Request]:
-        """The engine iterates over it where an error on one rank becomes an error on every rank."""
-        if getattr(tokenizer, "wrapped", tokenizer) is not engine.tokenizer:
-            raise ValueError("tokenizer is not the model's own: pass llama.tokenizer")
-        if str(device).split(":")[0] != built_on.type:
-            raise ValueError(f"device={device!r}, but the model was built on {built_on}")
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"stream_interval={interval!r} must be a whole number, 1 or more")
-        request = read_params(params, context_len, dialect, engine.tokenizer, engine.max_seq_len)
-        if judge_sent_end:
-            request = replace(request, judge_sent_end=True)
-        checked.append(request)
-        yield engine.prepare("", request.prompt, request.sampling)
-
-    outputs = engine.stream(prepared())
-    return _reports(engine, checked[0], outputs, Pace(interval))
-
-
-def _reports(
+def _due(
     engine: LLMEngine,
-    request: WorkerRequest,
+    request: HostRequest,
     outputs: Generator[RequestOutput, None, None],
     pace: Pace,
-) -> Generator[dict[str, Any], None, None]:
-    """The reports that are due. An answer that breaks off in a sentence goes on as a new request,
-    whose prompt is all so far (in the KV cache already) and whose first token is no stop token.
-    A stop string that begins in the one and ends in the other is not found."""
-    parts: list[RequestOutput] = []  # ended, but gone on from
-    head = request.echo
-    while True:
-        with contextlib.closing(outputs):
-            for output in outputs:
-                report = _report(request, head, [*parts, output], engine.tokenizer)
-                left = _tokens_to_go_on_with(request, output, report)
-                if not left and pace.is_due(report):
-                    yield report
-        if not left:
-            return
-        parts.append(output)
-        prompt = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        sampling = replace(request.sampling, max_tokens=left, min_tokens=1, prompt_logprobs=None)
-        rest = engine.prepare("", prompt, sampling)
-        # Whole characters only: the bytes of a half one wait for the others.
-        head = request.echo + rest.answers[0].detokenizer.push(prompt[len(request.prompt) :])
-        outputs = engine.stream([rest])
+) -> Iterator[Any]:
+    """The reports that are due, as the host's function yields them."""
+    with contextlib.closing(outputs):
+        for output in outputs:
+            report = _report(request, output, engine.tokenizer)
+            if pace.is_due(report):
+                yield from [report["text"]] if request.is_text else twice_at_the_end(report)
 
 
-def _tokens_to_go_on_with(
-    request: WorkerRequest, output: RequestOutput, report: dict[str, Any]
-) -> int:
-    """How many tokens may follow an answer that a stop token has ended inside a sentence."""
-    answer = output.outputs[0]
-    was_token = answer.finish_reason == "stop" and isinstance(answer.stop_reason, int)
-    if not (request.judge_sent_end and was_token) or report["text"].endswith(_SENTENCE_ENDS):
-        return 0
-    return (request.sampling.max_tokens or 0) - report["usage"]["completion_tokens"]
+class _Sentences:
+    """A constraint: a stop token may not follow inside a sentence."""
+
+    def __init__(self, head: str, stop_ids: frozenset[int], tokenizer: Tokenizer) -> None:
+        self._head = head  # before the answer's text
+        self._stop_ids = sorted(stop_ids)
+        self._text = functools.partial(tokenizer.decode, skip_special_tokens=True)
+
+    def fill_allowed(self, output: list[int], bits: np.ndarray) -> None:
+        """See `llama.engine.sequence.Constraint`."""
+        allowed = np.ones(32 * len(bits), np.uint8)
+        if not (self._head + self._text(output)).endswith(_SENTENCE_ENDS):
+            allowed[self._stop_ids] = 0
+        bits[:] = np.packbits(allowed, bitorder="little").view(np.int32)
 
 
-def _report(
-    request: WorkerRequest, head: str, parts: Sequence[RequestOutput], tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """The dict for the last of `parts`, which follow one another; `head` comes before its text."""
-    last = parts[-1]
-    if last.error is not None:
-        raise RuntimeError(last.error)
-    reasons = [answer.finish_reason for answer in last.outputs]
-    completion_tokens = sum(part.usage.completion_tokens for part in parts)
+def _hold_to_sentences(request: HostRequest, prepared: Request, tokenizer: Tokenizer) -> None:
+    sequences = [answer.sequence for answer in prepared.answers]
+    for sequence in sequences if request.judge_sent_end else ():
+        sequence.constraint = _Sentences(request.echo, sequence.stop_ids, tokenizer)
+        sequence.is_constrained = True
+
+
+def _report(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> _Report:
+    """What a host reads of an output."""
+    if output.error is not None:
+        raise RuntimeError(output.error)
+    reasons = [answer.finish_reason for answer in output.outputs]
     return {
-        "text": " ".join(head + answer.text for answer in last.outputs),
+        "text": " ".join(request.echo + answer.text for answer in output.outputs),
         "error_code": 0,
-        "logprobs": _logprobs(request, parts, tokenizer),
+        "logprobs": _logprobs(request, output, tokenizer),
         "usage": {
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": completion_tokens,
-            "total_tokens": len(request.prompt) + completion_tokens,
+            "prompt_tokens": output.usage.prompt_tokens,
+            "completion_tokens": output.usage.completion_tokens,
+            "total_tokens": output.usage.total_tokens,
             "dropped_prompt_tokens": request.num_dropped,
         },
         "finish_reason": reasons[0] if len(reasons) == 1 else reasons,
@@ -230,18 +219,20 @@ def _report(
 
 
 def _logprobs(
-    request: WorkerRequest, parts: Sequence[RequestOutput], tokenizer: Tokenizer
+    request: HostRequest, output: RequestOutput, tokenizer: Tokenizer
 ) -> dict[str, Any] | None:
     """OpenAI's logprobs of a completion, which FastChat passes on; with echo, the prompt's too."""
-    if request.sampling.logprobs is None:
+    answer = output.outputs[0]
+    if answer.logprobs is None:
         return None
-    scores = list(zip(request.prompt, parts[0].prompt_logprobs or (), strict=False))
-    for answer in (part.outputs[0] for part in parts):
-        scores += zip(answer.token_ids, answer.logprobs or (), strict=False)
+    scores = [
+        *zip(request.prompt, output.prompt_logprobs or (), strict=False),
+        *zip(answer.token_ids, answer.logprobs, strict=False),
+    ]
     return TextScores(tokenizer, skip_special_tokens=True).push(scores)
 
 
-def twice_at_the_end(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def twice_at_the_end(report: _Report) -> Iterator[_Report]:
     """As FastChat's own workers: why a text has ended is said alone, after all text. Its OpenAI
     server makes a chunk of that, and there are clients that read no text beside a reason."""
     if is_last(report):
@@ -249,20 +240,6 @@ def twice_at_the_end(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield report
 
 
-def is_last(report: dict[str, Any]) -> bool:
+def is_last(report: _Report) -> bool:
     reason = report.get("finish_reason")  # FastChat's errors have none
     return None not in reason if isinstance(reason, list) else reason is not None
-
-
-def _ending_twice(
-    reports: Generator[dict[str, Any], None, None],
-) -> Generator[dict[str, Any], None, None]:
-    with contextlib.closing(reports):
-        for report in reports:
-            yield from twice_at_the_end(report)
-
-
-def _texts(reports: Generator[dict[str, Any], None, None]) -> Generator[str, None, None]:
-    with contextlib.closing(reports):
-        for report in reports:
-            yield report["text"]

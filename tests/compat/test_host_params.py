@@ -8,11 +8,11 @@ import torch
 
 from llama import Llama
 from llama.compat.host_defaults import DB_GPT, FASTCHAT, GORILLA, GUANACO, Dialect
-from llama.compat.host_params import WorkerRequest, read_params
+from llama.compat.host_params import HostRequest, read_params
 from llama.compat.hosts import generate_stream
 
 
-def read(llama: Llama, dialect: Dialect = FASTCHAT, **changes: Any) -> WorkerRequest:
+def read(llama: Llama, dialect: Dialect = FASTCHAT, **changes: Any) -> HostRequest:
     params = {
         "prompt": "Once upon", "max_new_tokens": 12, "temperature": 0.0, "echo": False, **changes,
     }  # fmt: skip
