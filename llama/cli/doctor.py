@@ -12,32 +12,56 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-import llama
+import llama.device
 from llama.checkpoint.find import Checkpoint, find
-from llama.cli.environment_checks import Fact, environment_facts, thread_facts
+from llama.checkpoint.reader import bytes_of
+from llama.cli import rank_report
+from llama.cli.environment_checks import Fact, environment_facts, problem, thread_facts
 from llama.cli.ranks import global_rank
+from llama.loading import kv_tokens
+from llama.ops.cpu import native
+from llama.ops.triton import selfcheck_cache
+from llama.ranks.groups import started_processes
+from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
+
+_T = TypeVar("_T")
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Print the facts; 1 if there is a problem among them. Rank 0 prints those of all ranks."""
     own: list[Fact] = []
     code = 0
-    for fact in _facts(options.ckpt_dir, options.device):
+    num_ranks, of_ranks = _tried("ranks", started_processes, 1)
+    device, of_device = _tried(
+        "device", lambda: llama.device.pick_device(options.device), torch.device("cpu")
+    )
+
+    def facts() -> Iterator[Fact]:
+        yield Fact("llama", f"{llama.__version__} in {_PACKAGE}")
+        yield from _shadows(Path.cwd())
+        yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
+        yield Fact("torch", f"{torch.__version__}")
+        yield of_ranks or Fact("ranks", str(num_ranks))
+        yield from [of_device] if of_device else _device(device)
+        yield from _cpu()
+        yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
+        if options.ckpt_dir is not None:
+            yield from _checkpoint(options.ckpt_dir, device, num_ranks)
+
+    for fact in facts():
         own.append(fact)
         code |= _show(fact)
-    if _num_started() > 1:
-        from llama.cli import rank_report
-
-        device = _device_or_cpu(options.device)
+    if num_ranks > 1:
         for fact in rank_report.report(own, device, options.model_parallel_size):
             code |= _show(fact)
     return 0 if global_rank() else code
@@ -49,27 +73,12 @@ def _show(fact: Fact) -> bool:
     return fact.problem
 
 
-def _num_started() -> int:
-    """How many ranks were started; 1 too where the variables are wrong, which is told."""
-    from llama.ranks.groups import started_processes
-
+def _tried(name: str, find_out: Callable[[], _T], otherwise: _T) -> tuple[_T, Fact | None]:
+    """What is found; where that cannot be, what to go on with, and the problem."""
     try:
-        return started_processes()
-    except ValueError:
-        return 1
-
-
-def _facts(ckpt_dir: str | None, device: str | None) -> Iterator[Fact]:
-    yield Fact("llama", f"{llama.__version__} in {_PACKAGE}")
-    yield from _shadows(Path.cwd())
-    yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
-    yield Fact("torch", f"{torch.__version__}")
-    yield from _ranks()
-    yield from _device(device)
-    yield from _cpu()
-    yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
-    if ckpt_dir is not None:
-        yield from _checkpoint(ckpt_dir, _device_or_cpu(device))
+        return find_out(), None
+    except ValueError as e:
+        return otherwise, problem(name, str(e))
 
 
 def _shadows(folder: Path) -> Iterator[Fact]:
@@ -79,53 +88,32 @@ def _shadows(folder: Path) -> Iterator[Fact]:
     """
     other = folder / "llama"
     if other.is_dir() and any(other.glob("*.py")) and other.resolve() != _PACKAGE:
-        yield Fact(
+        yield problem(
             "import",
             f"{other} hides this package from the scripts beside it, which then stop with "
             '"environment variable RANK expected, but not set": start them with '
             "PYTHONSAFEPATH=1, as in PYTHONSAFEPATH=1 torchrun SCRIPT, or rename that folder",
-            problem=True,
         )
     for name in metadata.packages_distributions().get("llama", []):
         if name != "llama":
-            yield Fact(
+            yield problem(
                 "import",
                 f"the package {name} is installed too, and writes to the same folder: "
                 f"pip uninstall {name}, then install this one again",
-                problem=True,
             )
 
 
-def _ranks() -> Iterator[Fact]:
-    """The processes that torchrun has started, or that left-over variables pretend."""
-    from llama.ranks.groups import started_processes
-
-    try:
-        yield Fact("ranks", str(started_processes()))
-    except ValueError as e:
-        yield Fact("ranks", str(e), problem=True)
-
-
-def _device(name: str | None) -> Iterator[Fact]:
-    from llama.device import free_bytes, pick_device
-
-    try:
-        device = pick_device(name)
-    except ValueError as e:
-        yield Fact("device", str(e), problem=True)
-        return
+def _device(device: torch.device) -> Iterator[Fact]:
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else "torch"
-    others = torch.cuda.device_count()
-    yield Fact("device", f"{device} ({title}); CUDA devices: {others}")
-    yield Fact("memory", f"{free_bytes(device) / 2**30:.1f} GiB free for a process on {device}")
+    yield Fact("device", f"{device} ({title}); CUDA devices: {torch.cuda.device_count()}")
+    free = llama.device.free_bytes(device) / 2**30
+    yield Fact("memory", f"{free:.1f} GiB free for a process on {device}")
     if device.type == "cuda":
         yield from _gpu_kernels(device)
 
 
 def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
     """What the self-check has found on such a GPU, for each model and type that was built."""
-    from llama.ops.triton import selfcheck_cache
-
     if reason := selfcheck_cache.not_for(device):
         yield Fact("gpu kernels", f"torch's: this project's are not used, as {reason}")
         return
@@ -134,36 +122,24 @@ def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
     if not found:
         yield Fact("gpu kernels", "not checked yet: the first build on this GPU does it")
     for key, result in found:
-        current = "" if selfcheck_cache.is_current(key, device) else ", of an older version"
-        what = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads{current}"
+        is_current = selfcheck_cache.is_current(key, device)
+        what = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads"
+        what += "" if is_current else ", of an older version"
         yield Fact("gpu kernels", f"{what}: {', '.join(result.passed) or 'none'}")
-        for name, why in result.failed.items():
-            yield Fact("gpu kernels", f"{what}: torch runs in place of {name}: {why}",
-                       problem=not current)  # fmt: skip
-
-
-def _device_or_cpu(name: str | None) -> torch.device:
-    """The device to measure; the CPU where `_device` has a problem to tell."""
-    from llama.device import pick_device
-
-    try:
-        return pick_device(name)
-    except ValueError:
-        return torch.device("cpu")
+        for kernel, why in result.failed.items():
+            text = f"{what}: torch runs in place of {kernel}: {why}"
+            yield Fact("gpu kernels", text, problem=is_current)
 
 
 def _cpu() -> Iterator[Fact]:
-    from llama.device import available_cores, machine_cores, set_num_threads
-    from llama.ops.cpu import native
-
-    set_num_threads()  # as build does
-    chosen = os.environ.get("OMP_NUM_THREADS")
+    llama.device.set_num_threads()  # as build does
+    cores, chosen = llama.device.available_cores(), os.environ.get("OMP_NUM_THREADS")
     yield Fact(
         "cores",
-        f"{available_cores()} of {os.cpu_count()} may be used; torch has {torch.get_num_threads()} "
+        f"{cores} of {os.cpu_count()} may be used; torch has {torch.get_num_threads()} "
         f"threads; OMP_NUM_THREADS is {chosen or 'not set'}",
     )
-    yield from thread_facts(os.environ, machine_cores())
+    yield from thread_facts(os.environ, llama.device.machine_cores())
     present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
     yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")
@@ -173,18 +149,17 @@ def _cpu() -> Iterator[Fact]:
     if library is not None:
         yield Fact("kernels", f"this project's, for bf16 and quantized weights: {library._name}")
     else:
-        none = "they are turned off" if native.VARIABLE in os.environ else "none is for this CPU"
-        why = str(caught[0].message) if caught else none
+        why = str(caught[0].message) if caught else "this project has none for this CPU"
         yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
 
 
-def _checkpoint(ckpt_dir: str, device: torch.device) -> Iterator[Fact]:
+def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator[Fact]:
     """What `find` says of a folder: its files are not read, but for the JSON."""
     try:
         found = find(ckpt_dir)
         tokenizer = found.tokenizer_path()
     except (OSError, ValueError) as e:
-        yield Fact("checkpoint", str(e), problem=True)
+        yield problem("checkpoint", str(e))
         return
     args = found.params
     size = sum(path.stat().st_size for path in found.shards)
@@ -196,37 +171,34 @@ def _checkpoint(ckpt_dir: str, device: torch.device) -> Iterator[Fact]:
         f"key-value heads, vocabulary {args.vocab_size}, context {args.longest_context}",
     )
     yield Fact("tokenizer", str(tokenizer))
-    yield from _fits(found, device)
+    yield from _fits(found, device, num_ranks)
 
 
-def _fits(found: Checkpoint, device: torch.device) -> Iterator[Fact]:
+def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterator[Fact]:
     """A row for each number of ranks: weights of one rank, and tokens of KV cache beside them."""
-    from llama.device import free_bytes
-
     on_cpu = device.type == "cpu"
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1
-    machines = max(1, _num_started() // num_local) if on_cpu else 1
-    free = free_bytes(device) * num_local  # of the machine, or of each rank's GPU
+    machines = max(1, num_ranks // num_local) if on_cpu else 1
+    free = llama.device.free_bytes(device) * num_local  # of the machine, or of each rank's GPU
     whose = "this machine for its ranks" if on_cpu else "each rank's GPU, as on this one"
     yield Fact("fits", f"{free / 2**30:.1f} GiB free on {whose}; of one rank:")
-    rows = [
-        (ranks, _row(found, ranks, device, free // -(-ranks // machines) if on_cpu else free))
-        for ranks in sorted({1, 2, 4, 8, _num_started()})
-    ]
-    for ranks, (text, _) in rows:
+    any_fits = False
+    for ranks in sorted({1, 2, 4, 8, num_ranks}):
+        own = free // -(-ranks // machines) if on_cpu else free
+        text, fits = _row(found, ranks, device, own)
+        any_fits |= fits
         yield Fact("fits", f"{ranks:>3} rank{'s' if ranks > 1 else ' '}  {text}")
-    if not any(fits for _, (_, fits) in rows):
+    if not any_fits:
         more = "" if on_cpu else " for the 1, 2, 4 or 8 ranks above"
-        yield Fact("fits", f"the weights and a KV cache have no room{more}: a larger machine, or "
-                   "several (torchrun --nnodes), or a smaller model", problem=True)  # fmt: skip
+        yield problem(
+            "fits",
+            f"the weights and a KV cache have no room{more}: a larger machine, or several "
+            "(torchrun --nnodes), or a smaller model",
+        )
 
 
 def _row(found: Checkpoint, ranks: int, device: torch.device, free: int) -> tuple[str, bool]:
     """The text of one row, and whether any type fits."""
-    from llama.checkpoint.reader import bytes_of
-    from llama.loading import kv_tokens
-    from llama.weights import QUANTIZED
-
     try:
         found.params.check_ranks(ranks)
     except ValueError as e:

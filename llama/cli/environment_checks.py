@@ -26,16 +26,22 @@ class Fact(NamedTuple):
     problem: bool = False
 
 
+def problem(name: str, text: str) -> Fact:
+    """What must be mended; the text has the remedy."""
+    return Fact(name, text, True)
+
+
 def environment_facts(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[Fact]:
     """The facts of this machine, for the ranks that `environ`'s variables describe."""
     num_local = _number(environ, "LOCAL_WORLD_SIZE")
-    machines = _number(environ, "WORLD_SIZE") // max(1, num_local)
-    if environ.get("WORLD_SIZE") is None or environ.get("LOCAL_WORLD_SIZE") is None:
-        machines = 1
+    is_launched = {"WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= environ.keys()
+    is_several = is_launched and _number(environ, "WORLD_SIZE") >= 2 * max(1, num_local)
     yield from _shared_memory(Path("/dev/shm"), num_local, gpus)
-    yield from _host_name(environ, machines)
-    yield from _interfaces(environ)
-    yield from _rendezvous(environ)
+    yield _host_name(matters=is_several and "GLOO_SOCKET_IFNAME" not in environ)
+    if "GLOO_SOCKET_IFNAME" in environ:
+        yield _interfaces(environ["GLOO_SOCKET_IFNAME"])
+    if "MASTER_ADDR" in environ:
+        yield _rendezvous(environ["MASTER_ADDR"], environ)
 
 
 def thread_facts(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
@@ -43,30 +49,25 @@ def thread_facts(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
     num_local = _number(environ, "LOCAL_WORLD_SIZE")
     installed = os.cpu_count() or 1
     if cores == 1 and installed > 1:
-        yield Fact(
+        yield problem(
             "cores",
             f"the quota or affinity of this process is one core of {installed}: raise the CPU "
             "limit of the container or job, as every thread of every rank shares that core",
-            problem=True,
         )
     elif cores < num_local:
-        yield Fact(
+        yield problem(
             "cores",
             f"{num_local} ranks share {cores} cores: a rank that waits for a core holds up all "
             "others; start no more ranks than cores",
-            problem=True,
         )
-    chosen = environ.get("OMP_NUM_THREADS")
-    if chosen is None:
-        return
+    chosen = environ.get("OMP_NUM_THREADS", "1")
     if not chosen.isdecimal() or not int(chosen):
-        yield Fact("threads", f"OMP_NUM_THREADS={chosen!r} is not a number from 1 on", problem=True)
+        yield problem("threads", f"OMP_NUM_THREADS={chosen!r} is not a number from 1 on")
     elif int(chosen) > 1 and int(chosen) * num_local > cores:
-        yield Fact(
+        yield problem(
             "threads",
             f"OMP_NUM_THREADS={chosen} for {num_local} rank{'s' * (num_local > 1)} on {cores} "
             f"cores: threads wait for one another; unset it, or give {max(1, cores // num_local)}",
-            problem=True,
         )
 
 
@@ -91,70 +92,61 @@ def _shared_memory(folder: Path, num_local: int, gpus: int) -> Iterator[Fact]:
     yield Fact("shm", text, problem=free < needed)
 
 
-def _host_name(environ: Mapping[str, str], machines: int) -> Iterator[Fact]:
+def _host_name(*, matters: bool) -> Fact:
     """gloo listens on the address of the host's name, unless an interface is named."""
     name = socket.gethostname()
-    remedy = "set GLOO_SOCKET_IFNAME to the interface that the machines share, or mend /etc/hosts"
-    matters = machines > 1 and "GLOO_SOCKET_IFNAME" not in environ
     try:
         found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+        text = f"{name} resolves to {', '.join(found)}"
+        is_wrong = all(address.startswith(("127.", "::1")) for address in found)
+        wrong = ", which no other machine can reach"
     except OSError as e:
-        text = f"{name} does not resolve ({e.strerror or e})"
-        yield Fact("host", f"{text}: {remedy}" if matters else text, problem=matters)
-        return
-    text = f"{name} resolves to {', '.join(found)}"
-    local = all(address.startswith(("127.", "::1")) for address in found)
-    if matters and local:
-        text += f", which no other machine can reach: {remedy}"
-    yield Fact("host", text, problem=matters and local)
+        text, is_wrong, wrong = f"{name} does not resolve ({e.strerror or e})", True, ""
+    if not (matters and is_wrong):
+        return Fact("host", text)
+    return problem(
+        "host",
+        f"{text}{wrong}: set GLOO_SOCKET_IFNAME to the interface that the machines share, or "
+        "mend /etc/hosts",
+    )
 
 
-def _interfaces(environ: Mapping[str, str]) -> Iterator[Fact]:
-    names = environ.get("GLOO_SOCKET_IFNAME")
-    if names is None:
-        return
+def _interfaces(names: str) -> Fact:
     present = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in names.split(",") if name not in present]
     text = f"GLOO_SOCKET_IFNAME={names}"
-    if missing:
-        text += f" names no interface of this machine, which has {', '.join(present)}"
-    yield Fact("interface", text, problem=bool(missing))
+    if set(names.split(",")) <= set(present):
+        return Fact("interface", text)
+    return problem(
+        "interface", f"{text} names no interface of this machine, which has {', '.join(present)}"
+    )
 
 
-def _rendezvous(environ: Mapping[str, str]) -> Iterator[Fact]:
+def _rendezvous(address: str, environ: Mapping[str, str]) -> Fact:
     """MASTER_ADDR:MASTER_PORT. Under torchrun somebody must listen there; else it must be free.
 
     So it can be tried before a launch: MASTER_ADDR=host-0 MASTER_PORT=29500 llama doctor
     """
-    address, text = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "29500")
-    if address is None:
-        return
-    where, launched = f"{address}:{text}", "WORLD_SIZE" in environ
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        yield Fact("rendezvous", f"MASTER_PORT={text!r} is not a port", problem=True)
-        return
+    port, launched, wrong = environ.get("MASTER_PORT", "29500"), "WORLD_SIZE" in environ, ""
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        return problem("rendezvous", f"MASTER_PORT={port!r} is not a port")
     try:
-        socket.create_connection((address, int(text)), _CONNECT_S).close()
+        socket.create_connection((address, int(port)), _CONNECT_S).close()
+        if not launched:
+            wrong = ": a process listens there already: stop it, or choose another --master_port"
     except socket.gaierror as e:
-        yield Fact("rendezvous", f"{address} does not resolve ({e.strerror})", problem=True)
+        wrong = f" does not resolve ({e.strerror})"
     except ConnectionRefusedError:
-        say = "nobody listens, and no firewall answered for it"
         if launched:
-            say = "nobody listens there: is machine 0 up, and MASTER_PORT the same everywhere?"
-        elif bound := _bind_error(address, int(text)):
-            say = f"it cannot be used: {bound}; choose another --master_port"
-        yield Fact("rendezvous", f"{where}: {say}", problem=launched or say.startswith("it cannot"))
+            wrong = ": nobody listens there: is machine 0 up, and MASTER_PORT the same everywhere?"
+        elif bound := _bind_error(address, int(port)):
+            wrong = f": it cannot be used: {bound}; choose another --master_port"
     except OSError as e:
-        yield Fact(
-            "rendezvous",
-            f"{where} cannot be reached ({e.strerror or e}): open that port in the firewall, or "
-            "give the address that this machine reaches machine 0 by",
-            problem=True,
+        wrong = (
+            f" cannot be reached ({e.strerror or e}): open that port in the firewall, or give the "
+            "address that this machine reaches machine 0 by"
         )
-    else:
-        taken = "a process listens there already: stop it, or choose another --master_port"
-        said = "reached" if launched else taken
-        yield Fact("rendezvous", f"{where}: {said}", problem=not launched)
+    fine = ": reached" if launched else ": nobody listens, and no firewall answered for it"
+    return Fact("rendezvous", f"{address}:{port}{wrong or fine}", problem=bool(wrong))
 
 
 def _bind_error(address: str, port: int) -> str | None:

@@ -19,6 +19,7 @@ REQUIRED = object()  # the default of a flag that must be given
 
 _NAME = re.compile(r"--[a-zA-Z][\w-]*(=.*)?", re.DOTALL)
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 class UsageError(ValueError):
@@ -45,28 +46,12 @@ def extra(name: str, user: str) -> Iterator[None]:
 class Flag:
     """The type of a flag's value, how `--help` writes the value, and what it means."""
 
-    kind: Callable[[str], Any]  # str, int, float, bool or whole_numbers
+    kind: Callable[[str], Any]  # str, int, float or bool; or what raises a ValueError that says why
     metavar: str
     meaning: str
     absent: str = ""  # what None stands for; a number that has it may be given as "none"
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """A flag with several values: "1,8" -> (1, 8)."""
-    return tuple(int(number) for number in text.split(","))
-
-
-def numbers(text: str) -> tuple[float, ...]:
-    """A flag with several values: "0.5,8" -> (0.5, 8.0)."""
-    return tuple(float(number) for number in text.split(","))
-
-
-_KINDS: dict[Callable[[str], Any], str] = {
-    int: "a whole number",
-    float: "a number",
-    whole_numbers: "whole numbers with commas between them",
-    numbers: "numbers with commas between them",
-}
 _LENGTH = "what fits; in a chat 4096; with the demo model 512"
 
 FLAGS = {
@@ -155,29 +140,57 @@ def read(
 
     UsageError names the flag or variable that is wrong. HelpWanted holds the text for `--help`.
     """
-    parser = make_parser(program, command)
-    flags, rest = _split(words)
-    given, left = parser.parse_known_args([_with_underscores(word) for word in flags])
+    texts = _given(program, command, words)
+    options = argparse.Namespace()
+    for name, default in command.defaults.items():
+        if command.has_variables and (text := environ.get(variable(name))):
+            texts.setdefault(name, (variable(name), text))
+        if name in texts:
+            default = _value(command.flags[name], *texts[name])
+        if default is REQUIRED:
+            shown = command.flags[name].metavar if name in command.positional else f"--{name}"
+            raise UsageError(f"{shown} is missing; {_remedy(command)}")
+        setattr(options, name, default)
+    return options
+
+
+def _given(program: str, command: Command, words: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Flag -> what it is called there, and its text. Words that are no flags go to the positional
+    names, in order; so do all after a lone `--`."""
+    at = words.index("--") if "--" in words else len(words)
+    flags = [_with_underscores(word) for word in words[:at]]
+    found, left = _make_parser(program, command).parse_known_args(flags)
     for word in left:
         if word.startswith("-") and word != "-":
             name = word.partition("=")[0]
             likely = nearest(name, [f"--{flag}" for flag in command.defaults])
             raise UsageError(f"there is no flag {name}{likely or '; --help lists the flags'}")
-    options = vars(given)
-    _place(options, command, [*left, *rest])
-    for name in command.defaults:
-        if name not in options:
-            options[name] = _from_environment(name, command, environ)
-        if options[name] is REQUIRED:
-            raise UsageError(f"{_shown(name, command)} is missing; {_remedy(command)}")
-    return given
+    texts = {name: (f"--{name}", text) for name, text in vars(found).items()}
+    placed, names = [*left, *words[at + 1 :]], command.positional
+    if len(placed) > len(names):
+        raise UsageError(f"{placed[len(names)]!r} is one word too many; {_remedy(command)}")
+    for name, word in zip(names, placed, strict=False):
+        shown = command.flags[name].metavar
+        if name in texts:
+            raise UsageError(f"{shown} is given twice: {word!r} and --{name}")
+        texts[name] = shown, word
+    return texts
 
 
-def make_parser(program: str, command: Command) -> argparse.ArgumentParser:
-    """A parser of the flags alone: words that are no flags are placed by `read`."""
-    optional = [name for name in command.positional if command.defaults[name] is not REQUIRED]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.replace("argument --", "--", 1))
+
+    def print_help(self, file: object = None) -> NoReturn:
+        raise HelpWanted(self.format_help())
+
+
+def _make_parser(program: str, command: Command) -> _Parser:
+    """A parser of the flags alone, to their texts."""
     shown = [
-        f"[{command.flags[name].metavar}]" if name in optional else command.flags[name].metavar
+        command.flags[name].metavar
+        if command.defaults[name] is REQUIRED
+        else f"[{command.flags[name].metavar}]"
         for name in command.positional
     ]
     parser = _Parser(
@@ -191,28 +204,15 @@ def make_parser(program: str, command: Command) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name in command.defaults:
-        _add(parser, name, command)
+    for name, default in command.defaults.items():
+        flag = command.flags[name]
+        known = [_default(flag, default), *[variable(name)] * command.has_variables]
+        meaning = f"{flag.meaning} ({'; '.join(known)})".replace("%", "%%")
+        if flag.kind is bool:
+            parser.add_argument(f"--{name}", action="store_const", const="true", help=meaning)
+        else:
+            parser.add_argument(f"--{name}", metavar=flag.metavar, help=meaning)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.replace("argument --", "--", 1))
-
-    def print_help(self, file: object = None) -> NoReturn:
-        raise HelpWanted(self.format_help())
-
-
-def _add(parser: argparse.ArgumentParser, name: str, command: Command) -> None:
-    flag = command.flags[name]
-    known = [_default(flag, command.defaults[name]), *[variable(name)] * command.has_variables]
-    meaning = f"{flag.meaning} ({'; '.join(known)})".replace("%", "%%")
-    if flag.kind is bool:
-        parser.add_argument(f"--{name}", action="store_true", help=meaning)
-    else:
-        reader = functools.partial(_value, flag)
-        parser.add_argument(f"--{name}", type=reader, metavar=flag.metavar, help=meaning)
 
 
 def _default(flag: Flag, default: Any) -> str:
@@ -227,28 +227,23 @@ def _default(flag: Flag, default: Any) -> str:
     return f"default: {default}" + (f", none: {flag.absent}" if flag.absent else "")
 
 
-def _value(flag: Flag, text: str) -> Any:
-    """From the text of a value to the value. ArgumentTypeError says what is wrong."""
+def _value(flag: Flag, shown: str, text: str) -> Any:
+    """From the text of a value to the value. UsageError says what is wrong; `shown`: with what."""
     if flag.kind is str:
         if not text and flag.metavar != "TEXT":  # "$UNSET" must not mean the demo model
-            raise argparse.ArgumentTypeError("'' names nothing: leave it out, or give a value")
+            raise UsageError(f"{shown}: '' names nothing: leave it out, or give a value")
         return text  # "42" and "3.1" stay texts
     if flag.kind is bool:
         if text.lower() not in _BOOLS:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+            raise UsageError(f"{shown}: {text!r} is neither true nor false")
         return _BOOLS[text.lower()]
     if text.lower() == "none" and flag.absent:
         return None
     try:
         return flag.kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {_KINDS[flag.kind]}") from None
-
-
-def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The words before a lone `--`, and those after it, which are no flags whatever they are."""
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    except ValueError as e:
+        why = f"{text!r} is not {_KINDS[flag.kind]}" if flag.kind in _KINDS else e
+        raise UsageError(f"{shown}: {why}") from None
 
 
 def _with_underscores(word: str) -> str:
@@ -259,34 +254,5 @@ def _with_underscores(word: str) -> str:
     return f"--{name[2:].replace('-', '_')}{equals}{value}"
 
 
-def _place(options: dict[str, Any], command: Command, words: Sequence[str]) -> None:
-    """Give the words that are no flags to the positional names, in order."""
-    names = command.positional
-    if len(words) > len(names):
-        raise UsageError(f"{words[len(names)]!r} is one word too many; {_remedy(command)}")
-    for name, word in zip(names, words, strict=False):
-        if name in options:
-            raise UsageError(f"{_shown(name, command)} is given twice: {word!r} and --{name}")
-        options[name] = _named_value(name, word, command, _shown(name, command))
-
-
-def _from_environment(name: str, command: Command, environ: Mapping[str, str]) -> Any:
-    text = environ.get(variable(name), "") if command.has_variables else ""
-    if not text:
-        return command.defaults[name]
-    return _named_value(name, text, command, variable(name))
-
-
-def _named_value(name: str, text: str, command: Command, shown: str) -> Any:
-    try:
-        return _value(command.flags[name], text)
-    except argparse.ArgumentTypeError as e:
-        raise UsageError(f"{shown}: {e}") from None
-
-
 def _remedy(command: Command) -> str:
     return "--help shows an example" if command.examples else "--help lists the flags"
-
-
-def _shown(name: str, command: Command) -> str:
-    return command.flags[name].metavar if name in command.positional else f"--{name}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import llama
-from llama.cli.environment_checks import Fact
+from llama.cli.environment_checks import Fact, problem
 from llama.device import free_bytes
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel, exchange
@@ -41,14 +41,13 @@ def report(
             timings = ", ".join(_timing(size, s) for size, s in seconds.items())
             yield Fact("all-reduce", f"{name}: {timings}")
     except ValueError as e:
-        yield Fact("ranks", str(e), problem=True)
+        yield problem("ranks", str(e))
     except RuntimeError as e:  # of torch's stores and groups, whose kinds have no common name
-        yield Fact(
+        yield problem(
             "ranks",
             f"they cannot talk to each other ({str(e).splitlines()[0]}): open the ports that the "
             "kernel hands out (net.ipv4.ip_local_port_range) between the machines, or name the "
             "interface that they share by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
-            problem=True,
         )
 
 
@@ -85,7 +84,7 @@ def _problems_elsewhere(records: list[dict]) -> Iterator[Fact]:
         for name, text in record["problems"]:
             if (name, text) not in known:
                 known.add((name, text))
-                yield Fact(name, f"rank {rank} on {record['host']}: {text}", problem=True)
+                yield problem(name, f"rank {rank} on {record['host']}: {text}")
 
 
 def _unlike(records: list[dict]) -> Iterator[Fact]:
@@ -101,19 +100,13 @@ def _unlike(records: list[dict]) -> Iterator[Fact]:
             text = f"{each}: the CPUs or compilers are unlike, and the slowest sets the pace"
             yield Fact(name, text)
         else:
-            yield Fact(name, f"unlike on the ranks: {each}; install one version", problem=True)
+            yield problem(name, f"unlike on the ranks: {each}; install one version")
 
 
 def _timing(size: int, seconds: float) -> str:
     name = f"{size >> 10} KB" if size < 1 << 20 else f"{size >> 20} MB"
     rate = "" if size < 64 << 10 else f" ({size / seconds / 1e9:.2g} GB/s)"
-    return f"{name} in {_time(seconds)}{rate}"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{name} in {seconds * 1e3:.3g} ms{rate}"
 
 
 def gather_texts(parallel: ModelParallel, text: str) -> list[str]:

@@ -1,8 +1,8 @@
 """What the ranks of a group do together: sum, gather, broadcast, agree, compare.
 
 In: the process groups and the shared memory that groups.py made. Out: a `ModelParallel`, the handle
-by which a rank reduces, gathers and agrees with its peers, and a `SharedCounter` for replicas. Only
-tensors of a fixed layout cross ranks: never pickles. It must not know how the groups came to be.
+by which a rank reduces, gathers and agrees with its peers. Only tensors of a fixed layout cross
+ranks: never pickles. It must not know how the groups came to be.
 """
 
 import contextlib
@@ -143,21 +143,6 @@ class ModelParallel:
         if self.shared is not None and is_same:
             return self.shared.exchange
         return functools.partial(exchange, group)
-
-
-class SharedCounter:
-    """Numbers from 0 on, each given once: by it, the first ranks of the replicas share work out."""
-
-    def __init__(self, parallel: ModelParallel, name: str) -> None:
-        self._parallel = parallel
-        self._name = name
-        self._next = 0  # of a process alone
-
-    def take(self, count: int) -> int:
-        """The first of `count` numbers in a row that nobody else gets."""
-        first, self._next = self._next, self._next + count
-        store = self._parallel.store
-        return first if store is None else store.add(self._name, count) - count
 
 
 def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:

@@ -10,7 +10,24 @@ import inspect
 from collections.abc import Callable
 
 from bench.run import Bench
-from llama.cli.flags import Command, Flag, numbers, whole_numbers
+from llama.cli.flags import Command, Flag
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """A flag with several values: "1,8" -> (1, 8)."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not whole numbers with commas between them") from None
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """A flag with several values: "0.5,8" -> (0.5, 8.0)."""
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not numbers with commas between them") from None
+
 
 FLAGS = {
     "batches": Flag(whole_numbers, "N,N", "batch sizes"),

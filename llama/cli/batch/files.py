@@ -126,10 +126,9 @@ class Results:
         try:
             # A second job fails here: its first rank needs the lock alone, and all ranks of this
             # job hold it together until the job ends.
-            self._lock_job(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
+            self._lock((fcntl.LOCK_EX if first else fcntl.LOCK_SH) | fcntl.LOCK_NB, _JOB_LOCK)
             self._size = self._read(max_lines)  # whole records only; the file must not shrink below
-            if first:
-                self._lock_job(fcntl.LOCK_SH)
+            self._lock(fcntl.LOCK_SH | fcntl.LOCK_NB, _JOB_LOCK)
         except BaseException:
             self._file.close()
             raise
@@ -178,9 +177,8 @@ class Results:
 
     def close(self) -> None:
         """Close the file once its content is on the disk, safe from a power failure."""
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
     def _check_same_file(self) -> None:
         try:
@@ -196,15 +194,6 @@ class Results:
             "change it, and run again with --resume to do what is missing"
         )
 
-    def _lock_job(self, kind: int) -> None:
-        """Take the job lock: LOCK_EX on the first rank, then LOCK_SH on all ranks."""
-        try:
-            self._lock(kind | fcntl.LOCK_NB, _JOB_LOCK)
-        except (BlockingIOError, PermissionError):
-            raise ValueError(
-                f"{self.path} is being written by another job: wait until it ends, or stop it"
-            ) from None
-
     @contextmanager
     def _write_lock(self) -> Iterator[None]:
         self._lock(fcntl.LOCK_EX, _WRITE_LOCK)
@@ -214,11 +203,14 @@ class Results:
             self._lock(fcntl.LOCK_UN, _WRITE_LOCK)
 
     def _lock(self, kind: int, byte: int) -> None:
+        """ValueError where a lock that is not waited for, that of the job, is another job's."""
         try:
             _lock_byte(self._file.fileno(), kind, byte)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(
+                f"{self.path} is being written by another job: wait until it ends, or stop it"
+            ) from None
         except OSError as e:
-            if e.errno in (errno.EACCES, errno.EAGAIN):
-                raise
             if not self._first:  # one rank alone can work without locks
                 why = "this file system has no locks, which several ranks need: write elsewhere"
                 raise OSError(e.errno, why, self.path) from None
@@ -256,15 +248,8 @@ class Results:
         OSError, and nothing is cut, if the records that this rank knows of are no longer there.
         """
         size = end = self._file.seek(0, os.SEEK_END)
-        block = 1  # nearly always, the last byte is a line end
-        while end:
-            start = max(0, end - block)
-            self._file.seek(start)
-            at = self._file.read(end - start).rfind(b"\n")
-            if at >= 0:
-                end = start + at + 1
-                break
-            end, block = start, 1 << 16
+        while end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+            end -= 1
         if end < self._size:
             raise self._changed(f"was cut from {self._size} to {size} bytes")
         if end < size:

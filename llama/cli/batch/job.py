@@ -11,15 +11,13 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import answer_record, read_request
-from llama.cli.batch.loop import BatchReport as BatchReport
-from llama.cli.batch.loop import Loop
+from llama.cli.batch.loop import BatchReport, Loop, Take, own_counters
 from llama.generation import Llama
-from llama.ranks.collectives import SharedCounter
+from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.openai.request import OpenAIRequest
@@ -55,33 +53,39 @@ def run_batch(
     """
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     parallel = llama.llm_engine.parallel
-    shows = progress and parallel.global_rank == 0
     with _open_files(llama, in_path, out_path, resume) as (file, results):
         num_done = results.num_done
 
-        def work() -> tuple[int, int]:
-            # All replicas make their n-th job together, so it gets the same number on each.
-            job = SharedCounter(parallel, "batch").take(1) // parallel.data_size
-            loop = Loop(
-                EngineAnswers(llama, defaults, model),
-                file,
-                results,
-                defaults,
-                seed=llama.seed,
-                shows=shows,
-                count=lambda name: SharedCounter(parallel, f"batch-{job}/{name}"),
-                num_replicas=parallel.data_size,
-            )
-            with closing(loop):
-                loop.run()
-            return loop.tally.sums["written"], loop.tally.sums["failed"]
+        def work() -> BatchReport:
+            take = _counters(parallel)
+            answers = EngineAnswers(llama, defaults, model)
+            with closing(answers):
+                loop = Loop(
+                    answers, file, results, defaults, seed=llama.seed, take=take,
+                    shows=progress and parallel.global_rank == 0, num_replicas=parallel.data_size,
+                )  # fmt: skip
+                return loop.run()
 
         counts = struct.pack("qq", *(llama.lead(work) or (0, 0)))
-        written, failed = struct.unpack("qq", parallel.broadcast_bytes(counts))
+        report = BatchReport(*struct.unpack("qq", parallel.broadcast_bytes(counts)))
         with parallel.agree("the results", world=True):
             if parallel.global_rank == 0:
-                results.check_written(num_done + written)
-    return BatchReport(written, failed + results.failed)
+                results.check_written(num_done + report.written)
+    return report
+
+
+def _counters(parallel: ModelParallel) -> Take:
+    """Those of this job, in the store of all ranks."""
+    store = parallel.store
+    if store is None:
+        return own_counters()
+    # All replicas make their n-th job together, so it gets the same number on each.
+    job = (store.add("batch", 1) - 1) // parallel.data_size
+
+    def take(name: str, amount: int) -> int:
+        return store.add(f"batch-{job}/{name}", amount) - amount
+
+    return take
 
 
 @contextmanager
@@ -108,24 +112,15 @@ def _open_files(
         pass  # no rank has the output open any more: the next job can lock it
 
 
-@dataclass(frozen=True)
-class _Running:
-    line: Line
-    custom_id: str
-    body: OpenAIRequest
-    request: Request
-
-
 class EngineAnswers:
     """Lines answered by the engine of this process, as many at once as its batch has room for."""
 
     def __init__(self, llama: Llama, defaults: SamplingParams, model: str) -> None:
         self.llama = llama
         self.engine = llama.llm_engine
-        self.tool_format = llama.tool_format
         self.defaults = defaults
         self.model = model
-        self.running: dict[str, _Running] = {}
+        self.running: dict[str, tuple[Line, str, OpenAIRequest, Request]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +128,7 @@ class EngineAnswers:
 
     @property
     def has_room(self) -> bool:
-        num_answers = sum(len(running.request.answers) for running in self.running.values())
+        num_answers = sum(len(request.answers) for *_, request in self.running.values())
         return num_answers < self.llama.model.params.max_batch_size
 
     @property
@@ -142,31 +137,27 @@ class EngineAnswers:
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         body = read_request(fields, self.defaults)
-        prompt: str | list[int]
+        name, tool_format = f"line-{line.number}", self.llama.tool_format
         if body.chat:
-            prompt = body.chat_ids(self.llama.tokenizer, self.tool_format)
-            params = body.chat_params(self.tool_format)
+            prompt = body.chat_ids(self.llama.tokenizer, tool_format)
+            request = self.engine.prepare(name, prompt, body.chat_params(tool_format))
         else:
-            prompt, params = body.prompts[0], body.params
-        name = f"line-{line.number}"
-        request = self.engine.prepare(name, prompt, params)
+            request = self.engine.prepare(name, body.prompts[0], body.params)
         if request.seed is None:  # as if all lines were one call: resuming changes no answer
             request.set_seed(derived_seed(self.llama.seed, line.number - 1))
         self.engine.submit([request])
-        self.running[name] = _Running(line, custom_id, body, request)
+        self.running[name] = line, custom_id, body, request
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """One step of the engine. Its records are written before the next one."""
         return [self._record(output) for output in self.engine.step() if output.finished]
 
     def close(self) -> None:
+        """Drop what is not finished."""
         for request_id in self.running:
             self.engine.abort_request(request_id)
 
     def _record(self, output: RequestOutput) -> tuple[Line, dict[str, Any]]:
-        running = self.running.pop(output.request_id)
-        line, tokenizer = running.line, self.llama.tokenizer
-        record = answer_record(
-            running.custom_id, line.number, running.body, output, tokenizer, self.model
-        )
-        return line, record
+        line, custom_id, body, _ = self.running.pop(output.request_id)
+        tokenizer = self.llama.tokenizer
+        return line, answer_record(custom_id, line.number, body, output, tokenizer, self.model)

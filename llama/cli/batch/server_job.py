@@ -15,7 +15,7 @@ from typing import Any
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import checked_body, error_record, response_record, target
-from llama.cli.batch.loop import BatchReport, Loop
+from llama.cli.batch.loop import BatchReport, Loop, own_counters
 from llama.cli.client import Client, Reply, ServerError, usage_of, with_retries
 from llama.ranks.signals import SIGNALS, stop_requested
 from llama.requests.request import derived_seed
@@ -62,15 +62,15 @@ def run_server_batch(
         answers = ServerAnswers(
             client, defaults, name, seed=seed, concurrency=concurrency, retry_s=retry_s
         )
-        results = Results(out_path, max_lines=os.fstat(file.fileno()).st_size)
-        with closing(results):
+        size = os.fstat(file.fileno()).st_size
+        with closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
-            loop = Loop(answers, file, results, defaults, seed=seed, shows=progress)
-            with closing(loop):
-                loop.run()
-            written, failed = loop.tally.sums["written"], loop.tally.sums["failed"]
-            results.check_written(num_done + written)
-            return BatchReport(written, failed + results.failed)
+            loop = Loop(
+                answers, file, results, defaults, seed=seed, shows=progress, take=own_counters()
+            )
+            report = loop.run()
+            results.check_written(num_done + report.written)
+            return report
 
 
 class ServerAnswers:
@@ -122,9 +122,6 @@ class ServerAnswers:
         done, _ = self._client.run(wait)
         answers = [(*self._running.pop(task), task) for task in done]
         return [record for answer in answers if (record := self._record(*answer)) is not None]
-
-    def close(self) -> None:
-        """What runs is dropped with the client."""
 
     def _is_too_late(self) -> bool:
         """Whether what still runs is left to a later job: a signal came, and the time is over."""

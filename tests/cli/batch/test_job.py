@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +26,9 @@ from helpers.launch import PROGRAMS, REPO, environment
 from llama import Llama
 from llama.cli import main
 from llama.cli.batch.files import Results, read_lines
-from llama.cli.batch.job import BatchReport, run_batch
+from llama.cli.batch.job import run_batch
 from llama.cli.batch.lines import MAX_LINE
-from llama.cli.batch.loop import Loop
+from llama.cli.batch.loop import BatchReport, Loop
 
 WORDS = "one two three four five six seven eight nine ten".split()
 SIZES = ["--max_seq_len", "128", "--max_batch_size", "4", "--dtype", "fp32", "--device", "cpu"]
@@ -309,7 +308,7 @@ def test_the_last_sums_of_a_replica_are_read():
     posts = iter([{"finished": 2}, {"written": 90}])
     job = object.__new__(Loop)
     job.num_replicas = 2
-    job.tally = SimpleNamespace(sums=sums)  # type: ignore[assignment]
+    job.sums = sums
     job._post = lambda **counts: sums.update(next(posts))  # type: ignore[method-assign]
     job._wait_for_replicas()
     assert sums["written"] == 90
