@@ -97,13 +97,6 @@ def chosen_by(kind: Callable[[Any], str | None], words: str) -> Discriminator:
     return Discriminator(kind, custom_error_type="not_chosen", custom_error_message=words)
 
 
-def _one_or_list(value: Any) -> str | None:
-    return "list" if isinstance(value, list) else "one" if isinstance(value, str) else None
-
-
-ONE_OR_LIST = chosen_by(_one_or_list, " must be a string, or a list of at least one")
-
-
 def read_as(adapter: TypeAdapter[_T], given: Any, root: str = "") -> _T:
     """What is given, as this type; `FieldError` where it is none. root: its name, where it is a
     part of a body."""

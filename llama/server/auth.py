@@ -14,8 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama.server.encoding import JsonResponse
-from llama.server.errors import ApiError, log_refusal
-from llama.server.protocol import MAX_HEADER_BYTES, too_large
+from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, log_refusal
 
 _OPEN = {"/health", "/ready"}  # a load balancer has no key
 _PAGE = "/"
@@ -57,7 +56,7 @@ class AuthAndLimits:
 
     def _check(self, path: str, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-            raise too_large()
+            raise headers_too_large()
         if self._loopback:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if host.lower() not in _LOOPBACK:

@@ -25,6 +25,7 @@ _TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
+MAX_HEADER_BYTES = 64 * 1024
 _ANTHROPIC_PATH = "/v1/messages"
 
 
@@ -136,6 +137,10 @@ def broken() -> ApiError:
 
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down: send the request again", retry_after=5)
+
+
+def headers_too_large() -> ApiError:
+    return ApiError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer")
 
 
 def log_refusal(request_id: str, method: str, path: str, error: ApiError) -> None:

@@ -1,11 +1,14 @@
-"""Figures of the server in Prometheus's format, with names close to vLLM's.
+"""What the server says of its requests: a line in the log, and figures in Prometheus's format.
 
 In: what the service notes of its requests, and the engine's own counters when somebody asks. Out:
-the text of /metrics. Each server has a registry of its own: nothing is global.
+log lines, which never have the text of a request, and the text of /metrics, with names close to
+vLLM's. Each server has a registry of its own: nothing is global.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -18,23 +21,51 @@ from prometheus_client.registry import Collector
 
 from llama.generation import Llama
 from llama.ranks.collectives import ModelParallel
-from llama.requests.request import RequestOutput
-from llama.server.active import ActiveRequest
+from llama.requests.request import Answer, Request, RequestOutput
 
+log = logging.getLogger("llama.server")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _KEPT = 0.9  # of the average of request times, at each request
 
 
-class Metrics:
-    """The figures of one server. llama: the model, once there is one. num_unfinished: sequences
-    that run or wait."""
+@dataclass(eq=False)
+class ActiveRequest:
+    """One HTTP request that the engine works for. came: when the last output of a prompt did."""
 
-    def __init__(
-        self, llama: Callable[[], Llama | None], num_unfinished: Callable[[], int]
-    ) -> None:
+    request_id: str
+    requests: list[Request]
+    began: float = field(default_factory=time.monotonic)
+    came: dict[int, float] = field(default_factory=dict)
+    first_token_s: float | None = None
+    status: int = 200
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [answer for request in self.requests for answer in request.answers]
+
+    def log(self) -> None:
+        """The line of a request that has ended."""
+        firsts = [request.answers[0].sequence for request in self.requests]
+        log.info(
+            "%s: %d, %d prompt tokens (%d cached), %d generated, ended by %s, first after %s, "
+            "%.3f s",
+            self.request_id,
+            self.status,
+            sum(seq.num_prompt for seq in firsts),
+            sum(seq.num_cached for seq in firsts),
+            sum(answer.num_read for answer in self.answers),
+            ",".join(dict.fromkeys(str(answer.finish_reason) for answer in self.answers)),
+            "no token" if self.first_token_s is None else f"{self.first_token_s:.3f} s",
+            time.monotonic() - self.began,
+        )
+
+
+class Metrics:
+    """The figures of one server."""
+
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Engine(llama, num_unfinished))
         self.recent_seconds = 1.0  # that a request took, a moving average
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
@@ -59,8 +90,14 @@ class Metrics:
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
 
+    def add_engine(self, llama: Llama, num_unfinished: Callable[[], int]) -> None:
+        """num_unfinished: sequences that run or wait."""
+        self.registry.register(_Engine(llama, num_unfinished))
+
     def token_came(self, active: ActiveRequest, output: RequestOutput) -> None:
         now = time.monotonic()
+        if not active.came:
+            active.first_token_s = now - active.began
         if output.index in active.came:
             self.inter_token_latency.observe(now - active.came[output.index])
         else:
@@ -84,46 +121,33 @@ class Metrics:
 class _Engine(Collector):
     """What the engine counts itself, read when it is asked for."""
 
-    def __init__(
-        self, llama: Callable[[], Llama | None], num_unfinished: Callable[[], int]
-    ) -> None:
+    def __init__(self, llama: Llama, num_unfinished: Callable[[], int]) -> None:
         self._llama = llama
         self._num_unfinished = num_unfinished
 
-    def describe(self) -> list[Metric]:
-        return []  # so that `collect` is not called before there is an engine
-
     def collect(self) -> Iterator[Metric]:
-        llama = self._llama()
-        if llama is None:
-            return
-        core = llama.engine
-        scheduler, stats = core.scheduler, core.stats
-
-        def gauge(name: str, what: str, value: float) -> Metric:
-            return GaugeMetricFamily(f"llama:{name}", what, value=value)
-
+        core = self._llama.engine
+        scheduler, pool, stats = core.scheduler, core.scheduler.pool, core.stats
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
         running = len(scheduler.running)
-        yield gauge("num_requests_running", "Sequences in the batch.", running)
         waiting = max(0, self._num_unfinished() - running)
-        yield gauge("num_requests_waiting", "Sequences that wait.", waiting)
-        pool = scheduler.pool
         usage = 1 - pool.num_free / pool.num_pages
-        yield gauge("kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it.", usage)
-
-        def counter(name: str, what: str, value: float) -> Metric:
-            return CounterMetricFamily(f"llama:{name}", what, value=value)
-
-        yield counter("num_preemptions", "Sequences put back.", scheduler.num_preemptions)
-        yield counter("prompt_tokens", "Prompt tokens, without cached ones.", stats.prompt_tokens)
-        yield counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
+        for kind, name, what, value in (
+            (gauge, "num_requests_running", "Sequences in the batch.", running),
+            (gauge, "num_requests_waiting", "Sequences that wait.", waiting),
+            (gauge, "kv_cache_usage_perc", "Part of the KV cache in use; 1 is all of it.", usage),
+            (counter, "num_preemptions", "Sequences put back.", scheduler.num_preemptions),
+            (counter, "prompt_tokens", "Prompt tokens, without cached ones.", stats.prompt_tokens),
+            (counter, "generation_tokens", "Generated tokens.", stats.generated_tokens),
+        ):
+            yield kind(f"llama:{name}", what, value=value)
         seconds = stats.prompt_seconds + stats.generate_seconds
         yield SummaryMetricFamily(
             "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds
         )
         what = "1 for a rank that can go on, 0 for one that is gone."
         alive = GaugeMetricFamily("llama:rank_alive", what, labels=["rank"])
-        for rank, is_alive in enumerate(_ranks_alive(llama.model.parallel)):
+        for rank, is_alive in enumerate(_ranks_alive(self._llama.model.parallel)):
             alive.add_metric([str(rank)], is_alive)
         yield alive
 

@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
-from llama.server.protocol import MAX_HEADER_BYTES, bounded_protocol
+from llama.server.encoding import to_json
+from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
 from llama.server.service import Limits, Service
 
 _POLL_S = 0.05
@@ -54,20 +56,18 @@ class Server:
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 make_app(self.service, api_keys=api_keys, loopback=loopback),
-                http=bounded_protocol(),
+                http=BoundedProtocol,
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=int(_LAST_WORDS_S),
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
-        self._thread = threading.Thread(target=self._serve, name="llama-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, args=([self._socket],), name="llama-http", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
-
-    def _serve(self) -> None:
-        self._uvicorn.run(sockets=[self._socket])
 
     def open(self, llama: Llama) -> None:
         """Requests may come."""
@@ -114,6 +114,42 @@ class Server:
         self._uvicorn.should_exit = True
         if self._thread.is_alive():
             self._thread.join(2 * _LAST_WORDS_S)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Ends a connection whose headers go on beyond the limit: uvicorn limits them where h11 reads
+    them, and not where httptools does, so that a client could send them without end, before any
+    check. Headers that come to their end in fewer reads are counted by `AuthAndLimits`."""
+
+    _is_in_head = False
+    _num_head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._num_head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head and not self.transport.is_closing():
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEADER_BYTES:
+                self.transport.write(_last_response(headers_too_large()))
+                self.transport.close()
+
+
+def _last_response(error: ApiError) -> bytes:
+    """The last bytes of a connection; its path is not known for sure, so the form is OpenAI's."""
+    body = to_json(error.body())
+    head = (
+        f"HTTP/1.1 {error.status} Request Header Fields Too Large\r\n"
+        "content-type: application/json\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 @contextmanager

@@ -5,6 +5,7 @@ two, a body of any API is the same request.
 """
 
 import asyncio
+import time
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -99,4 +100,4 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
 
 
 def _meta(service: Service, http: Request) -> ResponseMeta:
-    return ResponseMeta(http.state.request_id, service.model_name, service.now())
+    return ResponseMeta(http.state.request_id, service.model_name, int(time.time()))

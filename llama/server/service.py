@@ -21,9 +21,8 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.prepare import ContextLengthError
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
-from llama.server.active import ActiveRequest
 from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
-from llama.server.metrics import Metrics
+from llama.server.metrics import ActiveRequest, Metrics
 
 _PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
@@ -63,14 +62,15 @@ class Service:
         self.state = State.LOADING
         self.created = int(time.time())
         self.num_active = 0  # sequences that were let in and whose requests have not ended
-        self._active: dict[int, ActiveRequest] = {}
-        self.metrics = Metrics(lambda: self.llama, lambda: self.num_unfinished)
+        self._active: set[ActiveRequest] = set()
+        self.metrics = Metrics()
         self.llama: Llama | None = None
         self.engine: AsyncLLMEngine | None = None
 
     def start(self, llama: Llama) -> None:
         """The model is loaded: requests may come."""
         self.llama, self.engine = llama, AsyncLLMEngine(llama)
+        self.metrics.add_engine(llama, self._num_unfinished)
         self.state = State.READY
 
     def drain(self) -> None:
@@ -93,10 +93,10 @@ class Service:
         if self.engine is not None:
             self.engine.engine.close()
 
-    @property
-    def num_unfinished(self) -> int:
+    def _num_unfinished(self) -> int:
         """Sequences that run or wait."""
-        return sum(active.num_unfinished for active in list(self._active.values()))
+        answers = [answer for active in list(self._active) for answer in active.answers]
+        return sum(answer.finish_reason is None for answer in answers)
 
     def loaded(self) -> Llama:
         """The model; ApiError 503 while there is none, or when requests are no longer taken."""
@@ -110,14 +110,6 @@ class Service:
     def tool_format(self) -> ToolFormat:
         """The one given, else that of the checkpoint's generation."""
         return self._tool_format or self.loaded().tool_format
-
-    def now(self) -> int:
-        """Seconds since 1970, for the bodies of responses."""
-        return int(time.time())
-
-    @property
-    def max_running(self) -> int:
-        return self.loaded().model.params.max_batch_size
 
     async def prepare(
         self,
@@ -158,7 +150,8 @@ class Service:
 
     def _check_room(self, count: int) -> None:
         """ApiError 503 where the queue has no room for so many sequences."""
-        room = self.max_running + self.limits.max_queue - self.num_active
+        max_running = self.loaded().model.params.max_batch_size
+        room = max_running + self.limits.max_queue - self.num_active
         if count > room and self.num_active:
             self.metrics.refused.inc()
             raise ApiError(
@@ -171,11 +164,11 @@ class Service:
     def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
         """While it is open, the requests count as running or waiting; ApiError 503 where the queue
         is full."""
-        count = sum(len(request.answers) for request in requests)
+        active = ActiveRequest(request_id, requests)
+        count = len(active.answers)
         self._check_room(count)
         self.num_active += count
-        active = ActiveRequest(request_id, requests)
-        self._active[id(active)] = active
+        self._active.add(active)
         try:
             yield active
         except ApiError as e:
@@ -183,7 +176,7 @@ class Service:
             raise
         finally:
             self.num_active -= count
-            del self._active[id(active)]
+            self._active.remove(active)
             self.metrics.finish(active)
             active.log()
 
@@ -200,50 +193,38 @@ class Service:
         long, or the server ends.
         """
         assert self.engine is not None
-        stream = self.engine.stream(requests)
         with self._admitted(requests, request_id) as active:
-            async with contextlib.aclosing(stream) as outputs:
-                async for output in self._watched(outputs, active):
-                    yield output
+            try:
+                async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
+                    yield self._checked(await self._first(outputs), active)
+                    async for output in outputs:
+                        yield self._checked(output, active)
+            except ApiError:
+                raise
+            except Exception:
+                if self.state is not State.BROKEN:  # the first of those that were in the step
+                    self.state = State.BROKEN
+                    log.exception("a step failed: the server ends")
+                raise broken() from None
 
-    async def _watched(
-        self, outputs: AsyncGenerator[RequestOutput, None], active: ActiveRequest
-    ) -> AsyncGenerator[RequestOutput, None]:
-        try:
-            yield await self._first(outputs, active)
-            async for output in outputs:
-                self._check(output, active)
-                yield output
-        except ApiError:
-            raise
-        except Exception:
-            if self.state is not State.BROKEN:  # the first of those that were in the step
-                self.state = State.BROKEN
-                log.exception("a step failed: the server ends")
-            raise broken() from None
-
-    async def _first(
-        self, outputs: AsyncGenerator[RequestOutput, None], active: ActiveRequest
-    ) -> RequestOutput:
+    async def _first(self, outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
         try:
             async with asyncio.timeout(self.limits.max_wait_s):
-                output = await anext(outputs)
+                return await anext(outputs)
         except TimeoutError:
             raise ApiError(
                 503,
                 f"no token came within {self.limits.max_wait_s:.0f} s: try again later",
                 retry_after=self._seconds_of_queue(),
             ) from None
-        active.first_token_s = time.monotonic() - active.began
-        self._check(output, active)
-        return output
 
-    def _check(self, output: RequestOutput, active: ActiveRequest) -> None:
+    def _checked(self, output: RequestOutput, active: ActiveRequest) -> RequestOutput:
         self.metrics.token_came(active, output)
         if output.error is not None:
             raise ApiError(500, output.error)
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
             raise broken() if self.state is State.BROKEN else shutting_down()
+        return output
 
 
 def _too_long(error: ContextLengthError, fields: ErrorFields) -> ApiError:

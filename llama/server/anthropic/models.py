@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from llama.checks import FieldError
 from llama.prompts.chat import JsonSchema
-from llama.prompts.fields import ONE_OR_LIST, Fields, said
+from llama.prompts.fields import Fields, said
 from llama.prompts.tools import (
     MOST_TOOLS,
     Function,
@@ -63,12 +63,8 @@ class ToolUse(_Block):
     caller: DirectCaller | None = None
 
 
-_Texts = Annotated[list[TextBlock], Field(min_length=1, fail_fast=True)]
-_Text = Annotated[Annotated[str, Tag("one")] | Annotated[_Texts, Tag("list")], ONE_OR_LIST]
-_Result = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("list")],
-    ONE_OR_LIST,
-]
+_LIST: Any = Field(min_length=1, fail_fast=True)
+_Text = str | Annotated[list[TextBlock], _LIST]
 
 
 class ToolResult(_Block):
@@ -76,7 +72,7 @@ class ToolResult(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Result | None = None
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
     def value(self) -> Any:
@@ -102,21 +98,16 @@ _UserBlock = Annotated[TextBlock | ToolResult, Field(discriminator="type")]
 _AnswerBlock = Annotated[
     TextBlock | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
 ]
-_LIST: Any = Field(min_length=1, fail_fast=True)
 
 
 class UserMessage(Fields):
     role: Literal["user"]
-    content: Annotated[
-        Annotated[str, Tag("one")] | Annotated[list[_UserBlock], _LIST, Tag("list")], ONE_OR_LIST
-    ]
+    content: str | Annotated[list[_UserBlock], _LIST]
 
 
 class AssistantMessage(Fields):
     role: Literal["assistant"]
-    content: Annotated[
-        Annotated[str, Tag("one")] | Annotated[list[_AnswerBlock], _LIST, Tag("list")], ONE_OR_LIST
-    ]
+    content: str | Annotated[list[_AnswerBlock], _LIST]
 
 
 class SystemMessage(Fields):

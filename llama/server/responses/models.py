@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from llama.prompts.chat import JsonSchema
-from llama.prompts.fields import ONE_OR_LIST, Fields, chosen_by, said
+from llama.prompts.fields import Fields, chosen_by, said
 from llama.prompts.tools import (
     MOST_TOOLS,
     Function,
@@ -41,8 +41,7 @@ class Part(Fields):
     logprobs: _Nothing | None = None
 
 
-_Parts = Annotated[list[Part], Field(min_length=1, fail_fast=True)]
-_Text = Annotated[Annotated[str, Tag("one")] | Annotated[_Parts, Tag("list")], ONE_OR_LIST]
+_Text = str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
 
 
 class _Item(Fields):
@@ -87,11 +86,7 @@ _Items = Annotated[
         " must be an object of the type 'message', 'function_call' or 'function_call_output'",
     ),
 ]
-_Input = Annotated[
-    Annotated[str, Tag("one")]
-    | Annotated[list[_Items], Field(min_length=1, fail_fast=True), Tag("list")],
-    ONE_OR_LIST,
-]
+_Input = str | Annotated[list[_Items], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionTool(Function):
