@@ -156,7 +156,7 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
         return _make_groups(store, watch, size, world_size, device, timeout_s)
 
 
-def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store, Watch | None]:
+def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store, Watch]:
     """Wait until all ranks have come, and watch them from then on: the store where they met.
 
     RankError where one does not come, and ValueError where they differ in the size of their groups.
@@ -169,18 +169,14 @@ def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store,
         return torch_private.clone_store(opened[0])  # torch may wait in its own
 
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    rendezvous, watch = Rendezvous(peers, world_size, open_store, address, timeout_s), None
-    if sys.platform == "linux":  # it stands on pidfds; elsewhere gloo's own limits end a job
-        first = rank - rank % size
-        watch = Watch(peers, range(first, first + size), rendezvous)
-        watch.meet()
-    else:
-        rendezvous.meet_unwatched()
+    first = rank - rank % size
+    rendezvous = Rendezvous(peers, world_size, open_store, address, timeout_s)
+    watch = Watch(peers, range(first, first + size), rendezvous)
+    watch.meet()
     other = next((p for p in peers.all.values() if p.group_size != size), None)
     if other is None:
         return opened[0], watch
-    if watch is not None:
-        watch.stop()
+    watch.stop()
     low, high = sorted([peers.own, other], key=lambda peer: peer.rank)
     raise ValueError(
         f"model_parallel_size differs: it is {low.group_size} on rank {low.rank}, and "

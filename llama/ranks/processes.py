@@ -29,15 +29,9 @@ def open_process(pid: int) -> int | None:
         return None
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process has this id, also as a zombie. A pidfd says more, where there is one."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        pass
-    return True
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine is gone, or a zombie that nobody has waited for."""
+    return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
 def machine_id() -> str:
@@ -113,6 +107,11 @@ def wait_status(pid: int, pidfd: int) -> int | None:
     (mask,) = struct.unpack_from("Q", info)
     (status,) = struct.unpack_from("i", info, _EXIT_CODE_AT)
     return status if mask & _PIDFD_INFO_EXIT else None
+
+
+def was_killed(status: int | None) -> bool:
+    """Whether a signal ended it, so that it could not say anything."""
+    return status is not None and status & 0x7F != 0
 
 
 def was_terminated(status: int | None) -> bool:

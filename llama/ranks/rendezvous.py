@@ -1,11 +1,11 @@
 """Torch's store as a rank sees it: who has come, who has not, who is silent, and why a job ends.
 
 In: how to open the store, and what this rank says of itself. Out: the other ranks, in `Peers`, and
-a cause to end the job. Each rank keeps one record in the store, and counts up in it (a beat) until
-all have come; then the first rank of each machine goes on, where there are several, as a lost
-machine or network gives no other sign for minutes. A thread talks to the store, since each call may
-block for as long as the network likes; the watch, or whoever waits, asks `failure`. This file
-imports no torch, and knows nothing of groups.
+a cause to end the job. Each rank keeps one record in the store: who it is, a count that goes up
+twice a second (a beat), whether it has left in order, and where it is. One more record says why the
+job ends; the rank that wrote it is the one that tells the user. A thread talks to the store, since
+each call may block for as long as the network likes; the watch asks `failure`. This file imports no
+torch, and knows nothing of groups.
 """
 
 import contextlib
@@ -15,15 +15,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from llama.ranks.errors import NotMetError
 from llama.ranks.peers import PeerInfo, Peers
 
-_T = TypeVar("_T")
-
 TICK_S = 0.5  # between two beats, and two looks of the watch at the clock
-GRACE_S = 1.0  # for a cause to be known, an answer to come, torchrun to end the ranks
+GRACE_S = 1.0  # for the store to answer, a cause to be read, torchrun to end the ranks
 SILENCE_S = 3.0  # then a machine is given up; the job ends within 5 seconds of its death
 POLL_S = 0.05  # between two looks while ranks are still to come
 _CONNECT_S = 2.0
@@ -54,81 +51,96 @@ class Rendezvous:
         """open_store: it may use `wait_for_listener`. address: of the store, for messages.
         limit_s: for all ranks to come."""
         self.peers = peers
+        self.limit_s = limit_s
         self.has_met = threading.Event()
+        self.cause: tuple[str, float] | None = None  # that a rank has claimed, and its grace period
         self.own_state: Callable[[], dict[str, Any] | None] = lambda: None
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_news: Callable[[], None] = lambda: None  # after each look at the store
+        self.read_at = 0.0  # when the last whole look at the store began
         self._world_size = world_size
         self._open_store = open_store
         self._address = address
-        self.limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
         self._store: Store | None = None
         self._prefix = ""
-        self._listens_to = [rank for rank in range(world_size) if rank != peers.own.rank]
-        self._answered: float | None = None  # when the store did last
         self._unreachable = ""  # why nothing listens there, so far
         self._error = ""  # of the store
         self._error_at = 0.0
-        self._cause = ""  # said by another machine
+        self._has_left = False
+        self._is_wanted = threading.Event()  # a look at the store, now
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llama-rendezvous", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def meet_unwatched(self) -> None:
-        """Wait until all have come, where there is no watch. NotMetError where one does not."""
-        self.start()
-        while not self.has_met.wait(POLL_S):
-            if failure := self.failure():
-                raise NotMetError(failure[0])
-        self.close()
-
     def close(self) -> None:
-        """This machine's ranks are done, in order: silence is no failure from now on."""
-        is_talking = self.has_met.is_set() and not self._is_done.is_set()
+        """This rank is done. Where all had met, the others are told that it leaves in order.
+
+        Rank 0, which may hold the store, gives them a moment to read it.
+        """
+        if self.has_met.is_set():
+            self._has_left, began = True, time.monotonic()
+            self._wait(lambda: self.has_read_since(began))
+            if self.peers.own.rank == 0:
+                self._wait(lambda: all(peer.is_over for peer in self.peers.all.values()))
         self._is_done.set()
+        self._is_wanted.set()
         self._thread.join(GRACE_S)
-        if is_talking:
-            self._in_time(lambda store: store.set(self._own_key, self._record(has_left=True)))
 
-    def failure(self) -> tuple[str, bool] | None:
-        """A cause to end the job, and whether another machine has said it already."""
-        if self._cause:
-            return self._cause, True
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        end = time.monotonic() + GRACE_S
+        while not is_true() and not self._error and time.monotonic() < end:
+            self._is_wanted.set()
+            time.sleep(POLL_S / 5)
+
+    def has_read_since(self, then: float) -> bool:
+        """Whether all that the others said before `then` is known, or can no longer be."""
+        self._is_wanted.set()
+        return self.read_at > then or bool(self._error) or time.monotonic() - then > GRACE_S
+
+    def failure(self) -> str:
+        """A cause to end the job that this rank sees in the store; "" while all is well."""
         now = time.monotonic()
-        if self._error and now - self._error_at > GRACE_S:  # it may follow from another's end
-            return self._describe_store(self._error), False
-        if self._is_done.is_set() or self._error:
-            return None
-        if self._answered is not None and now - self._answered > SILENCE_S:
-            return (
-                f"torch's store at {self._address} does not answer: that machine, torchrun on it, "
-                "or the network is gone"
-            ), False
+        if self._error:
+            return self._describe_error(now)
+        if self._is_done.is_set():
+            return ""
+        is_meeting = not self.has_met.is_set()
+        if (
+            self.read_at
+            and now - self.read_at > SILENCE_S
+            and (is_meeting or self.peers.are_spread)
+        ):
+            return self._describe_lost()
         if cause := self._describe_silent(now):
-            return cause, False
-        if not self.has_met.is_set() and now > self._deadline:
-            return self.describe_missing(f"within {self.limit_s:g} s"), False
-        return None
+            return cause
+        if is_meeting and now > self._deadline:
+            return self.describe_missing(f"within {self.limit_s:g} s")
+        return ""
 
-    def claim(self, cause: str) -> bool:
-        """Tell the other machines. False if one of them was first, and has said its own cause."""
-        if self._is_done.is_set() or self._answered is None:
-            return True
-        if time.monotonic() - self._answered > SILENCE_S / 2:
-            return True  # nobody can be told
-        first = self._in_time(lambda store: store.add(self._key("claims"), 1) == 1)
-        if first is not False:
-            self._in_time(lambda store: store.set(self._key("cause"), json.dumps(cause)))
-        return first is not False
+    def claim(self, cause: str, grace_s: float) -> bool:
+        """Whether this rank is to say why the job ends: it is the first that asks the store. Where
+        that does not answer, it is the first of each machine, or of each torchrun.
 
-    def states(self) -> dict[int, dict[str, Any]]:
-        """What the first ranks of the other machines did when they were last heard, but for those
-        that are late: their silence is the cause, if it lasts."""
-        heard = [self.peers.all[rank] for rank in self._listens_to]
-        since = time.monotonic() - 3 * TICK_S
-        return {peer.rank: peer.state for peer in heard if peer.state and peer.heard > since}
+        grace_s: how long the others wait for torchrun to end them.
+        """
+        record = json.dumps([self.peers.own.rank, cause, grace_s])
+        first: list[bytes] = []
+
+        def ask(store: Store) -> None:
+            with contextlib.suppress(RuntimeError):
+                first.append(store.compare_set(self._key("cause"), "", record))
+
+        if self._store is not None and not self._error:
+            asking = threading.Thread(target=ask, args=(self._store,), daemon=True)
+            asking.start()
+            asking.join(SILENCE_S)
+        if first:
+            return first[0].decode() == record
+        if self.read_at or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return self.peers.is_first
+        return os.environ.get("LOCAL_RANK") == "0"
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
         """Wait until something listens there: torch's own wait cannot be broken off.
@@ -150,106 +162,85 @@ class Rendezvous:
 
     def _run(self) -> None:
         try:
-            self._store = self._open_store(self)
-            start = self._store.add(f"llama/starts/{self.peers.own.rank}", 1)
+            store = self._open_store(self)
+            start = store.add(f"llama/starts/{self.peers.own.rank}", 1)
             self._prefix = f"llama/{start}"  # the same on all ranks, and not used before
-            token = self._store.compare_set(self._key("token"), "", os.urandom(8).hex())
-            self.peers.token = token.decode()
-            self._talk(self._store)
+            self._store = store
+            self._talk(store)
         except Exception as error:  # torch's own have no common name; and none may be lost here
             self._error_at = time.monotonic()
             self._error = (str(error) or type(error).__name__).splitlines()[0]
             self.on_news()
 
     def _talk(self, store: Store) -> None:
-        """Beat until all have come; on the first rank of one of several machines, until the end."""
+        """Beat twice a second, when asked to, and when the last one has come."""
         next_beat, every_key = 0.0, [self._key(rank) for rank in range(self._world_size)]
-        while True:
-            try:
-                if time.monotonic() >= next_beat or store.check(every_key):
-                    next_beat = time.monotonic() + TICK_S
-                    self._beat(store)
-                self._answered = time.monotonic()
-            except RuntimeError:  # of torch: the connection is gone
-                if not self.has_met.is_set():
-                    raise  # afterwards `_answered` grows old
-            if len(self.peers.all) + 1 == self._world_size and not self.has_met.is_set():
-                self._listens_to = self._firsts_of_other_machines()
-                if not self._listens_to:
-                    self._is_done.set()
-                self.has_met.set()
+        while not self._is_done.is_set():
+            began = time.monotonic()
+            if began >= next_beat or (not self.has_met.is_set() and store.check(every_key)):
+                next_beat = began + TICK_S
+                self._beat(store)
+                self.read_at = began
+                if len(self.peers.all) + 1 == self._world_size:
+                    self.has_met.set()
                 self.on_news()
-            if self._is_done.wait(TICK_S if self.has_met.is_set() else POLL_S):
-                return
+            if self._is_wanted.wait(TICK_S if self.has_met.is_set() else POLL_S):
+                self._is_wanted.clear()
+                next_beat = 0.0
 
     def _beat(self, store: Store) -> None:
         """Say that this rank is there, and see who else is, and whether one has said a cause."""
-        self.peers.own.beats += 1
-        store.set(self._own_key, self._record())
-        for rank in self._listens_to:
-            if rank in self.peers.all or store.check([self._key(rank)]):
-                self._take(json.loads(store.get(self._key(rank))))
-        if store.check([self._key("cause")]):
-            self._cause = json.loads(store.get(self._key("cause")))
-            self.on_news()
-
-    def _record(self, *, has_left: bool = False) -> str:
         own = self.peers.own
-        return json.dumps([own.introduction(), own.beats, has_left, self.own_state()])
+        own.beats += 1
+        record = [own.introduction(), own.beats, self._has_left, self.own_state()]
+        store.set(self._key(own.rank), json.dumps(record))
+        for rank in range(self._world_size):
+            if rank != own.rank and (rank in self.peers.all or store.check([self._key(rank)])):
+                self._take(json.loads(store.get(self._key(rank))))
+        if self.cause is None and store.check([self._key("cause")]):
+            _, cause, grace_s = json.loads(store.get(self._key("cause")))
+            self.cause = cause, grace_s
 
     def _take(self, record: list[Any]) -> None:
         """What another rank's record says."""
         introduction, beats, has_left, state = record
         peer = self.peers.all.get(introduction[0]) or PeerInfo(*introduction)
+        peer.has_left, peer.state = has_left, state
         if beats != peer.beats:
             peer.beats, peer.heard = beats, time.monotonic()
-        peer.has_left |= has_left
-        peer.state = state
         if peer.rank not in self.peers.all:  # now that it is whole: other threads look at it
             self.peers.add(peer)
-            self.on_news()
-
-    def _firsts_of_other_machines(self) -> list[int]:
-        """What the first rank of a machine listens to; nothing on the other ranks."""
-        if not self.peers.is_first:
-            return []
-        firsts: dict[str, int] = {}
-        for rank, peer in sorted(self.peers.all.items()):
-            firsts.setdefault(peer.machine, rank)
-        return [rank for name, rank in firsts.items() if name != self.peers.own.machine]
 
     def _key(self, name: object) -> str:
         return f"{self._prefix}/{name}"
 
-    @property
-    def _own_key(self) -> str:
-        return self._key(self.peers.own.rank)
+    def _describe_error(self, now: float) -> str:
+        """What the store's error is to the job: nothing for as long as it may follow from the end
+        of a rank, and on one machine, where the ranks see each other without it."""
+        if now - self._error_at < GRACE_S:
+            return ""
+        if not self.has_met.is_set():
+            return self._describe_store(self._error)
+        has_left = 0 in self.peers.all and self.peers.all[0].has_left  # with its store
+        return self._describe_lost() if self.peers.are_spread and not has_left else ""
 
-    def _in_time(self, ask: Callable[[Store], _T]) -> _T | None:
-        """What the store answers; None if it does not within a second."""
-        answers: list[_T] = []
-        store = self._store
-        assert store is not None
-
-        def run() -> None:
-            with contextlib.suppress(RuntimeError):
-                answers.append(ask(store))
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(GRACE_S)
-        return answers[0] if answers else None
+    def _describe_lost(self) -> str:
+        return (
+            f"torch's store at {self._address} does not answer: that machine, torchrun on it, "
+            "or the network is gone"
+        )
 
     def _describe_silent(self, now: float) -> str:
-        """The machine of a rank that is listened to and has not been heard for too long."""
-        others = list(self.peers.all.values())
-        for peer in others:
-            is_heard = peer.rank in self._listens_to and peer.machine != self.peers.own.machine
-            if is_heard and not peer.has_left and now - peer.heard > SILENCE_S:
-                silent = sorted(p.rank for p in others if p.machine == peer.machine)
-                ranks = ", ".join(map(str, silent))
+        """The machine whose ranks have all not been heard for too long."""
+        machines: dict[str, list[PeerInfo]] = {}
+        for _, peer in sorted(self.peers.all.items()):
+            if peer.machine != self.peers.own.machine and not peer.has_left:
+                machines.setdefault(peer.machine, []).append(peer)
+        for there in machines.values():
+            if all(now - peer.heard > SILENCE_S for peer in there):
+                ranks = ", ".join(str(peer.rank) for peer in there)
                 return (
-                    f"{peer.host} (rank {ranks}) was not heard of for {SILENCE_S:g} s: the "
+                    f"{there[0].host} (rank {ranks}) was not heard of for {SILENCE_S:g} s: the "
                     "machine, its processes or the network are gone, or stopped"
                 )
         return ""
@@ -269,7 +260,7 @@ class Rendezvous:
         )
 
     def describe_missing(self, when: str) -> str:
-        if self._answered is None:
+        if not self.read_at:
             return self._describe_store(self._unreachable or f"no answer {when}")
         came = {self.peers.own.rank: self.peers.own, **self.peers.all}
         hosts: dict[str, list[int]] = {}

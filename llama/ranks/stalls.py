@@ -1,7 +1,7 @@
 """A step that does not end: which rank is it that the others wait for?
 
-In: what the ranks of one machine answered when they were asked where they are, and what the first
-ranks of the others said last. Out: the name of the one at fault, or None where all wait alike.
+In: what each rank last said of where it is. Out: the name of the one at fault, or None where all
+wait alike.
 """
 
 import sys
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llama.ranks import processes
-from llama.ranks.peers import PeerInfo, Peers
+from llama.ranks.peers import Peers
+from llama.ranks.rendezvous import SILENCE_S
 
 _WAITING = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "groups.py")}
 
@@ -35,22 +36,24 @@ def stack_of(thread: int | None) -> str:
 
 
 def find_stalled_rank(
-    peers: Peers,
-    group: range,
-    own: dict[str, Any],
-    replies: dict[int, dict[str, Any]],
-    remote: dict[int, dict[str, Any]],
+    peers: Peers, group: range, own: dict[str, Any], overdue: float, read_at: float
 ) -> str | None:
     """Who is elsewhere while others wait, and what it does: "rank 1 on HOST is stopped ...".
 
-    replies: of the ranks of this machine that answered; remote: of the first of other machines.
+    overdue: when this rank's wait reached its limit; only what was heard after it counts. read_at:
+    when the store was last read. Where all are in the same place one may be slow, and nobody is
+    named; a rank of another machine that says nothing is left to the limit of its silence.
     """
-    for peer in peers.local:
-        if peer.rank not in replies:
-            return f"{peer.name} {_silence(peer)}"
-    others = replies | remote
-    states = {peers.own.rank: own} | {r: state for r, state in others.items() if r in group}
-    names = {peers.own.rank: peers.own.name} | {rank: peer.name for rank, peer in peers.all.items()}
+    here = [peer for peer in peers.local if not peer.is_over]
+    for peer in here:
+        if processes.is_stopped(peer.pid):
+            return f"{peer.name} is stopped (by SIGSTOP or a debugger)"
+    silent = [peer for peer in here if peer.heard < overdue]
+    if silent:
+        return f"{silent[0].name} does not respond" if read_at > overdue + SILENCE_S else None
+    heard = [p for p in peers.all.values() if p.rank in group and p.heard > overdue and p.state]
+    states = {peer.rank: peer.state or {} for peer in heard} | {peers.own.rank: own}
+    names = {peers.own.rank: peers.own.name} | {peer.rank: peer.name for peer in heard}
     for rank, state in sorted(states.items()):
         if not state["what"]:
             return f"{names[rank]} is not in a step, but runs other code"
@@ -62,9 +65,3 @@ def find_stalled_rank(
         rank = min(rank for rank, state in states.items() if not state["waits"])
         return f"{names[rank]} is in the step, but does not come to what the others wait for"
     return None
-
-
-def _silence(peer: PeerInfo) -> str:
-    if processes.is_stopped(peer.pid):
-        return "is stopped (by SIGSTOP or a debugger)"
-    return "does not respond"

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from llama.ranks.errors import NotMetError
 from llama.ranks.groups import _meet_all
+from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.stalls import find_stalled_rank
 
 pytestmark = pytest.mark.dist
@@ -171,20 +171,19 @@ def test_idle_is_not_a_stall(ended):
 
 
 def test_a_stall_on_another_machine_is_named():
-    """By what the first rank of that machine last said in torch's store."""
-    own_peer = SimpleNamespace(rank=0, name="rank 0 on a")
-    peers: Any = SimpleNamespace(
-        own=own_peer, local=[], all={1: SimpleNamespace(name="rank 1 on b")}
-    )
+    """By what a rank there last said in torch's store, if that is newer than the stall."""
     own = {"what": "a step", "waits": True, "steps": 4}
     for change, told in (
         ({"waits": False}, "rank 1 on b is in the step, but does not come to"),
         ({"steps": 3}, "rank 1 on b is behind the others, in step 3 of 4"),
         ({"what": ""}, "rank 1 on b is not in a step"),
     ):
-        name = find_stalled_rank(peers, range(2), own, {}, {1: {**own, **change}})
+        peers = Peers(0)
+        peers.all[1] = PeerInfo(1, "b", 1, "b", 2, heard=10.0, state={**own, **change})
+        name = find_stalled_rank(peers, range(2), own, 9.0, 11.0)
         assert name is not None and name.startswith(told)
-        assert find_stalled_rank(peers, range(1), own, {}, {1: {**own, **change}}) is None
+        assert find_stalled_rank(peers, range(1), own, 9.0, 11.0) is None
+        assert find_stalled_rank(peers, range(2), own, 10.5, 11.0) is None
 
 
 def test_a_rank_that_is_stopped_alone_on_its_machine_is_killed_there(ended):

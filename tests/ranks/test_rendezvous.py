@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from llama.ranks import rendezvous as rendezvous_module
-from llama.ranks.errors import NotMetError
 from llama.ranks.peers import Peers
 from llama.ranks.rendezvous import Rendezvous
 
@@ -79,39 +78,24 @@ def test_a_rank_is_whole_when_others_are_told_of_it():
             one.on_news = lambda one=one: failures.append(one.failure())
             one.start()
         assert all(one.has_met.wait(20) for one in found)
-        assert {one.peers.token for one in found} == {found[0].peers.token} != {""}
     assert failures and not any(failures)
 
 
-def test_the_first_ranks_of_machines_hear_one_another_until_they_leave():
+def test_ranks_hear_where_the_others_are_and_why_one_ends_until_they_leave():
     store = DictStore()
     with ranks_of(store, ["a", "a", "b"]) as (zero, one, two):
         zero.own_state = lambda: {"what": "a step", "waits": True, "steps": 3}
         for each in (zero, one, two):
             each.start()
-        wait_until(lambda: two.has_met.is_set() and two.states())
-        assert two.states() == {0: {"what": "a step", "waits": True, "steps": 3}}
-        wait_until(lambda: not one._thread.is_alive())  # it is not the first of its machine
-        assert zero.claim("rank 1 on a failed") and not two.claim("another cause")
-        wait_until(lambda: two.failure())
-        assert two.failure() == ("rank 1 on a failed", True)
-        zero.close()
-        wait_until(lambda: two.peers.all[0].has_left)
-
-
-def test_where_there_is_no_watch_ranks_wait_by_themselves():
-    """On a system without pidfds: until all have come, or with the error of those that did not."""
-    store = DictStore()
-    with ranks_of(store, ["a", "b"]) as (zero, one):
-        other = threading.Thread(target=one.meet_unwatched)
-        other.start()
-        zero.meet_unwatched()
-        other.join(20)
-        assert not zero._thread.is_alive() and one.peers.all.keys() == {0}
-    with ranks_of(DictStore(), ["a"]) as (alone,):
-        alone._world_size, alone._listens_to, alone._deadline = 2, [1], time.monotonic() + 0.3
-        with pytest.raises(NotMetError, match="rank 1 of 2 did not come"):
-            alone.meet_unwatched()
+        wait_until(lambda: two.has_met.is_set() and two.peers.all[0].state)
+        assert two.peers.all[0].state == {"what": "a step", "waits": True, "steps": 3}
+        assert one.claim("rank 1 on a failed", 3.0) and not two.claim("another cause", 1.0)
+        wait_until(lambda: two.cause)
+        assert two.cause == ("rank 1 on a failed", 3.0)
+        one.close()
+        wait_until(lambda: two.peers.all[1].has_left)
+        zero._error = one._error = "gone"  # of the store: the first of each machine speaks
+        assert zero.claim("rank 2 on b failed", 3.0) and not one.claim("rank 2 on b failed", 3.0)
 
 
 def test_what_is_silent_is_named():
@@ -122,13 +106,16 @@ def test_what_is_silent_is_named():
             each.start()
         assert all(each.has_met.wait(20) for each in found)
         found[1]._is_done.set()  # as if it were gone
+        time.sleep(1.5)
+        assert not found[0].failure(), "its machine is there"
+        found[2]._is_done.set()
         wait_until(found[0].failure)
-        assert found[0].failure()[0].startswith("b (rank 1, 2) was not heard of for 1 s: ")
+        assert found[0].failure().startswith("b (rank 1, 2) was not heard of for 1 s: ")
         store.delay_s = 2.0
-        wait_until(lambda: "torch's store at store:1 does not answer" in found[0].failure()[0])
+        wait_until(lambda: "torch's store at store:1 does not answer" in found[0].failure())
     with ranks_of(DictStore(), ["a", "b"], limit_s=0.3) as (zero, one):
         zero.start()
         one._thread = threading.Thread()  # it never comes
         one._thread.start()
         wait_until(zero.failure)
-        assert zero.failure()[0].startswith("rank 1 of 2 did not come to store:1 within 0.3 s; ")
+        assert zero.failure().startswith("rank 1 of 2 did not come to store:1 within 0.3 s; ")

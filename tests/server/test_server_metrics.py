@@ -1,6 +1,7 @@
 """The figures of /metrics: they count what they say, and the dashboard asks for no others."""
 
 import json
+import os
 import re
 import subprocess
 import threading
@@ -102,24 +103,23 @@ def test_a_name_of_a_request_may_come_twice(own_server):
 
 
 def test_a_rank_that_left_or_was_killed_is_not_alive():
-    """As rank 0 sees it: rank 1 is heard to leave, rank 2 is another process, and gone."""
-    zero, one = Peers(0), Peers(1)
+    """As rank 0 sees it: rank 1 said that it leaves, rank 2 is another process, and gone."""
+    zero = Peers(0)
+    own = zero.own
     with subprocess.Popen(["sleep", "60"]) as process:
-        zero.add(PeerInfo(*one.own.introduction()))
-        zero.add(PeerInfo(2, zero.own.host, process.pid, zero.own.machine, "", 3))
-        one.add(PeerInfo(*zero.own.introduction()))
+        zero.add(PeerInfo(1, own.host, os.getpid(), own.machine, 3))
+        zero.add(PeerInfo(2, own.host, process.pid, own.machine, 3))
         watch = Watch(zero, range(3), Rendezvous(zero, 3, Mock(), "", 60.0))
         parallel: Any = SimpleNamespace(size=3, watch=watch)
         assert _ranks_alive(parallel) == [True, True, True]
-        one.tell(kind="left")
-        for told in zero.read():
-            watch._heard(*told)
-        assert zero.newly_gone() == [] and _ranks_alive(parallel) == [True, False, True]
+        zero.all[1].has_left = True
+        zero.note_ends()
+        assert _ranks_alive(parallel) == [True, False, True]
         process.kill()
         process.wait()
-        assert len(zero.newly_gone()) == 1 and _ranks_alive(parallel) == [True, False, False]
-    for peers in (zero, one):
-        peers.close()
+        zero.note_ends()
+        assert _ranks_alive(parallel) == [True, False, False]
+    zero.close()
     alone: Any = SimpleNamespace(size=1, watch=None)
     assert _ranks_alive(alone) == [True]
 
