@@ -5,7 +5,7 @@ the server and batch files all come through here. It knows no engine.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from llama.prompts.fields import Fields, read_as, said
 from llama.prompts.formats import ToolFormat
 from llama.prompts.messages import ChatMessage, read_messages
 from llama.prompts.template import encode_chat
-from llama.prompts.tools import ToolRequest, read_tools
+from llama.prompts.tools import ToolFields, ToolRequest
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.tokenizer import Tokenizer
 
@@ -98,7 +98,13 @@ class ResponseFormat(Fields):
 ResponseFormatField = Annotated[
     ResponseFormat, said(" must have the type text, json_object or json_schema")
 ]
-_RESPONSE_FORMAT: TypeAdapter[ResponseFormat] = TypeAdapter(ResponseFormatField)
+
+
+class _ChatFields(ToolFields):
+    response_format: ResponseFormatField | None = None
+
+
+_CHAT_FIELDS: TypeAdapter[_ChatFields] = TypeAdapter(_ChatFields)
 
 
 @dataclass(frozen=True)
@@ -115,14 +121,19 @@ class ChatOptions:
     response_format: Any = None
 
     @cached_property
+    def _read(self) -> _ChatFields:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return read_as(_CHAT_FIELDS, given)
+
+    @cached_property
     def tool_request(self) -> ToolRequest | None:
-        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return self._read.tool_request()
 
     def params(self, params: SamplingParams, tool_format: ToolFormat) -> SamplingParams:
         """With the form of the answer. An answer that may have calls is text and calls, so that no
         special token is in its text."""
-        if self.response_format is not None:
-            form = read_as(_RESPONSE_FORMAT, self.response_format, "response_format")
+        form = self._read.response_format
+        if form is not None:
             params = replace(params, structured_output=form.structured_output())
         if self.tool_request is not None:
             params = replace(params, skip_special_tokens=True)

@@ -56,29 +56,22 @@ class TextPart(Fields):
 Content = Annotated[str | list[TextPart], said(_CONTENT, of_parts=True)]
 
 
+def _arguments(given: Any) -> Any:
+    """From JSON, as OpenAI's clients write them."""
+    try:
+        arguments = json.loads(given or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError) as e:
+        raise wrong(f": {type(e).__name__}: {e}") from None
+    check_json(arguments)
+    return arguments
+
+
 class FunctionCall(Fields):
-    """arguments: an object, or its JSON, as OpenAI's clients write it; read, always the object."""
-
     name: str
-    arguments: str | dict[str, Any]
-
-    @field_validator("arguments")
-    @classmethod
-    def _read(cls, given: str | dict[str, Any]) -> dict[str, Any]:
-        try:
-            arguments = json.loads(given or "{}") if isinstance(given, str) else given
-        except (ValueError, RecursionError) as e:
-            raise wrong(f": {type(e).__name__}: {e}") from None
-        if not isinstance(arguments, dict):
-            raise wrong(" must be an object")
-        check_json(arguments)
-        return arguments
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The arguments by name."""
-        assert isinstance(self.arguments, dict)
-        return self.arguments
+    arguments: Annotated[
+        dict[str, Any],
+        BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any]),
+    ]
 
 
 class ToolCall(Fields):
@@ -105,13 +98,8 @@ class _Labelled(Fields):
     tool_call_id: str | None = None
 
 
-class SystemMessage(_Labelled):
-    role: Literal["system", "developer"]
-    content: Content
-
-
-class UserMessage(_Labelled):
-    role: Literal["user"]
+class TextMessage(_Labelled):
+    role: Literal["system", "developer", "user"]
     content: Content
 
 
@@ -157,9 +145,7 @@ def _of_known_role(message: Any) -> Any:
 
 
 ChatMessage = Annotated[
-    Annotated[
-        SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-    ],
+    Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")],
     BeforeValidator(_of_known_role),
 ]
 Dialog = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -176,8 +162,8 @@ def read_messages(
     return read_as(_DIALOG, list(messages), "messages")
 
 
-def text_of(content: str | list[TextPart] | None) -> str:
-    """The text of a content; its parts are joined by line breaks."""
+def text_of(content: Any) -> str:
+    """A text, or the texts of parts, of any API, joined by line breaks; "" for None."""
     if isinstance(content, list):
         return "\n".join(part.text for part in content)
     return content or ""

@@ -192,7 +192,7 @@ class _Reader:
 
     def _call(self, call: ToolCall, i: int) -> Turn:
         """One call, of a built-in tool or as JSON."""
-        name, arguments = call.function.name, call.function.values
+        name, arguments = call.function.name, call.function.arguments
         if name in self._tools.built_in:
             text = _built_in_call(name, arguments, i)
             return Turn("assistant", [text], has_tag=True, ends_message=True)
@@ -252,7 +252,7 @@ def _built_in_call(name: str, arguments: dict[str, Any], message: int) -> str:
 
 def _python_call(call: ToolCall) -> str:
     """f(a=1, b="x"); f(**{"a b": 1}) where a name is no keyword."""
-    name, arguments = call.function.name, call.function.values
+    name, arguments = call.function.name, call.function.arguments
     if not all(map(is_keyword, arguments)):
         return f"{name}(**{_python(arguments)})"
     return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"

@@ -11,19 +11,17 @@ from pydantic import (
     AfterValidator,
     Field,
     PrivateAttr,
-    TypeAdapter,
     ValidationError,
     WrapValidator,
     model_validator,
 )
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, json_type, read_as, said, wrong
+from llama.prompts.fields import Fields, said, wrong
 from llama.prompts.formats import ToolFormat, Tools
 from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import check_json
 
-TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 MOST_TOOLS = 128  # of one request, as OpenAI has it
 _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
@@ -88,10 +86,6 @@ class NamedFunction(Fields):
     function: FunctionName
 
 
-def named_function(name: str) -> NamedFunction:
-    return NamedFunction(type="function", function=FunctionName(name=name))
-
-
 def _choice(value: Any, read: Any) -> Any:
     try:
         return read(value)
@@ -102,8 +96,6 @@ def _choice(value: Any, read: Any) -> Any:
 
 ToolList = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedFunction, WrapValidator(_choice)]
-_TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(ToolList)
-_CHOICE: TypeAdapter[str | NamedFunction] = TypeAdapter(ToolChoice)
 
 
 @dataclass(frozen=True)
@@ -140,22 +132,38 @@ class ToolRequest:
         )
 
 
+class ToolFields(Fields):
+    """The fields of a chat, of any caller, that have its tools."""
+
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def tool_request(self) -> ToolRequest | None:
+        functions = [tool.function for tool in self.tools or ()]
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
+        if isinstance(choice, NamedFunction):
+            return tool_request(functions, None, parallel, name=choice.function.name)
+        return tool_request(functions, choice, parallel)
+
+
 def tool_request(
-    tools: Sequence[Tool] | None,
-    choice: str | NamedFunction | None = None,
+    functions: Sequence[Function],
+    choice: str | None = None,
     parallel: bool | None = None,
+    *,
+    name: str | None = None,
 ) -> ToolRequest | None:
     """The tools that may be called; None where there are none, or the choice is "none": the prompt
-    does not name them then, so that no call is to be expected. `FieldError` names the field."""
-    functions = [tool.function for tool in tools or ()]
+    does not name them then, so that no call is to be expected. name: of the one that must be
+    called. `FieldError` names the field."""
     names = [function.name for function in functions]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+    for i, each in enumerate(names):
+        if each in names[:i]:
             raise FieldError(
-                f"tools[{i}]", f"tools[{i}] has the name {name!r}, as one before it: rename it"
+                f"tools[{i}]", f"tools[{i}] has the name {each!r}, as one before it: rename it"
             )
-    named = None if choice is None or isinstance(choice, str) else choice.function.name
-    if named is not None and named not in names:
+    if name is not None and name not in names:
         raise FieldError("tool_choice", "tool_choice names a function that is not among the tools")
     if choice == "required" and not names:
         raise FieldError("tool_choice", "tool_choice is 'required', and there are no tools to call")
@@ -163,20 +171,8 @@ def tool_request(
         return None
     return ToolRequest(
         Tools.of([{"type": "function", "function": each.described()} for each in functions]),
-        must_call=choice == "required" or named is not None,
-        name=named,
+        must_call=choice == "required" or name is not None,
+        name=name,
         parallel=parallel is not False,
         strict=frozenset(function.name for function in functions if function.strict),
     )
-
-
-def read_tools(tools: Any, choice: Any = None, parallel: bool | None = None) -> ToolRequest | None:
-    """`tool_request` of values that are not checked yet. `FieldError` names the field."""
-    if parallel is not None and not isinstance(parallel, bool):
-        raise FieldError(
-            "parallel_tool_calls",
-            f"parallel_tool_calls must be true or false, got {json_type(parallel)}",
-        )
-    checked = None if tools is None else read_as(_TOOLS, tools, "tools")
-    chosen = None if choice is None else read_as(_CHOICE, choice, "tool_choice")
-    return tool_request(checked, chosen, parallel)

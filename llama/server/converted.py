@@ -42,10 +42,3 @@ class ConvertedChat:
             raise FieldError(id_field, f"{id_field} names {words}")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         self.places.append(place)
-
-
-def joined(content: Any) -> str:
-    """A text, or the texts of parts as one, as the format has those of a message."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text for part in content)

@@ -14,7 +14,7 @@ from llama.prompts import ToolFormat
 from llama.prompts.chat import chat_ids
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
-from llama.prompts.tools import ToolChoice, ToolList, tool_request
+from llama.prompts.tools import ToolFields
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import body_router
@@ -46,22 +46,18 @@ class TokenizeText(_Tokenize):
         return tokenizer.encode(self.prompt, bos=has_bos, eos=False)
 
 
-class TokenizeChat(_Tokenize):
+class TokenizeChat(_Tokenize, ToolFields):
     """The ids are those of a chat request."""
 
     messages: Dialog
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: ToolList | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
 
     def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
-        tools = tool_request(self.tools, self.tool_choice)
         ids = chat_ids(
             tokenizer,
             self.messages,
-            tools,
+            self.tool_request(),
             tool_format=tool_format,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),

@@ -16,18 +16,17 @@ from pydantic import Field
 from llama.checks import FieldError
 from llama.prompts.chat import JsonSchema
 from llama.prompts.fields import Fields, said
+from llama.prompts.messages import text_of
 from llama.prompts.tools import (
     MOST_TOOLS,
     Function,
     Parameters,
-    Tool,
     ToolName,
     ToolRequest,
-    named_function,
     tool_request,
 )
 from llama.sampling_params import SamplingParams, StructuredOutput
-from llama.server.converted import ConvertedChat, joined
+from llama.server.converted import ConvertedChat
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import form_of
 from llama.server.openai.request import OpenAIRequest
@@ -76,7 +75,7 @@ class ToolResult(_Block):
     is_error: bool | None = None
 
     def value(self) -> Any:
-        text = joined(self.content or "")
+        text = text_of(self.content)
         return {"error": text} if self.is_error else text
 
 
@@ -130,10 +129,9 @@ class InputTool(_Block):
     allowed_callers: list[Literal["direct"]] | None = None
     eager_input_streaming: Literal[True] | None = None
 
-    def tool(self) -> Tool:
+    def function(self) -> Function:
         named = {"name": self.name, "description": self.description, "strict": self.strict}
-        function = Function.model_validate(named | {"parameters": self.input_schema})
-        return Tool.model_construct(function=function)
+        return Function.model_validate(named | {"parameters": self.input_schema})
 
 
 class InputChoice(Fields):
@@ -232,7 +230,7 @@ class CountBody(SamplingFields):
         )
 
     def _dialog(self) -> ConvertedChat:
-        system = None if self.system is None else joined(self.system)
+        system = None if self.system is None else text_of(self.system)
         dialog = ConvertedChat(system, "system")
         for i, message in enumerate(self.messages):
             place = f"messages[{i}]"
@@ -245,7 +243,7 @@ class CountBody(SamplingFields):
         return dialog
 
     def _tool_request(self) -> ToolRequest | None:
-        tools = [each.tool() for each in self.tools or []]
+        tools = [each.function() for each in self.tools or []]
         wanted = self.tool_choice
         if wanted is None:
             return tool_request(tools)
@@ -255,8 +253,8 @@ class CountBody(SamplingFields):
         if wanted.type in ("any", "tool") and not tools:
             words = "tool_choice asks for a call, and there are no tools to call"
             raise FieldError("tool_choice", words)
-        choice = _CHOICES[wanted.type] if wanted.name is None else named_function(wanted.name)
-        return tool_request(tools, choice, not wanted.disable_parallel_tool_use)
+        parallel = not wanted.disable_parallel_tool_use
+        return tool_request(tools, _CHOICES.get(wanted.type), parallel, name=wanted.name)
 
 
 class MessagesBody(CountBody, _Sampling):
@@ -276,7 +274,7 @@ class MessagesBody(CountBody, _Sampling):
 def _add_answer(dialog: ConvertedChat, blocks: Sequence[Any], place: str) -> None:
     """One message: its words, then its calls."""
     texts = [block for block in blocks if isinstance(block, TextBlock)]
-    dialog.say("assistant", joined(texts) if texts else None, place)
+    dialog.say("assistant", text_of(texts) if texts else None, place)
     for use in blocks:
         if isinstance(use, ToolUse):
             dialog.call(use.id, use.name, use.input, place)
@@ -288,7 +286,7 @@ def _add_blocks(dialog: ConvertedChat, role: str, blocks: Sequence[Any], place: 
         enumerate(blocks), lambda each: isinstance(each[1], TextBlock)
     ):
         if is_text:
-            dialog.say(role, joined([block for _, block in group]), place)
+            dialog.say(role, text_of([block for _, block in group]), place)
             continue
         for i, block in group:
             words = "no tool_use block of a message before it"

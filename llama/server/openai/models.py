@@ -13,7 +13,7 @@ from llama.checks import FieldError
 from llama.prompts.chat import JsonSchema, ResponseFormatField
 from llama.prompts.fields import Fields, chosen_by, read_as
 from llama.prompts.messages import Dialog
-from llama.prompts.tools import ToolChoice, ToolList, tool_request
+from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.errors import ErrorFields
 from llama.server.openai.request import OpenAIRequest
@@ -137,7 +137,7 @@ class CompletionBody(_Body, _TextSampling):
         )
 
 
-class ChatBody(_Body, _ChatSampling):
+class ChatBody(_Body, ToolFields, _ChatSampling):
     """The body of /v1/chat/completions. top_logprobs: how many where logprobs is true."""
 
     unknown_words: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"
@@ -147,9 +147,6 @@ class ChatBody(_Body, _ChatSampling):
 
     messages: Dialog
     logprobs: bool | None = None
-    tools: ToolList | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -172,7 +169,7 @@ class ChatBody(_Body, _ChatSampling):
             user=self.user,
             stream=bool(self.stream),
             has_usage=self.has_usage(),
-            tools=tool_request(self.tools, self.tool_choice, self.parallel_tool_calls),
+            tools=self.tool_request(),
             add_generation_prompt=has_header,
             continue_final_message=bool(self.continue_final_message),
             fields=ErrorFields("messages", self.given_names(), form=place),

@@ -12,16 +12,10 @@ from pydantic import Field, Tag
 
 from llama.prompts.chat import JsonSchema
 from llama.prompts.fields import Fields, chosen_by, said
-from llama.prompts.tools import (
-    MOST_TOOLS,
-    Function,
-    NamedFunction,
-    Tool,
-    named_function,
-    tool_request,
-)
+from llama.prompts.messages import text_of
+from llama.prompts.tools import MOST_TOOLS, Function, ToolRequest, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
-from llama.server.converted import ConvertedChat, joined
+from llama.server.converted import ConvertedChat
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import form_of
 from llama.server.openai.request import OpenAIRequest
@@ -160,7 +154,6 @@ class ResponsesBody(_Sampling):
         """As a chat; `defaults`: the parameters that the body does not give."""
         dialog = self._dialog()
         place, form = self._form()
-        tools = [Tool.model_construct(function=tool) for tool in self.tools or []]
         return OpenAIRequest(
             chat=True,
             prompts=(),
@@ -169,14 +162,15 @@ class ResponsesBody(_Sampling):
             model=self.model,
             user=self.user,
             stream=bool(self.stream),
-            tools=tool_request(tools, self._choice(), self.parallel_tool_calls),
+            tools=self._tool_request(),
             fields=ErrorFields("input", self.given_names(), place, dialog.places),
         )
 
-    def _choice(self) -> str | NamedFunction | None:
-        if not isinstance(self.tool_choice, FunctionChoice):
-            return self.tool_choice
-        return named_function(self.tool_choice.name)
+    def _tool_request(self) -> ToolRequest | None:
+        tools, choice, parallel = self.tools or [], self.tool_choice, self.parallel_tool_calls
+        if isinstance(choice, FunctionChoice):
+            return tool_request(tools, None, parallel, name=choice.name)
+        return tool_request(tools, choice, parallel)
 
     def _dialog(self) -> ConvertedChat:
         """The dialog; the instructions come first."""
@@ -187,13 +181,13 @@ class ResponsesBody(_Sampling):
         for i, item in enumerate(self.input):
             place = f"input[{i}]"
             if isinstance(item, MessageItem):
-                dialog.say(_ROLES[item.role], joined(item.content), place)
+                dialog.say(_ROLES[item.role], text_of(item.content), place)
             elif isinstance(item, CallItem):
                 dialog.call(item.call_id, item.name, item.arguments, place)
             else:
                 words = "no function_call before it: there is no stored state, so send the call too"
                 id_field = f"{place}.call_id"
-                dialog.result(item.call_id, joined(item.output), place, id_field, words)
+                dialog.result(item.call_id, text_of(item.output), place, id_field, words)
         return dialog
 
     def _form(self) -> tuple[str, StructuredOutput | None]:
