@@ -13,7 +13,6 @@ import torch
 from llama import gpu, weights
 from llama.checkpoint import reader
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.guard import is_guard
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checks import number, path_like, whole_number
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
@@ -107,7 +106,7 @@ def load_model(
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         pack = functools.partial(model.pack, quantize=quantize)
         reader.load(checkpoint, model, filled=pack, progress=shows)
-    return Loaded(model, tokenizer, sizes.num_pages, is_guard(checkpoint.folder))
+    return Loaded(model, tokenizer, sizes.num_pages, checkpoint.is_guard)
 
 
 @dataclass(frozen=True)

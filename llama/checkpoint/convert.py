@@ -9,15 +9,13 @@ import os
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-import torch
-from torch import Tensor
+from torch import Size
 
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint import writing
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.guard import is_guard
 from llama.checkpoint.reader import CheckpointReader
-from llama.checkpoint.table import ROTATED, name_in, shard_shapes
+from llama.checkpoint.table import name_in, shard_shapes
 from llama.checkpoint.tokenizer_files import (
     load_tokenizer,
     special_ids,
@@ -55,8 +53,9 @@ def reshard(
     reader = CheckpointReader(checkpoint)
     with writing.new_folder(out_dir) as folder:
         _write_shards(reader, folder, size, progress)
-        writing.copy_file(checkpoint.params_path, folder / "params.json")
-        _copy_tokenizer(checkpoint, folder)
+        for path in (checkpoint.params_path, _tokenizer_path(checkpoint)):
+            if path is not None:
+                writing.copy_file(path, folder / path.name)
     return writing.written(out_dir)
 
 
@@ -75,51 +74,28 @@ def convert(
     `out_dir` that holds something.
     """
     checkpoint = find(ckpt_dir)
-    reader = CheckpointReader(checkpoint)
-    to_hf, path = checkpoint.layout == "meta", _tokenizer_path(checkpoint)
+    reader, path = CheckpointReader(checkpoint), _tokenizer_path(checkpoint)
+    to_hf = checkpoint.layout == "meta"
     tokenizer = load_tokenizer(path, checkpoint.params) if to_hf and path else None
     with writing.new_folder(out_dir) as folder:
         if to_hf:
             _write_hf(reader, tokenizer, folder, progress)
-            if tokenizer and path:
-                _write_tokenizer(tokenizer, path, checkpoint, folder)
         else:
             _write_shards(reader, folder, 1, progress)
             writing.write_json(folder / "params.json", _meta_params(checkpoint.params))
-            _copy_tokenizer(checkpoint, folder)
+        if tokenizer and path:
+            _write_tokenizer(tokenizer, path, checkpoint, folder)
+        elif path:
+            writing.copy_file(path, folder / path.name)
     missing = [f"no tokenizer is in {checkpoint.folder}: none was written"] * (path is None)
     return missing + writing.written(out_dir)
 
 
 def _write_shards(reader: CheckpointReader, folder: Path, size: int, progress: bool) -> None:
-    """consolidated.NN.pth for each of `size` ranks.
-
-    A tied output is written as Meta writes it: a second name for the embedding's bytes.
-    """
-    shapes = shard_shapes(reader.params, size)
-    one = sum(shape.numel() * reader.dtype(name).itemsize for name, shape in shapes.items())
-    writing.check_room(folder, one * (size + 1))  # all, and the scratch of one
-    with Progress(one * size, size, progress) as bar:
-        for rank in range(size):
-            bar.begin_file(rank)
-            wanted = {name: (shape, reader.dtype(name)) for name, shape in shapes.items()}
-            _write_shard(reader, wanted, rank, size, folder, bar)
-
-
-def _write_shard(
-    reader: CheckpointReader,
-    wanted: writing.Wanted,
-    rank: int,
-    size: int,
-    folder: Path,
-    bar: Progress,
-) -> None:
-    shard = writing.scratch(folder, wanted)
-    for name, tensor in shard.items():
-        reader.copy(name, tensor, rank, size)
-        bar.half(tensor.nbytes)
-    shard.setdefault("output.weight", shard["tok_embeddings.weight"])
-    writing.save_pth(folder / f"consolidated.{rank:02d}.pth", shard, bar)
+    """consolidated.NN.pth for each of `size` ranks."""
+    names = list(reader.shapes)
+    files = {f"consolidated.{rank:02d}.pth": names for rank in range(size)}
+    _write_files(reader, folder, files, "meta", size, progress)
 
 
 def _write_hf(
@@ -127,8 +103,19 @@ def _write_hf(
 ) -> None:
     """The weights, config.json, and where the special ids are known, generation_config.json."""
     tied = reader.params.tied_output or reader.are_equal("output.weight", "tok_embeddings.weight")
-    names = [name for name in reader.shapes if not (tied and name == "output.weight")]
-    _write_hf_weights(reader, names, folder, progress)
+    sizes = _num_bytes(reader, reader.shapes)
+    if tied:
+        sizes.pop("output.weight", None)
+    groups = _by_size(sizes, _FILE_BYTES)
+    titles = ["model.safetensors"]
+    if len(groups) > 1:
+        titles = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    files = dict(zip(titles, groups, strict=True))
+    _write_files(reader, folder, files, "hf", 1, progress)
+    if len(files) > 1:
+        index = {name_in("hf", name): title for title, names in files.items() for name in names}
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        writing.write_json(folder / "model.safetensors.index.json", content)
     dtype = reader.dtype("tok_embeddings.weight")
     ids = special_ids(tokenizer) if tokenizer else hf.metas_special_ids(reader.params)
     config = hf.config_of(reader.params, tied=tied, dtype=dtype, ids=ids)
@@ -137,61 +124,37 @@ def _write_hf(
         writing.write_json(folder / "generation_config.json", hf.generation_config_of(ids))
 
 
-def _write_tokenizer(
-    tokenizer: Tokenizer, path: Path, checkpoint: Checkpoint, folder: Path
+def _write_files(
+    reader: CheckpointReader,
+    folder: Path,
+    files: dict[str, list[str]],
+    layout: str,
+    size: int,
+    progress: bool,
 ) -> None:
-    """tokenizer.json, tokenizer_config.json and, as in Meta's releases, original/tokenizer.model.
-
-    Beside tokenizer.json, programs would take a tokenizer.model for one of SentencePiece.
-    """
-    if path.suffix == ".json":
-        writing.copy_file(path, folder / "tokenizer.json")
-    else:
-        writing.write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        writing.copy_file(path, folder / "original" / "tokenizer.model")
-    guard = is_guard(checkpoint.folder)
-    config = tokenizer_config(tokenizer, checkpoint.params, is_guard=guard)
-    writing.write_json(folder / "tokenizer_config.json", config)
-
-
-def _write_hf_weights(
-    reader: CheckpointReader, names: list[str], folder: Path, progress: bool
-) -> None:
-    """The .safetensors files, and their index where there are several."""
-    sizes = {n: reader.shapes[n].numel() * reader.dtype(n).itemsize for n in names}
-    files = _by_size(sizes, _FILE_BYTES)
-    total = sum(sizes.values())
-    writing.check_room(folder, total + max(sum(sizes[n] for n in file) for file in files))
-    index: dict[str, str] = {}
-    with Progress(total, len(files), progress) as bar:
-        for i, file in enumerate(files):
+    """Titles and the tensors of each, by Meta's names: whole ones, or file by file the share of
+    each of `size` ranks."""
+    shapes = shard_shapes(reader.params, size)
+    each = _num_bytes(reader, shapes)
+    sizes = [sum(each[name] for name in names) for names in files.values()]
+    writing.check_room(folder, sum(sizes) + max(sizes))  # all, and the scratch of one
+    with Progress(sum(sizes), len(files), progress) as bar:
+        for i, (title, names) in enumerate(files.items()):
             bar.begin_file(i)
-            title = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-            path = folder / (title if len(files) > 1 else "model.safetensors")
-            _write_hf_file(reader, file, path, bar)
-            index |= {name_in("hf", name): path.name for name in file}
-    if len(files) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        writing.write_json(folder / "model.safetensors.index.json", content)
+            tensors = {}
+            for name in names:
+                tensor = writing.scratch(folder, shapes[name], reader.dtype(name))
+                reader.copy(name, tensor, i % size, size, layout)
+                bar.half(tensor.nbytes)
+                tensors[name_in(layout, name)] = tensor
+            if layout == "meta":  # a tied output is a second name for the embedding's bytes
+                tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
+            writing.save(folder / title, tensors, bar)
 
 
-def _write_hf_file(reader: CheckpointReader, names: list[str], path: Path, bar: Progress) -> None:
-    wanted = {name: (reader.shapes[name], reader.dtype(name)) for name in names}
-    tensors = writing.scratch(path.parent, wanted)
-    for name, tensor in tensors.items():
-        _copy_hf(reader, name, tensor)
-        bar.half(tensor.nbytes)
-    writing.save_safetensors(path, {name_in("hf", n): t for n, t in tensors.items()}, bar)
-
-
-def _copy_hf(reader: CheckpointReader, name: str, into: Tensor) -> None:
-    """Fill `into` with a whole tensor, its rows in Hugging Face's order."""
-    if not name.endswith(ROTATED):
-        reader.copy(name, into, 0, 1)
-        return
-    pairs = torch.empty_like(into)
-    reader.copy(name, pairs, 0, 1)
-    hf.copy_halves(into, pairs, reader.params.head_dim)
+def _num_bytes(reader: CheckpointReader, shapes: dict[str, Size]) -> dict[str, int]:
+    """Of tensors of these shapes, in the types of the files."""
+    return {name: shape.numel() * reader.dtype(name).itemsize for name, shape in shapes.items()}
 
 
 def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -233,7 +196,17 @@ def _tokenizer_path(checkpoint: Checkpoint) -> Path | None:
         return None
 
 
-def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    path = _tokenizer_path(checkpoint)
-    if path is not None:
-        writing.copy_file(path, folder / path.name)
+def _write_tokenizer(
+    tokenizer: Tokenizer, path: Path, checkpoint: Checkpoint, folder: Path
+) -> None:
+    """tokenizer.json, tokenizer_config.json and, as in Meta's releases, original/tokenizer.model.
+
+    Beside tokenizer.json, programs would take a tokenizer.model for one of SentencePiece.
+    """
+    if path.suffix == ".json":
+        writing.copy_file(path, folder / "tokenizer.json")
+    else:
+        writing.write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
+        writing.copy_file(path, folder / "original" / "tokenizer.model")
+    config = tokenizer_config(tokenizer, checkpoint.params, is_guard=checkpoint.is_guard)
+    writing.write_json(folder / "tokenizer_config.json", config)

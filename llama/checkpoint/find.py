@@ -23,6 +23,10 @@ from llama.checks import brief
 from llama.model.args import ModelArgs
 
 _MAX_NAME_BYTES = 255  # of a file: what file systems take
+_GUARD = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)  # a name of Llama Guard
+_GUARD_TASK = b"<BEGIN UNSAFE CONTENT CATEGORIES>"  # of the prompt that Llama Guard 1 to 3 expect
+_TEMPLATES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_MAX_BYTES = 4 * 2**20  # of a file with a template
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,23 @@ class Checkpoint:
         raise FileNotFoundError(
             f"no tokenizer: looked for {', '.join(map(str, candidates))}; give tokenizer_path"
         )
+
+    @property
+    def is_guard(self) -> bool:
+        """Whether it is Llama Guard, by what lies beside the weights.
+
+        Llama Guard 3 has the sizes, the tensors and the tokenizer of the Llama that it was made
+        from, and was trained to judge dialogs, not to call tools. The chat template, which holds
+        its task, tells it, and the names that downloads have. A file that cannot be read tells
+        nothing.
+        """
+        folder = self.folder.absolute()
+        model = folder.parent if folder.name == "original" else folder
+        if any(_GUARD_TASK in _content(model / name) for name in _TEMPLATES):
+            return True
+        # Hugging Face's cache has models--meta-llama--Llama-Guard-3-8B/snapshots/HASH.
+        named = model.parent.parent if model.parent.name == "snapshots" else model
+        return any(_GUARD.search(name) for name in (named.name, _made_from(model / "config.json")))
 
 
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
@@ -161,3 +182,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object: download it again")
     return content
+
+
+def _made_from(config: Path) -> str:
+    """The name that transformers wrote when it saved the model; "" if none."""
+    try:
+        name = json.loads(_content(config))["_name_or_path"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return b""
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES)
+    except OSError:
+        return b""

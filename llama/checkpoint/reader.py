@@ -1,10 +1,9 @@
 """The tensors of a checkpoint, checked, and copied into one rank's part of a model.
 
-In: a `Checkpoint`, and a Transformer to fill. Out: filled tensors. Files are mapped: a rank reads
-the bytes that it copies and no others, and nothing in a file is run.
+In: a `Checkpoint`, and a Transformer to fill. Out: filled tensors. A rank reads the bytes that it
+copies and no others, and nothing in a file is run.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,22 +15,15 @@ from tqdm import tqdm
 
 from llama import weights as formats
 from llama.checkpoint import huggingface as hf
-from llama.checkpoint.files import offsets, open_tensors, read_into
+from llama.checkpoint.files import offsets, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
-from llama.checkpoint.staging import Staging
-from llama.checkpoint.table import (
-    ROTATED,
-    name_in,
-    shard_range,
-    shard_shapes,
-    sharded_dim,
-    whole_shapes,
-)
+from llama.checkpoint.reading import FileReader
+from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
 from llama.checks import brief
 from llama.model.transformer import Transformer
 
-Fill = Callable[[Tensor, Tensor], object]  # of a tensor with another
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq")  # computed, not learned: some files carry them
+_CPU = torch.device("cpu")
 
 
 def bytes_of(
@@ -50,111 +42,34 @@ def bytes_of(
 
 
 class MappedTensor(NamedTuple):
-    """A tensor in a file: `data` is mapped, and read when it is copied."""
+    """A tensor in a file: `data` is mapped, `offset` where it begins there, if that is known."""
 
     file: Path
-    name: str  # in the file
     data: Tensor
-    offset: int | None  # in the file, if that is known
-
-    def copy(
-        self, piece: Tensor, into: Tensor, fill: Fill = Tensor.copy_, staging: Staging | None = None
-    ) -> None:
-        """Fill `into` with a piece of `data`: read where it is the same bytes, else by `fill`.
-
-        With staging, a piece that is in one part of the file is read to the device, and what is to
-        be changed in it is changed there; it is done when the staging ends.
-        """
-        is_same = fill is Tensor.copy_ and piece.dtype is into.dtype and into.is_contiguous()
-        if self.offset is None or not piece.is_contiguous():
-            fill(into, piece)
-            return
-        offset = self.offset + piece.data_ptr() - self.data.data_ptr()
-        if staging is not None:
-            if is_same:
-                staging.read(into, self.file, offset)
-            else:
-                use = functools.partial(fill, into)
-                staging.convert(piece.shape, piece.dtype, self.file, offset, use)
-        elif is_same and into.device.type == "cpu":
-            read_into(into, self.file, offset)
-        else:
-            fill(into, piece)
+    offset: int | None
 
 
-def _map_file(file: Path, *, tied: bool) -> list[MappedTensor]:
-    tensors = open_tensors(file)
-    if tied and is_tied(tensors):
-        del tensors["output.weight"]
-    return [
-        MappedTensor(file, name, data, offset)
-        for (name, data), offset in zip(
-            tensors.items(), offsets(file, tensors.values()), strict=True
-        )
-    ]
+Shard = dict[str, MappedTensor]
 
 
 class CheckpointReader:
     """All tensors of a checkpoint under Meta's names, every name and shape checked on opening.
 
-    ValueError names file, tensor, and what was expected and found.
+    `device`: of the tensors that are filled. ValueError names file, tensor, and what was expected
+    and found.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device = _CPU) -> None:
         self.params = checkpoint.params
         self.layout = checkpoint.layout
         self.shapes = whole_shapes(self.params)
-        meta_names = {name_in(self.layout, name): name for name in self.shapes}
-        self.shards: list[dict[str, MappedTensor]] = []
-        for file in checkpoint.shards:
-            mapped = _map_file(file, tied=self.params.tied_output)
-            # "?" marks a name that this layout does not have; `_check` reports it.
-            self.shards.append({meta_names.get(t.name, f"?{t.name}"): t for t in mapped})
+        self._file_reader = FileReader(device)
+        shards = [_map_file(file, tied=self.params.tied_output) for file in checkpoint.shards]
         if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
-            self.shards = [_merge(self.shards)]
-        self._check(checkpoint)
-
-    def _check(self, checkpoint: Checkpoint) -> None:
-        _check_count(checkpoint, self.shards)
-        try:
-            shapes = shard_shapes(self.params, len(self.shards))
-        except ValueError as e:
-            raise ValueError(
-                f"{checkpoint.folder} has {len(self.shards)} shards, which do not fit "
-                f"{checkpoint.params_path.name}: {e}"
-            ) from e
-        sources = checkpoint.shards if self.layout == "meta" else [checkpoint.folder]
-        for source, shard in zip(sources, self.shards, strict=True):
-            missing = [name_in(self.layout, n) for n in shapes if n not in shard]
-            if missing:
-                more = f" and {len(missing) - 1} more" if missing[1:] else ""
-                raise ValueError(
-                    f"{source}: {missing[0]}{more} missing, which {checkpoint.params_path} asks "
-                    "for: they do not belong together, or a file is incomplete: download it again"
-                )
-            for name, tensor in shard.items():
-                if not name.endswith(_HARMLESS):
-                    self._check_tensor(tensor, shapes.get(name), checkpoint.params_path)
-
-    def _check_tensor(self, tensor: MappedTensor, wanted: Size | None, params: Path) -> None:
-        if wanted is None:
-            tied = tensor.name == name_in(self.layout, "output.weight")
-            raise ValueError(
-                f"{tensor.file}: {brief(tensor.name)} has no place in the model that {params} "
-                "describes: "
-                + ("say there that the output is not tied" if tied else "they do not fit together")
-            )
-        if not tensor.data.is_floating_point() or tensor.data.itemsize < 2:
-            raise ValueError(
-                f"{tensor.file}: {tensor.name} has type {tensor.data.dtype}: it looks quantized, "
-                "and this runtime loads float32, bfloat16 and float16 weights"
-            )
-        if tensor.data.shape != wanted:
-            raise ValueError(
-                f"{tensor.file}: {tensor.name} has shape {brief(tuple(tensor.data.shape))}, but "
-                f"{params} and {len(self.shards)} shard(s) give {tuple(wanted)}: they do not "
-                "belong together, or shards are missing"
-            )
+            shards = [_merged(shards)]
+        _check(checkpoint, shards)
+        names = {name: name_in(self.layout, name) for name in self.shapes}
+        self.shards = [{name: shard[there] for name, there in names.items()} for shard in shards]
 
     def are_equal(self, one: str, other: str) -> bool:
         """Are two tensors the same numbers in every shard? Other layouts then hold them once."""
@@ -164,33 +79,52 @@ class CheckpointReader:
         return self.shards[0][name].data.dtype
 
     def copy(
-        self, name: str, into: Tensor, rank: int, size: int, staging: Staging | None = None
+        self, name: str, into: Tensor, rank: int = 0, size: int = 1, layout: str = "meta"
     ) -> None:
-        """Fill `into`, of any float type and device, with what one of `size` ranks holds.
+        """Fill `into`, of any float type, with what one of `size` ranks holds, in the order of
+        rows that `layout` has.
 
         For example, rank 1 of 2 takes rows 64 to 127 of 128. Of four shards with 32 rows each,
-        these are shards 2 and 3.
+        these are shards 2 and 3. On a GPU it is done in the order of the current stream.
         """
-        dim = sharded_dim(name)
-        if dim is None:
-            tensor = self.shards[0][name]
-            tensor.copy(tensor.data, into, staging=staging)
-            return
-        fill: Fill = Tensor.copy_
-        if self.layout == "hf" and name.endswith(ROTATED):
-            fill = functools.partial(hf.copy_pairs, head_dim=self.params.head_dim)
-        length = self.shapes[name][dim]
-        start, end = shard_range(self.params, name, length, rank, size)
+        fill, shape = self._fill(name, layout), self.shapes[name]
+        dim, start, end = share(self.params, name, shape, rank, size)
         here = start
         for i, shard in enumerate(self.shards):
-            low, high = shard_range(self.params, name, length, i, len(self.shards))
+            _, low, high = share(self.params, name, shape, i, len(self.shards))
             if low <= here < min(high, end):  # the first shard that has it; replicas are skipped
                 count = min(high, end) - here
                 piece = shard[name].data.narrow(dim, here - low, count)
-                target = into.narrow(dim, here - start, count)
-                shard[name].copy(piece, target, fill, staging)
+                self._copy_piece(shard[name], piece, into.narrow(dim, here - start, count), fill)
                 here += count
         assert here == end, (name, rank, size)
+
+    def _fill(self, name: str, layout: str) -> Callable[[Tensor, Tensor], object]:
+        """How a tensor's rows are filled with those of the files: as they are, or turned."""
+        if layout == self.layout or not name.endswith(ROTATED):
+            return Tensor.copy_
+        turned = hf.copy_halves if layout == "hf" else hf.copy_pairs
+        return functools.partial(turned, head_dim=self.params.head_dim)
+
+    def _copy_piece(
+        self,
+        tensor: MappedTensor,
+        piece: Tensor,
+        into: Tensor,
+        fill: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        """Fill `into` with a piece of a tensor. The same bytes are read, and on a GPU those that
+        are changed there, too; the rest is taken from the mapping."""
+        is_same = fill is Tensor.copy_ and piece.dtype is into.dtype and into.is_contiguous()
+        changes_here = not is_same and not self._file_reader.is_staged
+        if tensor.offset is None or not piece.is_contiguous() or changes_here:
+            fill(into, piece)
+            return
+        raw = into if is_same else torch.empty_like(piece, device=into.device)
+        begin = tensor.offset + piece.data_ptr() - tensor.data.data_ptr()
+        self._file_reader.read(raw, tensor.file, begin)
+        if not is_same:
+            fill(into, raw)
 
 
 def load(
@@ -204,44 +138,102 @@ def load(
 
     The checkpoint may have any number of shards, and the model's group any size that divides it.
     Every file is checked before anything is copied: ValueError names what is wrong. Host memory
-    beside the model: at most one tensor. `filled` is called with each module of
+    beside the model: none on a CPU, two buffers on a GPU. `filled` is called with each module of
     `model.loading_order` once it is whole, on a GPU once its bytes are on their way; `progress`
     draws a bar on stderr.
 
     The values are not compared with a checksum here; `llama.checkpoint.verify` does that. Of 500 MB
     in the page cache, reading takes 0.5 s of CPU time and their CRC-32 another 0.4 s.
     """
-    reader, rank, size = CheckpointReader(checkpoint), model.parallel.rank, model.parallel.size
+    device, parallel = model.norm.weight.device, model.parallel
+    reader = CheckpointReader(checkpoint, device)
     total = sum(weight.nbytes for weight in model.parameters())
-    device = model.norm.weight.device
-    staged = Staging(device) if device.type == "cuda" else contextlib.nullcontext()
     bar = tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress)
-    with bar, staged as staging:
+    with bar:
         for module, shards in model.loading_order():
             for name, shard in shards.items():
-                reader.copy(name, shard, rank, size, staging)
+                reader.copy(name, shard, parallel.rank, parallel.size)
                 bar.update(shard.nbytes)
             filled(module)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-def _merge(files: list[dict[str, MappedTensor]]) -> dict[str, MappedTensor]:
-    whole: dict[str, MappedTensor] = {}
+def _map_file(file: Path, *, tied: bool) -> Shard:
+    """The tensors of a file by the names that they have there."""
+    tensors = open_tensors(file)
+    if tied and is_tied(tensors):
+        del tensors["output.weight"]
+    places = offsets(file, tensors.values())
+    return {
+        name: MappedTensor(file, data, offset)
+        for (name, data), offset in zip(tensors.items(), places, strict=True)
+    }
+
+
+def _merged(files: list[Shard]) -> Shard:
+    whole: Shard = {}
     for file in files:
-        for name, tensor in file.items():
-            other = whole.setdefault(name, tensor)
-            if other is not tensor:
-                raise ValueError(
-                    f"{tensor.file} and {other.file.name} both hold {brief(tensor.name)}: move "
-                    "away what does not belong to the model"
-                )
+        for name in file.keys() & whole.keys():
+            raise ValueError(
+                f"{file[name].file} and {whole[name].file.name} both hold {brief(name)}: move away "
+                "what does not belong to the model"
+            )
+        whole |= file
     return whole
 
 
-def _check_count(checkpoint: Checkpoint, shards: list[dict[str, MappedTensor]]) -> None:
+def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
+    """ValueError unless the shards hold the tensors that params.json asks for, and no others."""
+    params, layout, path = checkpoint.params, checkpoint.layout, checkpoint.params_path
+    if layout == "meta":
+        _check_count(checkpoint, shards)
+    try:
+        shapes = shard_shapes(params, len(shards))
+    except ValueError as e:
+        raise ValueError(
+            f"{checkpoint.folder} has {len(shards)} shards, which do not fit {path.name}: {e}"
+        ) from e
+    wanted = {name_in(layout, name): shape for name, shape in shapes.items()}
+    sources = checkpoint.shards if layout == "meta" else [checkpoint.folder]
+    for source, shard in zip(sources, shards, strict=True):
+        missing = [name for name in wanted if name not in shard]
+        if missing:
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise ValueError(
+                f"{source}: {missing[0]}{more} missing, which {path} asks for: they do not belong "
+                "together, or a file is incomplete: download it again"
+            )
+        for name, tensor in shard.items():
+            if not name.endswith(_HARMLESS):
+                _check_tensor(name, tensor, wanted.get(name), f"{path} and {len(shards)} shard(s)")
+
+
+def _check_tensor(name: str, tensor: MappedTensor, wanted: Size | None, source: str) -> None:
+    file, data = tensor.file, tensor.data
+    if wanted is None:
+        output = name in ("output.weight", name_in("hf", "output.weight"))
+        raise ValueError(
+            f"{file}: {brief(name)} has no place in the model that {source} describe: "
+            + ("say there that the output is not tied" if output else "they do not fit together")
+        )
+    if not data.is_floating_point() or data.itemsize < 2:
+        raise ValueError(
+            f"{file}: {name} has type {data.dtype}: it looks quantized, and this runtime loads "
+            "float32, bfloat16 and float16 weights"
+        )
+    if data.shape != wanted:
+        raise ValueError(
+            f"{file}: {name} has shape {brief(tuple(data.shape))}, but {source} give "
+            f"{tuple(wanted)}: they do not belong together, or shards are missing"
+        )
+
+
+def _check_count(checkpoint: Checkpoint, shards: list[Shard]) -> None:
     """ValueError where the embedding's shape shows that shards are missing, or Llama 2's."""
     first = shards[0].get("tok_embeddings.weight")
     vocab, dim = checkpoint.params.vocab_size, checkpoint.params.dim
-    if checkpoint.layout != "meta" or first is None or first.data.dim() != 2:
+    if first is None or first.data.dim() != 2:
         return
     rows, columns = first.data.shape
     if rows == vocab and columns < dim:

@@ -1,85 +1,81 @@
 """The tensors of a model: their names in both layouts, and the shape that each rank holds.
 
 In: a `ModelArgs`. Out: names, shapes and ranges of rows. No file is opened, and no tensor or module
-is made: shapes follow from params.json and from one table.
-
-Shapes: V vocabulary, E model dim, F ffn, K kv heads, D head dim.
+is made: shapes follow from params.json and from one table, which load, reshard and convert all use.
 """
+
+import re
+from typing import NamedTuple
 
 from torch import Size
 
 from llama.model.args import ModelArgs
 
-# Meta's name, without "layers.N." -> Hugging Face's, and the dimension that the ranks of a group
-# divide among them (None: each holds the whole). Load, reshard and convert all use this table.
-TABLE: dict[str, tuple[str, int | None]] = {
-    "tok_embeddings.weight": ("model.embed_tokens.weight", 0),
-    "attention.wq.weight": ("self_attn.q_proj.weight", 0),
-    "attention.wk.weight": ("self_attn.k_proj.weight", 0),
-    "attention.wv.weight": ("self_attn.v_proj.weight", 0),
-    "attention.wo.weight": ("self_attn.o_proj.weight", 1),
-    "feed_forward.w1.weight": ("mlp.gate_proj.weight", 0),
-    "feed_forward.w2.weight": ("mlp.down_proj.weight", 1),
-    "feed_forward.w3.weight": ("mlp.up_proj.weight", 0),
-    "attention_norm.weight": ("input_layernorm.weight", None),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", None),
-    "norm.weight": ("model.norm.weight", None),
-    "output.weight": ("lm_head.weight", 0),
+
+class Entry(NamedTuple):
+    """hf: Hugging Face's name. shape: V vocabulary, E model dim, F ffn, K kv heads x head dim.
+    dim: the dimension that the ranks of a group divide among them; None: each holds the whole."""
+
+    hf: str
+    shape: str
+    dim: int | None
+
+
+TABLE = {  # by Meta's name; N is the number of a layer
+    "tok_embeddings.weight": Entry("model.embed_tokens.weight", "VE", 0),
+    "layers.N.attention.wq.weight": Entry("model.layers.N.self_attn.q_proj.weight", "EE", 0),
+    "layers.N.attention.wk.weight": Entry("model.layers.N.self_attn.k_proj.weight", "KE", 0),
+    "layers.N.attention.wv.weight": Entry("model.layers.N.self_attn.v_proj.weight", "KE", 0),
+    "layers.N.attention.wo.weight": Entry("model.layers.N.self_attn.o_proj.weight", "EE", 1),
+    "layers.N.feed_forward.w1.weight": Entry("model.layers.N.mlp.gate_proj.weight", "FE", 0),
+    "layers.N.feed_forward.w2.weight": Entry("model.layers.N.mlp.down_proj.weight", "EF", 1),
+    "layers.N.feed_forward.w3.weight": Entry("model.layers.N.mlp.up_proj.weight", "FE", 0),
+    "layers.N.attention_norm.weight": Entry("model.layers.N.input_layernorm.weight", "E", None),
+    "layers.N.ffn_norm.weight": Entry("model.layers.N.post_attention_layernorm.weight", "E", None),
+    "norm.weight": Entry("model.norm.weight", "E", None),
+    "output.weight": Entry("lm_head.weight", "VE", 0),
 }
 ROTATED = ("attention.wq.weight", "attention.wk.weight")  # rows in another order in the hf layout
 _KV = ("attention.wk.weight", "attention.wv.weight")
 
 
+def _entry(name: str) -> Entry:
+    return TABLE[re.sub(r"^layers\.\d+", "layers.N", name)]
+
+
 def name_in(layout: str, name: str) -> str:
     """What a tensor of Meta's name is called in files of `layout`, "meta" or "hf"."""
-    if layout == "meta":
-        return name
-    if name.startswith("layers."):
-        _, number, rest = name.split(".", 2)
-        return f"model.layers.{number}.{TABLE[rest][0]}"
-    return TABLE[name][0]
-
-
-def sharded_dim(name: str) -> int | None:
-    """The dimension of a tensor, by Meta's name, that ranks divide among them."""
-    return TABLE[name.split(".", 2)[2] if name.startswith("layers.") else name][1]
+    number = name.split(".")[1]
+    return name if layout == "meta" else _entry(name).hf.replace("N", number)
 
 
 def whole_shapes(params: ModelArgs) -> dict[str, Size]:
-    """Meta's names -> shapes of the whole tensors; a tied output is left out."""
-    dim, ffn, vocab = params.dim, params.ffn_dim, params.vocab_size
+    """Meta's names -> shapes of the whole tensors, layer by layer; a tied output is left out."""
     kv = params.kv_heads * params.head_dim
-    block = {
-        "attention.wq.weight": Size((dim, dim)),
-        "attention.wk.weight": Size((kv, dim)),  # (K * D, E)
-        "attention.wv.weight": Size((kv, dim)),
-        "attention.wo.weight": Size((dim, dim)),
-        "feed_forward.w1.weight": Size((ffn, dim)),  # (F, E)
-        "feed_forward.w2.weight": Size((dim, ffn)),
-        "feed_forward.w3.weight": Size((ffn, dim)),
-        "attention_norm.weight": Size((dim,)),
-        "ffn_norm.weight": Size((dim,)),
-    }
-    shapes = {"tok_embeddings.weight": Size((vocab, dim))}  # (V, E)
+    sizes = {"V": params.vocab_size, "E": params.dim, "F": params.ffn_dim, "K": kv}
+    shapes = {name: Size(sizes[x] for x in entry.shape) for name, entry in TABLE.items()}
+    first, *block, norm, output = shapes
+    whole = {first: shapes[first]}
     for i in range(params.n_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
-    shapes["norm.weight"] = Size((dim,))
-    if not params.tied_output:
-        shapes["output.weight"] = Size((vocab, dim))
-    return shapes
+        whole |= {name.replace("N", str(i)): shapes[name] for name in block}
+    whole[norm] = shapes[norm]
+    return whole if params.tied_output else whole | {output: shapes[output]}
 
 
-def shard_range(params: ModelArgs, name: str, length: int, rank: int, size: int) -> tuple[int, int]:
-    """Which rows (or columns), from and to, one of `size` ranks holds of the `length` in all.
+def share(params: ModelArgs, name: str, shape: Size, rank: int, size: int) -> tuple[int, int, int]:
+    """What one of `size` ranks holds of a tensor: a dimension, and from where to where in it.
 
     With more ranks than kv heads, each head is on several: for 2 heads and 4 ranks, heads 0, 0, 1
     and 1.
     """
+    dim = _entry(name).dim
+    if dim is None:
+        return 0, 0, shape[0]
     if size > params.kv_heads and name.endswith(_KV):
         head = rank * params.kv_heads // size
-        return head * params.head_dim, (head + 1) * params.head_dim
-    each = length // size
-    return rank * each, (rank + 1) * each
+        return dim, head * params.head_dim, (head + 1) * params.head_dim
+    each = shape[dim] // size
+    return dim, rank * each, (rank + 1) * each
 
 
 def shard_shapes(params: ModelArgs, size: int) -> dict[str, Size]:
@@ -87,8 +83,6 @@ def shard_shapes(params: ModelArgs, size: int) -> dict[str, Size]:
     params.check_ranks(size)
     shapes = whole_shapes(params)
     for name, shape in shapes.items():
-        dim = sharded_dim(name)
-        if dim is not None:
-            start, end = shard_range(params, name, shape[dim], 0, size)
-            shapes[name] = Size((*shape[:dim], end - start, *shape[dim + 1 :]))
+        dim, start, end = share(params, name, shape, 0, size)
+        shapes[name] = Size((*shape[:dim], end - start, *shape[dim + 1 :]))
     return shapes

@@ -5,13 +5,13 @@ Names and shapes are compared with params.json. The bytes are compared with the 
 carries no checksum: there the header must describe the file exactly, without gaps or overlaps.
 """
 
-import functools
 import hashlib
 import os
 import re
 import threading
+import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,12 +19,14 @@ import torch
 from tqdm import tqdm
 
 from llama.checkpoint.downloads import broken, check_download
-from llama.checkpoint.files import Report, checksum_jobs
+from llama.checkpoint.files import first_line
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
 from llama.checks import brief
 
 _BLOCK_BYTES = 4 << 20  # read at a time by one thread
+# A part of a file is read; each block's size is told, and at the end ValueError where it is bad.
+Check = Iterator[int]
 
 
 def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[str]:
@@ -35,62 +37,47 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     """
     checkpoint = find(ckpt_dir)
     weights = CheckpointReader(checkpoint)
-    results = _compare_checksums(checkpoint, progress)
-    counts = Counter(tensor.file.name for shard in weights.shards for tensor in shard.values())
-    lines = [
-        f"{file.name}: {counts[file.name]} tensors, {file.stat().st_size:,} bytes, "
-        + results.pop(file.name)
-        for file in checkpoint.shards
-    ]
-    lines += [f"{name}: {result}" for name, result in results.items()]
+    checks = _checks(checkpoint)
+    total = sum(path.stat().st_size for path, (_, parts) in checks.items() if parts)
+    _run([part for _, parts in checks.values() for part in parts], total, progress)
+    counts = Counter(tensor.file for shard in weights.shards for tensor in shard.values())
+    lines = []
+    for path, (result, _) in checks.items():
+        size = f"{counts[path]} tensors, {path.stat().st_size:,} bytes, " if counts[path] else ""
+        lines.append(f"{path.name}: {size}{result}")
     numel = sum(shape.numel() for shape in weights.shapes.values())
     count = len(checkpoint.shards)
     return [*lines, f"{checkpoint.folder}: complete, {numel:,} parameters in {count} file(s)"]
 
 
-def _compare_checksums(checkpoint: Checkpoint, progress: bool) -> dict[str, str]:
-    """Names of listed files and shards -> what was compared; ValueError for the first bad one."""
+def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
+    """The shards and the files that are listed -> what is said of a good one, and its checks."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
-    jobs: list[Callable[[Report], None]] = []
-    results, total = {}, 0
-    for name, md5 in listed.items():
-        path = checkpoint.folder / name
-        check_download(path)
-        jobs.append(functools.partial(_check_md5, path, md5))
-        results[name] = "checksum matches"
-        total += path.stat().st_size
-    for path in checkpoint.shards:
+    checks: dict[Path, tuple[str, list[Check]]] = {}
+    for path in [*checkpoint.shards, *(checkpoint.folder / name for name in listed)]:
         if path.name in listed:
-            continue
-        records = checksum_jobs(path) if path.suffix == ".pth" else []
-        jobs += records
-        results[path.name] = (
-            f"CRC-32 of its {len(records)} records matches"
-            if records
-            else "no checksum to compare with"
-        )
-        total += path.stat().st_size if records else 0
-    _run(jobs, total, progress)
-    return results
+            check_download(path)
+            checks[path] = "checksum matches", [_check_md5(path, listed[path.name])]
+        elif path.suffix == ".pth" and (parts := _crc32_checks(path)):
+            checks[path] = f"CRC-32 of its {len(parts)} records matches", parts
+        else:
+            checks[path] = "no checksum to compare with", []
+    return checks
 
 
-def _run(jobs: list[Callable[[Report], None]], total: int, progress: bool) -> None:
-    """Run the jobs in threads; the error of the first that fails, in their order, is raised."""
+def _run(checks: Iterable[Check], total: int, progress: bool) -> None:
+    """Run the checks in threads; the error of the first that fails, in their order, is raised."""
     lock = threading.Lock()
     bar = tqdm(total=total, desc="Verifying", unit="B", unit_scale=True, disable=not progress)
 
-    def report(count: int) -> None:
-        with lock:
-            bar.update(count)
+    def run(check: Check) -> None:
+        for count in check:
+            with lock:
+                bar.update(count)
 
     with bar, ThreadPoolExecutor(min(torch.get_num_threads(), 8)) as pool:
-        futures = [pool.submit(job, report) for job in jobs]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for _ in pool.map(run, checks):  # after an error, what has not begun is cancelled
+            pass
 
 
 def _read_checklist(path: Path) -> dict[str, str]:
@@ -110,11 +97,33 @@ def _read_checklist(path: Path) -> dict[str, str]:
     return sums
 
 
-def _check_md5(path: Path, md5: str, report: Report) -> None:
+def _check_md5(path: Path, md5: str) -> Check:
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
-            report(len(block))
+            yield len(block)
     if digest.hexdigest() != md5:
         raise broken(path, f"has MD5 {digest.hexdigest()}, but checklist.chk says {md5}")
+
+
+def _crc32_checks(path: Path) -> list[Check]:
+    """One for each record of a .pth: threads may run those of one file at the same time.
+
+    A .pth is a zip archive with one record per tensor; torch.save writes the CRC-32 of each, unless
+    `set_crc32_options(False)` was called: then there is nothing to compare, and no check.
+    """
+    try:
+        archive = zipfile.ZipFile(path)
+    except zipfile.BadZipFile as e:
+        raise broken(path, f"is cut short or damaged ({first_line(e)})") from e
+    return [_check_crc32(path, archive, record) for record in archive.infolist() if record.CRC]
+
+
+def _check_crc32(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Check:
+    try:
+        with archive.open(record) as content:  # it compares the CRC-32 when it reaches the end
+            while block := content.read(_BLOCK_BYTES):
+                yield len(block)
+    except (zipfile.BadZipFile, EOFError) as e:
+        raise broken(path, f"is damaged ({first_line(e)})") from e

@@ -6,29 +6,21 @@ take them is an OSError that names it. What the tensors mean is not known here.
 """
 
 import contextlib
-import io
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
+from tqdm.utils import CallbackIOWrapper
 
 from llama.checkpoint.downloads import check_utf8
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer  # collections.abc has it since 3.12
-
-Wanted = dict[str, tuple[torch.Size, torch.dtype]]  # tensors to make, by name
-
-_ALIGNMENT = 64  # bytes, of a tensor in a scratch file
 
 
 class Progress(tqdm):
@@ -86,52 +78,28 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
-def scratch(folder: Path, wanted: Wanted) -> dict[str, Tensor]:
-    """Tensors in a file that is already unlinked: they use disk, not memory, while they exist."""
-    starts, end = {}, 0
-    for name, (shape, dtype) in wanted.items():
-        starts[name] = end
-        end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor in a file that is already unlinked: it uses disk, not memory, while it exists."""
     path = folder / "scratch"
-    with _disk_errors(path), path.open("w+b") as file:
-        path.unlink()
+    with _disk_errors(path), path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             # A write to a mapping for which the disk has no room would kill the process.
-            os.posix_fallocate(file.fileno(), 0, end)
-        file.truncate(end)
-        mapped = mmap.mmap(file.fileno(), end)
-    flat = {
-        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=starts[name])
-        for name, (shape, dtype) in wanted.items()
-    }
-    return {name: tensor.view(wanted[name][0]) for name, tensor in flat.items()}
+            os.posix_fallocate(file.fileno(), 0, shape.numel() * dtype.itemsize)
+        flat = torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype)
+        path.unlink()
+    return flat.view(shape)
 
 
-def save_pth(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    with _disk_errors(path), _CountedFile(path, progress) as file:
-        torch.save(tensors, file)
-
-
-class _CountedFile(io.BufferedWriter):
-    """A new file that reports each write."""
-
-    def __init__(self, path: Path, progress: Progress) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._progress = progress
-
-    def write(self, data: "Buffer") -> int:
-        count = super().write(data)
-        self._progress.half(count)
-        return count
-
-
-def save_safetensors(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    with _disk_errors(path):
-        path.touch()
+def save(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
+    """Write a .pth or a .safetensors."""
+    with _disk_errors(path), path.open("wb") as file:
+        if path.suffix == ".pth":
+            torch.save(tensors, CallbackIOWrapper(progress.half, file, "write"))
+            return
         mode = path.stat().st_mode  # what the umask gives: safetensors makes a file for us alone
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(mode)
-    progress.half(sum(tensor.nbytes for tensor in tensors.values()))
+        progress.half(sum(tensor.nbytes for tensor in tensors.values()))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ import torch
 from helpers.checkpoints import write_meta
 from helpers.weights import PARAMS, STATE, loaded
 from llama.checkpoint import convert
-from llama.checkpoint.files import offsets, open_tensors, read_into
+from llama.checkpoint.files import offsets, open_tensors
 from llama.checkpoint.find import find
+from llama.checkpoint.reading import FileReader
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells")
@@ -26,19 +27,19 @@ def test_mapped_tensors_are_found_in_their_file(tmp_path, layout):
             assert offset is not None
             assert content[offset:][: tensor.nbytes] == tensor.numpy().tobytes()
             read = torch.empty_like(tensor)
-            read_into(read, file, offset)
+            FileReader(torch.device("cpu")).read(read, file, offset)
             assert torch.equal(read, tensor)
         file.rename(tmp_path / "moved")
         file.write_bytes(content)
         assert not any(offsets(file, tensors.values()))  # another file by now
 
 
-def test_a_file_cut_while_it_is_read_is_named(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_a_file_cut_while_it_is_read_is_named(tmp_path, device):
     file = tmp_path / "weights.pth"
     file.write_bytes(b"12345678")
-    tensor = torch.zeros(3)
     with pytest.raises(ValueError, match=r"weights\.pth \(8 bytes\) became shorter"):
-        read_into(tensor, file, 0)
+        FileReader(torch.device(device)).read(torch.zeros(3), file, 0)
 
 
 class Evil:

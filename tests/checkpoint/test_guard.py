@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from llama import Llama
-from llama.checkpoint.guard import is_guard
+from llama.checkpoint.find import Checkpoint
+from llama.model.args import ModelArgs
 from llama.prompts import ToolFormat
 
 TEMPLATE = "{{ bos_token }}Task: ...\\n<BEGIN UNSAFE CONTENT CATEGORIES>\\nS1: Violent Crimes.\\n"
+
+
+def is_guard(folder: Path) -> bool:
+    return Checkpoint(folder, ModelArgs(), [], "meta").is_guard
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
-from llama.checkpoint import convert, reader, staging
-from llama.checkpoint.files import read_into
+from llama.checkpoint import convert, reading
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import bytes_of, load
+from llama.checkpoint.reading import FileReader
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs
@@ -52,46 +52,39 @@ def test_types_are_converted(tmp_path, stored):
         expect_shards(model, state, PARAMS)
 
 
-def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, monkeypatch):
-    found, read = find(write_meta(tmp_path, PARAMS, STATE, 2)), []
+@pytest.fixture
+def pieces(monkeypatch) -> list[int]:
+    """The size of each piece that is read."""
+    read, sizes = FileReader.read, []
 
-    def counted(tensor: Tensor, file: Path, offset: int) -> None:
-        read.append(tensor.nbytes)
-        read_into(tensor, file, offset)
+    def watched(self: FileReader, into: Tensor, file: Path, offset: int) -> None:
+        sizes.append(into.nbytes)
+        read(self, into, file, offset)
 
-    monkeypatch.setattr(reader, "read_into", counted)
+    monkeypatch.setattr(FileReader, "read", watched)
+    return sizes
+
+
+def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, pieces):
+    found = find(write_meta(tmp_path, PARAMS, STATE, 2))
     expect_shards(loaded(found), STATE, PARAMS)
     by_column = ("wo.weight", "w2.weight")  # of two shards: their rows are in two files
-    assert sum(read) == sum(t.nbytes for n, t in STATE.items() if not n.endswith(by_column))
-    read.clear()
+    assert sum(pieces) == sum(t.nbytes for n, t in STATE.items() if not n.endswith(by_column))
+    pieces.clear()
     loaded(found, dtype=torch.bfloat16)
-    assert not read
+    assert not pieces
 
 
 @pytest.fixture
-def staged(monkeypatch) -> list[int]:
-    """Weights are loaded as for a GPU: its bytes go through buffers of 100 bytes. The list gets the
-    size of each piece that went that way."""
-    read, pieces = staging.Staging.read, []
-
-    def watched(self, into, file, offset, then=None):
-        pieces.append(into.nbytes)
-        read(self, into, file, offset, then)
-
-    monkeypatch.setattr(staging, "_CHUNK", 100)
-    monkeypatch.setattr(staging.Staging, "read", watched)
-    copy = reader.CheckpointReader.copy
-
-    def copy_staged(self, name, into, rank, size, unused=None):
-        with staging.Staging(torch.device("cpu")) as stage:
-            copy(self, name, into, rank, size, stage)
-
-    monkeypatch.setattr(reader.CheckpointReader, "copy", copy_staged)
-    return pieces
+def staged(monkeypatch) -> None:
+    """Weights are loaded as for a GPU: their bytes go through buffers, here of 100 bytes."""
+    start = FileReader.__init__
+    monkeypatch.setattr(reading, "_BUFFER", 100)
+    monkeypatch.setattr(FileReader, "__init__", lambda self, _: start(self, torch.device("mps")))
 
 
 @pytest.mark.parametrize("layout", ["meta", "hf"])
-def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, layout):
+def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, pieces, layout):
     """Whole tensors, rows and columns of shards, other types, Hugging Face's order of q and k."""
     found = find(write_meta(tmp_path / "meta", PARAMS, STATE, 2))
     if layout == "hf":
@@ -99,18 +92,9 @@ def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, layo
         found = find(tmp_path / "hf")
     for dtype in (torch.float32, torch.bfloat16):
         for rank, size in ((0, 1), (1, 2), (3, 4)):
-            staged.clear()
+            pieces.clear()
             expect_shards(loaded(found, rank, size, dtype), STATE, PARAMS)
-            assert len(staged) > 10
-
-
-def test_a_file_that_ends_while_it_is_staged_is_named(tmp_path):
-    (tmp_path / "weights.pth").write_bytes(b"12345678")
-    with (
-        pytest.raises(ValueError, match=r"weights\.pth \(8 bytes\) became shorter"),
-        staging.Staging(torch.device("cpu")) as stage,
-    ):
-        stage.read(torch.zeros(3), tmp_path / "weights.pth", 0)
+            assert len(pieces) > 10
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (8, torch.bfloat16)])
