@@ -5,7 +5,6 @@ all, is imported once they are right, so that `--help` and a wrong flag answer a
 """
 
 import argparse
-import importlib
 import inspect
 import os
 import sys
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import llama
-from llama.cli import ranks
+from llama.cli import commands, ranks
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
+from llama.cli.serve import serve
 
 _CLIENT_FLAGS = {"url": None, "api_key": None, "model": None}  # of a server that runs
 
@@ -29,7 +29,7 @@ COMMANDS = {
             **_CLIENT_FLAGS,
         },
         ["ckpt_dir"],
-        "llama.cli.generate:chat",
+        commands.chat,
         [
             "llama chat",
             'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
@@ -44,7 +44,7 @@ COMMANDS = {
             "prompt": None, "prompt_file": None,
         },
         ["ckpt_dir"],
-        "llama.cli.generate:complete",
+        commands.complete,
         [
             'llama complete --prompt "Once upon a time"',
             "llama complete Meta-Llama-3-8B --prompt_file story.txt --max_gen_len 200",
@@ -59,7 +59,7 @@ COMMANDS = {
             **_CLIENT_FLAGS, "concurrency": 16, "retry_s": 600.0,
         },
         ["in_file", "out_file"],
-        "llama.cli.generate:batch",
+        commands.batch,
         [
             "llama batch prompts.jsonl results.jsonl --ckpt_dir Meta-Llama-3-8B-Instruct",
             "llama batch prompts.jsonl results.jsonl --resume",
@@ -76,7 +76,7 @@ COMMANDS = {
             **BUILD_FLAGS,
         },
         ["ckpt_dir"],
-        "llama.cli.serve:serve",
+        serve,
         [
             "llama serve",
             "llama serve Meta-Llama-3-8B-Instruct --port 8080",
@@ -87,28 +87,28 @@ COMMANDS = {
         "Check the files of a checkpoint: checksums, names, shapes, that no shard is missing.",
         {"ckpt_dir": REQUIRED},
         ["ckpt_dir"],
-        "llama.cli.checkpoints:verify",
+        commands.verify,
         ["llama verify Meta-Llama-3-8B"],
     ),
     "reshard": Command(
         "Write Meta's consolidated.NN.pth in another number of shards, into a new folder.",
         {"ckpt_dir": REQUIRED, "out_dir": REQUIRED, "model_parallel_size": REQUIRED},
         ["ckpt_dir", "out_dir"],
-        "llama.cli.checkpoints:reshard",
+        commands.reshard,
         ["llama reshard Meta-Llama-3-70B one-shard --model_parallel_size 1"],
     ),
     "convert": Command(
         "Write Meta's layout as Hugging Face's, or Hugging Face's as Meta's, into a new folder.",
         {"ckpt_dir": REQUIRED, "out_dir": REQUIRED},
         ["ckpt_dir", "out_dir"],
-        "llama.cli.checkpoints:convert",
+        commands.convert,
         ["llama convert Meta-Llama-3-8B Meta-Llama-3-8B-hf"],
     ),
     "doctor": Command(
         "Show what this machine offers and what stands in the way; 1 if something does.",
         {"ckpt_dir": None, "device": None, "model_parallel_size": None},
         ["ckpt_dir"],
-        "llama.cli.doctor:doctor",
+        commands.doctor,
         [
             "llama doctor",
             "llama doctor Meta-Llama-3-8B",
@@ -204,7 +204,5 @@ def _run_command(name: str, words: Sequence[str]) -> int:
         likely = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
         raise UsageError(f"there is no command {name}{likely}")
     command = COMMANDS[name]
-    options = read(f"llama {name}", command, words, os.environ)
-    module, _, function = command.function.partition(":")
-    code: int = getattr(importlib.import_module(module), function)(options)
-    return code
+    assert command.function is not None
+    return command.function(read(f"llama {name}", command, words, os.environ))

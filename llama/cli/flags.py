@@ -106,16 +106,13 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its flags with their defaults, and those that may also be given by position.
-
-    `function` is "module:name", imported only once the flags are right. `error_code` is the exit
-    code where a command fails with an error.
-    """
+    """A command: its flags with their defaults, those that may also be given by position, and what
+    runs it. `error_code` is the exit code where it fails with an error."""
 
     summary: str
     defaults: Mapping[str, Any]
     positional: Sequence[str] = ()
-    function: str = ""
+    function: Callable[[argparse.Namespace], int] | None = None
     examples: Sequence[str] = field(default=())
     error_code: int = 1
     flags: Mapping[str, Flag] = field(default_factory=lambda: FLAGS)

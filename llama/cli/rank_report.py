@@ -1,7 +1,7 @@
 """What `llama doctor` says of several ranks: where each is, whether they are alike, how fast.
 
 In: the facts of this rank. Out: facts for rank 0 to print. Every rank makes the same calls; what
-crosses ranks is JSON in tensors of bytes.
+crosses ranks is JSON, in the store where they met.
 """
 
 import json
@@ -10,6 +10,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ import llama
 from llama.cli.environment_checks import Fact, problem
 from llama.device import free_bytes
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel, exchange
+from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 
 _LIMIT_S = 120.0  # the kernels of another machine may have to be compiled first
@@ -31,7 +32,7 @@ def report(
     """Meet the other ranks; on rank 0: each rank, their problems, what is unlike, and the sums."""
     try:
         parallel = connect(model_parallel_size, device, _LIMIT_S)
-        records = [json.loads(text) for text in gather_texts(parallel, _own_record(own, device))]
+        records = _gather(parallel, _own_record(own, device))
         yield Fact("backend", _backend(parallel, device))
         for rank, record in enumerate(records):
             yield Fact(f"rank {rank}", f"on {record['host']}, {record['device']}")
@@ -51,9 +52,18 @@ def report(
         )
 
 
-def _own_record(own: list[Fact], device: torch.device) -> str:
+def _gather(parallel: ModelParallel, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each rank's record, in the order of the ranks of the world."""
+    store, world_size = parallel.store, parallel.size * parallel.data_size
+    if store is None:
+        return [record]
+    store.set(f"doctor/{parallel.global_rank}", json.dumps(record))
+    return [json.loads(store.get(f"doctor/{rank}")) for rank in range(world_size)]
+
+
+def _own_record(own: list[Fact], device: torch.device) -> dict[str, Any]:
     library = native.kernels()
-    return json.dumps({
+    return {
         "host": socket.gethostname(),
         "device": f"{device}, {free_bytes(device) / 2**30:.1f} GiB free, "
         f"{torch.get_num_threads()} threads",
@@ -64,7 +74,7 @@ def _own_record(own: list[Fact], device: torch.device) -> str:
             "kernels": "torch's" if library is None else library._name.rpartition("/")[2],
         },
         "problems": [[fact.name, fact.text] for fact in own if fact.problem],
-    })  # fmt: skip
+    }
 
 
 def _backend(parallel: ModelParallel, device: torch.device) -> str:
@@ -109,16 +119,6 @@ def _timing(size: int, seconds: float) -> str:
     return f"{name} in {seconds * 1e3:.3g} ms{rate}"
 
 
-def gather_texts(parallel: ModelParallel, text: str) -> list[str]:
-    """Each rank's text, in the order of the ranks of the world."""
-    if parallel.world is None:
-        return [text]
-    data = text.encode()
-    lengths = [int(row) for row in exchange(parallel.world, b"%20d" % len(data))]
-    rows = exchange(parallel.world, data.ljust(max(1, *lengths)))
-    return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
-
-
 def all_reduce_seconds(
     parallel: ModelParallel, device: torch.device
 ) -> Iterator[tuple[str, dict[int, float]]]:
@@ -126,31 +126,29 @@ def all_reduce_seconds(
 
     The first path is what the model's layers use; the second is gloo, from and to host memory.
     """
-    group, control = parallel.group, parallel.control
-    if group is None or control is None or parallel.size == 1:
+    control = parallel.control
+    if control is None or parallel.size == 1:
         return
-
-    def start() -> None:
-        control.barrier().wait()
 
     def through_gloo(x: Tensor) -> None:
         control.allreduce([x]).wait()
 
     ranks = f"{parallel.size} ranks"
-    yield f"the model's, {ranks}", _times(parallel.all_reduce, start, device)
-    yield f"gloo alone, {ranks}", _times(through_gloo, start, torch.device("cpu"))
+    yield f"the model's, {ranks}", _times(parallel, parallel.all_reduce, device)
+    yield f"gloo alone, {ranks}", _times(parallel, through_gloo, torch.device("cpu"))
 
 
 def _times(
-    all_reduce: Callable[[Tensor], object], start: Callable[[], None], device: torch.device
+    parallel: ModelParallel, all_reduce: Callable[[Tensor], object], device: torch.device
 ) -> dict[int, float]:
-    """`start` returns on all ranks at once: the wait for a late one is not the path's."""
+    """The ranks begin each sum together: the wait for a late one is not the path's."""
+    assert parallel.control is not None
     seconds = {}
     for size, count in _SIZES.items():
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         times = []
         for _ in range(count + 1):  # the first opens connections and touches memory
-            start()
+            parallel.control.barrier().wait()
             began = time.perf_counter()
             all_reduce(x)
             if device.type == "cuda":

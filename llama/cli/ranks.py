@@ -54,33 +54,31 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
         return 0
     except UsageError as e:
         return _fail(e, USAGE)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RankError) as e:
         return _fail(e, error_code)
     except Exception as e:
-        if _is_of_a_connection(e):
-            e = _lost_connection(e)
-            _end_job(e, has_trace=False)
-        elif not isinstance(e, RankError):
-            _end_job(e)
+        lost = _lost_connection(e)
+        watch = Watch.of_process()
+        if watch is not None:  # a bug of ours, or no memory, or no connection: all ranks end
+            watch.fail(lost or e, has_trace=lost is None)
+        if lost is None:
             raise
-        return _fail(e, error_code)
-    finally:
-        _disconnect()
+        return _fail(lost, error_code)
+    finally:  # leave the groups, if a model was loaded: a process that only exits may abort instead
+        if groups := sys.modules.get("llama.ranks.groups"):
+            groups.disconnect()
 
 
 def _fail(error: Exception, code: int) -> int:
     """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
-    watch = Watch.of_process()
-    if isinstance(error, NotMetError):  # raised on the one rank that is to say it
-        watch = None
-    else:
+    rank, watch = global_rank(), Watch.of_process()
+    if not isinstance(error, NotMetError):  # raised on the one rank that is to say it
         _let_rank_0_end()
-    if watch is not None:
-        if global_rank() and not watch.has_left(0):
-            watch.fail(error, has_trace=False)  # rank 0 knows nothing of it
-        if global_rank() or watch.is_ending:
-            return code
-    rank = global_rank()
+        if watch is not None:
+            if rank and not watch.has_left(0):
+                watch.fail(error, has_trace=False)  # rank 0 knows nothing of it
+            if rank or watch.is_ending:
+                return code
     origin = f"rank {rank}: " if rank else ""
     print(f"{origin}error: {error}", file=sys.stderr, flush=True)
     return code
@@ -110,31 +108,15 @@ def finish_on_signal(drain_s: float | None = None) -> None:
     drain(float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s)
 
 
-def _end_job(error: Exception, *, has_trace: bool = True) -> None:
-    """A bug of ours, or no memory: the other ranks end too, and one message is printed."""
-    watch = Watch.of_process()
-    if watch is not None:
-        watch.fail(error, has_trace=has_trace)
-
-
-def _is_of_a_connection(error: Exception) -> bool:
-    """torch's error for its store or a socket: another rank, its machine or torchrun is gone."""
+def _lost_connection(error: Exception) -> RuntimeError | None:
+    """For torch's error for its store or a socket, the same in one line, with the address and what
+    to look at; torch adds its C++ stack. None for another error."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and isinstance(error, distributed.DistError)
-
-
-def _lost_connection(error: Exception) -> RuntimeError:
-    """The same in one line, with the address and what to look at; torch adds its C++ stack."""
+    if distributed is None or not isinstance(error, distributed.DistError):
+        return None
     place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     return RuntimeError(
         f"a connection between the ranks, which met at {place}, is lost "
         f"({str(error).partition(chr(10))[0]}): another rank, its machine, its torchrun or the "
         "network is gone; the first message of the other machines says more"
     )
-
-
-def _disconnect() -> None:
-    """Leave the groups, if a model was loaded: a process that only exits may abort instead."""
-    groups = sys.modules.get("llama.ranks.groups")
-    if groups is not None:
-        groups.disconnect()

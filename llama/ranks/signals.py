@@ -8,6 +8,7 @@ torchrun passes each signal that it gets on to every rank, and kills what is lef
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,14 +83,21 @@ class Signals:
             return 1
         return 2 if now - self.stop_since > _SAME_S else 0
 
+    @property
+    def is_time_over(self) -> bool:
+        """Whether a signal came so long ago that what still runs is to be ended."""
+        since, limit_s = self.stop_since, self.drain_s
+        return since is not None and limit_s is not None and time.monotonic() - since > limit_s
+
     @contextlib.contextmanager
     def taken_alone(self) -> Iterator[None]:
         """In a process without ranks, SIGTERM asks to finish what runs; a second one ends it."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.note() == 2:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+                sys.exit(128 + number)  # as a shell has it; what was opened is closed on the way
+            if self.on_stop is not None:
+                self.on_stop()
 
         before = signal.signal(signal.SIGTERM, handle)
         try:

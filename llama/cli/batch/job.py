@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from llama.cli.batch.files import Line, Results, check_files
@@ -112,15 +113,14 @@ def _open_files(
         pass  # no rank has the output open any more: the next job can lock it
 
 
+@dataclass
 class EngineAnswers:
     """Lines answered by the engine of this process, as many at once as its batch has room for."""
 
-    def __init__(self, llama: Llama, defaults: SamplingParams, model: str) -> None:
-        self.llama = llama
-        self.engine = llama.llm_engine
-        self.defaults = defaults
-        self.model = model
-        self.running: dict[str, tuple[Line, str, OpenAIRequest, Request]] = {}
+    llama: Llama
+    defaults: SamplingParams
+    model: str
+    running: dict[str, tuple[Line, str, OpenAIRequest, Request]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -140,22 +140,22 @@ class EngineAnswers:
         name, tool_format = f"line-{line.number}", self.llama.tool_format
         if body.chat:
             prompt = body.chat_ids(self.llama.tokenizer, tool_format)
-            request = self.engine.prepare(name, prompt, body.chat_params(tool_format))
+            request = self.llama.llm_engine.prepare(name, prompt, body.chat_params(tool_format))
         else:
-            request = self.engine.prepare(name, body.prompts[0], body.params)
+            request = self.llama.llm_engine.prepare(name, body.prompts[0], body.params)
         if request.seed is None:  # as if all lines were one call: resuming changes no answer
             request.set_seed(derived_seed(self.llama.seed, line.number - 1))
-        self.engine.submit([request])
+        self.llama.llm_engine.submit([request])
         self.running[name] = line, custom_id, body, request
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """One step of the engine. Its records are written before the next one."""
-        return [self._record(output) for output in self.engine.step() if output.finished]
+        return [self._record(output) for output in self.llama.llm_engine.step() if output.finished]
 
     def close(self) -> None:
         """Drop what is not finished."""
         for request_id in self.running:
-            self.engine.abort_request(request_id)
+            self.llama.llm_engine.abort_request(request_id)
 
     def _record(self, output: RequestOutput) -> tuple[Line, dict[str, Any]]:
         line, custom_id, body, _ = self.running.pop(output.request_id)

@@ -8,9 +8,9 @@ under way when a connection was lost, are sent again after waits that grow.
 import asyncio
 import functools
 import os
-import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 from llama.cli.batch.files import Line, Results, check_files
@@ -59,9 +59,7 @@ def run_server_batch(
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     with closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
         name = client.run(client.model(model)).name
-        answers = ServerAnswers(
-            client, defaults, name, seed=seed, concurrency=concurrency, retry_s=retry_s
-        )
+        answers = ServerAnswers(client, defaults, name, seed, concurrency, retry_s)
         size = os.fstat(file.fileno()).st_size
         with closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
@@ -73,60 +71,47 @@ def run_server_batch(
             return report
 
 
+@dataclass
 class ServerAnswers:
     """Lines answered by a server, `concurrency` at once. The client's loop runs in `finished`."""
 
-    def __init__(
-        self,
-        client: Client,
-        defaults: SamplingParams,
-        model: str,
-        *,
-        seed: int,
-        concurrency: int,
-        retry_s: float,
-    ) -> None:
-        self.num_tokens = 0
-        self._client = client
-        self._defaults = defaults
-        self._model = model
-        self._seed = seed
-        self._concurrency = concurrency
-        self._retry_s = retry_s
-        self._running: dict[asyncio.Task[Reply], tuple[Line, str]] = {}
-        self._stops = asyncio.Event()  # no request is sent again
+    client: Client
+    defaults: SamplingParams
+    model: str
+    seed: int
+    concurrency: int
+    retry_s: float
+    num_tokens: int = 0
+    running: dict[asyncio.Task[Reply], tuple[Line, str]] = field(default_factory=dict)
+    stops: asyncio.Event = field(default_factory=asyncio.Event)  # no request is sent again
 
     @property
     def has_room(self) -> bool:
-        return len(self._running) < self._concurrency
+        return len(self.running) < self.concurrency
 
     @property
     def is_idle(self) -> bool:
-        return not self._running or self._is_too_late()
+        """Also where what still runs is left to a later job."""
+        return not self.running or SIGNALS.is_time_over
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         path, body = target(fields)
-        seed = derived_seed(self._seed, line.number - 1)
-        body = filled(checked_body(body), self._defaults, model=self._model, seed=seed)
+        seed = derived_seed(self.seed, line.number - 1)
+        body = filled(checked_body(body), self.defaults, model=self.model, seed=seed)
         name = f"line-{line.number}"
-        attempt = functools.partial(self._client.post, path, body, request_id=name)
-        reply = with_retries(attempt, limit_s=self._retry_s, stops=self._stops)
-        self._running[self._client.start(reply)] = line, custom_id
+        attempt = functools.partial(self.client.post, path, body, request_id=name)
+        reply = with_retries(attempt, limit_s=self.retry_s, stops=self.stops)
+        self.running[self.client.start(reply)] = line, custom_id
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """Wait for answers, half a second at most. ServerError where the server refuses the key:
         that is no fault of the line."""
         if stop_requested():
-            self._stops.set()
-        wait = asyncio.wait(self._running, timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-        done, _ = self._client.run(wait)
-        answers = [(*self._running.pop(task), task) for task in done]
+            self.stops.set()
+        wait = asyncio.wait(self.running, timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = self.client.run(wait)
+        answers = [(*self.running.pop(task), task) for task in done]
         return [record for answer in answers if (record := self._record(*answer)) is not None]
-
-    def _is_too_late(self) -> bool:
-        """Whether what still runs is left to a later job: a signal came, and the time is over."""
-        since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
-        return since is not None and limit_s is not None and time.monotonic() - since > limit_s
 
     def _record(
         self, line: Line, custom_id: str, answer: asyncio.Task[Reply]
@@ -137,7 +122,7 @@ class ServerAnswers:
         except ServerError as error:
             if error.is_about_the_key:
                 raise
-            if error.is_transient and self._stops.is_set():
+            if error.is_transient and self.stops.is_set():
                 return None
             code = "server_error" if error.is_transient else "invalid_request"
             return line, error_record(custom_id, line.number, code, str(error))

@@ -15,7 +15,6 @@ import select
 import signal
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, TextIO
@@ -67,14 +66,22 @@ class Terminal:
         self._typed_ahead = ""  # typed during an answer: input of the next prompts
         self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
         self._readline: ModuleType | None = None
-        self._before: list[Any] | None = None  # the terminal's mode
         self.stops = False  # SIGTERM came: nothing new is asked
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Set the terminal up; restore its mode at the end, also after an error or SIGTERM."""
-        with self._end_on_sigterm(), self._set_up():
-            yield
+        """Set the terminal up; restore its mode at the end, also after an error or SIGTERM.
+
+        SIGTERM ends the chat, after the answer that is shown. Of several ranks the watch gets the
+        signal, and tells this one.
+        """
+        alone = SIGNALS.taken_alone() if self._watch is None else contextlib.nullcontext()
+        SIGNALS.on_stop = self._stop
+        try:
+            with alone, self._set_up():
+                yield
+        finally:
+            SIGNALS.on_stop = None
 
     @contextlib.contextmanager
     def _set_up(self) -> Iterator[None]:
@@ -84,8 +91,7 @@ class Terminal:
         if not self.keyboard:
             yield
             return
-        self._before = before = termios.tcgetattr(0)
-        watch = self._watch
+        before, watch = termios.tcgetattr(0), self._watch
         if watch is not None:  # where another rank fails, it ends this process from a thread
             watch.before_end.append(lambda: _restore(before))
         replaced = signal.signal(signal.SIGINT, self._interrupt)
@@ -101,32 +107,6 @@ class Terminal:
                 watch.before_end.clear()
             signal.signal(signal.SIGINT, replaced)
 
-    @contextlib.contextmanager
-    def _end_on_sigterm(self) -> Iterator[None]:
-        """SIGTERM ends the chat: after the answer that is shown, where the command asked for that.
-
-        Of several ranks the watch gets the signal, and tells this one.
-        """
-        if self._watch is not None:
-            SIGNALS.on_stop = self._stop
-            replaced = None
-        else:
-            replaced = signal.signal(signal.SIGTERM, self._terminate)
-        try:
-            yield
-        finally:
-            SIGNALS.on_stop = None
-            if replaced is not None:
-                signal.signal(signal.SIGTERM, replaced)
-
-    def _terminate(self, number: int, _frame: FrameType | None) -> None:
-        if SIGNALS.drain_s is None or SIGNALS.note() == 2:
-            if self._before is not None:
-                _restore(self._before)
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._stop()
-
     def _stop(self) -> None:
         self.stops = True
         if self._reading:
@@ -135,10 +115,8 @@ class Terminal:
     def check_drain(self) -> None:
         """TimeoutError where a signal came, and the answer took too long since. Of several ranks
         the watch does this."""
-        since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
-        if since is None or limit_s is None or self._watch is not None:
-            return
-        if time.monotonic() - since > limit_s:
+        if self._watch is None and SIGNALS.is_time_over:
+            limit_s = SIGNALS.drain_s
             raise TimeoutError(f"the answer did not finish within {limit_s:g} s: it was ended")
 
     def read_line(self, prompt: str) -> str:

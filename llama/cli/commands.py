@@ -1,15 +1,17 @@
-"""The commands that run a model: chat, complete and batch. Checked flags in, an exit code out.
+"""The commands: checked flags in, an exit code out. The server's is in serve.py.
 
 Standard output holds answers, and for a batch the figures; all else goes to stderr. Under torchrun
-every rank comes here, and rank 0 reads and writes for all.
+every rank comes here, and rank 0 reads and writes for all; files of weights need rank 0 alone. What
+a command needs, torch above all, is imported in it.
 """
 
 import argparse
 import os
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from llama.cli.batch.loop import BatchReport
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import (
     SAMPLING_FLAGS,
@@ -28,19 +30,17 @@ _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained o
 def chat(options: argparse.Namespace) -> int:
     """Talk in the terminal, or answer the questions of a pipe."""
     check_sampling(options)
+    finish_on_signal()
     settings = {name: getattr(options, name) for name in ("system", "seed", *SAMPLING_FLAGS)}
     if options.url:  # without torch, which takes seconds to import
         check_client(options)
-        finish_on_signal()
         with extra("client", "--url"):
             from llama.cli.chat.server_session import chat_on_server
 
         chat_on_server(options.url, api_key=options.api_key, model=options.model, **settings)
         return 0
-    options.max_seq_len = options.max_seq_len or (
-        _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
-    )
-    finish_on_signal()
+    context = _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
+    options.max_seq_len = options.max_seq_len or context
     llama = load(options)
     from llama.cli.chat.engine_session import chat_on_engine
 
@@ -58,14 +58,8 @@ def complete(options: argparse.Namespace) -> int:
     llama = load(options)
     from llama.cli.continuation import stream_continuation
 
-    stream_continuation(
-        llama,
-        prompt,
-        options.temperature,
-        options.top_p,
-        options.max_gen_len,
-        seed=options.seed,
-    )
+    sampling = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
+    stream_continuation(llama, prompt, **sampling)
     return 0
 
 
@@ -102,34 +96,34 @@ def batch(options: argparse.Namespace) -> int:
     start a job again that has nothing left to do. What torchrun restarts resumes by itself.
     """
     check_sampling(options)
-    resume = options.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    run = _batch_on_server if options.url else _batch_on_engine
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        options.resume = True
     finish_on_signal()
     try:
-        report = run(options, resume)
+        written, failed = (_batch_on_server if options.url else _batch_on_engine)(options)
     except KeyboardInterrupt:
         say(f"stopped: what was finished is in {options.out_file}; add --resume to do the rest")
         raise
-    say(f"{options.out_file}: results added {report.written}, errors in it {report.failed}")
-    if report.failed:
+    say(f"{options.out_file}: results added {written}, errors in it {failed}")
+    if failed:
         say("each failed line has its record: error.line and error.message say what failed")
     if stop_requested():
         say("stopped by a signal: add --resume to do the rest")
     return 0
 
 
-def _batch_on_engine(options: argparse.Namespace, resume: bool) -> BatchReport:
+def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
+    """Records written, and errors in the file."""
     from llama.cli.batch.files import check_files
     from llama.cli.batch.job import run_batch
 
-    check_files(options.in_file, options.out_file, resume=resume)
+    check_files(options.in_file, options.out_file, resume=options.resume)
     llama = load(options)
     report = run_batch(
         llama,
         options.in_file,
         options.out_file,
-        **{name: getattr(options, name) for name in SAMPLING_FLAGS},
-        resume=resume,
+        **{name: getattr(options, name) for name in ("resume", *SAMPLING_FLAGS)},
         model=Path(options.ckpt_dir or demo_dir()).name,
         progress=sys.stderr.isatty(),
     )
@@ -138,19 +132,58 @@ def _batch_on_engine(options: argparse.Namespace, resume: bool) -> BatchReport:
     return report
 
 
-def _batch_on_server(options: argparse.Namespace, resume: bool) -> BatchReport:
+def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
     """Without torch, which takes seconds to import."""
     check_client(options)
     with extra("client", "--url"):
         from llama.cli.batch.server_job import run_server_batch
 
-    names = ("seed", "api_key", "model", "concurrency", "retry_s", *SAMPLING_FLAGS)
+    names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume", *SAMPLING_FLAGS)
     with SIGNALS.taken_alone():
         return run_server_batch(
             options.url,
             options.in_file,
             options.out_file,
             **{name: getattr(options, name) for name in names},
-            resume=resume,
             progress=sys.stderr.isatty(),
         )
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Print a line for each file, or fail with the first fault."""
+    if global_rank() == 0:
+        from llama.checkpoint.verify import verify as check
+
+        for line in check(options.ckpt_dir, progress=sys.stderr.isatty()):
+            print(line)
+    return 0
+
+
+def reshard(options: argparse.Namespace) -> int:
+    """Write another number of shards, and say which files were written."""
+    from llama.checkpoint.convert import reshard as write
+
+    return _write_weights(write, options, options.model_parallel_size)
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Write the other layout, and say which files were written."""
+    from llama.checkpoint.convert import convert as write
+
+    return _write_weights(write, options)
+
+
+def _write_weights(write: Callable[..., list[str]], options: argparse.Namespace, *more: int) -> int:
+    if global_rank() == 0:
+        progress = sys.stderr.isatty()
+        for line in write(options.ckpt_dir, options.out_dir, *more, progress=progress):
+            print(line)
+        print(f"next: llama verify {shlex.quote(options.out_dir)}")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what this machine offers; 1 if something stands in the way."""
+    from llama.cli.doctor import doctor as report
+
+    return report(options)
