@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import warm
 from helpers.checkpoints import write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
-from helpers.launch import REPO, environment, torchrun, torchrun_groups
+from helpers.launch import PROGRAMS, REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
 from llama import Llama
 from llama.compat.vllm import LLM, BeamSearchParams
@@ -236,38 +237,11 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
     )
 
 
-GROUPS_OF_ONE = """
-import json, os, sys
-import torch, torch.distributed as dist
-from llama import Llama
-before = len(os.listdir("/proc/self/task"))
-from llama.ranks.groups import connect
-connect(None, torch.device("cpu"), 60.0)
-files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-sockets = [path for path in files if "socket:" in path]
-threads = len(os.listdir("/proc/self/task")) - before
-from fairscale.nn.model_parallel import initialize as fs
-x = torch.tensor([3.0])
-group = fs.get_model_parallel_group()
-dist.all_reduce(x, group=group)
-parts = [torch.zeros(1)]
-dist.all_gather(parts, x)
-named = [None]
-dist.all_gather_object(named, {"a": 1})
-dist.barrier()
-places = [dist.get_rank(), dist.get_world_size(), fs.get_model_parallel_rank(),
-          fs.get_model_parallel_world_size(), fs.get_data_parallel_world_size()]
-print(json.dumps([places, x.item(), parts[0].item(), named, sockets, threads]))
-"""
-
-
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_one_process_has_groups_without_a_port(variables):
     """As after Meta's build: scripts that ask for their rank, or reduce over the group, go on."""
-    out = subprocess.run(
-        [sys.executable, "-c", GROUPS_OF_ONE], env=environment() | variables, cwd=REPO,
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+    program = [sys.executable, str(PROGRAMS / "groups_of_one.py")]
+    out = warm.run(program, env=environment() | variables, timeout=60)
     assert json.loads(out.stdout) == [[0, 1, 0, 1, 1], 3.0, 3.0, [{"a": 1}], [], 0]
     assert out.stderr == ""
 

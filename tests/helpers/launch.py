@@ -5,7 +5,6 @@ A job is {"do": name, ...}, a function of programs/ranks.py; each rank writes it
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def torchrun_groups(
     Each group starts with no model loaded, as in a launch of its own.
     """
     jobs = [job for own in groups.values() for job in ({"do": "forget"}, *own)]
-    ranks, found, start = torchrun(world, jobs, folder, is_fresh=True), {}, 0
+    ranks, found, start = torchrun(world, jobs, folder), {}, 0
     for name, own in groups.items():
         start += 1  # "forget"
         found[name] = [rank[start : start + len(own)] for rank in ranks]
@@ -38,17 +37,14 @@ def torchrun_groups(
     return found
 
 
-def torchrun(
-    world: int, jobs: list[dict], folder: Path, *, is_fresh: bool = False
-) -> list[list[dict]]:
-    """The results of the jobs, one list for each rank; warm.py starts them, unless `is_fresh`."""
+def torchrun(world: int, jobs: list[dict], folder: Path) -> list[list[dict]]:
+    """The results of the jobs, one list for each rank."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={world}", WORKER, str(folder / "jobs.json"), str(folder),
     ]  # fmt: skip
-    start = subprocess.Popen if is_fresh else warm.Popen
-    done = warm.run(command, start=start, env=environment(), timeout=240)
+    done = warm.run(command, env=environment(), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = [(folder / f"rank{r}.end").read_text() for r in range(world)]
     assert ends == ["False"] * world, "a process that leaves its groups can end with SIGABRT"

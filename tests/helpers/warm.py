@@ -68,14 +68,13 @@ def run(
     *,
     input: str | None = None,
     timeout: float | None = None,
-    start: type[subprocess.Popen] = Popen,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """subprocess.run, of text that is captured."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if input is not None:
         pipes["stdin"] = subprocess.PIPE
-    with start(words, **(pipes | options)) as process:
+    with Popen(words, **(pipes | options)) as process:
         try:
             out, err = process.communicate(input, timeout)
         except BaseException:

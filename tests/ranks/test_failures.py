@@ -255,7 +255,7 @@ def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
             str(PROGRAMS / "failing.py"), json.dumps(case), folder, str(tmp_path / "mark"),
         ]  # fmt: skip
-        launches[fault] = subprocess.Popen(
+        launches[fault] = warm.Popen(
             command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
     # The pipe ends when the last process that could write to it is gone.

@@ -7,11 +7,11 @@ runs both; one rank is this process.
 import contextlib
 import functools
 import io
-import subprocess
 import sys
 
 import pytest
 
+from helpers import warm
 from helpers.launch import DEMO, PROGRAMS, environment
 from llama import Llama
 from programs import meta_examples
@@ -37,9 +37,7 @@ def test_many_ranks_show_what_one_shows(world, shown_by_one):
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         f"--nproc_per_node={world}", str(PROGRAMS / "meta_examples.py"), *FLAGS,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
+    done = warm.run(command, env=environment(), timeout=240)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(shown_by_one)

@@ -24,7 +24,9 @@ def browser_context() -> Iterator[Any]:
         pytest.skip("there is no Chromium: install the package chromium")
     with api.sync_playwright() as playwright:
         # A container may have no user namespaces, which Chromium's sandbox needs.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        # Drawing on a GPU that is not there would be computed, too.
+        arguments = ["--no-sandbox"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
         context.set_default_timeout(20_000)
         yield context

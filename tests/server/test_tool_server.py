@@ -3,6 +3,7 @@
 The checkpoint, the engine and the app are real; only the ids that are sampled come from a script.
 """
 
+import asyncio
 import json
 from typing import Any
 
@@ -27,9 +28,12 @@ class ChatServer(ScriptedServer):
         body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
 
         async def both(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
-            whole = await client.chat.completions.create(**body)
-            stream = await client.chat.completions.create(**body, stream=True)
-            return whole, [chunk async for chunk in stream]
+            async def chunks() -> list[Any]:
+                stream = await client.chat.completions.create(**body, stream=True)
+                return [chunk async for chunk in stream]
+
+            whole, streamed = await asyncio.gather(client.chat.completions.create(**body), chunks())
+            return whole, streamed
 
         whole, chunks = self.call(both, tool_format)
         for choice in whole.choices:
