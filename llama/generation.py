@@ -23,7 +23,7 @@ from llama.loading import Loaded, load_model, pages_for
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import ChatOptions, chat_ids
-from llama.prompts.formats import ToolFormat, tool_format_of
+from llama.prompts.tools import ToolFormat, tool_format_of
 from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import beam_search
 from llama.requests.llm_engine import LLMEngine

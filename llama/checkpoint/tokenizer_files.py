@@ -10,8 +10,8 @@ from typing import Any
 
 from llama.checkpoint.huggingface import SpecialIds
 from llama.model.args import ModelArgs
-from llama.prompts.formats import tool_format_of
 from llama.prompts.template import jinja_template
+from llama.prompts.tools import tool_format_of
 from llama.tokenizer import Tokenizer, byte_alphabet
 
 _BOS, _EOS, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from llama.prompts.parser import CallStart, Content, Event, ToolCallParser
-from llama.prompts.tools import ToolRequest
+from llama.prompts.tools import Tools
 from llama.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class AnswerDeltas:
 
     def __init__(
         self,
-        tools: ToolRequest | None,
+        tools: Tools | None,
         tokenizer: Tokenizer,
         key: tuple[Any, ...],
         *,
@@ -56,7 +56,7 @@ class AnswerDeltas:
             return []
         if self._parser is None:
             self._parser = ToolCallParser(
-                self._tools.callable_tools(),
+                self._tools.callable(),
                 parallel=self._tools.several,
                 is_tagged=answer.token_ids[:1] == [self._python_tag_id],
                 only_at_start=self._tools.needs_grammar,

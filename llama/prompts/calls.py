@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 
 import regex
 
-from llama.prompts.formats import SEARCHES
 from llama.prompts.scanner import (
     NEXT,
     ParseError,
@@ -20,6 +19,7 @@ from llama.prompts.scanner import (
     scan_string,
     scan_value,
 )
+from llama.prompts.tools import SEARCHES
 
 FUNCTION_TAG = "<function="
 PYTHON_TAG = r"<\|python_tag\|>"

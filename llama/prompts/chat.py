@@ -13,10 +13,10 @@ from pydantic import Field, TypeAdapter
 
 from llama.checks import FieldError
 from llama.prompts.fields import Fields, read_as, said
-from llama.prompts.formats import ToolFormat
+from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import ChatMessage, read_messages
 from llama.prompts.template import encode_chat
-from llama.prompts.tools import ToolFields, ToolRequest
+from llama.prompts.tools import ToolFields, ToolFormat, Tools
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ _NO_SCHEMA = " must be an object with a schema"
 def chat_ids(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
-    tools: ToolRequest | None = None,
+    tools: Tools | None = None,
     *,
     tool_format: ToolFormat,
     add_generation_prompt: bool = True,
@@ -38,7 +38,7 @@ def chat_ids(
     ids = encode_chat(
         tokenizer,
         dialog,
-        None if tools is None else tools.tools,
+        tools,
         tool_format=tool_format,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -50,7 +50,7 @@ def chat_ids(
 
 
 def chat_params(
-    params: SamplingParams, tools: ToolRequest | None, tool_format: ToolFormat, form_field: str
+    params: SamplingParams, tools: Tools | None, tool_format: ToolFormat, form_field: str
 ) -> SamplingParams:
     """The parameters, with the grammar of the calls where the answer must be held to one.
 
@@ -64,7 +64,11 @@ def chat_params(
             field,
             f"{field}: a call that is forced, or strict, cannot have {form_field} beside it",
         )
-    form = StructuredOutput(grammar=tools.grammar(tool_format))
+    form = StructuredOutput(
+        grammar=call_grammar(
+            tools.callable(), tool_format, must_call=tools.must_call, parallel=tools.several
+        )
+    )
     return replace(params, structured_output=form)
 
 
@@ -126,7 +130,7 @@ class ChatOptions:
         return read_as(_CHAT_FIELDS, given)
 
     @cached_property
-    def tool_request(self) -> ToolRequest | None:
+    def tool_request(self) -> Tools | None:
         return self._read.tool_request()
 
     def params(self, params: SamplingParams, tool_format: ToolFormat) -> SamplingParams:

@@ -30,6 +30,18 @@ _WANTED = {
     "list_type": "a list", "string_type": "a string", "bool_type": "true or false",
     "int_type": "a whole number", "float_type": "a number",
 }  # fmt: skip
+_WORDS = {  # that follow the place of the value, by pydantic's types of errors
+    "wrong": "{words}",
+    "not_chosen": "{said}, got {value}",
+    "value_error": ": {error}",
+    "missing": " is needed",
+    "literal_error": " must be {expected}, got {value}",
+    "int_type": "={value} must be a whole number",
+    "greater_than_equal": "={value} must be at least {ge}",
+    "less_than_equal": "={value} must be at most {le}",
+    "too_short": " must be a list of at least one",
+    "too_long": " has {size} entries: it must have at most {max_length}",
+}
 
 
 def json_type(value: object) -> str:
@@ -154,29 +166,12 @@ def _indices(path: list[str | int]) -> list[int]:
 
 def _words(error: ErrorDetails, wanted: str) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind == "wrong":
-        return str(context["words"])
-    if kind == "not_chosen":
-        return f"{error['msg']}, got {brief(value)}"
-    if kind == "value_error":
-        return f": {context['error']}"
-    if kind == "missing":
-        return " is needed"
-    if kind == "literal_error":
-        return f" must be {context['expected']}, got {brief(value)}"
-    if kind == "int_type":
-        return f"={brief(value)} must be a whole number"
-    if kind == "greater_than_equal":
-        return f"={brief(value)} must be at least {context['ge']}"
-    if kind == "less_than_equal":
-        return f"={brief(value)} must be at most {context['le']}"
+    if kind in _WORDS:
+        size = len(value) if kind == "too_long" else 0
+        return _WORDS[kind].format(**context, value=brief(value), size=size, said=error["msg"])
     if kind == "union_tag_invalid":
         name = context["discriminator"].strip("'")
         return f".{name} must be one of {context['expected_tags']}, got {brief(context['tag'])}"
-    if kind == "too_short":
-        return " must be a list of at least one"
-    if kind == "too_long":
-        return f" has {len(value)} entries: it must have at most {context['max_length']}"
     if wanted:
         return f" must be {wanted}, got {json_type(value)}"
     return f": {error['msg'][:1].lower()}{error['msg'][1:]}"

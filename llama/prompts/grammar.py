@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llama.prompts.calls import is_keyword
-from llama.prompts.formats import CODE, ToolFormat, Tools, function_of
+from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 
 # As Meta's prompts write JSON; it also keeps a model from writing spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -15,8 +15,8 @@ from typing import Any
 import regex
 
 from llama.prompts.calls import FIRST, FOLLOWING, FUNCTION_TAG, PYTHON_TAG, CallForms
-from llama.prompts.formats import CODE, SEARCHES, Tools
 from llama.prompts.scanner import ParseError, S, Scan, Sink, Source, quoted
+from llama.prompts.tools import CODE, SEARCHES, Tools
 
 _CODE = regex.compile(rf"{S}{PYTHON_TAG}{S}(?=[^ \t\r\n])")
 _NEXT_CODE = regex.compile(rf"{S}(?:[;,]{S})?{PYTHON_TAG}{S}(?=[^ \t\r\n])")

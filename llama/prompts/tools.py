@@ -1,10 +1,13 @@
-"""The tools of a chat, in OpenAI's form, and what it asks of them: JSON in, a `ToolRequest` out.
+"""The tools of a chat, and what it asks of them: JSON in, `Tools` out.
 
-Every field is used, or is an error that names it. It runs no tool, and knows no text of an answer.
+Every field is used, or is an error that names it. It runs no tool, and knows no tokens and no text
+of an answer.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,10 +21,10 @@ from pydantic import (
 
 from llama.checks import FieldError
 from llama.prompts.fields import Fields, said, wrong
-from llama.prompts.formats import ToolFormat, Tools
-from llama.prompts.grammar import call_grammar
 from llama.prompts.messages import check_json
 
+CODE = "code_interpreter"
+SEARCHES = ("brave_search", "wolfram_alpha")  # called as brave_search.call(query="...")
 MOST_TOOLS = 128  # of one request, as OpenAI has it
 _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
@@ -29,6 +32,103 @@ _NAME = (
 )
 _SHOWN = ("name", "description", "parameters")  # to the model
 _NAMED = "{'type': 'function', 'function': {'name': ...}}"
+
+
+class ToolFormat(Enum):
+    """LLAMA_3_1: one JSON object per answer. LLAMA_3_2, also of 3.3: a list of Python calls.
+    NONE: the model was trained without tools (3.0, Llama Guard)."""
+
+    NONE = "none"
+    LLAMA_3_1 = "llama3.1"
+    LLAMA_3_2 = "llama3.2"
+
+
+def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
+    """The format that the checkpoint's files tell.
+
+    3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
+    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard has the
+    sizes of the model that it was made from; `llama.checkpoint.guard` knows it by other files.
+    """
+    if is_guard or rope_factor is None:
+        return ToolFormat.NONE
+    return ToolFormat.LLAMA_3_2 if rope_factor == 32 else ToolFormat.LLAMA_3_1
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a chat may call, and what it asks of the calls.
+
+    functions: the JSON objects that describe a request's functions, as the caller gave them.
+    built_in: names of the tools that Meta trained the models on, of those that are wanted.
+    must_call: the answer must be a call. only: the name of the one that it may call. parallel: the
+    answer may have several calls. strict: names of functions whose arguments must fit their schema.
+    """
+
+    functions: tuple[Mapping[str, Any], ...] = ()
+    built_in: tuple[str, ...] = ()
+    must_call: bool = False
+    only: str | None = None
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, given: Sequence[Any]) -> "Tools":
+        """TypeError names the one that is no object. One with nothing but the name of a built-in
+        tool is that tool."""
+        functions, built_in = [], []
+        for i, tool in enumerate(given):
+            if not isinstance(tool, dict):
+                raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
+            try:
+                check_json(tool)
+            except ValueError as e:
+                raise FieldError(f"tools[{i}]", f"tools[{i}]: {e}") from None
+            function = function_of(tool)
+            name = function.get("name")
+            if name in (CODE, *SEARCHES) and len(function) == 1:
+                built_in.append(name)
+            else:
+                functions.append(tool)
+        return cls(tuple(functions), tuple(built_in))
+
+    def __bool__(self) -> bool:
+        return bool(self.functions or self.built_in)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        named = [function_of(tool).get("name") for tool in self.functions]
+        return frozenset(name for name in [*named, *self.built_in] if isinstance(name, str))
+
+    @property
+    def searches(self) -> list[str]:
+        return [name for name in self.built_in if name != CODE]
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether the answer must be held to a grammar: see `call_grammar`."""
+        return self.must_call or bool(self.strict)
+
+    @property
+    def several(self) -> bool:
+        """Whether an answer may have more calls than one."""
+        return self.parallel and self.only is None
+
+    def callable(self) -> "Tools":
+        """Those that the answer may call."""
+        return self if self.only is None else self.subset(self.only)
+
+    def subset(self, name: str) -> "Tools":
+        """The one of this name alone."""
+        functions = [tool for tool in self.functions if function_of(tool).get("name") == name]
+        built_in = tuple(each for each in self.built_in if each == name)
+        return replace(self, functions=tuple(functions), built_in=built_in)
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function in a tool of OpenAI's form; the tool itself where it is the bare function."""
+    function = tool.get("function")
+    return function if isinstance(function, dict) else tool
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -98,40 +198,6 @@ ToolList = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedFunction, WrapValidator(_choice)]
 
 
-@dataclass(frozen=True)
-class ToolRequest:
-    """What a chat asks of its tools.
-
-    must_call: the answer must be a call. name: of this tool alone. parallel: the answer may have
-    several calls. strict: names of the functions whose arguments must fit their schema.
-    """
-
-    tools: Tools
-    must_call: bool = False
-    name: str | None = None
-    parallel: bool = True
-    strict: frozenset[str] = frozenset()
-
-    @property
-    def needs_grammar(self) -> bool:
-        """Whether the answer must be held to a grammar: see `call_grammar`."""
-        return self.must_call or bool(self.strict)
-
-    def callable_tools(self) -> Tools:
-        """Those that the answer may call."""
-        return self.tools if self.name is None else self.tools.subset(self.name)
-
-    @property
-    def several(self) -> bool:
-        return self.parallel and self.name is None
-
-    def grammar(self, tool_format: ToolFormat) -> str:
-        """What holds the answer to its calls, as a Lark grammar of llguidance's dialect."""
-        return call_grammar(
-            self.callable_tools(), tool_format, must_call=self.must_call, parallel=self.several
-        )
-
-
 class ToolFields(Fields):
     """The fields of a chat, of any caller, that have its tools."""
 
@@ -139,7 +205,7 @@ class ToolFields(Fields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    def tool_request(self) -> ToolRequest | None:
+    def tool_request(self) -> Tools | None:
         functions = [tool.function for tool in self.tools or ()]
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, NamedFunction):
@@ -153,7 +219,7 @@ def tool_request(
     parallel: bool | None = None,
     *,
     name: str | None = None,
-) -> ToolRequest | None:
+) -> Tools | None:
     """The tools that may be called; None where there are none, or the choice is "none": the prompt
     does not name them then, so that no call is to be expected. name: of the one that must be
     called. `FieldError` names the field."""
@@ -169,10 +235,10 @@ def tool_request(
         raise FieldError("tool_choice", "tool_choice is 'required', and there are no tools to call")
     if not names or choice == "none":
         return None
-    return ToolRequest(
+    return replace(
         Tools.of([{"type": "function", "function": each.described()} for each in functions]),
         must_call=choice == "required" or name is not None,
-        name=name,
+        only=name,
         parallel=parallel is not False,
         strict=frozenset(function.name for function in functions if function.strict),
     )

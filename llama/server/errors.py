@@ -110,17 +110,13 @@ def first_name(field: str) -> str:
 
 
 def _cut(text: str, most_bytes: int) -> str:
-    """As much of the beginning as has at most so many bytes in JSON, where a character has up to
+    """A beginning of the text that has at most so many bytes in JSON, where a character has up to
     six."""
-    sizes = (
-        len(json.dumps(char, ensure_ascii=False).encode(errors="replace")) - 2 for char in text
-    )
-    total = 0
-    for count, size in enumerate(sizes):
-        total += size
-        if total > most_bytes:
-            return text[:count]
-    return text
+    while True:
+        size = len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) - 2
+        if size <= most_bytes:
+            return text
+        text = text[: len(text) * most_bytes // size]
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 from llama_models.llama3 import tokenizer as oracle_module
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from llama.prompts import CallArguments, CallStart, ToolCallParser, ToolFormat, Tools
 from llama.prompts.grammar import call_grammar
+from llama.prompts.parser import CallArguments, CallStart, ToolCallParser
+from llama.prompts.tools import ToolFormat, Tools
 from llama.tokenizer import Tokenizer
 
 SCHEMA: dict[str, Any] = {

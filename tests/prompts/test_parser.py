@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama.prompts import CallArguments, CallStart, Content, Event, ToolCallParser, Tools
+from llama.prompts.parser import CallArguments, CallStart, Content, Event, ToolCallParser
 from llama.prompts.scanner import Source
+from llama.prompts.tools import Tools
 
 
 def function(name: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from llama_models.llama3 import chat_format as oracle_chat_format
 from llama_models.llama3 import tokenizer as oracle_module
 
 from llama.model.args import ModelArgs
-from llama.prompts import ToolFormat, encode_chat, parse_tool_call, tool_format_of
+from llama.prompts import ToolFormat, encode_chat, parse_tool_call
+from llama.prompts.tools import tool_format_of
 from llama.tokenizer import Tokenizer
 
 PYTHON = ToolFormat.LLAMA_3_2

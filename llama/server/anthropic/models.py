@@ -22,7 +22,7 @@ from llama.prompts.tools import (
     Function,
     Parameters,
     ToolName,
-    ToolRequest,
+    Tools,
     tool_request,
 )
 from llama.sampling_params import SamplingParams, StructuredOutput
@@ -242,7 +242,7 @@ class CountBody(SamplingFields):
                 _add_blocks(dialog, message.role, message.content, place)
         return dialog
 
-    def _tool_request(self) -> ToolRequest | None:
+    def _tool_request(self) -> Tools | None:
         tools = [each.function() for each in self.tools or []]
         wanted = self.tool_choice
         if wanted is None:
@@ -304,7 +304,7 @@ def _check_beginning(message: dict[str, Any], place: str) -> None:
         raise FieldError(place, f"{place}: {words}")
 
 
-def _check_not_held(form: StructuredOutput | None, tools: ToolRequest | None) -> None:
+def _check_not_held(form: StructuredOutput | None, tools: Tools | None) -> None:
     """A beginning that the client wrote is not part of a grammar, and no call begins after it."""
     if form is not None:
         words = "output_config cannot be used where the last message is the assistant's"

@@ -10,8 +10,7 @@ from typing import Any
 
 from llama.prompts import chat
 from llama.prompts.answer import AnswerDeltas
-from llama.prompts.formats import ToolFormat
-from llama.prompts.tools import ToolRequest
+from llama.prompts.tools import ToolFormat, Tools
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ErrorFields, first_name
@@ -38,7 +37,7 @@ class OpenAIRequest:
     echo: bool = False
     stream: bool = False
     has_usage: bool = False
-    tools: ToolRequest | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     fields: ErrorFields = field(default_factory=ErrorFields)

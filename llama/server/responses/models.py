@@ -13,7 +13,7 @@ from pydantic import Field, Tag
 from llama.prompts.chat import JsonSchema
 from llama.prompts.fields import Fields, chosen_by, said
 from llama.prompts.messages import text_of
-from llama.prompts.tools import MOST_TOOLS, Function, ToolRequest, tool_request
+from llama.prompts.tools import MOST_TOOLS, Function, Tools, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.converted import ConvertedChat
 from llama.server.errors import ErrorFields
@@ -166,7 +166,7 @@ class ResponsesBody(_Sampling):
             fields=ErrorFields("input", self.given_names(), place, dialog.places),
         )
 
-    def _tool_request(self) -> ToolRequest | None:
+    def _tool_request(self) -> Tools | None:
         tools, choice, parallel = self.tools or [], self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, FunctionChoice):
             return tool_request(tools, None, parallel, name=choice.name)
