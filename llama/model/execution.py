@@ -8,6 +8,7 @@ Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, 
 slots per page. H, K and F are this rank's.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -98,28 +99,21 @@ class NativeLayers:
 
     def __init__(self, plan: LayerPlan, sublayers: Sequence[SubLayer]) -> None:
         """ValueError where the kernels do not take the weights, or their sizes."""
-        self.plan = plan
+        self.plan = p = plan
         self.sublayers = sublayers  # kept, as the table has their addresses
-        p = plan
         self._eps = float(sublayers[0].norm.eps)
-        addresses = [x.native_addresses() for s in sublayers for x in (s.first, s.second)]
-        if (
-            None in addresses
-            or any(s.norm.eps != self._eps for s in sublayers)
-            or p.head_dim > MAX_HEAD_DIM
-            or p.head_dim % 32
-            or p.dim % 32
-            or p.ffn_dim % 32
-            or p.n_heads % p.n_kv_heads
-            or not all(_is_plain(s.norm.weight, (p.dim,)) for s in sublayers)
-        ):
-            raise ValueError("these weights, or their sizes, are not for the CPU's kernels")
-        numbers = [number for pair in addresses for number in pair or ()]
-        matrices = [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
-        self._table = torch.tensor(  # as `Layer` in layers.cpp, each row half of one
-            [[s.norm.weight.data_ptr(), *x] for s, x in zip(sublayers, matrices, strict=True)]
-        )
-        self._workspace: Tensor | None = None
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        rows = []  # as `Layer` in layers.cpp, each half of one
+        for sublayer in sublayers:
+            norm, pair = sublayer.norm, (sublayer.first, sublayer.second)
+            addresses = [x.native_addresses() for x in pair]
+            if not _is_plain(norm.weight, (p.dim,)) or norm.eps != self._eps or None in addresses:
+                raise ValueError("these weights are not for the CPU's kernels")
+            rows.append([norm.weight.data_ptr(), *chain.from_iterable(filter(None, addresses))])
+        has_odd_rows = any(size % 32 for size in (p.head_dim, p.dim, p.ffn_dim))
+        if has_odd_rows or p.head_dim > MAX_HEAD_DIM or p.n_heads % p.n_kv_heads:
+            raise ValueError("these sizes are not for the CPU's kernels")
+        self._table = torch.tensor(rows)
 
     def supports(self, kv_cache: Tensor) -> bool:
         """Whether it can run on this cache, which must be (L, 2, P, S, K, D), and the shape is."""
@@ -154,7 +148,11 @@ class NativeLayers:
         sizes = (t, b, e, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
         threads = torch.get_num_threads()
         num_bytes = native.call("layers_workspace", query_starts, seq_lens, *sizes, threads)
-        workspace = self._take_workspace(num_bytes)
+        workspace = self._workspace
+        if len(workspace) < num_bytes:
+            workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes <= _KEPT_BYTES:
+            self._workspace = workspace
 
         def run_sublayers(out: Tensor, first: int, last: int) -> None:
             native.call(
@@ -170,15 +168,7 @@ class NativeLayers:
             for i in range(len(self.sublayers)):
                 run_sublayers(part, i, i + 1)
                 x += all_reduce(part)
-        self._workspace = workspace if num_bytes <= _KEPT_BYTES else None
         return x
-
-    def _take_workspace(self, num_bytes: int) -> Tensor:
-        """The last one if it is large enough; nobody else has it until the call has ended."""
-        kept, self._workspace = self._workspace, None
-        if kept is not None and len(kept) >= num_bytes:
-            return kept
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _is_plain(x: Tensor, shape: tuple[int, ...]) -> bool:
@@ -207,63 +197,39 @@ class LayerExecution:
         self._plan, self._layers = plan, layers
         self._definitions, self._sublayers = definitions, sublayers
         self._executor: Executor | None = None
-        self._made_as: type[Executor] | None = None  # what it, or None, was made as
-        self._made_of: list[nn.Module] = []  # the layers,
-        self._watched: list[WatchedModule] = []  # all modules in them,
-        self._counts: list[int] = []  # their changes so far,
-        self._hooks: list[Mapping] = []  # all empty,
-        self._parameters: list[Mapping[str, Tensor]] = []
-        self._addresses: list[int] = []  # and where the numbers are
+        self._made_of: list[object] = []  # the state that it, or None, was made of
+        self._watched: list[WatchedModule] = []  # the modules in the layers,
+        self._hooks: list[Mapping] = []  # theirs, by whoever looks into them,
+        self._parameters: list[Mapping[str, Tensor]] = []  # and theirs
 
     def find(self) -> Executor | None:
         """Asked at each step: what has not changed is not looked at twice."""
-        device = next(self._layers.parameters()).device
-        kind: type[Executor]
         if self.uses_modules:
             return None
-        if device.type == "cuda" or self.kernels.names:
-            kind = OpLayers
-        elif native.kernels() is not None:
-            kind = NativeLayers
-        else:
-            return None
-        if self._made_as is not kind or not self._is_current():
-            self._executor = self._make(kind)
-        return self._executor if self._is_as_defined() else None
+        if self._state() != self._made_of:
+            self._executor = self._make()
+            self._made_of = self._state()
+        is_defined = all(kind.forward is forward for kind, forward in self._definitions.items())
+        is_watched = any(self._hooks) or _has_any_global_hook()
+        return self._executor if is_defined and not is_watched else None
 
-    def _is_as_defined(self) -> bool:
-        """Nobody watches the modules or has put another forward in their place."""
-        if _has_any_global_hook() or any(self._hooks):
-            return False
-        return all(kind.forward is forward for kind, forward in self._definitions.items())
+    def _state(self) -> list[object]:
+        """All that an executor depends on: the layers, their changes so far, where numbers are."""
+        tensors = chain.from_iterable(x.values() for x in self._parameters)
+        changes, addresses = map(_count_of, self._watched), map(Tensor.data_ptr, tensors)
+        return [self.kernels, native.kernels() is None, *self._layers, *changes, *addresses]
 
-    def _is_current(self) -> bool:
-        return (
-            list(self._layers) == self._made_of
-            and list(map(_count_of, self._watched)) == self._counts
-            and self._find_addresses() == self._addresses
-        )
-
-    def _find_addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, chain.from_iterable(x.values() for x in self._parameters)))
-
-    def _make(self, kind: type[Executor]) -> Executor | None:
+    def _make(self) -> Executor | None:
         modules = list(self._layers.modules())[1:]
         called = [x for x in modules if not isinstance(x, Weight)]
-        self._made_as = None
-        if any(type(x) not in self._definitions or "forward" in vars(x) for x in called):
-            return None
-        self._made_of = list(self._layers)
         self._watched = [x for x in called if isinstance(x, WatchedModule)]
-        self._counts = list(map(_count_of, self._watched))
         self._hooks = [h for x in called for h in (x._forward_hooks, x._forward_pre_hooks)]
         self._parameters = [x._parameters for x in modules]  # type: ignore[misc]
-        self._addresses = self._find_addresses()
-        self._made_as = kind
-        sublayers = [s for x in self._made_of for s in self._sublayers(x)]
-        try:
-            if kind is OpLayers:
-                return OpLayers(self._plan, sublayers, self.kernels)
-            return NativeLayers(self._plan, sublayers)
-        except ValueError:
+        if any(type(x) not in self._definitions or "forward" in vars(x) for x in called):
             return None
+        sublayers = [s for layer in self._layers for s in self._sublayers(layer)]
+        if sublayers[0].norm.weight.is_cuda or self.kernels.names:
+            return OpLayers(self._plan, sublayers, self.kernels)
+        with contextlib.suppress(ValueError):
+            return NativeLayers(self._plan, sublayers) if native.kernels() is not None else None
+        return None
