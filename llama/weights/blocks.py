@@ -6,7 +6,7 @@ are compared with a plain loop at first use, and not used if they differ or if L
 them. A row of x gives the same bytes alone as in any batch, on any number of threads.
 """
 
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -33,26 +33,16 @@ def can_pack(plain: Tensor) -> bool:
     )
 
 
-def in_blocks(plain: Tensor) -> Tensor:
-    """(N, K) -> (N/32, K/2, 32, 2), a view."""
-    return plain.view(-1, N_BLOCK, plain.shape[1] // 2, 2).transpose(1, 2)
-
-
-def from_blocks(values: Tensor) -> Tensor:
-    """(N/32, K/2, 32, 2) -> (N, K), a copy."""
-    blocks, pairs = values.shape[:2]
-    return values.transpose(1, 2).reshape(blocks * N_BLOCK, pairs * 2)
-
-
-def workspace(function: str, *sizes: int) -> Tensor:
-    """Memory that a kernel works in, as large as it says."""
-    return torch.empty(native.call(function, *sizes), dtype=torch.uint8)
-
-
 class BlockedWeight(Weight):
-    """values: (N/32, K/2, 32, 2) bf16."""
+    """values: (N/32, K/2, 32, 2) bf16. A format of other numbers in such blocks is a subclass, and
+    says by `product` and `tensors` which kernel reads what."""
 
     dtypes = (torch.bfloat16,)
+    product: ClassVar[str] = "linear_bf16"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -76,38 +66,46 @@ class BlockedWeight(Weight):
     def linear(
         self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
     ) -> Tensor:
+        """x is bf16, the result in bf16 or float32."""
         dtype = dtype or x.dtype
         if native.kernels() is None:
-            return F.linear(x, self.plain()).to(dtype)
-        return native_product(self, x, dtype, "linear_bf16", self.values)
+            return F.linear(x.float(), self.exact()).to(dtype)
+        assert x.dtype is torch.bfloat16, x.dtype
+        assert dtype in (torch.bfloat16, torch.float32), dtype
+        (n, k), x = self.shape, x.contiguous()
+        assert x.shape[-1] == k, (x.shape, n, k)
+        out = torch.empty(*x.shape[:-1], n, dtype=dtype)
+        m = out.numel() // n
+        room = workspace("linear_workspace", m, k, torch.get_num_threads())
+        native.call(self.product, x, *self.tensors, out, room, m, n, k, dtype is torch.float32)
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        return rows_of_blocks(self.values, ids, pair=torch.int32)
+        # A pair is moved as one number: (..., K/2, 1), then (..., K).
+        pairs = self.values.view(torch.int32 if self.values.itemsize == 2 else torch.int16)
+        return pairs[ids // N_BLOCK, :, ids % N_BLOCK].view(self.values.dtype).flatten(-2)
+
+    def unpacked(self) -> Tensor:
+        """The numbers as (N, K), a copy."""
+        return self.values.data.transpose(1, 2).reshape(self.shape)
+
+    def exact(self) -> Tensor:
+        """The float32 numbers (N, K) that it stands for."""
+        return self.unpacked().float()
 
     def plain(self) -> Tensor:
-        return from_blocks(self.values.data)
+        return self.unpacked()
 
     def native_addresses(self) -> tuple[int, int] | None:
-        return self.values.data_ptr(), 0
+        values, scales = (*map(Tensor.data_ptr, self.tensors), 0)[:2]
+        return values, scales
 
 
-def native_product(
-    weight: Weight, x: Tensor, dtype: torch.dtype, function: str, *tensors: Tensor
-) -> Tensor:
-    """x (M, K) bf16 times a weight in blocks -> (M, N) in bf16 or float32, by a kernel that reads
-    `tensors`."""
-    assert x.dtype is torch.bfloat16 and dtype in (torch.bfloat16, torch.float32), (x.dtype, dtype)
-    (n, k), x = weight.shape, x.contiguous()
-    assert x.shape[-1] == k, (x.shape, n, k)
-    out = torch.empty(*x.shape[:-1], n, dtype=dtype)
-    m = out.numel() // n
-    room = workspace("linear_workspace", m, k, torch.get_num_threads())
-    native.call(function, x, *tensors, out, room, m, n, k, dtype is torch.float32)
-    return out
+def in_blocks(plain: Tensor) -> Tensor:
+    """(N, K) -> (N/32, K/2, 32, 2), a view."""
+    return plain.view(-1, N_BLOCK, plain.shape[1] // 2, 2).transpose(1, 2)
 
 
-def rows_of_blocks(values: Tensor, ids: Tensor, pair: torch.dtype) -> Tensor:
-    """ids (...) -> (..., K) of values in blocks; `pair`: a whole number as large as two of them."""
-    # A pair is moved as one number: (..., K/2, 1), then (..., K).
-    whole = values.view(pair)
-    return whole[ids // N_BLOCK, :, ids % N_BLOCK].view(values.dtype).flatten(-2)
+def workspace(function: str, *sizes: int) -> Tensor:
+    """Memory that a kernel works in, as large as it says."""
+    return torch.empty(native.call(function, *sizes), dtype=torch.uint8)

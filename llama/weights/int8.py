@@ -8,34 +8,27 @@ of `llama.weights.blocks`.
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-from llama.weights.blocks import (
-    N_BLOCK,
-    can_pack,
-    from_blocks,
-    in_blocks,
-    native_product,
-    rows_of_blocks,
-    workspace,
-)
-from llama.weights.weight import Weight
+from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack, in_blocks, workspace
 
 
-class Int8Weight(Weight):
+class Int8Weight(BlockedWeight):
     """values: (N/32, K/2, 32, 2) int8; scales: (N) float32."""
 
     quantization = "int8"
-    dtypes = (torch.bfloat16,)
+    product = "linear_int8"
     scales: Tensor
 
     def __init__(self, shape: tuple[int, int], values: Tensor, scales: Tensor) -> None:
         super().__init__(shape, values)
         self.register_buffer("scales", scales, persistent=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.values, self.scales
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -61,24 +54,11 @@ class Int8Weight(Weight):
         values.copy_(in_blocks((plain.float() / units[:, None]).round()))
         return cls((n, k), values, scales)
 
-    def linear(
-        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
-    ) -> Tensor:
-        dtype = dtype or x.dtype
-        if native.kernels() is None:
-            return F.linear(x.float(), self.exact()).to(dtype)
-        return native_product(self, x, dtype, "linear_int8", self.values, self.scales)
-
     def rows(self, ids: Tensor) -> Tensor:
-        rows = rows_of_blocks(self.values, ids, pair=torch.int16)
-        return (rows * self.scales[ids].unsqueeze(-1)).bfloat16()
+        return (super().rows(ids) * self.scales[ids].unsqueeze(-1)).bfloat16()
 
     def exact(self) -> Tensor:
-        """The float32 numbers (N, K) that it stands for."""
-        return from_blocks(self.values.data) * self.scales[:, None]
+        return self.unpacked() * self.scales[:, None]
 
     def plain(self) -> Tensor:
         return self.exact().bfloat16()
-
-    def native_addresses(self) -> tuple[int, int] | None:
-        return self.values.data_ptr(), self.scales.data_ptr()
