@@ -21,13 +21,12 @@ from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest
 DEFAULT_SEQ_LEN = 8192  # aimed at where the user says nothing
-DEFAULT_BATCH_SIZE, DEFAULT_BATCH_SIZE_CUDA = 32, 256
+_MOST = {"max_seq_len": 2**31, "max_batch_size": 2**20, "kv_cache_memory_bytes": 2**60}
 _CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
@@ -76,7 +75,9 @@ def load_model(
     number("timeout_s", timeout_s, 0, 10**6, above=True)
     parallel = connect(model_parallel_size, chosen_device, timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
-        asked = Asked.checked(max_seq_len, max_batch_size, kv_cache_memory_bytes)
+        if max_batch_size is None:
+            max_batch_size = default_batch_size(chosen_device)
+        asked = Asked(max_seq_len, max_batch_size, kv_cache_memory_bytes)
         whole_number("seed", seed, 0, 2**63 - 1)
         if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
             dtype, quantize = None, dtype  # as it was written before there was quantize=
@@ -98,7 +99,13 @@ def load_model(
     if chosen_device.type == "cpu":
         set_num_threads()
     kernels = gpu.kernels_for(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
-    sizes = _sizes_that_fit(checkpoint, parallel, chosen_device, chosen_dtype, quantize, asked)
+    free = parallel.all_reduce_min(free_bytes(chosen_device))
+    with parallel.agree("the memory of the ranks", world=True):
+        ranks, batch_size = parallel.size, asked.max_batch_size
+        memory = Memory.of(
+            checkpoint, ranks, chosen_device, chosen_dtype, quantize, free, batch_size
+        )
+        sizes = choose_sizes(asked, memory, params.longest_context)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)
         model = Transformer(args, parallel=parallel, device=chosen_device, dtype=chosen_dtype)
@@ -109,21 +116,66 @@ def load_model(
     return Loaded(model, tokenizer, sizes.num_pages, checkpoint.is_guard)
 
 
+def default_batch_size(device: torch.device) -> int:
+    return 256 if device.type == "cuda" else 32
+
+
 @dataclass(frozen=True)
 class Asked:
     """The sizes that the user asked for; None leaves one to the memory."""
 
     max_seq_len: int | None
-    max_batch_size: int | None
+    max_batch_size: int
     kv_cache_memory_bytes: int | None
 
+    def __post_init__(self) -> None:
+        """TypeError or ValueError names the one that is none; the others become ints."""
+        for name, most in _MOST.items():
+            value = whole_number(name, getattr(self, name), 1, most, optional=True)
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of one rank: `free` ones of its device, those of the weights, what a step needs
+    beside weights and KV cache (`reserve`), and the keys and values of one token."""
+
+    free: int
+    weights: int
+    reserve: int
+    per_token: int
+
     @classmethod
-    def checked(cls, seq_len: object, batch_size: object, kv_bytes: object) -> "Asked":
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        ranks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantize: str | None,
+        free: int,
+        batch_size: int,
+    ) -> "Memory":
+        """What one of `ranks` ranks needs of `free` bytes; reads no file."""
+        plan = LayerPlan.of(checkpoint.params, ranks)
+        step = step_bytes(checkpoint.params, plan, dtype, batch_size)
         return cls(
-            whole_number("max_seq_len", seq_len, 1, 2**31, optional=True),
-            whole_number("max_batch_size", batch_size, 1, 2**20, optional=True),
-            whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True),
+            free,
+            weights=reader.bytes_of(checkpoint, ranks, dtype, quantize),
+            reserve=step + (_CUDA_RESERVE if device.type == "cuda" else 0),
+            per_token=plan.kv_numbers_per_token * dtype.itemsize,
         )
+
+    @property
+    def room(self) -> int:
+        """Bytes for the KV cache; 0 where not even the weights fit."""
+        room = min(int(self.free * MEMORY_FRACTION), self.free - self.reserve) - self.weights
+        return max(room, 0)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the whole pages that fit."""
+        return self.room // (self.per_token * PAGE_SIZE) * PAGE_SIZE
 
 
 @dataclass(frozen=True)
@@ -137,96 +189,35 @@ def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
 
 
-def _sizes_that_fit(
-    checkpoint: Checkpoint,
-    parallel: ModelParallel,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str | None,
-    asked: Asked,
-) -> Sizes:
-    """What was asked for, or what fits the rank with the least memory."""
-    params, plan = checkpoint.params, LayerPlan.of(checkpoint.params, parallel.size)
-    free = parallel.all_reduce_min(free_bytes(device))
-    default = DEFAULT_BATCH_SIZE_CUDA if device.type == "cuda" else DEFAULT_BATCH_SIZE
-    batch_size = asked.max_batch_size or default
-    with parallel.agree("the memory of the ranks", world=True):
-        return choose_sizes(
-            replace(asked, max_batch_size=batch_size),
-            free=free,
-            weights=reader.bytes_of(checkpoint, parallel.size, dtype, quantize),
-            reserve=_reserve(params, plan, device, dtype, batch_size),
-            per_token=plan.kv_numbers_per_token * dtype.itemsize,
-            longest=params.longest_context,
-        )
-
-
-def choose_sizes(
-    asked: Asked, *, free: int, weights: int, reserve: int, per_token: int, longest: int
-) -> Sizes:
+def choose_sizes(asked: Asked, memory: Memory, longest: int) -> Sizes:
     """Sizes for a KV cache beside the weights: as large as the memory, or as batch x length.
 
-    All sizes are bytes, of one rank: `reserve` is what a step needs beside weights and KV cache,
-    `per_token` what one token's keys and values take; `longest` is the model's own limit in tokens.
-    max_batch_size is only how many sequences run at once: the pages are shared, and where they run
-    out, the youngest waits. ValueError if not even one sequence of max_seq_len fits.
+    `longest` is the model's own limit in tokens. max_batch_size is only how many sequences run at
+    once: the pages are shared, and where they run out, the youngest waits. ValueError if not even
+    one sequence of max_seq_len fits.
     """
-    assert asked.max_batch_size is not None
-    room = _room(free, weights, reserve)
-    if asked.kv_cache_memory_bytes is not None:
-        if asked.kv_cache_memory_bytes > room:
-            raise ValueError(
-                f"kv_cache_memory_bytes={asked.kv_cache_memory_bytes} is more than the "
-                f"{max(room, 0)} bytes that are free beside the weights: ask for that or less"
-            )
-        room = asked.kv_cache_memory_bytes
-    fitting = max(room, 0) // (per_token * PAGE_SIZE)
+    room, wanted = memory.room, asked.kv_cache_memory_bytes
+    page = memory.per_token * PAGE_SIZE
+    if wanted is not None and wanted > room:
+        raise ValueError(
+            f"kv_cache_memory_bytes={wanted} is more than the {room} bytes that are free beside "
+            "the weights: ask for that or less"
+        )
+    fitting = (wanted or room) // page
     seq_len = asked.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
     if asked.max_seq_len is None:
         while seq_len > 256 and pages_for(seq_len) > fitting:
             seq_len //= 2
     if pages_for(seq_len) > fitting:
         raise ValueError(
-            f"the weights take {_gib(weights)}, and the KV cache of one sequence of max_seq_len="
-            f"{seq_len} takes {_gib(pages_for(seq_len) * PAGE_SIZE * per_token)}, but "
-            f"{_gib(free)} are free on each rank's device"
-            + ("" if asked.kv_cache_memory_bytes is None else f" and {_gib(room)} asked for")
+            f"the weights take {_gib(memory.weights)}, and the KV cache of one sequence of "
+            f"max_seq_len={seq_len} takes {_gib(pages_for(seq_len) * page)}, but "
+            f"{_gib(memory.free)} are free on each rank's device"
+            + (f" and {_gib(wanted)} asked for" if wanted else "")
             + f": {_advice(fitting * PAGE_SIZE)}"
         )
     num_pages = min(fitting, asked.max_batch_size * pages_for(seq_len))
     return Sizes(seq_len, asked.max_batch_size, num_pages)
-
-
-def kv_tokens(
-    checkpoint: Checkpoint,
-    ranks: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str | None,
-    free: int,
-) -> int:
-    """Tokens of KV cache that one of `ranks` ranks holds beside its weights, of `free` bytes."""
-    params, plan = checkpoint.params, LayerPlan.of(checkpoint.params, ranks)
-    batch_size = DEFAULT_BATCH_SIZE_CUDA if device.type == "cuda" else DEFAULT_BATCH_SIZE
-    room = _room(
-        free,
-        reader.bytes_of(checkpoint, ranks, dtype, quantize),
-        _reserve(params, plan, device, dtype, batch_size),
-    )
-    page = PAGE_SIZE * plan.kv_numbers_per_token * dtype.itemsize
-    return max(room, 0) // page * PAGE_SIZE
-
-
-def _room(free: int, weights: int, reserve: int) -> int:
-    """Bytes for the KV cache; negative where not even the weights fit."""
-    return min(int(free * MEMORY_FRACTION), free - reserve) - weights
-
-
-def _reserve(
-    params: ModelArgs, plan: LayerPlan, device: torch.device, dtype: torch.dtype, batch_size: int
-) -> int:
-    step = step_bytes(params, plan, dtype, batch_size)
-    return step + (_CUDA_RESERVE if device.type == "cuda" else 0)
 
 
 def _advice(num_tokens: int) -> str:

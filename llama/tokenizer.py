@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import tiktoken
 
@@ -49,10 +49,11 @@ _LLAMA_3_1 = (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|
 class Tokenizer:
     """Byte-pair encoding with Llama 3's pattern and special tokens.
 
-    Reads `tokenizer.model` (a line for each token: base64, rank). The special ids follow the
-    ranks, however many there are. `llama_3_0` takes the special tokens of the first release,
-    which had no `<|eom_id|>` and no `<|python_tag|>`. Raises OSError where the file cannot be
-    read, ValueError where it is not a sound Llama 3 tokenizer.
+    Reads `tokenizer.model` (a line for each token: base64, rank), or Hugging Face's
+    `tokenizer.json`, whose special tokens keep the names that they have there. The special ids
+    follow the ranks, however many there are. `llama_3_0` takes the special tokens of the first
+    release, which had no `<|eom_id|>` and no `<|python_tag|>`. Raises OSError where the file cannot
+    be read, ValueError where it is not a sound Llama 3 tokenizer, or of the other release.
     """
 
     num_reserved_special_tokens = 256
@@ -68,32 +69,20 @@ class Tokenizer:
 
     def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
         path = Path(model_path)
-        names = _special_names(self.num_reserved_special_tokens, llama_3_0)
-        self._setup(path.name, _parse_ranks(path), names)
-
-    @classmethod
-    def from_tokenizer_json(cls, path: str | PathLike[str], *, llama_3_0: bool = False) -> Self:
-        """Build the same tokenizer from Hugging Face's `tokenizer.json`.
-
-        The special tokens carry the names that the file gives them. Raises as the constructor
-        does, and ValueError where the file's special tokens are not those of the release.
-        """
-        path = Path(path)
-        ranks, names = _parse_tokenizer_json(path)
-        _check_special_names(path, names, llama_3_0)
-        self = cls.__new__(cls)
-        self._setup(path.name, ranks, names)
-        return self
-
-    def _setup(self, name: str, ranks: dict[bytes, int], special_names: list[str]) -> None:
-        self.special_tokens = {s: len(ranks) + i for i, s in enumerate(special_names)}
+        if path.suffix == ".json":
+            ranks, names = _parse_tokenizer_json(path)
+            _check_special_names(path, names, llama_3_0)
+        else:
+            ranks = _parse_ranks(path)
+            names = _special_names(self.num_reserved_special_tokens, llama_3_0)
+        self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
         self.model = tiktoken.Encoding(
-            name,
+            path.name,
             pat_str=self.pat_str,
             mergeable_ranks=ranks,
             special_tokens=self.special_tokens,
         )
-        self.n_words = len(ranks) + len(special_names)
+        self.n_words = len(ranks) + len(names)
         self.bos_id = self.special_tokens[_BEGIN]
         self.eos_id = self.special_tokens[_END]
         self.eot_id = self.special_tokens[_EOT]
@@ -210,7 +199,7 @@ def _parse_ranks(path: Path) -> dict[bytes, int]:
             f"{path} is a SentencePiece tokenizer, as Llama 2 has: give Llama 3's tokenizer.model"
         )
     if data.startswith(b"{"):
-        raise ValueError(f"{path} is JSON: read it with Tokenizer.from_tokenizer_json")
+        raise ValueError(f"{path} is JSON: name it tokenizer.json")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -242,7 +231,7 @@ def _parse_tokenizer_json(path: Path) -> tuple[dict[bytes, int], list[str]]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
-            f" {error}); Meta's tokenizer.model is read by Tokenizer(path)"
+            f" {error}): download it again"
         ) from None
     _check_ranks(path, ranks)
     ids = sorted(added)
@@ -317,18 +306,14 @@ class ChatFormat:
         return ids + self.encode_header({"role": "assistant", "content": ""})
 
 
-def validate_dialog(dialog: object, index: int | None = None) -> None:
-    """Raise TypeError or ValueError, naming the place, unless `dialog` is one that we can encode.
-
-    `index` is the dialog's place in its batch, for the error's text.
-    """
-    where = "dialog" if index is None else f"dialog {index}"
+def validate_dialog(dialog: object) -> None:
+    """TypeError or ValueError, naming the place, unless `dialog` is one that we can encode."""
     if not isinstance(dialog, list | tuple):
-        raise TypeError(f"{where} must be a list of messages, got {type(dialog).__name__}")
+        raise TypeError(f"dialog must be a list of messages, got {type(dialog).__name__}")
     if not dialog:
-        raise ValueError(f"{where} is empty: give at least one message")
+        raise ValueError("dialog is empty: give at least one message")
     for i, message in enumerate(dialog):
-        _validate_message(message, f"{where}, message {i}")
+        _validate_message(message, f"dialog, message {i}")
 
 
 def _validate_message(message: object, where: str) -> None:
@@ -337,13 +322,12 @@ def _validate_message(message: object, where: str) -> None:
     for key in ("role", "content"):
         if key not in message:
             raise ValueError(f"{where} has no {key!r}: a message has a role and a content")
-    unknown = [key for key in message if key not in ("role", "content")]
-    if unknown:
+    if unknown := [key for key in message if key not in ("role", "content")]:
         raise ValueError(f"{where} has unknown keys {unknown}: allowed are role and content")
     _check_role(message["role"], where)
-    if not isinstance(message["content"], str):
-        kind = type(message["content"]).__name__
-        raise TypeError(f"{where}: content must be a str, got {kind}")
+    content = message["content"]
+    if not isinstance(content, str):
+        raise TypeError(f"{where}: content must be a str, got {type(content).__name__}")
 
 
 def _check_role(role: object, where: str) -> str:

@@ -173,7 +173,7 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
     calls: list[int] = []
     monkeypatch.setattr("llama.loading.set_num_threads", lambda: calls.append(1))
     monkeypatch.setattr("llama.loading.pick_device", lambda _: torch.device(device))
-    monkeypatch.setattr("llama.loading._sizes_that_fit", lambda *_: Sizes(64, 2, 8))
+    monkeypatch.setattr("llama.loading.choose_sizes", lambda *_: Sizes(64, 2, 8))
     monkeypatch.setattr("llama.loading.reader.load", lambda *_, **__: None)
     load_model(
         str(checkpoint_dir[0]),

@@ -21,13 +21,7 @@ from llama.checkpoint.reader import bytes_of
 from llama.cli import environment_checks, rank_report
 from llama.cli.doctor import _fits
 from llama.cli.environment_checks import Fact, environment_facts, thread_facts
-from llama.loading import (
-    DEFAULT_BATCH_SIZE,
-    Asked,
-    choose_sizes,
-    kv_tokens,
-    step_bytes,
-)
+from llama.loading import Asked, Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -127,16 +121,15 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
     for ranks in (1, 2):
         plan = LayerPlan.of(found.params, ranks)
         for quantize in (None, "int8"):
-            sizes = choose_sizes(
-                Asked(16, 2**20, None),
-                free=1 << 30,
+            memory = Memory.of(found, ranks, CPU, torch.bfloat16, quantize, 1 << 30, 32)
+            assert memory == Memory(
+                1 << 30,
                 weights=bytes_of(found, ranks, torch.bfloat16, quantize),
-                reserve=step_bytes(found.params, plan, torch.bfloat16, DEFAULT_BATCH_SIZE),
+                reserve=step_bytes(found.params, plan, torch.bfloat16, 32),
                 per_token=plan.kv_numbers_per_token * 2,
-                longest=512,
             )
-            told = kv_tokens(found, ranks, CPU, torch.bfloat16, quantize, 1 << 30)
-            assert told == sizes.num_pages * 16 > 0
+            sizes = choose_sizes(Asked(16, 2**20, None), memory, longest=512)
+            assert memory.kv_tokens == sizes.num_pages * 16 > 0
 
 
 def test_a_table_of_what_fits(make_checkpoint, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama import Llama
-from llama.loading import Asked, Sizes, choose_sizes, step_bytes
+from llama.loading import Asked, Memory, Sizes, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 
@@ -13,10 +13,8 @@ LLAMA_8B = 131072  # bytes per token: 2 x 32 layers x 8 kv heads x 128 x 2 bytes
 
 
 def sizes(seq_len=None, batch=256, kv_bytes=None, *, free=139 * GIB, weights=15 * GIB) -> Sizes:
-    asked = Asked(seq_len, batch, kv_bytes)
-    return choose_sizes(
-        asked, free=free, weights=weights, reserve=2 * GIB, per_token=LLAMA_8B, longest=131072
-    )
+    memory = Memory(free, weights, reserve=2 * GIB, per_token=LLAMA_8B)
+    return choose_sizes(Asked(seq_len, batch, kv_bytes), memory, longest=131072)
 
 
 def test_the_kv_cache_is_what_is_free_beside_the_weights():

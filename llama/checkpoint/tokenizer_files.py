@@ -21,11 +21,7 @@ _PAD = "<|finetune_right_pad_id|>"  # Llama 3.0 has none: there end_of_text pads
 def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer:
     """The tokenizer of a model: its special tokens are those of the model's release."""
     # Only the rotary embedding tells 3.0 from later releases: the tokenizer files are equal.
-    first_release = not params.use_scaled_rope
-    if str(path).endswith(".json"):
-        tokenizer = Tokenizer.from_tokenizer_json(str(path), llama_3_0=first_release)
-    else:
-        tokenizer = Tokenizer(str(path), llama_3_0=first_release)
+    tokenizer = Tokenizer(path, llama_3_0=not params.use_scaled_rope)
     if tokenizer.n_words != params.vocab_size:
         raise ValueError(
             f"{path} has {tokenizer.n_words} tokens, but the model has vocab_size="

@@ -21,11 +21,10 @@ import torch
 
 import llama.device
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.reader import bytes_of
 from llama.cli import rank_report
 from llama.cli.environment_checks import Fact, environment_facts, problem, thread_facts
 from llama.cli.ranks import global_rank
-from llama.loading import kv_tokens
+from llama.loading import Memory, default_batch_size
 from llama.ops.cpu import native
 from llama.ops.triton import selfcheck_cache
 from llama.ranks.groups import started_processes
@@ -203,10 +202,10 @@ def _row(found: Checkpoint, ranks: int, device: torch.device, free: int) -> tupl
         found.params.check_ranks(ranks)
     except ValueError as e:
         return str(e).partition(":")[0], False
-    cells, fits = [], False
+    cells, fits, batch_size = [], False, default_batch_size(device)
     for quantize in (None, *QUANTIZED) if device.type == "cpu" else (None,):
-        weights = bytes_of(found, ranks, torch.bfloat16, quantize)
-        tokens = kv_tokens(found, ranks, device, torch.bfloat16, quantize, free)
+        memory = Memory.of(found, ranks, device, torch.bfloat16, quantize, free, batch_size)
+        weights, tokens = memory.weights, memory.kv_tokens
         cache = f"KV cache {tokens:>11,} tokens" if tokens else "does not fit".rjust(27)
         size = f"{weights / 2**30:.2f} GiB" if weights >= 2**30 else f"{weights / 2**20:.1f} MiB"
         cells.append(f"{quantize or 'bf16'} {size:>10}, {cache}")

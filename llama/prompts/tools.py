@@ -48,7 +48,7 @@ def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
 
     3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
     3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard has the
-    sizes of the model that it was made from; `llama.checkpoint.guard` knows it by other files.
+    sizes of the model that it was made from; `llama.checkpoint.find` knows it by other files.
     """
     if is_guard or rope_factor is None:
         return ToolFormat.NONE
