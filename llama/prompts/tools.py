@@ -232,7 +232,9 @@ def tool_request(
     if name is not None and name not in names:
         raise FieldError("tool_choice", "tool_choice names a function that is not among the tools")
     if choice == "required" and not names:
-        raise FieldError("tool_choice", "tool_choice is 'required', and there are no tools to call")
+        raise FieldError(
+            "tool_choice", "tool_choice asks for a call, and there are no tools to call"
+        )
     if not names or choice == "none":
         return None
     return replace(

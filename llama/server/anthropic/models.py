@@ -6,15 +6,12 @@ https://docs.anthropic.com/en/api/messages. Every field is used, or is an error;
 are checked and change nothing. It knows no network, and runs nothing.
 """
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from llama.checks import FieldError
-from llama.prompts.chat import JsonSchema
 from llama.prompts.fields import Fields, said
 from llama.prompts.messages import text_of
 from llama.prompts.tools import (
@@ -26,10 +23,9 @@ from llama.prompts.tools import (
     tool_request,
 )
 from llama.sampling_params import SamplingParams, StructuredOutput
-from llama.server.converted import ConvertedChat
 from llama.server.errors import ErrorFields
-from llama.server.openai.models import form_of
-from llama.server.openai.request import OpenAIRequest
+from llama.server.openai.models import SchemaFormat, form_of
+from llama.server.openai.request import ConvertedChat, OpenAIRequest
 from llama.server.sampling import SamplingFields, StopWords, sampling_fields
 
 MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
@@ -50,16 +46,12 @@ class TextBlock(_Block):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class DirectCaller(Fields):
-    type: Literal["direct"]
-
-
 class ToolUse(_Block):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    caller: DirectCaller | None = None
+    caller: dict[Literal["type"], Literal["direct"]] | None = None
 
 
 _LIST: Any = Field(min_length=1, fail_fast=True)
@@ -83,20 +75,14 @@ class Thinking(_Block):
     """Of another model: a dialog may have begun with one. It is left out, as Anthropic's API does
     with that of earlier turns."""
 
-    type: Literal["thinking"]
+    type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None
     signature: str | None = None
-
-
-class RedactedThinking(_Block):
-    type: Literal["redacted_thinking"]
     data: str | None = None
 
 
 _UserBlock = Annotated[TextBlock | ToolResult, Field(discriminator="type")]
-_AnswerBlock = Annotated[
-    TextBlock | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
-]
+_AnswerBlock = Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]
 
 
 class UserMessage(Fields):
@@ -165,10 +151,6 @@ class ContextManagement(Fields):
     edits: Annotated[list[ClearThinking], Field(fail_fast=True)] | None = None
 
 
-class SchemaFormat(JsonSchema):
-    type: Literal["json_schema"]
-
-
 class OutputConfig(Fields):
     """effort: Anthropic's default, what leaving it out means."""
 
@@ -230,16 +212,23 @@ class CountBody(SamplingFields):
         )
 
     def _dialog(self) -> ConvertedChat:
-        system = None if self.system is None else text_of(self.system)
-        dialog = ConvertedChat(system, "system")
+        dialog = ConvertedChat(None if self.system is None else text_of(self.system), "system")
         for i, message in enumerate(self.messages):
-            place = f"messages[{i}]"
-            if isinstance(message.content, str):
-                dialog.say(message.role, message.content, place)
-            elif isinstance(message, AssistantMessage):
-                _add_answer(dialog, message.content, place)
-            else:
-                _add_blocks(dialog, message.role, message.content, place)
+            content, place = message.content, f"messages[{i}]"
+            if message.role == "assistant":
+                dialog.say("assistant", None, place)
+            if isinstance(content, str):
+                dialog.say(message.role, content, place)
+                continue
+            for number, block in enumerate(content):
+                if isinstance(block, TextBlock):
+                    dialog.say(message.role, block.text, place)
+                elif isinstance(block, ToolUse):
+                    dialog.call(block.id, block.name, block.input, place)
+                elif isinstance(block, ToolResult):
+                    words = "no tool_use block of a message before it"
+                    id_field = f"{place}.content[{number}].tool_use_id"
+                    dialog.result(block.tool_use_id, block.value(), place, id_field, words)
         return dialog
 
     def _tool_request(self) -> Tools | None:
@@ -250,9 +239,6 @@ class CountBody(SamplingFields):
         if (wanted.type == "tool") != (wanted.name is not None):
             field = "tool_choice.name"
             raise FieldError(field, f"{field} is needed with the type 'tool', and only with it")
-        if wanted.type in ("any", "tool") and not tools:
-            words = "tool_choice asks for a call, and there are no tools to call"
-            raise FieldError("tool_choice", words)
         parallel = not wanted.disable_parallel_tool_use
         return tool_request(tools, _CHOICES.get(wanted.type), parallel, name=wanted.name)
 
@@ -269,29 +255,6 @@ class MessagesBody(CountBody, _Sampling):
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         return replace(super().request(defaults), stream=bool(self.stream))
-
-
-def _add_answer(dialog: ConvertedChat, blocks: Sequence[Any], place: str) -> None:
-    """One message: its words, then its calls."""
-    texts = [block for block in blocks if isinstance(block, TextBlock)]
-    dialog.say("assistant", text_of(texts) if texts else None, place)
-    for use in blocks:
-        if isinstance(use, ToolUse):
-            dialog.call(use.id, use.name, use.input, place)
-
-
-def _add_blocks(dialog: ConvertedChat, role: str, blocks: Sequence[Any], place: str) -> None:
-    """The results, each a message, and the texts between them."""
-    for is_text, group in itertools.groupby(
-        enumerate(blocks), lambda each: isinstance(each[1], TextBlock)
-    ):
-        if is_text:
-            dialog.say(role, text_of([block for _, block in group]), place)
-            continue
-        for i, block in group:
-            words = "no tool_use block of a message before it"
-            id_field = f"{place}.content[{i}].tool_use_id"
-            dialog.result(block.tool_use_id, block.value(), place, id_field, words)
 
 
 def _check_beginning(message: dict[str, Any], place: str) -> None:

@@ -5,7 +5,7 @@ that names the field. Every field is used, or is an error. It knows no files and
 runs nothing.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, TypeAdapter
 
@@ -25,6 +25,12 @@ MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+
+
+class SchemaFormat(JsonSchema):
+    """The form of an answer, as the other APIs have it."""
+
+    type: Literal["json_schema"]
 
 
 _Form = tuple[str, StructuredOutput | None]  # after the place in the body that gave it

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llama.checks import FieldError
 from llama.prompts import chat
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.tools import ToolFormat, Tools
@@ -68,3 +69,42 @@ class OpenAIRequest:
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
         shows_special = not self.params.skip_special_tokens
         return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)
+
+
+class ConvertedChat:
+    """The dialog of a body of another API. messages: of OpenAI's form. places: where in the body
+    each of them came from, which errors name. Calls and their results are matched here, as there is
+    no stored state to look for them in."""
+
+    def __init__(self, instructions: str | None, place: str) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        self._call_ids: set[str] = set()
+        if instructions is not None:
+            self.say("system", instructions, place)
+
+    def say(self, role: str, text: str | None, place: str) -> None:
+        """Words. Those of one place are one message, as are the system's at the beginning: the
+        format has one place for them."""
+        last: dict[str, Any] = self.messages[-1] if self.messages else {"role": ""}
+        is_more = self.places[-1:] == [place] or (role == "system" and len(self.messages) == 1)
+        if last["role"] == role and is_more:
+            last["content"] = text if last["content"] is None else f"{last['content']}\n{text}"
+            return
+        self.messages.append({"role": role, "content": text})
+        self.places.append(place)
+
+    def call(self, call_id: str, name: str, arguments: str | dict[str, Any], place: str) -> None:
+        """Words of the assistant and calls that follow one another were one answer."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.say("assistant", None, place)
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": call_id, "function": {"name": name, "arguments": arguments}})
+        self._call_ids.add(call_id)
+
+    def result(self, call_id: str, content: Any, place: str, id_field: str, words: str) -> None:
+        """What a call returned. FieldError, in these words, where no call has the id."""
+        if call_id not in self._call_ids:
+            raise FieldError(id_field, f"{id_field} names {words}")
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self.places.append(place)

@@ -10,15 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from llama.prompts.chat import JsonSchema
 from llama.prompts.fields import Fields, chosen_by, said
 from llama.prompts.messages import text_of
 from llama.prompts.tools import MOST_TOOLS, Function, Tools, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
-from llama.server.converted import ConvertedChat
 from llama.server.errors import ErrorFields
-from llama.server.openai.models import form_of
-from llama.server.openai.request import OpenAIRequest
+from llama.server.openai.models import SchemaFormat, form_of
+from llama.server.openai.request import ConvertedChat, OpenAIRequest
 from llama.server.sampling import sampling_fields
 
 RESPONSES_URL = "/v1/responses"
@@ -92,10 +90,6 @@ class FunctionTool(Function):
 class FunctionChoice(Fields):
     type: Literal["function"]
     name: str
-
-
-class SchemaFormat(JsonSchema):
-    type: Literal["json_schema"]
 
 
 class FreeFormat(Fields):
