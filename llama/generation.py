@@ -36,7 +36,6 @@ __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
 _T = TypeVar("_T")
 _Dialogs = Seq[Seq[Mapping[str, Any]]]  # of Meta's messages, or of OpenAI's
-_Encode = Callable[[], Iterable[Any]]  # gives the prompts as ids, or raises what is wrong with them
 
 
 class _Scored(TypedDict, total=False):
@@ -91,7 +90,7 @@ class _Settings:
 
     def sampling_params(self, tool_format: ToolFormat) -> SamplingParams:
         params = SamplingParams(
-            max_tokens=check_length(self.max_gen_len),
+            max_tokens=whole_number("max_gen_len", self.max_gen_len, 0, 2**31 - 1, optional=True),
             temperature=self.temperature,
             top_p=self.top_p,
             seed=self.seed,
@@ -268,7 +267,7 @@ class Llama:
         group were given different ones.
         """
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
-        outputs = self._run(lambda: _rows(prompt_tokens), settings)
+        outputs = self._run(_rows("prompt_tokens", prompt_tokens), settings)
         tokens = [_tokens(output, echo) for output in outputs]
         return tokens, [_scores(output, echo) for output in outputs] if logprobs else None
 
@@ -285,7 +284,7 @@ class Llama:
     ) -> list[CompletionPrediction]:
         """Continue each text: [{"generation": text}]; with logprobs, also "tokens", "logprobs"."""
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
-        outputs = self._run(lambda: self._encode_texts(prompts), settings)
+        outputs = self._run(self._encode_texts(prompts), settings)
         return [
             {"generation": self._text(output, echo), **self._scored(output, settings)}
             for output in outputs
@@ -314,7 +313,7 @@ class Llama:
         """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, False, seed, (), chat)
-        outputs = self._run(lambda: self._encode_dialogs(dialogs, chat), settings)
+        outputs = self._run(self._encode_dialogs(dialogs, chat), settings)
         return [
             {"generation": self._message(output, chat), **self._scored(output, settings)}
             for output in outputs
@@ -336,7 +335,7 @@ class Llama:
         what is left. Errors are raised at the call, before any work.
         """
         settings = _Settings(max_gen_len, temperature, top_p, seed=seed, stop=stop)
-        return self._stream(lambda: self._encode_texts(prompts), settings)
+        return self._stream(self._encode_texts(prompts), settings)
 
     def stream_chat(
         self,
@@ -359,7 +358,7 @@ class Llama:
         """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
         settings = _Settings(max_gen_len, temperature, top_p, seed=seed, stop=stop, chat=chat)
-        return self._stream(lambda: self._encode_dialogs(dialogs, chat), settings)
+        return self._stream(self._encode_dialogs(dialogs, chat), settings)
 
     def beam_search(
         self,
@@ -372,7 +371,7 @@ class Llama:
     ) -> list[list[BeamPrediction]]:
         """The likeliest continuations of each text, best first; see `BeamParams`."""
         settings = _Settings(max_gen_len, 0.0, 1.0)
-        requests = self._requests(lambda: self._encode_texts(prompts), settings)
+        requests = self._requests(self._encode_texts(prompts), settings)
         found = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
         return [
             [
@@ -382,23 +381,25 @@ class Llama:
             for beams in found
         ]
 
-    def _requests(self, encode: _Encode, settings: _Settings) -> Iterator[Request]:
-        """A request for each prompt. All checks run when this is iterated, not when it is called:
-        the engine does that where an error on one rank becomes an error on every rank."""
+    def _requests(self, prompts: Iterable[Any], settings: _Settings) -> Iterator[Request]:
+        """A request for each prompt, as ids. All checks run when this is iterated, not when it is
+        called: the engine does that where an error on one rank becomes an error on every rank."""
         params = settings.sampling_params(self.tool_format)
-        for i, ids in enumerate(encode()):
+        for i, ids in enumerate(prompts):
             if isinstance(ids, str):  # which the engine would take for a prompt
                 raise not_ids(f"prompt {i}", ids)
             yield self.llm_engine.prepare("", ids, params, index=i)
 
-    def _run(self, encode: _Encode, settings: _Settings) -> list[RequestOutput]:
-        outputs = self.llm_engine.run(self._requests(encode, settings))
+    def _run(self, prompts: Iterable[Any], settings: _Settings) -> list[RequestOutput]:
+        outputs = self.llm_engine.run(self._requests(prompts, settings))
         for output in outputs:
             _check(output)
         return outputs
 
-    def _stream(self, encode: _Encode, settings: _Settings) -> Generator[TextDelta, None, None]:
-        outputs = self.llm_engine.stream(self._requests(encode, settings))
+    def _stream(
+        self, prompts: Iterable[Any], settings: _Settings
+    ) -> Generator[TextDelta, None, None]:
+        outputs = self.llm_engine.stream(self._requests(prompts, settings))
         return self._deltas(outputs, settings.chat)
 
     def _deltas(
@@ -445,40 +446,31 @@ class Llama:
         pieces = [self.tokenizer.decode([token]) for token in tokens]
         return {"tokens": pieces, "logprobs": _scores(output, settings.echo)}
 
-    def _encode_texts(self, prompts: list[str]) -> list[list[int]]:
-        for i, prompt in enumerate(_rows(prompts, "prompts")):
+    def _encode_texts(self, prompts: Any) -> Iterator[list[int]]:
+        for i, prompt in enumerate(_rows("prompts", prompts)):
             if not isinstance(prompt, str):
                 raise TypeError(f"prompts[{i}] is {type(prompt).__name__}, not a string")
-        return [self.tokenizer.encode(prompt, bos=True, eos=False) for prompt in prompts]
+            yield self.tokenizer.encode(prompt, bos=True, eos=False)
 
-    def _encode_dialogs(self, dialogs: _Dialogs, chat: ChatOptions) -> list[list[int]]:
-        return [
-            self._encode_dialog(dialog, i, chat)
-            for i, dialog in enumerate(_rows(dialogs, "dialogs"))
-        ]
-
-    def _encode_dialog(self, dialog: Any, i: int, chat: ChatOptions) -> list[int]:
-        if not isinstance(dialog, list | tuple):
-            kind = type(dialog).__name__
-            raise TypeError(f"dialog {i} must be a list of messages, got {kind}")
-        if not dialog:
-            raise ValueError(f"dialog {i} is empty: give at least one message")
-        try:
-            return chat_ids(self.tokenizer, dialog, chat.tool_request, tool_format=self.tool_format)
-        except FieldError as e:
-            raise type(e)(e.field, f"dialog {i}, {e}") from None
+    def _encode_dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int]]:
+        for i, dialog in enumerate(_rows("dialogs", dialogs)):
+            if not isinstance(dialog, list | tuple):
+                kind = type(dialog).__name__
+                raise TypeError(f"dialog {i} must be a list of messages, got {kind}")
+            if not dialog:
+                raise ValueError(f"dialog {i} is empty: give at least one message")
+            tools, tool_format = chat.tool_request, self.tool_format
+            try:
+                yield chat_ids(self.tokenizer, dialog, tools, tool_format=tool_format)
+            except FieldError as e:
+                raise type(e)(e.field, f"dialog {i}, {e}") from None
 
 
-def check_length(max_gen_len: int | None) -> int | None:
-    """The most tokens to generate, checked; None is what fits."""
-    return whole_number("max_gen_len", max_gen_len, 0, 2**31 - 1, optional=True)
-
-
-def _rows(prompts: Any, name: str = "prompt_tokens") -> Any:
-    """The prompts, one row each: a list, a tuple, an array or a tensor."""
-    if isinstance(prompts, list | tuple) or hasattr(prompts, "tolist"):
-        return prompts
-    raise TypeError(f"{name} must be a list, got {type(prompts).__name__}: wrap it in [ ]")
+def _rows(name: str, prompts: Any) -> Iterator[Any]:
+    """The prompts, one row each, of a list, a tuple, an array or a tensor."""
+    if not (isinstance(prompts, list | tuple) or hasattr(prompts, "tolist")):
+        raise TypeError(f"{name} must be a list, got {type(prompts).__name__}: wrap it in [ ]")
+    yield from prompts
 
 
 def _tokens(output: RequestOutput, echo: bool) -> list[int]:
