@@ -7,7 +7,7 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
@@ -38,17 +38,31 @@ NUMBERS = {
 }
 
 
+_MOST_CHARACTERS = 100_000  # of a schema, an expression or a grammar
+_MOST_CHOICES = 1024
+
+
+def _wrong(name: str, value: Any, must: str) -> FieldTypeError:
+    return FieldTypeError(name, f"{name}={brief(value)} must {must}")
+
+
 def _token_id(name: str, value: Any) -> int:
     return whole_number(name, value, *TOKEN_IDS)
 
 
-def _text(name: str, value: Any) -> str:
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "be True or False")
+    return value
+
+
+def _word(name: str, value: Any) -> str:
     low, high = WORD_LENGTHS
-    words = f"{name}={brief(value)} must be a string of {low} to {high} characters"
+    must = f"be a string of {low} to {high} characters"
     if not isinstance(value, str):
-        raise FieldTypeError(name, words)
+        raise _wrong(name, value, must)
     if not low <= len(value) <= high:
-        raise FieldError(name, f"{words}, not {len(value)}")
+        raise FieldError(name, f"{name}={brief(value)} must {must}, not {len(value)}")
     return value
 
 
@@ -57,37 +71,28 @@ def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise FieldTypeError(
-            name, f"{name}={brief(value)} must be a list or tuple of at most {most} entries"
-        )
+        raise _wrong(name, value, f"be a list or tuple of at most {most} entries")
     if len(value) > most:
         raise FieldError(name, f"{name} has {len(value)} entries: it must have at most {most}")
     return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(value))
 
 
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     """A mapping, or the pairs that this made of one, as pairs sorted by id."""
     if value is None:
         return ()
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
-        raise FieldTypeError(
-            "logit_bias", f"logit_bias={brief(value)} must map token ids to numbers, or be None"
-        )
+        raise _wrong(name, value, "map token ids to numbers, or be None")
     if len(pairs) > MOST_BIASES:
         raise FieldError(
-            "logit_bias",
-            f"logit_bias has {len(pairs)} entries: it must have at most {MOST_BIASES}",
+            name, f"{name} has {len(pairs)} entries: it must have at most {MOST_BIASES}"
         )
     checked = {
-        _token_id("logit_bias id", token): number(f"logit_bias[{token}]", bias, *BIASES)
+        _token_id(f"{name} id", token): number(f"{name}[{token}]", bias, *BIASES)
         for token, bias in pairs
     }
     return tuple(sorted(checked.items()))
-
-
-_MOST_CHARACTERS = 100_000  # of a schema, an expression or a grammar
-_MOST_CHOICES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,24 +116,28 @@ class StructuredOutput:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _FORM_FIELDS if getattr(self, name) not in (None, False)]
         if self.json is False:
             raise FieldError(
                 "structured_output.json",
                 "structured_output.json: the schema false allows no answer",
             )
+        given = self._given()
         if len(given) != 1:
-            named, fields = " and ".join(given) or "none", ", ".join(_FORM_FIELDS)
+            named, known = " and ".join(given) or "none", ", ".join(_FORMS)
             raise FieldError(
-                "structured_output", f"structured_output must have one of {fields}, got {named}"
+                "structured_output", f"structured_output must have one of {known}, got {named}"
             )
-        checked = _FORM_CHECKS[given[0]](f"structured_output.{given[0]}", getattr(self, given[0]))
-        object.__setattr__(self, given[0], checked)
+        name = given[0]
+        checked = _FORMS[name](f"structured_output.{name}", getattr(self, name))
+        object.__setattr__(self, name, checked)
+
+    def _given(self) -> list[str]:
+        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
 
     @property
     def kind(self) -> str:
         """The name of the field that is given."""
-        return next(name for name in _FORM_FIELDS if getattr(self, name) not in (None, False))
+        return self._given()[0]
 
     @property
     def text(self) -> str:
@@ -137,12 +146,9 @@ class StructuredOutput:
         return value if isinstance(value, str) else json.dumps(value)
 
 
-_FORM_FIELDS = ("json", "json_object", "regex", "choice", "grammar")
-
-
 def _form_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise FieldTypeError(name, f"{name}={brief(value)} must be a string")
+        raise _wrong(name, value, "be a string")
     if not 1 <= len(value) <= _MOST_CHARACTERS:
         raise FieldError(
             name, f"{name} must have 1 to {_MOST_CHARACTERS} characters, not {len(value)}"
@@ -158,25 +164,25 @@ def _schema(name: str, value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as e:
         raise FieldError(name, f"{name} is not JSON: {e}") from None
     if not isinstance(schema, dict | bool):
-        raise FieldTypeError(name, f"{name}={brief(value)} must be a JSON schema: an object")
+        raise _wrong(name, value, "be a JSON schema: an object")
     return _form_text(name, text)
 
 
 def _is_true(name: str, value: Any) -> bool:
     if value is not True:
-        raise FieldTypeError(name, f"{name}={brief(value)} must be True or None")
+        raise _wrong(name, value, "be True or None")
     return value
 
 
 def _choices(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise FieldTypeError(name, f"{name}={brief(value)} must be a list of texts")
+        raise _wrong(name, value, "be a list of texts")
     if not 1 <= len(value) <= _MOST_CHOICES:
         raise FieldError(name, f"{name} must have 1 to {_MOST_CHOICES} entries, not {len(value)}")
-    return tuple(_form_text(f"{name}[{i}]", entry) for i, entry in enumerate(value))
+    return _tuple_of(_form_text, name, value, _MOST_CHOICES)
 
 
-_FORM_CHECKS: dict[str, Any] = {
+_FORMS: dict[str, Callable[[str, Any], Any]] = {
     "json": _schema,
     "json_object": _is_true,
     "regex": _form_text,
@@ -185,17 +191,14 @@ _FORM_CHECKS: dict[str, Any] = {
 }
 
 
-def _form(value: Any) -> StructuredOutput | None:
+def _form(name: str, value: Any) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
     if not isinstance(value, Mapping):
-        raise FieldTypeError(
-            "structured_output",
-            f"structured_output={brief(value)} must be a StructuredOutput, or be None",
-        )
-    unknown = sorted(value.keys() - {f.name for f in fields(StructuredOutput)})
+        raise _wrong(name, value, "be a StructuredOutput, or be None")
+    unknown = sorted(value.keys() - _FORMS.keys())
     if unknown:
-        raise FieldError("structured_output", f"structured_output has no field {unknown[0]!r}")
+        raise FieldError(name, f"{name} has no field {unknown[0]!r}")
     return StructuredOutput(**value)
 
 
@@ -257,27 +260,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (low, high, optional) in WHOLE_NUMBERS.items():
-            value = whole_number(name, getattr(self, name), low, high, optional=optional)
-            self._set(name, value)
+            self._check(name, whole_number, low, high, optional=optional)
         for name, (least, greatest) in NUMBERS.items():
-            self._set(name, number(name, getattr(self, name), least, greatest))
+            self._check(name, number, least, greatest)
         most = _MOST if self.max_tokens is None else self.max_tokens
-        self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
-        most = NARROWED["best_of"][1]
-        best_of = whole_number("best_of", self.best_of, self.n, most, optional=True)
-        self._set("best_of", best_of)
+        self._check("min_tokens", whole_number, 0, most)
+        self._check("best_of", whole_number, self.n, NARROWED["best_of"][1], optional=True)
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
-            if not isinstance(getattr(self, name), bool):
-                raise FieldTypeError(
-                    name, f"{name}={brief(getattr(self, name))} must be True or False"
-                )
-        self._set("logit_bias", _bias(self.logit_bias))
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._set("stop", _tuple_of(_text, "stop", stop, MOST_STOPS))
+            self._check(name, _switch)
+        if isinstance(self.stop, str):
+            self._set("stop", (self.stop,))
+        self._set("stop", _tuple_of(_word, "stop", self.stop, MOST_STOPS))
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         self._set("stop_token_ids", ids)
-        self._set("bad_words", _tuple_of(_text, "bad_words", self.bad_words, MOST_WORDS))
-        self._set("structured_output", _form(self.structured_output))
+        self._set("bad_words", _tuple_of(_word, "bad_words", self.bad_words, MOST_WORDS))
+        self._check("logit_bias", _bias)
+        self._check("structured_output", _form)
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
             raise FieldError(
                 "ignore_eos",
@@ -285,20 +283,19 @@ class SamplingParams:
                 "answer where its form does: leave them out",
             )
 
+    def _check(self, name: str, check: Callable[..., Any], *limits: Any, **more: Any) -> None:
+        self._set(name, check(name, getattr(self, name), *limits, **more))
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on
 
     def check_vocab(self, vocab_size: int) -> None:
         """FieldError unless every id of the request is one of a vocabulary of `vocab_size`."""
-        named = {
-            "logit_bias": dict(self.logit_bias or ()),
-            "stop_token_ids": self.stop_token_ids,
-        }
-        for name, ids in named.items():
-            for token in ids:
-                if token >= vocab_size:
-                    raise FieldError(
-                        name,
-                        f"{name} has the token id {token}: this vocabulary's are from 0 to "
-                        f"{vocab_size - 1}",
-                    )
+        biased = dict(self.logit_bias or ())
+        for name, ids in (("logit_bias", biased), ("stop_token_ids", self.stop_token_ids)):
+            if ids and max(ids) >= vocab_size:
+                raise FieldError(
+                    name,
+                    f"{name} has the token id {max(ids)}: this vocabulary's are from 0 to "
+                    f"{vocab_size - 1}",
+                )

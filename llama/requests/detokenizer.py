@@ -37,15 +37,11 @@ class StopStrings:
 
     The stop string that is complete first ends the text; of several that end at the same character,
     the longest one. The text has no stop string in it, or, with `include`, ends with the one that
-    was found. TypeError if `stops` is not a list of str; ValueError if one of them is empty.
+    was found. No stop string is empty: `SamplingParams` has checked them.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) for stop in stops):
-            raise TypeError(f"stop strings must be a list of str, got {stops!r:.60}")
-        if "" in stops:
-            raise ValueError("a stop string is empty, and would stop every text: leave it out")
-        self._stops = list(stops)
+        self._stops = stops
         self._include = include
         self._held = ""
         self.stopped: str | None = None

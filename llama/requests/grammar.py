@@ -7,8 +7,6 @@ after the tokens so far, a bit for each token that may follow. What has been com
 import contextlib
 import functools
 import json
-import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,25 +66,14 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
     def matcher(self, form: StructuredOutput) -> Matcher:
         """A matcher at the beginning of the form; FieldError says what is wrong with it.
 
         The package releases Python's lock while it compiles, within limits of its own.
         """
-        with self._lock:
-            known = self._compiled.get(form)
-            if known is not None:
-                self._compiled.move_to_end(form)
-                return Matcher(known.deep_copy())
-        compiled = self._compile(form)
-        with self._lock:
-            self._compiled[form] = compiled
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        return Matcher(compiled.deep_copy())
+        return Matcher(self._compiled(form).deep_copy())
 
     def warm_up(self) -> None:
         """Make the index now, where the package is installed: it holds Python's lock all the while,
