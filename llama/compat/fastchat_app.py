@@ -42,20 +42,6 @@ WRONG_TYPE, NO_SUCH_MODEL, OUT_OF_RANGE, INTERNAL = 40001, 40301, 40302, 50001
 _ADD_COLON_TWO = 2
 _MARK = "\ue000"  # for private use: in nobody's messages
 _START, _END, _EOT = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
-_TEMPLATES: dict[str, dict[str, Any]] = {
-    "llama-3": {
-        "system_template": f"{_START}system{_END}{{system_message}}",
-        "roles": [f"{_START}user{_END}{_MARK}", f"{_START}assistant{_END}{_MARK}"],
-        "sep": _EOT,
-        "sep2": _EOT,
-    },
-    "raw": {
-        "system_template": "{system_message}",
-        "roles": [_MARK, _MARK],
-        "sep": "",
-        "sep2": "",
-    },
-}
 
 _NO_EMBEDDINGS = (
     "this model worker makes no embeddings: it generates text; ask for embeddings of a model that "
@@ -206,13 +192,20 @@ def conversation_template(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     "llama-3": with `as_trained`, Llama 3's chat format; the tokenizer adds begin_of_text. "raw":
     the messages one after the other, for models that know no chat.
     """
+    roles, end = ("system", "user", "assistant"), _EOT
+    system, *others = [f"{_START}{role}{_END}" for role in roles]
+    if name == "raw":
+        system, others, end = "", ["", ""], ""
     return {
         "name": name,
-        **_TEMPLATES[name],
+        "system_template": system + "{system_message}",
         "system_message": "",
+        "roles": [header + _MARK for header in others],
         "messages": [],
         "offset": 0,
         "sep_style": _ADD_COLON_TWO,
+        "sep": end,
+        "sep2": end,
         "stop_str": None,
         "stop_token_ids": sorted(tokenizer.stop_tokens),
     }

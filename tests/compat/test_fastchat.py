@@ -305,10 +305,6 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, capsys):
     assert fastchat.main([]) == 2
 
 
-def test_template_names_are_those_of_the_app():
-    assert tuple(fastchat_app._TEMPLATES) == fastchat._TEMPLATE_NAMES
-
-
 class Controller(http.server.BaseHTTPRequestHandler):
     """What FastChat's controller does with a worker: it notes what the worker says of itself."""
 
