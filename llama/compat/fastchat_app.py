@@ -24,7 +24,7 @@ from starlette.responses import Response, StreamingResponse
 
 from llama.cli import ranks
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.host_defaults import FASTCHAT
+from llama.compat.host_params import FASTCHAT
 from llama.compat.hosts import Pace, async_generate_stream, twice_at_the_end
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.server.encoding import JsonResponse, unless_client_leaves

@@ -3,8 +3,8 @@
 A host that calls `generate_stream(model, tokenizer, params, device, context_len)` of its own calls
 one of these instead, with a `Llama` (or, for the async one, an `AsyncLLMEngine`) as the model:
 `generate_stream` for FastChat, `async_generate_stream` for DB-GPT in place of vLLM,
-`gorilla_generate_stream` and `guanaco_generate_stream`. What a request leaves open is in
-`host_defaults.py`, how it is read in `host_params.py`.
+`gorilla_generate_stream` and `guanaco_generate_stream`. How a request is read, and what it leaves
+open, is in `host_params.py`.
 """
 
 import contextlib
@@ -18,8 +18,15 @@ import numpy as np
 
 from llama.checks import whole_number
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.host_defaults import DB_GPT, FASTCHAT, GORILLA, GUANACO, Dialect
-from llama.compat.host_params import HostRequest, read_params
+from llama.compat.host_params import (
+    DB_GPT,
+    FASTCHAT,
+    GORILLA,
+    GUANACO,
+    Dialect,
+    HostRequest,
+    read_params,
+)
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine

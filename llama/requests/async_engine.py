@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any
 
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
@@ -19,16 +19,11 @@ from llama.sampling_params import SamplingParams
 _LONG_PROMPT = 10_000  # characters; to encode more would hold the event loop up
 
 
-class _HasEngine(Protocol):
-    @property
-    def llm_engine(self) -> LLMEngine: ...
-
-
 class AsyncLLMEngine:
     """Serves a `Llama`, or its `LLMEngine`, which others may use at the same time."""
 
-    def __init__(self, llama: _HasEngine | LLMEngine) -> None:
-        self.engine = llama if isinstance(llama, LLMEngine) else llama.llm_engine
+    def __init__(self, llama: Any) -> None:
+        self.engine: LLMEngine = getattr(llama, "llm_engine", llama)
         if self.engine.parallel.size > 1 and not self.engine.is_led:
             # Ranks must see the same requests in the same order; each event loop has its own.
             raise ValueError(

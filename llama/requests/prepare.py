@@ -6,7 +6,7 @@ ValueError that names what is wrong. It touches no state, so any thread may call
 
 import operator
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 from llama.checks import FieldError, brief
 from llama.engine.sequence import Sequence, TokenParams
@@ -29,13 +29,13 @@ class ContextLengthError(FieldError):
         self.most = most
 
 
+@dataclass(frozen=True)
 class Preparer:
     """Makes the requests of one model: its tokenizer, and the longest sequence that it takes."""
 
-    def __init__(self, tokenizer: Tokenizer, max_seq_len: int, grammars: GrammarCompiler) -> None:
-        self._tokenizer = tokenizer
-        self._max_seq_len = max_seq_len
-        self._grammars = grammars
+    tokenizer: Tokenizer
+    max_seq_len: int
+    grammars: GrammarCompiler
 
     def prepare(
         self,
@@ -62,10 +62,10 @@ class Preparer:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         text = prompt if isinstance(prompt, str) else None
-        ids = prompt if text is None else self._tokenizer.encode(text, bos=True, eos=False)
+        ids = prompt if text is None else self.tokenizer.encode(text, bos=True, eos=False)
         name = "the prompt" if index is None else f"prompt {index}"
-        ids = _token_ids(name, ids, self._max_seq_len, self._tokenizer.n_words)
-        params.check_vocab(self._tokenizer.n_words)
+        ids = _token_ids(name, ids, self.max_seq_len, self.tokenizer.n_words)
+        params.check_vocab(self.tokenizer.n_words)
         longest = self._longest(len(ids), params.max_tokens, must_fit)
         request = Request(request_id, text, params, self._answers(ids, params, longest), index or 0)
         if params.seed is not None:
@@ -74,21 +74,20 @@ class Preparer:
 
     def _longest(self, num_prompt: int, max_tokens: int | None, must_fit: bool) -> int:
         """The most tokens of prompt and answer."""
-        context = self._max_seq_len
-        if max_tokens is None or num_prompt + max_tokens <= context:
-            return context if max_tokens is None else num_prompt + max_tokens
-        if must_fit:
+        context = self.max_seq_len
+        wish = context if max_tokens is None else num_prompt + max_tokens
+        if must_fit and wish > context:
             raise ContextLengthError(
                 "max_tokens",
                 f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
                 f"of {context} tokens: ask for fewer",
-                num_prompt + max_tokens,
+                wish,
                 context,
             )
-        return context
+        return min(wish, context)
 
     def _answers(self, ids: list[int], params: SamplingParams, longest: int) -> list[Answer]:
-        token_params = _token_params(params, self._tokenizer)
+        token_params = _token_params(params, self.tokenizer)
         form, answers = params.structured_output, []
         assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
         for _ in range(params.best_of or params.n):
@@ -96,12 +95,12 @@ class Preparer:
                 tokens=list(ids),
                 params=token_params,
                 max_len=longest,
-                stop_ids=_stop_ids(params, self._tokenizer),
-                constraint=None if form is None else self._grammars.matcher(form),
+                stop_ids=_stop_ids(params, self.tokenizer),
+                constraint=None if form is None else self.grammars.matcher(form),
             )
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             detokenizer = Detokenizer(
-                self._tokenizer, skip_special_tokens=params.skip_special_tokens
+                self.tokenizer, skip_special_tokens=params.skip_special_tokens
             )
             answers.append(Answer(sequence, params, detokenizer, stops))
             token_params = replace(token_params, prompt_logprobs=None)  # the first scores for all

@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from llama import Llama
-from llama.compat.host_defaults import DB_GPT, FASTCHAT, GORILLA, GUANACO, Dialect
-from llama.compat.host_params import HostRequest, read_params
+from llama.compat.host_params import (
+    DB_GPT,
+    FASTCHAT,
+    GORILLA,
+    GUANACO,
+    Dialect,
+    HostRequest,
+    read_params,
+)
 from llama.compat.hosts import generate_stream
 
 

@@ -135,8 +135,7 @@ class EngineArgs:
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
 
 
-class AsyncEngineArgs(EngineArgs):
-    """`EngineArgs` under the name that clients of AsyncLLMEngine import."""
+AsyncEngineArgs = EngineArgs  # under the name that clients of AsyncLLMEngine import
 
 
 def _tokenizer_file(tokenizer: str | None, model: str) -> str | None:

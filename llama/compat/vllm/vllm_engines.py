@@ -107,15 +107,12 @@ class LLM(EngineFrontend):
         use_tqdm: bool | Callable[..., tqdm],
     ) -> list[RequestOutput]:
         made: list[VllmRequest] = []
-        found: dict[str, RequestOutput] = {}
         outputs: Any = self.llama_engine.stream(self._requests(encode, params, made))
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         shows = bool(use_tqdm and made) and self.llama_engine.parallel.global_rank == 0
-        bar = make_bar(total=len(made), desc="Processed prompts", disable=not shows)
-        with bar, contextlib.closing(outputs):
-            for output in outputs:
-                found[output.request_id] = output
-                bar.update()
+        bar = make_bar(outputs, total=len(made), desc="Processed prompts", disable=not shows)
+        with contextlib.closing(outputs):
+            found = {output.request_id: output for output in bar}
         return [found[request.name] for request in made]
 
     def _requests(
