@@ -15,7 +15,7 @@ from typing import Any
 
 import llama
 from llama.cli import commands, ranks
-from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, UsageError, nearest, read
+from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, HelpWanted, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 from llama.cli.serve import serve
 
@@ -131,23 +131,15 @@ exit codes:
   0    done; batch: each line has its record, which may be an error
   1    it failed, and the error says why; verify: not whole
   2    the command line cannot be used; batch: nor its files or its model
-  130  Ctrl-C"""
+  130  Ctrl-C
+"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. Without `words`, those of the command line."""
-    if not _is_ours():
-        return ranks.run(_tell_of_another_package)
-    chosen = sys.argv[1:] if words is None else list(words)
-    name = chosen[0] if chosen else "--help"
-    if name in ("-h", "--help", "--version"):
-        if ranks.global_rank() == 0:
-            print(f"llama {llama.__version__}" if name == "--version" else _about())
-        return 0
-    return ranks.run(
-        lambda: _run_command(name, chosen[1:]),
-        COMMANDS[name].error_code if name in COMMANDS else ranks.USAGE,
-    )
+    name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    error_code = COMMANDS[name].error_code if name in COMMANDS else ranks.USAGE
+    return ranks.run(lambda: _run_command(name, rest), error_code)
 
 
 def run_script(
@@ -180,29 +172,28 @@ def run_script(
     sys.exit(ranks.run(work))
 
 
-def _is_ours() -> bool:
-    """Whether `llama` is the package of this file. `python -m llama` in a clone of Meta's
-    repository imports the clone's; where this one is installed from a checkout, its finder then
-    adds these commands."""
-    return Path(__file__).resolve().parent.parent == Path(llama.__file__ or "").resolve().parent
-
-
-def _tell_of_another_package() -> None:
-    raise UsageError(
-        f"{Path(llama.__file__ or '').parent} is another package, which hides this one here: "
-        "set PYTHONSAFEPATH=1, use the command llama, or rename that folder"
-    )
-
-
-def _about() -> str:
-    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
-    return _ABOUT.format(commands="\n".join(lines))
-
-
 def _run_command(name: str, words: Sequence[str]) -> int:
+    _check_is_ours()
+    if name == "--version":
+        raise HelpWanted(f"llama {llama.__version__}\n")
+    if name in ("-h", "--help"):
+        lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+        raise HelpWanted(_ABOUT.format(commands="\n".join(lines)))
     if name not in COMMANDS:
         likely = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
         raise UsageError(f"there is no command {name}{likely}")
     command = COMMANDS[name]
     assert command.function is not None
     return command.function(read(f"llama {name}", command, words, os.environ))
+
+
+def _check_is_ours() -> None:
+    """UsageError unless `llama` is the package of this file. `python -m llama` in a clone of Meta's
+    repository imports the clone's; where this one is installed from a checkout, its finder then
+    adds these commands."""
+    imported = Path(llama.__file__ or "").resolve().parent
+    if Path(__file__).resolve().parent.parent != imported:
+        raise UsageError(
+            f"{imported} is another package, which hides this one here: set PYTHONSAFEPATH=1, use "
+            "the command llama, or rename that folder"
+        )

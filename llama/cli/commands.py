@@ -8,6 +8,7 @@ a command needs, torch above all, is imported in it.
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,7 +140,7 @@ def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
         from llama.cli.batch.server_job import run_server_batch
 
     names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume", *SAMPLING_FLAGS)
-    with SIGNALS.taken_alone():
+    with SIGNALS.taken_alone(signal.SIGTERM):
         return run_server_batch(
             options.url,
             options.in_file,

@@ -7,6 +7,7 @@ makes the call. It knows no flags.
 import itertools
 import sys
 
+from llama.cli.ranks import check_one_group
 from llama.generation import Llama
 
 
@@ -25,11 +26,7 @@ def stream_continuation(
     Rank 0 has the prompt, and writes. Nothing is written of a prompt that cannot be used.
     """
     parallel = llama.model.parallel
-    if parallel.data_size > 1:
-        raise ValueError(
-            f"there is one prompt for {parallel.data_size} model-parallel groups: leave "
-            "model_parallel_size out, or start fewer processes"
-        )
+    check_one_group(parallel.data_size, "there is one prompt", "or start fewer processes")
     text = parallel.broadcast_bytes(prompt).decode()
     deltas = llama.stream_text([text], temperature, top_p, max_gen_len, seed=seed)
     for piece in itertools.chain((delta.text for delta in deltas), "\n"):

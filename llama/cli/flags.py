@@ -27,7 +27,7 @@ class UsageError(ValueError):
 
 
 class HelpWanted(Exception):
-    """`--help` was given; the text is the help."""
+    """The text, such as that of `--help`, is all that was asked for."""
 
 
 @contextlib.contextmanager

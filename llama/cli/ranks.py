@@ -120,3 +120,12 @@ def _lost_connection(error: Exception) -> RuntimeError | None:
         f"({str(error).partition(chr(10))[0]}): another rank, its machine, its torchrun or the "
         "network is gone; the first message of the other machines says more"
     )
+
+
+def check_one_group(groups: int, why: str, remedy: str) -> None:
+    """ValueError where a command that is for one model-parallel group has several."""
+    if groups > 1:
+        raise ValueError(
+            f"{why}, and there are {groups} model-parallel groups: leave model_parallel_size out, "
+            f"{remedy}"
+        )

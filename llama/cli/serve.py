@@ -4,41 +4,39 @@ Under torchrun, rank 0 listens and leads; the other ranks follow.
 """
 
 import argparse
-import contextlib
 import os
-from collections.abc import Callable
+import signal
 from pathlib import Path
 from typing import Any
 
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import demo_dir, load
-from llama.cli.ranks import finish_on_signal, global_rank, say
+from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
+from llama.ranks.signals import SIGNALS
 
 
 def serve(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; 1 after a step that failed."""
     name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
     server = _listen(options, name) if global_rank() == 0 else None
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if not is_alone:
+    signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         finish_on_signal(options.drain_s)
+        signals = ()  # of several ranks, the watch of the ranks takes them
     try:
         if server is not None:
             server.start()
             say(f"listening on http://{options.host}:{server.port}; loading {name}")
         llama = load(options)
-        if llama.model.parallel.data_size > 1:
-            raise ValueError(
-                f"one server leads one group, and there are {llama.model.parallel.data_size}: "
-                "leave model_parallel_size out, and start a server for each replica"
-            )
+        remedy = "and start a server for each replica"
+        check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
 
         def work() -> None:
             assert server is not None
             server.open(llama)
             say(f"ready: {name} at http://{options.host}:{server.port}/v1")
-            with _signals(is_alone) as is_asked_to_stop:
-                server.serve(options.drain_s, is_asked_to_stop)
+            with SIGNALS.taken_alone(*signals):
+                server.serve(options.drain_s)
 
         llama.lead(work)
     finally:
@@ -79,11 +77,3 @@ def _keys(options: argparse.Namespace) -> list[str]:
         if not keys:
             raise UsageError(f"{options.api_key_file} has no key: write one in each line")
     return keys
-
-
-def _signals(is_alone: bool) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-    from llama.ranks.signals import stop_requested
-    from llama.server.process import stop_signals
-
-    # Of several ranks, the watch of the ranks takes the signals.
-    return stop_signals() if is_alone else contextlib.nullcontext(stop_requested)

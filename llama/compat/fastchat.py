@@ -92,12 +92,8 @@ def _run(words: Sequence[str]) -> int:
 
 def _load(options: argparse.Namespace) -> Any:
     llama = load(options)
-    if llama.model.parallel.data_size > 1:
-        raise ValueError(
-            f"a FastChat worker is one model-parallel group, and there are "
-            f"{llama.model.parallel.data_size}: leave model_parallel_size out, and start a worker "
-            "for each group; the controller shares requests out"
-        )
+    remedy = "and start a worker for each group; the controller shares requests out"
+    ranks.check_one_group(llama.model.parallel.data_size, "a FastChat worker is one group", remedy)
     return llama
 
 

@@ -90,8 +90,8 @@ class Signals:
         return since is not None and limit_s is not None and time.monotonic() - since > limit_s
 
     @contextlib.contextmanager
-    def taken_alone(self) -> Iterator[None]:
-        """In a process without ranks, SIGTERM asks to finish what runs; a second one ends it."""
+    def taken_alone(self, *numbers: int) -> Iterator[None]:
+        """In a process without ranks, these ask to finish what runs; a second one ends it."""
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.note() == 2:
@@ -99,11 +99,12 @@ class Signals:
             if self.on_stop is not None:
                 self.on_stop()
 
-        before = signal.signal(signal.SIGTERM, handle)
+        before = {number: signal.signal(number, handle) for number in numbers}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The main thread is out of C++: of use where an event loop took the wake-up pipe."""

@@ -7,19 +7,16 @@ those that run are finished within `drain_s`, and the process ends; a second one
 
 import gc
 import logging
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llama.generation import Llama
 from llama.prompts import ToolFormat
+from llama.ranks.signals import stop_requested
 from llama.server.app import make_app
 from llama.server.encoding import to_json
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
@@ -79,10 +76,10 @@ class Server:
         if watch is not None:
             watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
 
-    def serve(self, drain_s: float, is_asked_to_stop: Callable[[], bool]) -> None:
+    def serve(self, drain_s: float) -> None:
         """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
         service = self.service
-        while not (is_asked_to_stop() or service.has_failed):
+        while not (stop_requested() or service.has_failed):
             time.sleep(_POLL_S)
         service.drain()
         end = time.monotonic() + drain_s
@@ -150,24 +147,6 @@ def _last_response(error: ApiError) -> bytes:
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM or Ctrl-C has come, in a process alone; a second raises KeyboardInterrupt."""
-    came = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if came.is_set():
-            raise KeyboardInterrupt
-        came.set()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield came.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def log_to_stderr() -> None:

@@ -32,14 +32,14 @@ _BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
 
 def check_encoding(name: str, data: bytes) -> None:
     """ValueError if the beginning of a file shows that it is not UTF-8."""
-    marks = [name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)]
-    encoding = marks[0] if marks else None
+    marks = (coding for mark, coding in _BYTE_ORDER_MARKS.items() if data.startswith(mark))
+    encoding = next(marks, None)
     if encoding is None and b"\0" in data:
         even, odd = b"\0" in data[::2], b"\0" in data[1::2]
-        encoding = "binary" if even and odd else "UTF-16LE" if odd else "UTF-16BE"
-    if encoding == "binary":
-        raise ValueError(f"{name} has zero bytes, so it is not text: give lines of UTF-8")
-    if encoding:
+        if even and odd:
+            raise ValueError(f"{name} has zero bytes, so it is not text: give lines of UTF-8")
+        encoding = "UTF-16LE" if odd else "UTF-16BE"
+    if encoding is not None:
         raise ValueError(
             f"{name} is {encoding}, and must be UTF-8: convert it with "
             f"iconv -f {encoding} -t UTF-8 {name} > NEW_FILE"

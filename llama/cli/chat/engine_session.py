@@ -12,6 +12,7 @@ from typing import Any
 from llama.cli.chat.conversation import Conversation, Turn
 from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
+from llama.cli.ranks import check_one_group
 from llama.generation import Llama
 from llama.ranks.signals import SIGNALS
 from llama.sampling_params import SamplingParams
@@ -24,15 +25,11 @@ def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) 
     as there is one keyboard.
     """
     parallel = llama.model.parallel
-    if parallel.data_size > 1:
-        raise ValueError(
-            f"a chat is one conversation, and there are {parallel.data_size} model-parallel "
-            "groups: leave model_parallel_size out, or start fewer processes"
-        )
+    check_one_group(parallel.data_size, "a chat is one conversation", "or start fewer processes")
     context = llama.model.params.max_seq_len
     SIGNALS.has_begun = True  # on every rank
     conversation = Conversation(llama.formatter, context, system=system, **settings)
-    terminal = Terminal(parallel.size, parallel.watch)
+    terminal = Terminal(parallel.watch)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
         params = SamplingParams(**conversation.sampling(turn.attempt))

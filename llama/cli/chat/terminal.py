@@ -17,7 +17,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 from llama.ranks.signals import SIGNALS
 from llama.ranks.watch import Watch
@@ -52,16 +52,13 @@ def read_turn(read_line: Callable[[str], str]) -> str:
 
 
 class Terminal:
-    """Standard input and output, to be used within `open`.
+    """Standard input and output, to be used within `open`. watch: where there are several ranks."""
 
-    ranks: the number of processes. watch: of this process, where there are several.
-    """
-
-    def __init__(self, ranks: int = 1, watch: Watch | None = None) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         self.keyboard = sys.stdin.isatty()
         self.screen = self.keyboard and sys.stdout.isatty()
+        self._notes = sys.stdout if self.screen else sys.stderr  # for all that is not an answer
         self._dim_notes = self.screen and not os.environ.get("NO_COLOR")
-        self._ranks = ranks
         self._watch = watch
         self._typed_ahead = ""  # typed during an answer: input of the next prompts
         self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
@@ -72,40 +69,31 @@ class Terminal:
     def open(self) -> Iterator[None]:
         """Set the terminal up; restore its mode at the end, also after an error or SIGTERM.
 
-        SIGTERM ends the chat, after the answer that is shown. Of several ranks the watch gets the
-        signal, and tells this one.
+        SIGTERM ends the chat, after the answer that is shown.
         """
-        alone = SIGNALS.taken_alone() if self._watch is None else contextlib.nullcontext()
-        SIGNALS.on_stop = self._stop
-        try:
-            with alone, self._set_up():
-                yield
-        finally:
-            SIGNALS.on_stop = None
+        with contextlib.ExitStack() as stack:
+            if self._watch is None:  # else the watch gets the signal, and tells this rank
+                stack.enter_context(SIGNALS.taken_alone(signal.SIGTERM))
+            SIGNALS.on_stop = self._stop
+            stack.callback(setattr, SIGNALS, "on_stop", None)
+            for stream in (sys.stdin, sys.stdout):
+                if isinstance(stream, io.TextIOWrapper):
+                    stream.reconfigure(errors="replace")
+            if self.keyboard:
+                self._take_keyboard(stack)
+            yield
 
-    @contextlib.contextmanager
-    def _set_up(self) -> Iterator[None]:
-        for stream in (sys.stdin, sys.stdout):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")
-        if not self.keyboard:
-            yield
-            return
-        before, watch = termios.tcgetattr(0), self._watch
-        if watch is not None:  # where another rank fails, it ends this process from a thread
-            watch.before_end.append(lambda: _restore(before))
-        replaced = signal.signal(signal.SIGINT, self._interrupt)
-        try:
-            if self._ranks > 1:
-                _disable_signal_read_keys(lines=True)
-            if self.screen:
-                self._readline = _load_readline()
-            yield
-        finally:
-            _restore(before)
-            if watch is not None:
-                watch.before_end.clear()
-            signal.signal(signal.SIGINT, replaced)
+    def _take_keyboard(self, stack: contextlib.ExitStack) -> None:
+        before, handler = termios.tcgetattr(0), signal.signal(signal.SIGINT, self._interrupt)
+        stack.callback(signal.signal, signal.SIGINT, handler)
+        stack.callback(_restore, before)
+        if self._watch is not None:
+            # Where another rank fails, the watch ends this process from a thread.
+            self._watch.before_end.append(lambda: _restore(before))
+            stack.callback(self._watch.before_end.clear)
+            _disable_signal_read_keys(lines=True)
+        if self.screen:
+            self._readline = _load_readline()
 
     def _stop(self) -> None:
         self.stops = True
@@ -123,14 +111,14 @@ class Terminal:
         """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
         typed, enter, self._typed_ahead = self._typed_ahead.partition("\n")
         if enter:
-            print(prompt + typed, file=self._notes_stream, flush=True)
+            print(prompt + typed, file=self._notes, flush=True)
             return typed
         self._reading, self._pressed = True, False
         try:
             line = self._input(prompt, typed)
         except (EOFError, KeyboardInterrupt):
             if self.keyboard:
-                print(file=self._notes_stream)
+                print(file=self._notes)
             raise
         finally:
             self._reading = False
@@ -143,7 +131,7 @@ class Terminal:
         readline = self._readline
         if readline is None:
             if self.keyboard:
-                print(prompt + typed, end="", file=self._notes_stream, flush=True)
+                print(prompt + typed, end="", file=self._notes, flush=True)
             return typed + input()
         readline.set_startup_hook(lambda: readline.insert_text(typed))
         line = input(prompt)
@@ -189,12 +177,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Show lines about the chat: dimmed on a screen, else on stderr."""
         text = _CONTROL.sub("\ufffd", text)
-        print(_DIM.format(text) if self._dim_notes else text, file=self._notes_stream, flush=True)
-
-    @property
-    def _notes_stream(self) -> TextIO:
-        """Where everything goes that is not an answer."""
-        return sys.stdout if self.screen else sys.stderr
+        print(_DIM.format(text) if self._dim_notes else text, file=self._notes, flush=True)
 
 
 def _disable_signal_read_keys(*, lines: bool) -> None:
