@@ -190,19 +190,20 @@ class CountBody(SamplingFields):
         """As a chat; `defaults`: the parameters that the body does not give. A last message of the
         assistant is the beginning of the answer."""
         dialog = self._dialog()
-        continues = dialog.messages[-1]["role"] == "assistant"
+        messages = dialog.messages()
+        continues = messages[-1]["role"] == "assistant"
         wanted = None if self.output_config is None else self.output_config.format
         place, form = "tools", None
         if wanted is not None:
             place, form = form_of(wanted, "output_config.format.schema")
         tools = self._tool_request()
         if continues:
-            _check_beginning(dialog.messages[-1], dialog.places[-1])
+            _check_beginning(messages[-1], dialog.places[-1])
             _check_not_held(form, tools)
         return OpenAIRequest(
             chat=True,
             prompts=(),
-            messages=dialog.messages,
+            messages=messages,
             params=self.sampling_params(defaults, structured_output=form),
             model=self.model,
             tools=tools,

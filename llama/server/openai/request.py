@@ -72,12 +72,12 @@ class OpenAIRequest:
 
 
 class ConvertedChat:
-    """The dialog of a body of another API. messages: of OpenAI's form. places: where in the body
-    each of them came from, which errors name. Calls and their results are matched here, as there is
-    no stored state to look for them in."""
+    """The dialog of a body of another API. places: where in the body each message came from, which
+    errors name. Calls and their results are matched here, as there is no stored state to look for
+    them in."""
 
     def __init__(self, instructions: str | None, place: str) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # words as a list of texts
         self.places: list[str] = []
         self._call_ids: set[str] = set()
         if instructions is not None:
@@ -86,19 +86,18 @@ class ConvertedChat:
     def say(self, role: str, text: str | None, place: str) -> None:
         """Words. Those of one place are one message, as are the system's at the beginning: the
         format has one place for them."""
-        last: dict[str, Any] = self.messages[-1] if self.messages else {"role": ""}
-        is_more = self.places[-1:] == [place] or (role == "system" and len(self.messages) == 1)
-        if last["role"] == role and is_more:
-            last["content"] = text if last["content"] is None else f"{last['content']}\n{text}"
-            return
-        self.messages.append({"role": role, "content": text})
-        self.places.append(place)
+        is_more = self.places[-1:] == [place] or (role == "system" and len(self.places) == 1)
+        if not is_more or self._messages[-1]["role"] != role:
+            self._messages.append({"role": role, "content": []})
+            self.places.append(place)
+        if text is not None:
+            self._messages[-1]["content"].append(text)
 
     def call(self, call_id: str, name: str, arguments: str | dict[str, Any], place: str) -> None:
         """Words of the assistant and calls that follow one another were one answer."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        if not self._messages or self._messages[-1]["role"] != "assistant":
             self.say("assistant", None, place)
-        calls = self.messages[-1].setdefault("tool_calls", [])
+        calls = self._messages[-1].setdefault("tool_calls", [])
         calls.append({"id": call_id, "function": {"name": name, "arguments": arguments}})
         self._call_ids.add(call_id)
 
@@ -106,5 +105,12 @@ class ConvertedChat:
         """What a call returned. FieldError, in these words, where no call has the id."""
         if call_id not in self._call_ids:
             raise FieldError(id_field, f"{id_field} names {words}")
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         self.places.append(place)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """In OpenAI's form."""
+        for message in self._messages:
+            if isinstance(message["content"], list):
+                message["content"] = "\n".join(message["content"]) if message["content"] else None
+        return self._messages

@@ -151,7 +151,7 @@ class ResponsesBody(_Sampling):
         return OpenAIRequest(
             chat=True,
             prompts=(),
-            messages=dialog.messages,
+            messages=dialog.messages(),
             params=self.sampling_params(defaults, structured_output=form),
             model=self.model,
             user=self.user,
