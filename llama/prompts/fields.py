@@ -131,11 +131,9 @@ def field_error(error: ValidationError, given: Any, root: str = "") -> FieldErro
     wanted = list(dict.fromkeys(_WANTED[e["type"]] for e in same if e["type"] in _WANTED))
     words = _words(first, " or ".join(wanted))
     message = f"{_place(path, root)}{words}".removeprefix(": ")
-    path = [root, *path] if root else path
-    context = first.get("ctx", {})
-    path += context.get("field", ())
+    field = _joined([*([root] if root else []), *path, *first.get("ctx", {}).get("field", ())])
     kind = FieldTypeError if first["type"] in _WANTED else FieldError
-    return kind(_joined(path), message)
+    return kind(field, message)
 
 
 def _path_of(error: ErrorDetails, given: Any) -> list[str | int]:

@@ -5,6 +5,7 @@ no special token allowed; those of the format are placed as ids, so that no text
 or an argument can become one. It runs no tool.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ class _Reader:
 
     def turns(self, messages: Sequence[ChatMessage]) -> list[Turn]:
         """In the order that the format wants."""
-        return _one_call_each(_in_order([self._turn(each, i) for i, each in enumerate(messages)]))
+        turns = [self._turn(each, i) for i, each in enumerate(messages)]
+        return list(_one_call_each(_in_order(turns)))
 
     def _turn(self, message: ChatMessage, i: int) -> Turn:
         if isinstance(message, ToolMessage):
@@ -201,39 +203,29 @@ class _Reader:
         return Turn("assistant", [text], ends_message=ends_message)
 
 
-def _in_order(turns: list[Turn]) -> list[Turn]:
+def _in_order(turns: list[Turn]) -> Iterator[Turn]:
     """Results in the order of their calls: the format has no ids, so the order tells them apart."""
-    ordered: list[Turn] = []
-    for turn in turns:
-        at = len(ordered)
-        while turn.role == "ipython" and at and ordered[at - 1].role == "ipython":
-            if ordered[at - 1].number <= turn.number:
-                break
-            at -= 1
-        ordered.insert(at, turn)
-    return ordered
+    for _, run in itertools.groupby(turns, lambda turn: turn.role):
+        yield from sorted(run, key=lambda turn: turn.number)
 
 
-def _one_call_each(turns: list[Turn]) -> list[Turn]:
+def _one_call_each(turns: Iterator[Turn]) -> Iterator[Turn]:
     """The calls of one message as messages of their own, each with its result after it, as if the
     model had made one after the other: Llama 3.1 was trained on one call in a message, and Meta's
     template refuses more."""
-    apart: list[Turn] = []
-    rest = iter(turns)
-    for turn in rest:
+    for turn in turns:
         if not turn.more:
-            apart.append(turn)
+            yield turn
             continue
         for call in (turn, *turn.more):
-            result = next(rest, None)
+            result = next(turns, None)
             if result is None or result.role != "ipython":
                 raise _error(
                     turn.message,
                     f"tool_calls has {1 + len(turn.more)} calls, and this model's format has one "
                     "in a message: the result of each must follow, with role tool",
                 )
-            apart += [call, result]
-    return apart
+            yield from (call, result)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
