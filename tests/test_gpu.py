@@ -36,7 +36,7 @@ def build(folder: str, dtype: str, device: str = "cuda") -> Llama:
 
 
 def graphs_of(llama: Llama) -> DecodeGraphs | None:
-    return llama.engine.runner._graphs  # type: ignore[attr-defined]
+    return llama.engine.runner._graphs
 
 
 def test_float32_gives_the_ids_of_the_cpu(wide):
@@ -134,7 +134,7 @@ def test_memory_stays_within_what_was_reckoned(wide):
         warnings.simplefilter("error")
         llama.generate(prompts, 200, 0.7, 0.9)
     assert torch.cuda.max_memory_allocated(device) < 0.95 * before
-    kv_cache = llama.engine.runner.kv_cache  # type: ignore[attr-defined]
+    kv_cache = llama.engine.runner.kv_cache
     assert kv_cache.nbytes <= 0.9 * before
     llama.close()
     del llama, kv_cache

@@ -10,7 +10,6 @@ one thread at a time may use it: `llama.requests` makes text of ids and orders t
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from llama.engine.graphs import Recorder
 from llama.engine.pages import PagePool
@@ -23,27 +22,7 @@ from llama.model.transformer import Transformer
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
 
-
-class RunsSteps(Protocol):
-    """What the core needs of a runner; a fake one tests the core without a model.
-
-    start: begin a step; what it returns waits for the output. Steps run in the order of the calls.
-    async_scheduling: a step may be started while the one before it is not read.
-    """
-
-    async_scheduling: bool
-
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class _Started:
-    """A step that the device works at."""
-
-    scheduled: list[Scheduled]
-    read: Callable[[], list[RowResults]]
+_Started = tuple[list[Scheduled], Callable[[], list[RowResults]]]  # a step, and what waits for it
 
 
 @dataclass
@@ -71,7 +50,7 @@ class Stats:
 
 
 class EngineCore:
-    def __init__(self, runner: RunsSteps, scheduler: Scheduler) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         if scheduler.token_budget < scheduler.max_batch_size:
             raise ValueError(
                 f"a token budget of {scheduler.token_budget} per step cannot serve "
@@ -80,7 +59,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = scheduler
         self.stats = Stats()
-        self._in_flight: _Started | None = None
+        self._in_flight: _Started | None = None  # begun, and not read yet
 
     @classmethod
     def for_model(
@@ -113,12 +92,7 @@ class EngineCore:
         return cls(runner, scheduler)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence; ValueError as `check`."""
-        self.check(seq)
-        self.scheduler.add(seq)
-
-    def check(self, seq: Sequence) -> None:
-        """ValueError if a sequence could not fit the pages even alone."""
+        """Queue a sequence. ValueError if it could not fit the pages even alone."""
         pool = self.scheduler.pool
         if not 0 < len(seq.tokens) <= seq.max_len:
             raise ValueError(f"{len(seq.tokens)} prompt tokens, where 1 to {seq.max_len} can be")
@@ -127,6 +101,7 @@ class EngineCore:
                 f"a sequence of up to {seq.max_len} tokens does not fit the KV cache of "
                 f"{pool.num_pages * pool.page_size} tokens"
             )
+        self.scheduler.add(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence now and free its pages; one that has ended stays as it is."""
@@ -170,12 +145,14 @@ class EngineCore:
             due = [] if self._in_flight is None else [self._in_flight]
             self._in_flight = None
             if scheduled:
-                started = self._start(scheduled)
+                started = scheduled, self.runner.start(scheduled)
+                for item in scheduled:
+                    item.sequence.num_pending += item.num_samples
                 if self.runner.async_scheduling and all(x.sequence.allows_async for x in scheduled):
                     self._in_flight = started
                 else:
                     due.append(started)
-            moved = [seq for step in due for seq in self._finish_step(step, step.read())]
+            moved = [seq for items, read in due for seq in self._update(items, read())]
         except Exception:
             self.clear("error")
             raise
@@ -184,16 +161,10 @@ class EngineCore:
             self._in_flight = None  # nobody wants what it computes
         return list(dict.fromkeys(moved))
 
-    def _start(self, scheduled: list[Scheduled]) -> _Started:
-        started = _Started(scheduled, self.runner.start(scheduled))
-        for item in scheduled:
-            item.sequence.num_pending += item.num_samples
-        return started
-
-    def _finish_step(self, step: _Started, results: list[RowResults]) -> list[Sequence]:
+    def _update(self, scheduled: list[Scheduled], results: list[RowResults]) -> list[Sequence]:
         """Give the sequences what a step came to; those that ended while it ran are left out."""
-        live = [item for item in step.scheduled if not item.sequence.finished]
-        self.scheduler.update(step.scheduled, results)
+        live = [item for item in scheduled if not item.sequence.finished]
+        self.scheduler.update(scheduled, results)
         return [item.sequence for item in live if item.num_samples or item.sequence.finished]
 
     def clear(self, reason: str) -> None:

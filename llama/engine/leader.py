@@ -10,13 +10,14 @@ has a limit. It knows ids only; `llama.requests` decides who leads and when.
 """
 
 import functools
-import json
 import threading
 import time
 import zlib
 from array import array
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import interrupt_ignored
@@ -28,43 +29,36 @@ from llama.ranks.errors import RankError
 KEEP_ALIVE_S = 20.0
 
 _STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
-_PARAMS = [f.name for f in fields(TokenParams)]
+
+
+class Told(NamedTuple):
+    """What the other ranks are told of a sequence. A constraint stays on rank 0, whose ids they
+    take."""
+
+    tokens: list[int]
+    params: TokenParams
+    max_len: int
+    seed: int
+    stop_ids: frozenset[int]
+    is_constrained: bool
 
 
 @dataclass
 class Message:
-    """What rank 0 tells before a step, as a list in JSON: [kind, number, checksum, added, removed].
+    """What rank 0 tells before a step, as JSON.
 
-    number: the step's; at the end, rank 0's call counter. An entry of `added` is [serial, max_len,
-    seed, is_constrained, tokens, stop ids, parameters], one of `removed` a serial. A constraint
-    stays on rank 0, whose ids the others take.
+    number: the step's; at the end, rank 0's call counter. added: with a serial, by which `removed`
+    names a sequence later.
     """
 
     kind: int
     number: int = 0
     checksum: int = 0
-    added: list[tuple[int, Sequence]] = field(default_factory=list)
+    added: list[tuple[int, Told]] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
 
-    def pack(self) -> bytes:
-        added = [
-            (serial, seq.max_len, seq.seed, seq.is_constrained, seq.tokens, sorted(seq.stop_ids))
-            + ({name: getattr(seq.params, name) for name in _PARAMS},)
-            for serial, seq in self.added
-        ]
-        return json.dumps((self.kind, self.number, self.checksum, added, self.removed)).encode()
 
-    @classmethod
-    def unpack(cls, data: bytes) -> "Message":
-        kind, number, checksum, rows, removed = json.loads(data)
-        added = []
-        for serial, max_len, seed, is_constrained, tokens, stop_ids, given in rows:
-            params = TokenParams(**{name: _tupled(value) for name, value in given.items()})
-            seq = Sequence(
-                tokens, params, max_len, seed, frozenset(stop_ids), is_constrained=is_constrained
-            )
-            added.append((serial, seq))
-        return cls(kind, number, checksum, added, removed)
+MESSAGE = TypeAdapter(Message)  # to JSON and back
 
 
 class Leader:
@@ -99,7 +93,8 @@ class Leader:
         message = Message(_STEP)
         for seq in added:
             self._serials[seq] = self._num_added
-            message.added.append((self._num_added, seq))
+            told = Told(*(getattr(seq, name) for name in Told._fields))
+            message.added.append((self._num_added, told))
             self._num_added += 1
         message.removed += [self._serials.pop(seq) for seq in removed]
         with self._sending:
@@ -132,7 +127,7 @@ class Leader:
             self._send(message)
 
     def _send(self, message: Message) -> None:
-        self._parallel.broadcast_bytes(message.pack())
+        self._parallel.broadcast_bytes(MESSAGE.dump_json(message))
         self._last_sent = time.monotonic()
 
     def _keep_alive(self) -> None:
@@ -157,7 +152,8 @@ class Follower:
         diverged from it, which the whole group must end with."""
         with interrupt_ignored():
             while True:
-                message = Message.unpack(self._parallel.broadcast_bytes(b"", is_idle=True))
+                data = self._parallel.broadcast_bytes(b"", is_idle=True)
+                message = MESSAGE.validate_json(data)
                 if message.kind == _STEP:
                     self._step(message)
                 elif message.kind != _IDLE:
@@ -167,11 +163,11 @@ class Follower:
                     return message.number
 
     def _step(self, message: Message) -> None:
-        self._sequences |= dict(message.added)
-        added = [seq for _, seq in message.added]
+        came = {serial: Sequence(**told._asdict()) for serial, told in message.added}
+        self._sequences |= came
         removed = [self._sequences.pop(serial) for serial in message.removed]
         with self._parallel.step():
-            self._core.step(added, removed, functools.partial(self._compare, message))
+            self._core.step(came.values(), removed, functools.partial(self._compare, message))
         self._sequences = {n: seq for n, seq in self._sequences.items() if not seq.finished}
 
     def _compare(self, told: Message, scheduled: list[Scheduled]) -> None:
@@ -192,8 +188,3 @@ def checksum(scheduled: list[Scheduled]) -> int:
         row.extend((item.count, len(seq.tokens), item.start, len(seq.pages)))
         row.extend((seq.tokens[-1], seq.pages[-1] if seq.pages else -1))
     return zlib.crc32(row.tobytes())
-
-
-def _tupled(value: Any) -> Any:
-    """JSON has lists alone."""
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value

@@ -23,19 +23,8 @@ from torch import Tensor
 
 from llama.engine.constraints import TokenMask
 from llama.engine.sequence import Sequence
-from llama.ops.sample import SamplingRow, choose_ids, on_device_of, top_tokens, uniform
+from llama.ops.sample import SamplingRow, choose_ids, on_device_of, top_tokens
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-
-__all__ = [
-    "Sampled",
-    "needs_top_only",
-    "sample",
-    "sample_top_p",
-    "score",
-    "top_of_all",
-    "top_of_share",
-    "uniform",
-]
 
 
 @dataclass(frozen=True)

@@ -210,20 +210,18 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> dist.Sto
 
 
 @contextlib.contextmanager
-def _errors_of_groups(watch: Watch | None, timeout_s: float) -> Iterator[None]:
+def _errors_of_groups(watch: Watch, timeout_s: float) -> Iterator[None]:
     """While groups are made: the watch's limit, and one line for what torch says of a connection.
 
     torch's error may only follow from the end of another rank, of which the watch tells.
     """
-    waiting = watch.waiting("the making of the groups", timeout_s) if watch else None
     try:
-        with waiting or contextlib.nullcontext():
+        with watch.waiting("the making of the groups", timeout_s):
             yield
     except RankError:
         raise
     except RuntimeError as error:
-        if watch is not None:
-            watch.wait_for_cause(error)
+        watch.wait_for_cause(error)
         raise RankError(
             f"the ranks have met, but cannot reach each other ({str(error).splitlines()[0]}): open "
             "the ports that the kernel hands out (net.ipv4.ip_local_port_range) between the "
@@ -233,7 +231,7 @@ def _errors_of_groups(watch: Watch | None, timeout_s: float) -> Iterator[None]:
 
 
 def _make_groups(
-    store: dist.Store, watch: Watch | None, size: int, world_size: int, device: torch.device,
+    store: dist.Store, watch: Watch, size: int, world_size: int, device: torch.device,
     timeout_s: float,
 ) -> ModelParallel:  # fmt: skip
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
@@ -273,7 +271,8 @@ def _make_groups(
     if size > 1:
         names = dist.get_process_group_ranks(control)
         meet = functools.partial(_meet, control)
-        shared = SharedMemory.join(rank, names, meet, limit.total_seconds())
+        limit_s = limit.total_seconds()
+        shared = SharedMemory.join(rank, names, meet, limit_s, lambda: watch.is_ending)
     one_shot = None
     if device.type == "cuda" and shared is not None and dist.get_backend(group) == "nccl":
         one_shot = OneShot.join(group, control, device)

@@ -1,8 +1,9 @@
 """Shared memory between the ranks of one machine: tensors on the CPU, and messages from rank 0.
 
-In: a way to exchange a few bytes once, to meet. Out: all-reduce, all-gather, broadcast and messages
-in microseconds, where a rank that has ended or does not come is a `RankError`. The kernels are in
-ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed, which serves ranks elsewhere.
+In: a way to exchange a few bytes once, to meet, and one to ask whether the job fails. Out:
+all-reduce, all-gather, broadcast and messages in microseconds, where a rank that does not come is a
+`RankError`. The kernels are in ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed,
+which serves ranks elsewhere.
 
 The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
 that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
@@ -16,7 +17,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import select
 import time
 from collections.abc import Callable
 
@@ -50,26 +50,24 @@ class SharedMemory:
     """One rank's end of the segment. One thread at a time may use it for tensors, another for
     messages.
 
-    names: the ranks as errors name them. `timeout_s` bounds each wait for another rank.
+    names: the ranks as errors name them. `timeout_s` bounds each wait for another rank, and so does
+    `is_ending`, which says that one of them has failed.
     """
 
     def __init__(
         self,
         memory: mmap.mmap,
         rank: int,
-        peers: dict[int, int],
         names: list[int],
         timeout_s: float,
+        is_ending: Callable[[], bool],
     ) -> None:
         self.rank, self.size = rank, len(names)
         self.timeout_s = timeout_s
         self._names = names
+        self._is_ending = is_ending
         self._start = ctypes.c_char.from_buffer(memory)  # it keeps the mapping
         self.base = ctypes.addressof(self._start)
-        self._pidfds = peers
-        self._poll = select.poll()
-        for fd in peers.values():
-            self._poll.register(fd)
         self._tickets = itertools.count(1)
         sizes = _channel_bytes(self.size)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -82,7 +80,12 @@ class SharedMemory:
 
     @classmethod
     def join(
-        cls, rank: int, names: list[int], exchange: Exchange, timeout_s: float
+        cls,
+        rank: int,
+        names: list[int],
+        exchange: Exchange,
+        timeout_s: float,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> "SharedMemory | None":
         """Meet the other ranks: one for this rank, or None on every rank.
 
@@ -99,16 +102,11 @@ class SharedMemory:
         with contextlib.suppress(OSError):
             if number:
                 memory = _open(int(pids[0]), number, sum(_channel_bytes(len(names))))
-                peers = {r: os.pidfd_open(int(pid)) for r, pid in enumerate(pids) if r != rank}
-                joined = cls(memory, rank, peers, names, timeout_s)
+                joined = cls(memory, rank, names, timeout_s, is_ending)
         have_joined = exchange(b"" if joined is None else b"1")
         if fd is not None:
             os.close(fd)
         return joined if all(have_joined) else None
-
-    def __del__(self) -> None:
-        for fd in self.__dict__.get("_pidfds", {}).values():
-            os.close(fd)
 
     @staticmethod
     def can_sum(x: Tensor) -> bool:
@@ -206,13 +204,11 @@ class SharedMemory:
         began, interrupt = time.monotonic(), None
         while code != _DONE:
             try:
-                if code == _PENDING:
-                    ended = self._ended()
-                    code = native.call(name, channel, *args)
-                    if code == _PENDING:
-                        self._check(name, channel, ended, time.monotonic() - began, limit)
-                else:
+                if code != _PENDING:
                     raise RankError(_describe(code, name))
+                code = native.call(name, channel, *args)
+                if code == _PENDING:
+                    self._check(name, channel, time.monotonic() - began, limit)
             except KeyboardInterrupt as e:
                 if interrupt is not None or name in ("shared_send", "shared_receive"):
                     raise
@@ -220,26 +216,21 @@ class SharedMemory:
         if interrupt is not None:
             raise interrupt
 
-    def _ended(self) -> list[int]:
-        """The ranks whose processes have ended. Ask before a last look: they may have come."""
-        fds = {fd for fd, _ in self._poll.poll(0)}
-        return [self._names[rank] for rank, fd in self._pidfds.items() if fd in fds]
-
-    def _check(
-        self, name: str, channel: Tensor, ended: list[int], waited: float, limit: float | None
-    ) -> None:
+    def _check(self, name: str, channel: Tensor, waited: float, limit: float | None) -> None:
         """RankError where what is waited for will not come."""
         what = _describe(_PENDING, name)
-        if ended:
+        if self._is_ending():
             raise RankError(
-                f"{_listed(ended)} ended, while rank {self._names[self.rank]} waited in {what}: "
-                "its own message, further up, says why"
+                f"another rank failed, while rank {self._names[self.rank]} waited in {what}: the "
+                "message further up says why"
             )
         if limit is not None and waited > limit:
-            missing = [self._names[r] for r in self._pidfds if self._is_behind(channel, r)]
+            others = [r for r in range(self.size) if r != self.rank]
+            missing = [str(self._names[r]) for r in others if self._is_behind(channel, r)]
             raise RankError(
-                f"{_listed(missing)} did not come to {what} within {limit:g} s (timed out): "
-                "stopped, slow, or making other calls than this rank"
+                f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not come to {what} "
+                f"within {limit:g} s (timed out): stopped, slow, or making other calls than this "
+                "rank"
             )
 
     def _is_behind(self, channel: Tensor, rank: int) -> bool:
@@ -261,21 +252,13 @@ def _describe(code: int, name: str) -> str:
     return f"{what}: an earlier exchange was interrupted, and the ranks are out of step"
 
 
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _machine() -> str:
     """The same on all ranks that can share memory with this one; empty where none can.
 
     A network namespace of its own stands for a machine of its own, and so does an agent of torchrun
     (GROUP_RANK is its number): whoever starts two of them on one host tries two machines out.
     """
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return ""
-    try:
-        os.close(os.pidfd_open(os.getpid()))  # Linux 5.3, and not every sandbox
-    except OSError:
+    if not hasattr(os, "memfd_create"):
         return ""
     # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.
     shipped = (build.FOLDER / build.library_name(x) for x in build.INSTRUCTION_SETS)

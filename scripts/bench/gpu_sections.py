@@ -314,7 +314,7 @@ def _say_decode(
     at: Section, what: str, mode: str, engine: LLMEngine, batch: int, context: int, steps: int
 ) -> None:
     """Tokens a second of greedy steps, and the fraction of what the machine's limits allow."""
-    args = engine.core.runner.model.params  # type: ignore[attr-defined]
+    args = engine.core.runner.model.params
     _begin(engine, batch, context)
     for _ in range(2):
         engine.step()

@@ -121,7 +121,7 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
             tops, known_tops = ours[3], theirs[3]
             assert [[i for i, _ in t] for t in tops] == [[i for i, _ in t] for t in known_tops]
         if graphs:
-            recorded = core.runner._graphs._graphs  # type: ignore[attr-defined]
+            recorded = core.runner._graphs._graphs  # type: ignore[union-attr]
             assert {rows for rows, _, _ in recorded} >= {2, 4}, "the graphs were not used"
     assert preempted, "nobody was preempted: the test tests less than it says"
 
@@ -132,7 +132,7 @@ def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
     for i in range(3):
         core.add(Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i))
     core.step()
-    cache = core.runner.kv_cache  # type: ignore[attr-defined]
+    cache = core.runner.kv_cache
     assert cache.shape[2] == 13
     held = {page for seq in core.scheduler.running for page in seq.pages}
     free = [page for page in range(12) if page not in held]
@@ -326,7 +326,7 @@ def test_a_hook_that_comes_later_is_called(model):
         core.step()
     seen: list[int] = []
     handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    core.runner._graphs._path = object()  # type: ignore[attr-defined]  # of a GPU: not None
+    core.runner._graphs._path = object()  # type: ignore[union-attr]  # of a GPU: not None
     core.step()
     assert seen == [1]
     handle.remove()

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
 from llama.engine.core import EngineCore
-from llama.engine.leader import Follower, Leader, Message
+from llama.engine.leader import MESSAGE, Follower, Leader, Message, Told
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
@@ -112,13 +112,16 @@ def test_a_message_carries_every_field() -> None:
     same = {f.name for f in fields(params) if getattr(params, f.name) == getattr(defaults, f.name)}
     assert same == {"prompt_logprobs"}, "the test leaves a field at its default"
     seq = Sequence([5, 128_255, 0], params, 131_072, 2**63 - 1, frozenset({128_001, 9}))
-    found = Message.unpack(Message(1, 2**40, 2**32 - 1, [(7, seq)], [3, 2]).pack())
+    told = Told(*(getattr(seq, name) for name in Told._fields))
+    sent = MESSAGE.dump_json(Message(1, 2**40, 2**32 - 1, [(7, told)], [3, 2]))
+    found = MESSAGE.validate_json(sent)
     assert (found.kind, found.number, found.checksum, found.removed) == (
         1,
         2**40,
         2**32 - 1,
         [3, 2],
     )
+    assert found.added == [(7, told)]
     ((serial, copy),) = found.added
     assert (serial, copy.tokens, copy.params) == (7, seq.tokens, params)
     assert (copy.max_len, copy.seed, copy.stop_ids) == (seq.max_len, seq.seed, seq.stop_ids)
@@ -181,9 +184,9 @@ def test_the_others_hear_from_rank_0_while_it_has_nothing_to_do() -> None:
     """Each message restarts their timeout; the last one ends their work."""
     ranks = Ranks(timeout_s=0.04)
     messages = ranks.messages
-    kinds = [Message.unpack(messages.get(timeout=60)).kind for _ in range(3)]
+    kinds = [MESSAGE.validate_json(messages.get(timeout=60)).kind for _ in range(3)]
     assert len(set(kinds)) == 1
     ranks.leader.close(5)
     while not messages.empty():
-        last = Message.unpack(messages.get())
+        last = MESSAGE.validate_json(messages.get())
     assert last.kind not in kinds and last.number == 5

@@ -20,10 +20,10 @@ from llama.engine.sampler import (
     score,
     top_of_all,
     top_of_share,
-    uniform,
 )
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ops import sample as op
+from llama.ops.sample import uniform
 
 INF = float("inf")
 PROMPT, OUTPUT = [1, 2, 3, 2], [3, 4, 4]

@@ -258,7 +258,7 @@ def test_a_step_is_started_before_the_last_one_is_read():
 
         return wait
 
-    tried.runner.start = watched  # type: ignore[method-assign]
+    tried.runner.start = watched
     plain, penalized = sequence([1, 2], 9), sequence([2, 1], 3)
     penalized.params = replace(penalized.params, presence_penalty=0.5)
     tried.add(plain)

@@ -1,6 +1,7 @@
 """An engine with a made-up model, and a look into the scheduler: who was preempted?"""
 
 from collections.abc import Callable
+from typing import Any
 
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
@@ -60,7 +61,7 @@ class FakeRunner:
 
 
 class FakeEngine(EngineCore):
-    runner: FakeRunner
+    runner: Any  # a FakeRunner
 
 
 def engine(
@@ -68,7 +69,8 @@ def engine(
 ) -> FakeEngine:
     pool = PagePool(num_pages, page_size, reuse=reuse)
     scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
-    return FakeEngine(FakeRunner(page_size, async_scheduling=async_scheduling), scheduler)
+    runner: Any = FakeRunner(page_size, async_scheduling=async_scheduling)
+    return FakeEngine(runner, scheduler)
 
 
 def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:

@@ -48,7 +48,7 @@ class ScriptedServer:
     def __init__(self, llama: Llama) -> None:
         self.llama, self.script = llama, Script()
         self.runner = llama.engine.runner
-        llama.engine.runner = self.script
+        llama.engine.runner = self.script  # type: ignore[assignment]
 
     def says(self, text: str) -> None:
         """The next answers: special tokens by their names, and the end of the turn."""
@@ -62,7 +62,7 @@ class ScriptedServer:
         try:
             yield
         finally:
-            self.llama.engine.runner = self.script
+            self.llama.engine.runner = self.script  # type: ignore[assignment]
 
     def call(
         self,

@@ -45,8 +45,8 @@ class Rank:
         return [path.read_bytes() for path in paths]
 
     def join(self, timeout_s: float = 60.0) -> SharedMemory:
-        names = NAMES[: self.size]
-        shared = SharedMemory.join(self.rank, names, self.exchange, timeout_s)
+        names, is_ending = NAMES[: self.size], (self.folder / "ending").exists
+        shared = SharedMemory.join(self.rank, names, self.exchange, timeout_s, is_ending)
         assert shared is not None
         return shared
 
