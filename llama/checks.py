@@ -78,32 +78,12 @@ def whole_number(
     return number
 
 
-@overload
-def number(
-    name: str,
-    value: Any,
-    low: float,
-    high: float,
-    *,
-    above: bool = False,
-    optional: Literal[False] = False,
-) -> float: ...
-@overload
-def number(
-    name: str, value: Any, low: float, high: float, *, above: bool = False, optional: bool
-) -> float | None: ...
-def number(
-    name: str, value: Any, low: float, high: float, *, above: bool = False, optional: bool = False
-) -> float | None:
+def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a finite float from `low` (with `above`: greater than `low`) to `high`.
 
-    int, float, and the real scalars of numpy and torch are numbers; bool and complex are not. None
-    passes where it is `optional`.
+    int, float, and the real scalars of numpy and torch are numbers; bool and complex are not.
     """
-    if value is None and optional:
-        return None
-    start = f"above {low} and up" if above else f"from {low}"
-    allowed = f"a number {start} to {high}" + " or None" * optional
+    allowed = f"a number {f'above {low} and up' if above else f'from {low}'} to {high}"
     plain = _scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")

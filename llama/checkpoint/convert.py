@@ -29,6 +29,7 @@ from llama.tokenizer import Tokenizer
 
 _FILE_BYTES = 5_000_000_000  # of one .safetensors, at most, unless one tensor is larger
 _MAX_SHARDS = 4096
+_SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}  # Meta's defaults
 
 
 def reshard(
@@ -121,7 +122,7 @@ def _write_hf(
     config = hf.config_of(reader.params, tied=tied, dtype=dtype, ids=ids)
     writing.write_json(folder / "config.json", config)
     if ids:
-        writing.write_json(folder / "generation_config.json", hf.generation_config_of(ids))
+        writing.write_json(folder / "generation_config.json", ids | _SAMPLING)
 
 
 def _write_files(

@@ -1,14 +1,18 @@
-"""One file of tensors, opened without reading it and without running anything in it.
+"""One file of tensors, opened without reading it and without running anything in it; its bytes.
 
 In: a path to a .pth of torch.save or to a .safetensors. Out: its tensors by name, mapped from the
-file, and where in it they lie. A file that is neither (half a download, a pickle of something else)
+file; and by several threads, in less time than the system takes to fault a mapped file in page by
+page, bytes of it in a tensor. To a GPU they go through two buffers of pinned memory: one is read
+into while the other is copied. A file that is neither (half a download, a pickle of something else)
 is a ValueError that names the file, its size and the remedy. What the tensors mean is not known
 here.
 """
 
 import os
-from collections.abc import Iterable
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,15 +20,32 @@ from torch import Tensor
 
 from llama.checkpoint.downloads import broken, check_download, check_utf8
 from llama.checks import brief
+from llama.device import available_cores
 
 _LEGACY_PTH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how torch.save began before 1.6
+_PIECE = 4 << 20  # bytes that a thread reads at a time
+_BUFFER = 64 << 20  # bytes of a buffer
+_MOST_THREADS = 16
 
 
-def open_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file, mapped: nothing but their names and shapes is read yet."""
+class MappedTensor(NamedTuple):
+    """A tensor in a file: `data` is mapped, `offset` where it begins there, if that is known."""
+
+    file: Path
+    data: Tensor
+    offset: int | None
+
+
+def open_tensors(file: Path) -> dict[str, MappedTensor]:
+    """The tensors of a file by name, mapped: nothing but names and shapes is read yet."""
     check_utf8(file)
     check_download(file)
-    return _open_safetensors(file) if file.suffix == ".safetensors" else _open_pth(file)
+    tensors = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pth(file)
+    regions = _mapped_regions(file)
+    return {
+        name: MappedTensor(file, data, _offset(data.data_ptr(), regions))
+        for name, data in tensors.items()
+    }
 
 
 def _open_safetensors(file: Path) -> dict[str, Tensor]:
@@ -68,23 +89,88 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
     return content
 
 
-def offsets(file: Path, tensors: Iterable[Tensor]) -> list[int | None]:
-    """Where in `file` each of its mapped tensors begins; None where the system does not tell."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return [None for _ in tensors]
-    path = os.fsencode(file.resolve())
+def _mapped_regions(file: Path) -> list[tuple[int, int, int]]:
+    """Where a file is mapped, from and to, and what offset in it is there: as Linux tells."""
+    maps, path = Path("/proc/self/maps"), os.fsencode(file.resolve())
     regions = []
-    for line in maps.read_bytes().splitlines():  # "first-end rwxp offset device inode path"
+    for line in maps.read_bytes().splitlines() if maps.exists() else ():
+        # "first-end rwxp offset device inode path"
         addresses, _, offset, _, _, *mapped = line.split(maxsplit=5)
         if mapped == [path]:
             first, end = (int(address, 16) for address in addresses.split(b"-"))
             regions.append((first, end, int(offset, 16)))
-    return [
-        next((at - first + offset for first, end, offset in regions if first <= at < end), None)
-        for at in (tensor.data_ptr() for tensor in tensors)
-    ]
+    return regions
+
+
+def _offset(address: int, regions: list[tuple[int, int, int]]) -> int | None:
+    return next(
+        (address - first + offset for first, end, offset in regions if first <= address < end), None
+    )
 
 
 def first_line(e: Exception) -> str:
     return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200]
+
+
+class _Buffer:
+    """Host memory, and the moment when the copy from it has been made."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.memory = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=is_cuda)
+        self.copied = torch.cuda.Event() if is_cuda else None
+
+    def send(self, count: int, target: Tensor) -> None:
+        """Copy the first bytes to a device, soon."""
+        target.copy_(self.memory[:count], non_blocking=self.copied is not None)
+        if self.copied is not None:
+            self.copied.record(torch.cuda.current_stream(target.device))
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+class FileReader:
+    """Fills tensors of one device; on a GPU, in the order of its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        threads = min(_MOST_THREADS, max(2, available_cores()))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="llama-load")
+        self.is_staged = device.type != "cpu"
+        self._buffers = deque(_Buffer(device) for _ in range(2 * self.is_staged))
+
+    def read(self, into: Tensor, file: Path, offset: int) -> None:
+        """Fill a contiguous tensor with the bytes of `file` from `offset` on; ValueError where it
+        ends before."""
+        target = into.view(-1).view(torch.uint8)
+        if not self.is_staged:
+            self._read(target, file, offset)
+            return
+        for at in range(0, len(target), _BUFFER):
+            part, buffer = target[at : at + _BUFFER], self._buffers[0]
+            self._buffers.rotate()
+            buffer.wait()
+            self._read(buffer.memory[: len(part)], file, offset + at)
+            buffer.send(len(part), part)
+
+    def _read(self, target: Tensor, file: Path, offset: int) -> None:
+        memory = target.numpy().data
+
+        def read(begin: int) -> None:
+            _read_exactly(memory[begin : begin + _PIECE], file, offset + begin)
+
+        for _ in self._pool.map(read, range(0, len(memory), _PIECE)):
+            pass
+
+
+def _read_exactly(memory: memoryview, file: Path, offset: int) -> None:
+    descriptor, done = os.open(file, os.O_RDONLY), 0
+    try:
+        while done < len(memory):
+            count = os.preadv(descriptor, [memory[done:]], offset + done)
+            if not count:
+                raise broken(file, "became shorter while it was read")
+            done += count
+    finally:
+        os.close(descriptor)

@@ -14,19 +14,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from llama.checkpoint import huggingface
 from llama.checkpoint.downloads import broken, check_download, check_utf8, shown
-from llama.checkpoint.files import open_tensors
+from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checks import brief
 from llama.model.args import ModelArgs
 
 _MAX_NAME_BYTES = 255  # of a file: what file systems take
-_GUARD = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)  # a name of Llama Guard
-_GUARD_TASK = b"<BEGIN UNSAFE CONTENT CATEGORIES>"  # of the prompt that Llama Guard 1 to 3 expect
-_TEMPLATES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
-_MAX_BYTES = 4 * 2**20  # of a file with a template
+# Of Llama Guard: the name of a folder; and beside the weights, the name of the model that was
+# saved, or the task in a chat template of Llama Guard 1 to 3.
+_GUARD_FOLDER = re.compile(r"llama[-_ ]?guard", re.IGNORECASE)
+_GUARD_FILE = re.compile(
+    rb'<BEGIN UNSAFE CONTENT CATEGORIES>|"_name_or_path"\s*:\s*"[^"]*llama[-_ ]?guard',
+    re.IGNORECASE,
+)
+_TOLD_BY = (
+    "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "config.json",
+)  # fmt: skip
+_MAX_BYTES = 4 * 2**20  # of one of these
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,10 @@ class Checkpoint:
         """
         folder = self.folder.absolute()
         model = folder.parent if folder.name == "original" else folder
-        if any(_GUARD_TASK in _content(model / name) for name in _TEMPLATES):
-            return True
         # Hugging Face's cache has models--meta-llama--Llama-Guard-3-8B/snapshots/HASH.
         named = model.parent.parent if model.parent.name == "snapshots" else model
-        return any(_GUARD.search(name) for name in (named.name, _made_from(model / "config.json")))
+        files = (_beginning(model / name) for name in _TOLD_BY)
+        return any(map(_GUARD_FILE.search, files)) or bool(_GUARD_FOLDER.search(named.name))
 
 
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
@@ -97,14 +101,14 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
-def is_tied(shard: dict[str, Tensor]) -> bool:
+def is_tied(shard: dict[str, MappedTensor]) -> bool:
     """Whether output and embedding are the same bytes in a shard of Meta's layout.
 
     In the .pth of 3.2 1B and 3B both names stand for one matrix, which params.json does not say.
     """
     if not shard.keys() >= {"output.weight", "tok_embeddings.weight"}:
         return False
-    a, b = shard["output.weight"], shard["tok_embeddings.weight"]
+    a, b = shard["output.weight"].data, shard["tok_embeddings.weight"].data
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
@@ -184,16 +188,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _made_from(config: Path) -> str:
-    """The name that transformers wrote when it saved the model; "" if none."""
-    try:
-        name = json.loads(_content(config))["_name_or_path"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return name if isinstance(name, str) else ""
-
-
-def _content(path: Path) -> bytes:
+def _beginning(path: Path) -> bytes:
     try:
         if not path.is_file():  # a pipe would be waited for
             return b""

@@ -5,7 +5,8 @@ compute (other activations, biases, other RoPE scalings, quantized weights) is a
 It opens no files.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _LLAMA_3_VOCAB = 128256
-_NO_IDS = {"bos_token_id": None, "eos_token_id": None}  # transformers would take Llama 2's 1 and 2
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+)  # fmt: skip
 
 
 def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
@@ -32,8 +35,12 @@ def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
     """
     with errors_in(source):
         _check_kind(config)
-        dim, ffn = _size(config, "hidden_size"), _size(config, "intermediate_size")
-        n_heads = _size(config, "num_attention_heads")
+        for key in ("rms_norm_eps", *_SIZES):
+            if key not in config:
+                raise ValueError(f"the key {key!r} is missing: fetch the file again")
+        dim, ffn, n_layers, n_heads, vocab_size = (
+            whole_number(key, config[key], 1, MAX_SIZE) for key in _SIZES
+        )
         if config.get("head_dim") not in (None, dim / n_heads):
             raise ValueError(
                 f"head_dim is {brief(config['head_dim'])}: this runtime needs hidden_size={dim} / "
@@ -41,11 +48,11 @@ def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
             )
         params = {
             "dim": dim,
-            "n_layers": _size(config, "num_hidden_layers"),
+            "n_layers": n_layers,
             "n_heads": n_heads,
             "n_kv_heads": config.get("num_key_value_heads"),
-            "vocab_size": _size(config, "vocab_size"),
-            "norm_eps": _get(config, "rms_norm_eps"),
+            "vocab_size": vocab_size,
+            "norm_eps": config["rms_norm_eps"],
             "context_length": config.get("max_position_embeddings"),
             "tied_output": config.get("tie_word_embeddings", False),
         }
@@ -65,16 +72,6 @@ def _check_kind(config: dict[str, Any]) -> None:
             "quantization_config: these weights are quantized; get the model's bfloat16 or float16 "
             "weights"
         )
-
-
-def _get(config: dict[str, Any], key: str) -> Any:
-    if key not in config:
-        raise ValueError(f"the key {key!r} is missing: fetch the file again")
-    return config[key]
-
-
-def _size(config: dict[str, Any], key: str) -> int:
-    return whole_number(key, _get(config, key), 1, MAX_SIZE)
 
 
 def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:
@@ -111,29 +108,23 @@ def _rope_params(config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "use_scaled_rope": True, "rope_scale_factor": factor}
 
 
-class SpecialIds(NamedTuple):
-    """The ids that programs must know: what begins a text, what ends one, what fills a batch."""
-
-    bos: int
-    eos: list[int]  # each of these ends an answer
-    pad: int
-
-    def keys(self) -> dict[str, Any]:
-        """As config.json and generation_config.json spell them."""
-        return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
+def special_ids(bos: int, eos: Iterable[int], pad: int) -> dict[str, Any]:
+    """The ids that programs must know, as config.json and generation_config.json spell them: what
+    begins a text, what ends an answer, what fills a batch."""
+    return {"bos_token_id": bos, "eos_token_id": sorted(eos), "pad_token_id": pad}
 
 
-def metas_special_ids(args: ModelArgs) -> SpecialIds | None:
-    """Those of Llama 3's own vocabulary; None for another one, which only its tokenizer knows."""
+def metas_special_ids(args: ModelArgs) -> dict[str, Any]:
+    """Those of Llama 3's own vocabulary; none for another one, which only its tokenizer knows."""
     if args.vocab_size != _LLAMA_3_VOCAB:
-        return None
+        return {}
     if args.use_scaled_rope:
-        return SpecialIds(128000, [128001, 128008, 128009], 128004)
-    return SpecialIds(128000, [128001, 128009], 128001)
+        return special_ids(128000, [128001, 128008, 128009], 128004)
+    return special_ids(128000, [128001, 128009], 128001)
 
 
 def config_of(
-    args: ModelArgs, *, tied: bool, dtype: torch.dtype, ids: SpecialIds | None
+    args: ModelArgs, *, tied: bool, dtype: torch.dtype, ids: dict[str, Any]
 ) -> dict[str, Any]:
     """The config.json of a model; RoPE in the form that every transformers reads."""
     scaling = {"rope_type": "llama3", "factor": args.rope_factor, **ROPE_SCALING}
@@ -153,27 +144,18 @@ def config_of(
         "max_position_embeddings": args.longest_context,
         "tie_word_embeddings": tied,
         "torch_dtype": str(dtype).removeprefix("torch."),
-        **(ids.keys() if ids else _NO_IDS),
+        # Without ids, transformers would take Llama 2's 1 and 2.
+        **(ids or {"bos_token_id": None, "eos_token_id": None}),
         **_FIXED,
     }
 
 
-def generation_config_of(ids: SpecialIds) -> dict[str, Any]:
-    """The generation_config.json: when an answer ends, and Meta's sampling defaults."""
-    return {**ids.keys(), "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+def copy_rows(into: Tensor, rows: Tensor, head_dim: int, to: str) -> None:
+    """Copy rows of q or k, (H * D, E), from one layout to the other, `to`.
 
-
-def copy_pairs(into: Tensor, halves: Tensor, head_dim: int) -> None:
-    """Copy rows of q or k in Hugging Face's order, (H * D, E), to Meta's.
-
-    Rotation pairs element i of a head with i + D/2 there, and 2i with 2i + 1 here: rows 0 1 2 3 of
-    a head of size 4 become 0 2 1 3.
+    Rotation pairs element i of a head with i + D/2 in Hugging Face's, and 2i with 2i + 1 in Meta's:
+    rows 0 1 2 3 of a head of size 4 are 0 2 1 3 there.
     """
-    pairs = halves.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)  # (H, D/2, 2, E)
-    into.unflatten(0, (-1, head_dim // 2, 2)).copy_(pairs)
-
-
-def copy_halves(into: Tensor, pairs: Tensor, head_dim: int) -> None:
-    """Copy rows of q or k in Meta's order to Hugging Face's: the inverse of `copy_pairs`."""
-    halves = pairs.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2)  # (H, 2, D/2, E)
-    into.unflatten(0, (-1, 2, head_dim // 2)).copy_(halves)
+    halves, pairs = (-1, 2, head_dim // 2), (-1, head_dim // 2, 2)
+    source, target = (pairs, halves) if to == "hf" else (halves, pairs)
+    into.unflatten(0, target).copy_(rows.unflatten(0, source).transpose(1, 2))

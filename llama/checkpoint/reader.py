@@ -6,8 +6,6 @@ copies and no others, and nothing in a file is run.
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
@@ -15,9 +13,8 @@ from tqdm import tqdm
 
 from llama import weights as formats
 from llama.checkpoint import huggingface as hf
-from llama.checkpoint.files import offsets, open_tensors
+from llama.checkpoint.files import FileReader, MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
-from llama.checkpoint.reading import FileReader
 from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
 from llama.checks import brief
 from llama.model.transformer import Transformer
@@ -41,14 +38,6 @@ def bytes_of(
     )
 
 
-class MappedTensor(NamedTuple):
-    """A tensor in a file: `data` is mapped, `offset` where it begins there, if that is known."""
-
-    file: Path
-    data: Tensor
-    offset: int | None
-
-
 Shard = dict[str, MappedTensor]
 
 
@@ -64,7 +53,10 @@ class CheckpointReader:
         self.layout = checkpoint.layout
         self.shapes = whole_shapes(self.params)
         self._file_reader = FileReader(device)
-        shards = [_map_file(file, tied=self.params.tied_output) for file in checkpoint.shards]
+        shards = [open_tensors(file) for file in checkpoint.shards]
+        for shard in shards:
+            if self.params.tied_output and is_tied(shard):
+                del shard["output.weight"]
         if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
             shards = [_merged(shards)]
         _check(checkpoint, shards)
@@ -103,8 +95,7 @@ class CheckpointReader:
         """How a tensor's rows are filled with those of the files: as they are, or turned."""
         if layout == self.layout or not name.endswith(ROTATED):
             return Tensor.copy_
-        turned = hf.copy_halves if layout == "hf" else hf.copy_pairs
-        return functools.partial(turned, head_dim=self.params.head_dim)
+        return functools.partial(hf.copy_rows, head_dim=self.params.head_dim, to=layout)
 
     def _copy_piece(
         self,
@@ -157,18 +148,6 @@ def load(
             filled(module)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _map_file(file: Path, *, tied: bool) -> Shard:
-    """The tensors of a file by the names that they have there."""
-    tensors = open_tensors(file)
-    if tied and is_tied(tensors):
-        del tensors["output.weight"]
-    places = offsets(file, tensors.values())
-    return {
-        name: MappedTensor(file, data, offset)
-        for (name, data), offset in zip(tensors.items(), places, strict=True)
-    }
 
 
 def _merged(files: list[Shard]) -> Shard:

@@ -8,7 +8,7 @@ here, and no tensor is known.
 import os
 from typing import Any
 
-from llama.checkpoint.huggingface import SpecialIds
+from llama.checkpoint import huggingface as hf
 from llama.model.args import ModelArgs
 from llama.prompts.template import jinja_template
 from llama.prompts.tools import tool_format_of
@@ -30,10 +30,10 @@ def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer
     return tokenizer
 
 
-def special_ids(tokenizer: Tokenizer) -> SpecialIds:
+def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """Begin of text, every stop token, and the padding of Hugging Face's programs."""
     pad = tokenizer.special_tokens[_pad_token(tokenizer)]
-    return SpecialIds(tokenizer.bos_id, sorted(tokenizer.stop_tokens), pad)
+    return hf.special_ids(tokenizer.bos_id, tokenizer.stop_tokens, pad)
 
 
 def _pad_token(tokenizer: Tokenizer) -> str:

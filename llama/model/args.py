@@ -101,8 +101,8 @@ class ModelArgs:
             for name, high in _MAX_SIZES.items():
                 whole_number(name, getattr(self, name), 1, high, optional=name in _OPTIONAL)
             for name, most in _MAX_NUMBERS.items():
-                value = getattr(self, name)
-                number(name, value, 0, most, above=True, optional=name in _OPTIONAL)
+                if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
+                    number(name, value, 0, most, above=True)
             for name in ("use_scaled_rope", "tied_output"):
                 if not isinstance(getattr(self, name), bool):
                     raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
-from llama.checkpoint import convert, reading
+from llama.checkpoint import convert, files
+from llama.checkpoint.files import FileReader
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import bytes_of, load
-from llama.checkpoint.reading import FileReader
 from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs
@@ -79,7 +79,7 @@ def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, piece
 def staged(monkeypatch) -> None:
     """Weights are loaded as for a GPU: their bytes go through buffers, here of 100 bytes."""
     start = FileReader.__init__
-    monkeypatch.setattr(reading, "_BUFFER", 100)
+    monkeypatch.setattr(files, "_BUFFER", 100)
     monkeypatch.setattr(FileReader, "__init__", lambda self, _: start(self, torch.device("mps")))
 
 
