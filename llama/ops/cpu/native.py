@@ -43,11 +43,11 @@ def cpu_flags() -> frozenset[str]:
 def kernels() -> ctypes.CDLL | None:
     """The kernels for this CPU; None on a CPU that they are not for, or after a warning."""
     supported = asked_for()
-    if not supported:
-        return None
     shipped = [build.FOLDER / build.library_name(x) for x in supported]
+    if path := next((path for path in shipped if path.exists()), None):
+        return ctypes.CDLL(str(path))
     try:
-        return _shipped(shipped) or _compiled(supported)
+        return _compiled(supported) if supported else None
     except (OSError, subprocess.SubprocessError) as e:
         detail = str(getattr(e, "stderr", None) or e)[:500]
         warnings.warn(
@@ -73,12 +73,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "llama"
 
 
-def _shipped(paths: list[Path]) -> ctypes.CDLL | None:
-    """The first library that the package holds, if any."""
-    path = next((path for path in paths if path.exists()), None)
-    return None if path is None else ctypes.CDLL(str(path))
-
-
 def _compiled(supported: list[InstructionSet]) -> ctypes.CDLL:
     compiler = _compiler()
     known = (x for x in supported if build.accepts(compiler, x))
@@ -100,6 +94,14 @@ def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
     """
     compiler = _compiler()
     name = f"{build.fingerprint(compiler, instruction_set)}.so"
+
+    def made_in(folder: Path) -> ctypes.CDLL:
+        if not build.is_whole(folder / name):
+            what = f"the CPU kernels ({instruction_set.name}), once on this machine"
+            print(f"llama: compiling {what} ...", file=sys.stderr)
+            build.build(compiler, instruction_set, folder / name)
+        return ctypes.CDLL(str(folder / name))
+
     try:
         make_private(folder)
     except OSError as e:
@@ -109,14 +111,13 @@ def load(folder: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
             stacklevel=2,
         )
         with tempfile.TemporaryDirectory() as temporary:
-            return ctypes.CDLL(str(_build(compiler, instruction_set, Path(temporary) / name)))
-    path = folder / name
-    if not build.is_whole(path):
-        with locked(folder / "lock", _COMPILE_S):
-            if not build.is_whole(path):  # nobody else has built it meanwhile
-                _remove_unfinished(folder)
-                _build(compiler, instruction_set, path)
-    return ctypes.CDLL(str(path))
+            return made_in(Path(temporary))
+    if build.is_whole(folder / name):
+        return made_in(folder)
+    with locked(folder / "lock", _COMPILE_S):
+        for left in folder.glob("build-*"):  # by builds that were killed; none can be running
+            shutil.rmtree(left, ignore_errors=True)
+        return made_in(folder)
 
 
 def make_private(folder: Path) -> None:
@@ -131,15 +132,6 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"other users can write to {folder} (chmod 700 mends that)")
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written")
-
-
-def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> Path:
-    print(
-        f"llama: compiling the CPU kernels ({instruction_set.name}), once on this machine ...",
-        file=sys.stderr,
-    )
-    build.build(compiler, instruction_set, path)
-    return path
 
 
 @contextlib.contextmanager
@@ -158,12 +150,6 @@ def locked(path: Path, limit_s: float) -> Iterator[None]:
                 except BlockingIOError:
                     time.sleep(0.1)
         yield
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what builds that were killed have left; only under the lock, as one may be running."""
-    for left in folder.glob("build-*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def has_kernel(*tensors: Tensor) -> bool:

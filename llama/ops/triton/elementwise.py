@@ -20,42 +20,20 @@ SILU_BLOCK = 1024  # numbers of a row per program
 ROPE_HEADS = 8  # heads of a token per program
 
 
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x and delta (..., E), weight (E) -> x + delta, and its norm."""
-    x, delta = x.contiguous(), delta.contiguous()
-    assert x.shape == delta.shape, (x.shape, delta.shape)
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, delta, weight, total, out, eps, has_delta=True)
-    return total, out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x (..., E), weight (E) -> (..., E)."""
-    x = x.contiguous()
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and delta (..., E), weight (E) -> x + delta, and its norm; or x and its norm."""
+    x, width = x.contiguous(), x.shape[-1]
+    total, change = (x, x) if delta is None else (torch.empty_like(x), delta.contiguous())
     out = torch.empty_like(x)
-    _launch_norm(x, x, weight, x, out, eps, has_delta=False)
-    return out
-
-
-def _launch_norm(
-    x: Tensor,
-    delta: Tensor,
-    weight: Tensor,
-    total: Tensor,
-    out: Tensor,
-    eps: float,
-    *,
-    has_delta: bool,
-) -> None:
-    width = x.shape[-1]
-    rows = x.numel() // width
+    assert x.shape == change.shape, (x.shape, change.shape)
     assert weight.shape == (width,) and weight.is_contiguous(), (weight.shape, x.shape)
-    if rows:
+    if rows := x.numel() // width:
         block, warps = norm_block(width)
         norm_kernel[(rows,)](
-            x, delta, weight, total, out, eps, E=width, BLOCK=block, HAS_DELTA=has_delta,
+            x, change, weight, total, out, eps, E=width, BLOCK=block, HAS_DELTA=delta is not None,
             num_warps=warps,
         )  # fmt: skip
+    return total, out
 
 
 @functools.cache

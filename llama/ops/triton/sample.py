@@ -18,10 +18,24 @@ Shapes: B rows, V vocabulary, N blocks per row.
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from llama.ops.triton.sample_filters import gather, pick_of_kept
-from llama.ops.triton.sample_rows import NUM_PARAMS, block_sums, block_tops, pick_of_all, row_tops
+from llama.ops.triton.sample_rows import (
+    ALL,
+    NUM_PARAMS,
+    block_sums,
+    block_tops,
+    filters_of,
+    is_sampled,
+    pick_of_all,
+    probs_of,
+    rate_of,
+    row_tops,
+    share_of,
+    to_fixed,
+    uniform_of,
+)
 
 SLOTS = 4096  # tokens per row that filters look at together
 
@@ -51,37 +65,30 @@ def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool
     whether any row may have some; without, their kernels are not launched. For a graph say that
     there may be all.
     """
-    row_max, ids = top_tokens(logits, is_checked=True)
-    if has_draws:
-        _sample_into(ids, logits, row_max, params, has_filters)
-    return ids
-
-
-def _sample_into(
-    ids: Tensor, logits: Tensor, row_max: Tensor, params: Tensor, has_filters: bool
-) -> None:
-    """Write the ids of all rows that draw; leave the others."""
     logits = _rows_in_one_piece(logits)
+    row_max, ids = top_tokens(logits, is_checked=True)
+    if not has_draws:
+        return ids
     (b, v), (block, n) = logits.shape, _blocks(logits)
     assert params.shape == (b, NUM_PARAMS.value) and params.is_contiguous(), params.shape
-    padded = _padded(n)
     sums = logits.new_empty(b, n, dtype=torch.int64)
     maxima = logits.new_empty(b, n)
     counts = logits.new_empty(b, dtype=torch.int32)
     row = logits, row_max, params  # what each kernel reads of its row
     block_sums[b, n](*row, sums, maxima, counts, logits.stride(0), v, BLOCK=block)
-    sizes = {"N": padded, "BLOCK": block}
+    sizes = {"N": _padded(n), "BLOCK": block}
     pick_of_all[b,](*row, sums, ids, logits.stride(0), v, n, **sizes, num_warps=8)
-    if not has_filters:
-        return
-    slots = logits.new_empty(b, SLOTS, dtype=torch.int32)
-    gather[b, n](
-        *row, sums, maxima, counts, slots, logits.stride(0), v, n, **sizes, SLOTS=SLOTS, num_warps=8
-    )
-    pick_of_kept[b,](
-        *row, sums, counts, slots, ids, logits.stride(0), v, n, N=padded,
-        SLOTS=SLOTS, CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
-    )  # fmt: skip
+    if has_filters:
+        slots = logits.new_empty(b, SLOTS, dtype=torch.int32)
+        gather[b, n](
+            *row, sums, maxima, counts, slots, logits.stride(0), v, n, **sizes, SLOTS=SLOTS,
+            num_warps=8,
+        )  # fmt: skip
+        pick_of_kept[b,](
+            *row, sums, counts, slots, ids, logits.stride(0), v, n, N=sizes["N"], SLOTS=SLOTS,
+            CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
+        )  # fmt: skip
+    return ids
 
 
 def _rows_in_one_piece(logits: Tensor) -> Tensor:
@@ -98,3 +105,183 @@ def _blocks(logits: Tensor) -> tuple[int, int]:
 
 def _padded(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
+
+
+@triton.jit
+def _lower_bound(mass, largest, v, floor, top_k, top_p, n, BLOCK: tl.constexpr):
+    """A probability of at least 1 below which no token is kept, from sums and maxima of blocks.
+
+    The k-th largest of some tokens is at most that of all, so the maxima of n blocks bound a top_k
+    of up to n; a larger one has no bound, and its row is read whole. Without min_p and top_k,
+    tokens that together have less than the mass beyond top_p are outside: V tokens below its V-th
+    part, and those below a power of 2 where the blocks show that they come to less.
+    """
+    bound = tl.maximum(floor, 1)
+    fixed = to_fixed(largest)
+    if (top_k > 0) & (top_k <= n):
+        kth = bound * 0  # by radix select, as in `_threshold`
+        shift = kth + 40
+        for _digit in range(0, 11):
+            marks = kth + ((tl.arange(0, 16) + 1).to(tl.int64) << shift)
+            reaching = tl.sum((fixed[:, None] >= marks[None, :]).to(tl.int32), 0)
+            kth += tl.sum((reaching >= top_k).to(tl.int64), 0) << shift
+            shift -= 4
+        bound = tl.maximum(bound, kth)
+    if (top_k == 0) & (floor == 0):
+        total = tl.sum(mass, 0)
+        beyond = total - share_of(total, top_p)
+        bound = tl.maximum(bound, beyond // v)
+        power = tl.arange(0, 16).to(tl.int64) + 1
+        for _group in range(0, 3):  # 2 to 2**42, which is more than any token has
+            marks = (power * 0 + 1) << tl.minimum(power, 42)
+            at_most = tl.minimum(mass[:, None], marks[None, :] * BLOCK)
+            below = tl.where(fixed[:, None] < marks[None, :], mass[:, None], at_most)
+            bound = tl.maximum(bound, tl.max(tl.where(tl.sum(below, 0) < beyond, marks, 1), 0))
+            power += 16
+    return bound
+
+
+@triton.jit
+def gather(
+    logits, row_max, params, sums, maxima, counts, slots, stride, v, n, N: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Of each row with filters: the ids of what reaches its bound, in any order, and how many."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    top, rate = tl.load(row_max + row), rate_of(params, row)
+    floor, top_k, top_p = filters_of(params, row)
+    if is_sampled(top, rate) & ((floor > 0) | (top_k > 0) | (top_p < ALL)):
+        blocks = tl.arange(0, N)
+        mass = tl.load(sums + row * n + blocks, mask=blocks < n, other=0)
+        largest = tl.load(maxima + row * n + blocks, mask=blocks < n, other=0.0)
+        bound = _lower_bound(mass, largest, v, floor, top_k, top_p, n, BLOCK)
+        if to_fixed(tl.load(maxima + row * n + block)) >= bound:
+            cols = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
+            reaches = to_fixed(probs_of(x, top, rate)) >= bound
+            nth = tl.cumsum(reaches.to(tl.int32), 0)
+            start = tl.atomic_add(counts + row, tl.sum(reaches.to(tl.int32), 0), sem="relaxed")
+            at = start + nth - 1
+            tl.store(slots + row * SLOTS + at, cols, mask=reaches & (at < SLOTS))
+
+
+@triton.jit
+def _listed(logits, slots, first, count, is_whole, top, rate, CHUNK: tl.constexpr):
+    """Probabilities and ids of a chunk of a row's candidates, 0 behind the last one."""
+    nth = first + tl.arange(0, CHUNK)
+    inside = nth < count
+    ids = tl.load(slots + nth, mask=inside & (is_whole == 0), other=0)
+    ids = tl.where(is_whole != 0, nth, ids)
+    x = tl.load(logits + ids, mask=inside, other=-float("inf"))
+    return to_fixed(probs_of(x, top, rate)), ids
+
+
+@triton.jit
+def _threshold(
+    logits, slots, count, is_whole, top, rate, floor, limit, COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The least t such that candidates above t, and of at least `floor`, sum to at most `limit`
+    (COUNT: are at most `limit` many)."""
+    found = limit * 0
+    shift = found + 40  # where the first of eleven digits begins: the most is 2**40
+    for _digit in range(0, 11):
+        bounds = found + ((tl.arange(0, 16) + 1).to(tl.int64) << shift)
+        amounts = tl.zeros((16,), tl.int64)
+        for first in range(0, count, CHUNK):
+            probs, _ids = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
+            counted = (probs >= floor)[:, None] & (probs[:, None] >= bounds[None, :])
+            if COUNT:
+                amounts += tl.sum(counted.to(tl.int32), 0)
+            else:
+                amounts += tl.sum(tl.where(counted, probs[:, None], 0), 0)
+        found += tl.sum((amounts > limit).to(tl.int64), 0) << shift
+        shift -= 4
+    return found
+
+
+@triton.jit
+def _nth_id(
+    logits, slots, count, is_whole, top, rate, last, last_id, needed, TIES: tl.constexpr,
+    CHUNK: tl.constexpr, ID_DIGITS: tl.constexpr,
+):  # fmt: skip
+    """The least id such that what is kept up to it sums to at least `needed`.
+
+    Kept is what lies above `last`, and of what equals it ids up to last_id. TIES: what equals
+    `last`, each as 1.
+    """
+    found = (needed * 0).to(tl.int32)
+    shift = found + 4 * (ID_DIGITS - 1)
+    for _digit in range(0, ID_DIGITS):
+        bounds = found + ((tl.arange(0, 16) + 1) << shift)
+        amounts = tl.zeros((16,), tl.int64)
+        for first in range(0, count, CHUNK):
+            probs, ids = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
+            if TIES:
+                kept = (probs == last).to(tl.int64)
+            else:
+                kept = tl.where((probs > last) | ((probs == last) & (ids <= last_id)), probs, 0)
+            below = ids[:, None] < bounds[None, :]
+            amounts += tl.sum(tl.where(below, kept[:, None], 0), 0)
+        found += tl.sum((amounts < needed).to(tl.int32), 0) << shift
+        shift -= 4
+    return found
+
+
+@triton.jit
+def _sum_above(
+    logits, slots, count, is_whole, top, rate, above, CHUNK: tl.constexpr
+):  # fmt: skip
+    """The sum of all candidates above a probability."""
+    total = above * 0
+    for first in range(0, count, CHUNK):
+        probs, _ids = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
+        total += tl.sum(tl.where(probs > above, probs, 0), 0)
+    return total
+
+
+@triton.jit
+def pick_of_kept(
+    logits, row_max, params, sums, counts, slots, ids, stride, v, n,
+    N: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ID_DIGITS: tl.constexpr,
+):  # fmt: skip
+    """The id of a row that draws and has filters, of what `gather` found or of the whole row."""
+    row = tl.program_id(0).to(tl.int64)
+    top, rate = tl.load(row_max + row), rate_of(params, row)
+    floor, top_k, top_p = filters_of(params, row)
+    if is_sampled(top, rate) & ((floor > 0) | (top_k > 0) | (top_p < ALL)):
+        logits += row * stride
+        slots += row * SLOTS
+        count = tl.load(counts + row)
+        is_whole = (count > SLOTS).to(tl.int32)
+        count = tl.where(is_whole != 0, v, count)
+        has_floor = (floor > 0) | (top_k > 0)
+        floor = tl.maximum(floor, 1)
+        if top_k > 0:
+            kth = _threshold(
+                logits, slots, count, is_whole, top, rate, floor, top_k - 1, True, CHUNK
+            )
+            floor = tl.maximum(floor, kth)
+        if has_floor:
+            mass = _sum_above(logits, slots, count, is_whole, top, rate, floor - 1, CHUNK)
+        else:  # what is outside the bound counts too
+            blocks = tl.arange(0, N)
+            mass = tl.sum(tl.load(sums + row * n + blocks, mask=blocks < n, other=0), 0)
+        # The last kept probability, and the last id kept of it; without top_p nothing is cut.
+        limit = share_of(mass, top_p)
+        last, last_id = floor - 1, (mass * 0).to(tl.int32) - 1
+        kept = mass
+        if limit < mass:
+            last = _threshold(logits, slots, count, is_whole, top, rate, floor, limit, False, CHUNK)
+            above = _sum_above(logits, slots, count, is_whole, top, rate, last, CHUNK)
+            ties = (limit - above) // last + 1
+            kept = above + ties * last
+            last_id = _nth_id(
+                logits, slots, count, is_whole, top, rate, last, 0, ties, True, CHUNK, ID_DIGITS
+            )
+        drawn = share_of(kept, uniform_of(params, row))
+        found = _nth_id(
+            logits, slots, count, is_whole, top, rate, last, last_id, drawn + 1, False, CHUNK,
+            ID_DIGITS,
+        )  # fmt: skip
+        tl.store(ids + row, tl.minimum(found, v - 1).to(tl.int64))

@@ -1,7 +1,7 @@
 """Kernels that read rows of logits block by block: top tokens, sums, and draws without filters.
 
 In: logits, row maxima and parameters, see sample.py, which launches them and explains the method.
-Out: maxima, sums and ids. The functions at the top are those that sample_filters.py shares.
+Out: maxima, sums and ids. The functions at the top are those that its own kernels share.
 
 Shapes: B rows, V vocabulary, N blocks per row.
 """

@@ -14,7 +14,7 @@ from llama.ops.swiglu import silu_mul
 from llama.ops.triton import elementwise
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
-OPS = ("add_norm", "rms_norm", "rope_and_store", "silu_mul")
+OPS = ("add_norm", "rope_and_store", "silu_mul")
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
