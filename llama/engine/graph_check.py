@@ -8,15 +8,15 @@ What that does not show is captured collectives: ranks try those together, in th
 where each wait has a limit.
 """
 
+import itertools
 import sys
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llama.device import DTYPES, current
-from llama.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
+from llama.engine.graphs import CudaRecorder, Decoded, DecodeGraphs, Recorder
 from llama.engine.rows import SAMPLE_ONE
 from llama.engine.sampler import top_ids
 from llama.engine.scheduler import Scheduled
@@ -50,43 +50,38 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
         choose_from_share=lambda hidden: top_ids(model.logits(hidden), model.kernels),
     )  # fmt: skip
     for lengths in (every[:1], every[-1:], every[1:4], every, every[2:5]):
-        scheduled = _decoding(lengths, page_size)
-        for wants_logits in (True, False):
-            for _ in range(3):  # recorded, and replayed with other tokens
-                tokens = torch.randint(model.vocab_size, (len(lengths),), generator=draw).tolist()
-                sources = [-1 if i % 2 else i for i in range(len(lengths))]
-                asked = (tokens, sources, scheduled)
-                wanted = graphs.run(*asked, wants_logits=wants_logits, is_eager=True)
-                cache = kv_cache.clone()
-                kv_cache[:, :, -1] = 7.0  # nobody reads the page of rows that are not used
-                found = graphs.run(*asked, wants_logits=wants_logits)
-                _expect_same(len(lengths), found, wanted)
-                _expect_close("keys and values", kv_cache[:, :, :-1], cache[:, :, :-1])
+        scheduled, n = _decoding(lengths, page_size), len(lengths)
+        for wants_logits, _ in itertools.product((True, False), range(3)):  # recorded, replayed
+            tokens = torch.randint(model.vocab_size, (n,), generator=draw).tolist()
+            asked = tokens, [-1 if i % 2 else i for i in range(n)], scheduled
+            wanted = graphs.run(*asked, wants_logits=wants_logits, is_eager=True)
+            cache = kv_cache.clone()
+            kv_cache[:, :, -1] = 7.0  # nobody reads the page of rows that are not used
+            found = graphs.run(*asked, wants_logits=wants_logits)
+            _expect_same(n, found, wanted)
+            _expect_close("keys and values", kv_cache[:, :, :-1], cache[:, :, :-1])
     graphs.close()
 
 
 def _decoding(lengths: Seq[int], page_size: int) -> list[Scheduled]:
     """Sequences whose last token is new, on pages of their own."""
-    found, first = [], 0
+    found, pages = [], itertools.count()
     for n in lengths:
         seq = Sequence([0] * n, TokenParams(), n + 1)
-        count = -(-n // page_size)
-        seq.pages.extend(range(first, first + count))
-        first += count
+        seq.pages.extend(itertools.islice(pages, -(-n // page_size)))
         found.append(Scheduled(seq, n - 1, 1, SAMPLE_ONE))
     return found
 
 
-def _expect_same(n: int, found: Any, wanted: Any) -> None:
-    if found.logits is not None:
+def _expect_same(n: int, found: Decoded, wanted: Decoded) -> None:
+    """The first n rows. Of logits that are as good as equal either may be the top one."""
+    differ = found.ids[:n] != wanted.ids[:n]
+    if found.logits is not None and wanted.logits is not None:
         _expect_close("logits", found.logits[:n], wanted.logits[:n])
-    differ = (found.ids[:n] != wanted.ids[:n]).nonzero().flatten().tolist()
-    for row in differ:  # of logits that are as good as equal either may be the top one
-        if wanted.logits is not None:
-            ours, theirs = (wanted.logits[row, x.ids[row]] for x in (found, wanted))
-            if abs(float(ours - theirs)) <= _TOLERANCE * float(wanted.logits[row].abs().max()):
-                continue
-        raise ArithmeticError(f"the ids of rows {differ} differ from those of plain steps")
+        ours, theirs = (wanted.logits[:n].gather(1, x.ids[:n, None])[:, 0] for x in (found, wanted))
+        differ &= (ours - theirs).abs() > _TOLERANCE * wanted.logits[:n].abs().amax(1)
+    if rows := differ.nonzero().flatten().tolist():
+        raise ArithmeticError(f"the ids of rows {rows} differ from those of plain steps")
 
 
 def _expect_close(what: str, found: Tensor, wanted: Tensor) -> None:
