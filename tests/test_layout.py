@@ -51,10 +51,16 @@ def floor_of(name: str) -> int:
 
 
 @functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """What the file's text is made of, parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Full dotted names of everything that a file imports, at any depth."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -84,7 +90,7 @@ def test_imports_point_down(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_no_import_is_for_types_alone(name):
     """One that does not run would hide a circle."""
-    for node in ast.walk(ast.parse((REPO / name).read_text())):
+    for node in nodes(REPO / name):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             assert "llama" not in ast.unparse(node)
 
@@ -150,8 +156,7 @@ def test_text_stays_out_of_the_engine():
     text = {"stop", "bad_words_text", "prompt", "text", "detokenizer", "tokenizer"}
     for path in BELOW_TEXT:
         assert not {i for i in imports(path) if "tokenizer" in i}
-        tree = ast.parse(path.read_text())
-        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        read = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
         assert not read & text, path
     fields = dataclasses.fields(TokenParams) + dataclasses.fields(Sequence)
     holds_text = {field.name for field in fields if re.search(r"\bstr\b", str(field.type))}
@@ -161,7 +166,7 @@ def test_text_stays_out_of_the_engine():
 @pytest.mark.parametrize("name", NAMES)
 def test_no_dangerous_calls(name):
     """No code from data: eval, exec, shell strings, object collectives, unsafe loads."""
-    for node in ast.walk(ast.parse((REPO / name).read_text())):
+    for node in nodes(REPO / name):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)

@@ -7,12 +7,12 @@ import json
 from typing import Any
 
 import anthropic
-import httpx
 import httpx2
 import jsonschema
 import pytest
 
 from helpers.scripted import ScriptedServer
+from helpers.web import web
 from llama.prompts import ToolFormat, encode_chat
 from llama.server import encoding
 from llama.server.errors import ApiError
@@ -29,7 +29,7 @@ ZURICH = {"city": "Zürich 🌧"}
 
 def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream; the name of each is its type."""
-    data = httpx.post(f"{url}/v1/messages", json={**body, "stream": True}, timeout=60).text
+    data = web.post(f"{url}/v1/messages", json={**body, "stream": True}, timeout=60).text
     events = []
     for each in filter(None, data.split("\n\n")):
         name, content = each.split("\n")
@@ -82,7 +82,7 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("body", REQUESTS)
 def test_a_stream_is_the_message_that_does_not_stream(server, demo, body):
     """And the message is the answer of the chat with the same dialog."""
-    whole = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+    whole = web.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
     events = raw_events(server.url, body)
     assert content_of(events) == whole["content"]
     delta = events[-2]
@@ -92,7 +92,7 @@ def test_a_stream_is_the_message_that_does_not_stream(server, demo, body):
     system = [{"role": "system", "content": "x"}] if "system" in body else []
     chat = {key: body[key] for key in body.keys() - {"system", "stop_sequences", "messages"}}
     chat |= {"messages": system + STORY, "stop": body.get("stop_sequences")}
-    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    wanted = web.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
     choice, usage = wanted["choices"][0], wanted["usage"]
     assert "".join(block["text"] for block in whole["content"]) == choice["message"]["content"]
     if choice["finish_reason"] == "length":
@@ -105,7 +105,7 @@ def test_a_stream_is_the_message_that_does_not_stream(server, demo, body):
         read = given["cache_read_input_tokens"]
         assert given["input_tokens"] + read == usage["prompt_tokens"]
     counted = {key: body[key] for key in ("messages", "system") if key in body}
-    counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=counted).json()
+    counted = web.post(f"{server.url}/v1/messages/count_tokens", json=counted).json()
     assert counted == {"input_tokens": usage["prompt_tokens"]}
 
 
@@ -153,7 +153,7 @@ def test_what_coding_agents_send(server):
         *STORY,
     ]
     chat = {"messages": plain, "temperature": 0}
-    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    wanted = web.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
     (choice,), counts = wanted["choices"], wanted["usage"]
     assert choice["finish_reason"] == "stop"
     asked: Any = {
@@ -188,12 +188,12 @@ def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
     """A last message of the assistant is the beginning of the answer."""
     begun = [*STORY, {"role": "assistant", "content": "Once upon"}]
     body = {"messages": begun, "max_tokens": 10, "temperature": 0}
-    found = httpx.post(f"{server.url}/v1/messages", json=body).json()
+    found = web.post(f"{server.url}/v1/messages", json=body).json()
     ids = encode_chat(
         demo.tokenizer, begun, add_generation_prompt=False, continue_final_message=True
     )
     plain = {"prompt": ids, "max_tokens": 10, "temperature": 0}
-    wanted = httpx.post(f"{server.url}/v1/completions", json=plain).json()
+    wanted = web.post(f"{server.url}/v1/completions", json=plain).json()
     assert found["content"][0]["text"] == wanted["choices"][0]["text"]
     schema = {
         "type": "object",
@@ -203,7 +203,7 @@ def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
     }
     form = {"format": {"type": "json_schema", "schema": schema}}
     body = {"messages": STORY, "max_tokens": 100, "output_config": form}
-    found = httpx.post(f"{server.url}/v1/messages", json=body).json()
+    found = web.post(f"{server.url}/v1/messages", json=body).json()
     assert found["stop_reason"] == "end_turn"
     jsonschema.validate(json.loads(found["content"][0]["text"]), schema)
 
@@ -225,11 +225,15 @@ class MessagesServer(ScriptedServer):
         body.setdefault("max_tokens", 300)
 
         async def both(client: anthropic.AsyncAnthropic) -> tuple[Any, Any, list[Any]]:
-            whole = await client.messages.create(**body)
-            stream = await client.messages.create(**body, stream=True)
-            events = [event.to_dict() async for event in stream]
-            async with client.messages.stream(**body) as managed:
-                return whole, await managed.get_final_message(), events
+            async def streamed() -> list[Any]:
+                stream = await client.messages.create(**body, stream=True)
+                return [event.to_dict() async for event in stream]
+
+            async def managed() -> Any:
+                async with client.messages.stream(**body) as stream:
+                    return await stream.get_final_message()
+
+            return await asyncio.gather(client.messages.create(**body), managed(), streamed())
 
         whole, joined, events = self.ask(both, tool_format)
         content_of(events)

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from helpers.browser import (
@@ -23,6 +22,7 @@ from helpers.browser import (
     settings,
 )
 from helpers.server import run_server
+from helpers.web import web
 
 PAGE = Path(__file__).resolve().parents[2] / "llama/server/page.html"
 
@@ -32,7 +32,7 @@ def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
     assert len(text.encode()) < 60_000
     assert set(re.findall(r"https?://[^\s'\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
-    found = httpx.get(server.url)
+    found = web.get(server.url)
     assert (found.text, found.headers["content-type"]) == (text, "text/html; charset=utf-8")
     policy = found.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
@@ -53,7 +53,7 @@ def test_an_answer_streams_as_plain_text_and_says_what_it_took(page, server):
     assert len(page.evaluate("[...lengths]")) > 3, "the answer came in one piece"
     messages = [{"role": "user", "content": question}]
     body = {"messages": messages, "max_tokens": 24, "temperature": 0, "top_p": 0.9}
-    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    wanted = web.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     assert found == wanted["choices"][0]["message"]["content"]
     assert page.text_content("article.user .text") == question
     assert page.query_selector("#log b, #log img") is None
@@ -78,7 +78,7 @@ def test_stop_retry_and_edit(page, server):
     stopped = answer_of(page)
     assert stopped and "Stopped" in page.inner_text(f"{DONE} .figures")
     end = time.monotonic() + 30
-    while httpx.get(f"{server.url}/load").json() != {"server_load": 0}:
+    while web.get(f"{server.url}/load").json() != {"server_load": 0}:
         assert time.monotonic() < end
         time.sleep(0.02)
     settings(page, temperature="0.6", max_tokens="6", seed="7", system=" Be brief. ")
@@ -130,7 +130,7 @@ def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
     assert body["messages"][-1] == {"role": "assistant", "content": start}
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
     plain = {key: body[key] for key in body.keys() - {"stream", "stream_options"}}
-    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=plain, timeout=60).json()
+    wanted = web.post(f"{server.url}/v1/chat/completions", json=plain, timeout=60).json()
     assert after == start + wanted["choices"][0]["message"]["content"] != before
     scored = page.locator(f"{DONE} .token.scored").count()
     assert scored == 6 + wanted["usage"]["completion_tokens"], "those before keep their values"
@@ -206,7 +206,7 @@ def test_a_completion_is_a_heat_map_of_surprise(page, server):
     page.click("#score")
     page.wait_for_selector("#completion-figures span")
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 5}
-    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    reply = web.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
     values = reply["choices"][0]["logprobs"]["token_logprobs"][1:]
     heats = page.eval_on_selector_all(
         "#result .token",
@@ -243,7 +243,7 @@ def test_the_engine_tab_is_live_and_asks_only_while_it_is_shown(page, server):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     body = {"prompt": "Once", "max_tokens": 480, "n": 4, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60):
+    with web.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60):
         page.click("#tab-engine")
         page.wait_for_function("""() => {
             const [running, , cache, , out] = [...document.querySelectorAll("#figures dd")]
@@ -301,7 +301,7 @@ def test_everything_works_from_the_keyboard(page):
 
 def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
     with run_server("--max_seq_len", "512", "--api_key", "secret") as server:
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert web.get(f"{server.url}/v1/models").status_code == 401
         page = opened(server.url, _by_a_proxy_that_has_the_key)
         page.wait_for_selector("text=Needs an API key")
         assert page.evaluate("document.activeElement.id") == "key"
@@ -337,19 +337,19 @@ def _by_a_proxy_that_has_the_key(page: Any) -> None:
 def test_a_browser_asks_for_the_key_as_a_password(browser_context):
     """Of the page alone; its requests then have the key, and those of other sites have not."""
     with run_server("--max_seq_len", "512", "--api_key", "a:ß") as server:
-        refused = httpx.get(server.url)
+        refused = web.get(server.url)
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["WWW-Authenticate"].startswith("Basic ")
         for path in ("/v1/models", "/metrics", "/openapi.json"):
-            refused = httpx.get(server.url + path)
+            refused = web.get(server.url + path)
             assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
         url, body = f"{server.url}/v1/completions", {"prompt": "Once", "max_tokens": 1}
         for origin, status in ((None, 200), (server.url, 200), ("http://evil", 401), ("null", 401)):
             headers = {} if origin is None else {"Origin": origin}
-            found = httpx.post(url, json=body, headers=headers, auth=("any", "a:ß"))
+            found = web.post(url, json=body, headers=headers, auth=("any", "a:ß"))
             assert found.status_code == status, origin
-        assert httpx.post(url, json=body, auth=("a:ß", "")).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Basic a:b"}).status_code == 401
+        assert web.post(url, json=body, auth=("a:ß", "")).status_code == 401
+        assert web.get(url, headers={"Authorization": "Basic a:b"}).status_code == 401
         context = browser_context.browser.new_context(
             http_credentials={"username": "any", "password": "a:ß"}
         )

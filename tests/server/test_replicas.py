@@ -14,6 +14,7 @@ import pytest
 
 from helpers.launch import REPO
 from helpers.server import RunningServer, raw_events, run_server
+from helpers.web import web
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
 
@@ -27,7 +28,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
     with ExitStack() as stack:
         servers = [stack.enter_context(run_server("--max_seq_len", "512")) for _ in range(2)]
         url = stack.enter_context(_Nginx(tmp_path, servers))
-        assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+        assert web.get(f"{url}/ready").json() == {"status": "ready"}
         events = raw_events(f"{url}/v1/completions", {"prompt": "Once", "stream": True})
         assert events[-1] == "[DONE]" and len(events) > 3
         lines = [{"prompt": f"Hi {i}", "max_tokens": 60, "ignore_eos": True} for i in range(300)]
@@ -68,7 +69,7 @@ class _Nginx:
         url, end = f"http://127.0.0.1:{self._port}", time.monotonic() + 20
         while True:
             try:
-                httpx.get(f"{url}/health")
+                web.get(f"{url}/health")
                 return url
             except httpx.TransportError:
                 assert self._process.poll() is None and time.monotonic() < end

@@ -6,13 +6,13 @@ import contextlib
 import json
 from typing import Any, Literal
 
-import httpx
 import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
 
 from helpers.scripted import ScriptedServer
+from helpers.web import web
 from llama.prompts import ToolFormat, encode_chat
 from llama.server.errors import ApiError
 from llama.server.service import Service
@@ -29,7 +29,7 @@ CHANGES = ("id", "created_at", "call_id", "item_id", "cached_tokens")
 
 def raw_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream; the name of each is its type."""
-    data = httpx.post(f"{url}/v1/responses", json={**body, "stream": True}, timeout=60).text
+    data = web.post(f"{url}/v1/responses", json={**body, "stream": True}, timeout=60).text
     events = []
     for each in filter(None, data.split("\n\n")):
         name, content = each.split("\n")
@@ -103,10 +103,10 @@ REQUESTS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 @pytest.mark.parametrize(("body", "messages"), REQUESTS)
 def test_a_stream_is_the_response_that_does_not_stream(server, body, messages):
     """And the response is the answer of the chat with the same dialog."""
-    whole = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
+    whole = web.post(f"{server.url}/v1/responses", json=body, timeout=60).json()
     check_events(raw_events(server.url, body), whole)
     chat = {"messages": messages, "temperature": 0, "max_tokens": body.get("max_output_tokens")}
-    wanted = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
+    wanted = web.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).json()
     (item,) = whole["output"]
     assert item["content"][0]["text"] == wanted["choices"][0]["message"]["content"]
     assert whole["usage"]["input_tokens"] == wanted["usage"]["prompt_tokens"]
@@ -182,9 +182,12 @@ class ResponsesServer(ScriptedServer):
         body = {"model": "tiny", "input": QUESTION, "tools": [WEATHER], **body}
 
         async def both(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
-            whole = await client.responses.create(**body)
-            stream = await client.responses.create(**body, stream=True)
-            return whole, [event.to_dict() async for event in stream]
+            async def streamed() -> list[Any]:
+                stream = await client.responses.create(**body, stream=True)
+                return [event.to_dict() async for event in stream]
+
+            whole, events = await asyncio.gather(client.responses.create(**body), streamed())
+            return whole, events
 
         whole, events = self.call(both, tool_format)
         check_events(events, whole.to_dict())

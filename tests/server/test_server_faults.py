@@ -11,6 +11,7 @@ import pytest
 
 from helpers.launch import PROGRAMS, environment
 from helpers.server import RunningServer, run_server
+from helpers.web import web
 
 sys.path.insert(0, str(PROGRAMS))
 from faulty_server import NAN, RAISE
@@ -27,16 +28,16 @@ def test_a_row_that_fails_touches_no_other():
     with run_server(*FLAGS, program=PROGRAM, env=environment(FAULT="raise")) as server:
         url = f"{server.url}/v1/completions"
         good = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
-        wanted = httpx.post(url, json=good, timeout=60).json()["choices"]
+        wanted = web.post(url, json=good, timeout=60).json()["choices"]
         asking = [_Asking(url, good) for _ in range(3)]
-        bad = httpx.post(url, json={"prompt": [5, NAN], "max_tokens": 4}, timeout=60)
+        bad = web.post(url, json={"prompt": [5, NAN], "max_tokens": 4}, timeout=60)
         assert (bad.status_code, "no token to choose" in bad.text) == (500, True)
-        mixed = httpx.post(url, json={"prompt": [[5], [5, NAN]], "max_tokens": 90}, timeout=60)
+        mixed = web.post(url, json={"prompt": [[5], [5, NAN]], "max_tokens": 90}, timeout=60)
         assert mixed.status_code == 500
         for each in asking:
             assert each.response().json()["choices"] == wanted
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        figures = httpx.get(f"{server.url}/metrics").text
+        assert web.get(f"{server.url}/health").status_code == 200
+        figures = web.get(f"{server.url}/metrics").text
         assert 'llama:request_success_total{finished_reason="error"} 2.0' in figures
         _check_that_a_step_fails(server)
         assert server.process.wait(LIMIT_S) == 1
@@ -52,7 +53,7 @@ def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
     with run_server(*FLAGS, program=PROGRAM, env=env) as server:
         with pytest.raises(httpx.ReadTimeout):
             body = {"prompt": [5, RAISE], "max_tokens": 4}
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+            web.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
             _wait_until(lambda: client.get("/load").json() == {"server_load": 0})
             assert client.get("/health").status_code == 200, "the step still runs"
@@ -69,7 +70,7 @@ def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     env = environment(FAULT=fault, **({} if rank is None else {"FAULT_RANK": rank}))
     with run_server(*FLAGS, launcher=launcher, program=PROGRAM, env=env) as server:
-        figures = httpx.get(f"{server.url}/metrics").text
+        figures = web.get(f"{server.url}/metrics").text
         assert 'llama:rank_alive{rank="1"} 1.0' in figures
         _check_that_a_step_fails(server)
         assert server.process.wait(LIMIT_S) != 0
@@ -89,7 +90,7 @@ def _check_that_a_step_fails(server: RunningServer) -> None:
     says that it is broken, or is gone."""
     url = f"{server.url}/v1/completions"
     answers = [_Asking(url, LONG) for _ in range(3)]
-    with httpx.stream("POST", url, json=LONG | {"stream": True}, timeout=LIMIT_S) as response:
+    with web.stream("POST", url, json=LONG | {"stream": True}, timeout=LIMIT_S) as response:
         parts = response.iter_text()
         first = next(parts)
         began = time.monotonic()
@@ -98,7 +99,7 @@ def _check_that_a_step_fails(server: RunningServer) -> None:
     assert events.endswith("data: [DONE]\n\n")
     assert '"error":{"message":"the model failed in this step' in events.split("\n\n")[-3]
     try:
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert web.get(f"{server.url}/health").status_code == 503
     except httpx.TransportError:
         assert server.process.wait(LIMIT_S) != 0
     for each in answers:
@@ -117,7 +118,7 @@ class _Asking:
 
     def _ask(self, url: str, body: dict[str, Any]) -> None:
         try:
-            self._found.append(httpx.post(url, json=body, timeout=60))
+            self._found.append(web.post(url, json=body, timeout=60))
         except httpx.HTTPError as e:
             self._found.append(e)
 

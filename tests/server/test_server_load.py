@@ -34,10 +34,10 @@ def test_a_crowd_is_served_and_leaves_nothing(small_server):
     pid = small_server.process.pid
     asyncio.run(server_load.flood(client, 24, 8))
     before = server_load.resident_mb(pid)
-    statuses = asyncio.run(server_load.flood(client, 80, 8))
-    assert statuses[200] == 80 and statuses.keys() == {200, 503}, statuses
+    statuses = asyncio.run(server_load.flood(client, 48, 8))
+    assert statuses[200] == 48 and statuses.keys() == {200, 503}, statuses
     asyncio.run(server_load.settle(client))
-    asyncio.run(server_load.disconnects(client, 40, 16))
+    asyncio.run(server_load.disconnects(client, 24, 16))
     asyncio.run(server_load.settle(client))
     asyncio.run(server_load.slow_readers(client, 4, 5))
     assert server_load.resident_mb(pid) - before < MOST_GROWTH_MB

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.launch import REPO
 from helpers.server import run_server
+from helpers.web import web
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.watch import Watch
@@ -32,7 +32,7 @@ NAMES = """
 def figures(url: str) -> dict[tuple[str, ...], float]:
     """(name without llama:, its labels' values) -> value."""
     found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+    for family in text_string_to_metric_families(web.get(f"{url}/metrics").text):
         for sample in family.samples:
             found[(sample.name.removeprefix("llama:"), *sample.labels.values())] = sample.value
     return found
@@ -52,7 +52,7 @@ def test_figures_count_requests_and_tokens(own_server):
     prompt = [7] * 40
     body = {"prompt": [prompt, [5]], "max_tokens": 3, "ignore_eos": True}
     for _ in range(2):
-        answer = httpx.post(url, json=body, headers={"X-Request-Id": "mine"}, timeout=60)
+        answer = web.post(url, json=body, headers={"X-Request-Id": "mine"}, timeout=60)
         assert answer.headers["x-request-id"] == "mine"
     now = figures(own_server.url)
     assert set(NAMES) <= {name for name, *_ in now}
@@ -70,14 +70,14 @@ def test_figures_count_requests_and_tokens(own_server):
     assert len(lines) == 2 and "6 generated, ended by length" in lines[1]
 
     long = {"prompt": "Xylophone", "max_tokens": 400, "ignore_eos": True, "n": 5, "stream": True}
-    with httpx.stream("POST", url, json=long, timeout=60) as response:
+    with web.stream("POST", url, json=long, timeout=60) as response:
         assert response.status_code == 200, response.read()
         parts = response.iter_bytes()
         next(parts)
         now = figures(own_server.url)
         assert (now["num_requests_running",], now["num_requests_waiting",]) == (2, 3)
         assert 0 < now["kv_cache_usage_perc",] <= 1
-    assert httpx.post(url, json={"prompt": "Xylophone", "n": 99}).status_code == 400
+    assert web.post(url, json={"prompt": "Xylophone", "n": 99}).status_code == 400
     assert "Xylophone" not in "".join(own_server.log)
     end = time.monotonic() + 20  # for the thread that reads the log
     while not any(": 400, for 'n', POST '/v1/completions'" in line for line in own_server.log):
@@ -92,7 +92,7 @@ def test_a_name_of_a_request_may_come_twice(own_server):
     def ask() -> None:
         headers = {"X-Request-Id": "same"}
         body = {"prompt": "a", "max_tokens": 30}
-        answers.append(httpx.post(url, json=body, headers=headers, timeout=60).status_code)
+        answers.append(web.post(url, json=body, headers=headers, timeout=60).status_code)
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -125,7 +125,7 @@ def test_a_rank_that_left_or_was_killed_is_not_alive():
 
 
 def test_the_dashboard_asks_for_figures_that_are_there(own_server):
-    httpx.post(f"{own_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    web.post(f"{own_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
     there = {name for name, *_ in figures(own_server.url)}
     dashboard = json.loads((REPO / "torchrun_examples" / "grafana_dashboard.json").read_text())
     asked = set()

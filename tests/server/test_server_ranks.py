@@ -5,11 +5,11 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from helpers.launch import environment
 from helpers.server import RunningServer, run_server
+from helpers.web import web
 
 # The demo model has no tools of its own.
 FLAGS = ["--max_seq_len", "1024", "--dtype", "fp32", "--device", "cpu"]
@@ -27,14 +27,14 @@ SCHEMA: Any = {
 FORECAST: Any = {"type": "function", "function": {"name": "forecast", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "forecast"}}
 FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-GREEDY = {"max_tokens": 40, "temperature": 0}
+GREEDY = {"max_tokens": 24, "temperature": 0}
 FORCED: dict[str, Any] = {"messages": STORY, "tools": [FORECAST], "max_tokens": 120}
 SCORED = {"max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 2}
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": ["Once upon a time", "The dog"], **GREEDY}),
-    (TEXT, {"prompt": "Once", "max_tokens": 40, "seed": 7, "n": 2}),
-    (TEXT, {"prompt": "One day", "max_tokens": 60, "seed": 2, "n": 2, "stream": True}),
+    (TEXT, {"prompt": "Once", "max_tokens": 24, "seed": 7, "n": 2}),
+    (TEXT, {"prompt": "One day", "max_tokens": 30, "seed": 2, "n": 2, "stream": True}),
     (TEXT, {"prompt": "The", **GREEDY, "structured_outputs": {"regex": "[0-9]{5,40}x"}}),
     (TEXT, {"prompt": "The", "max_tokens": 9, "temperature": 0, "echo": True, "logprobs": 2}),
     (CHAT, {"messages": STORY, **GREEDY}),
@@ -46,8 +46,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {**FORCED, "tool_choice": "required", "seed": 4, "stream": True}),
     (MESSAGES, {"messages": STORY, **GREEDY}),
     (MESSAGES, {"messages": STORY, **GREEDY, "system": "x", "stream": True}),
-    (RESPONSES, {"input": "The dog", "max_output_tokens": 40, "temperature": 0}),
-    (RESPONSES, {"input": "A cat", "max_output_tokens": 40, "temperature": 0, "stream": True}),
+    (RESPONSES, {"input": "The dog", "max_output_tokens": 24, "temperature": 0}),
+    (RESPONSES, {"input": "A cat", "max_output_tokens": 24, "temperature": 0, "stream": True}),
 ]
 ALONE = [REQUESTS[0], REQUESTS[3]]
 # What each answer has of its own: names, times, and what was cached when it came.
@@ -65,7 +65,7 @@ def answers(url: str) -> list[Any]:
 
 
 def _answer(url: str, path: str, body: dict[str, Any]) -> Any:
-    found = httpx.post(url + path, json=body, timeout=60)
+    found = web.post(url + path, json=body, timeout=60)
     assert found.status_code == 200, found.text
     if not body.get("stream"):
         return found.json()
@@ -132,8 +132,8 @@ def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
 
 
 def _ends_in_order(ranks: RunningServer) -> None:
-    long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", ranks.url + TEXT, json=long, timeout=60) as response:
+    long = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with web.stream("POST", ranks.url + TEXT, json=long, timeout=60) as response:
         parts = response.iter_text()
         first = next(parts)
         ranks.process.terminate()

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 
 from helpers.batch import answers, written
 from helpers.server import run_server
+from helpers.web import web
 from llama import Llama
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
@@ -55,7 +55,7 @@ def test_records_hold_the_calls_of_the_servers_answers(make_checkpoint, tmp_path
     lines = [{"custom_id": "c", "method": "POST", "url": url, "body": body} for body in BODIES]
     of_engine = answers(llama, tmp_path, lines)
     with run_server(*flags, "--device", "cpu", str(folder)) as server:
-        wanted = [said(httpx.post(server.url + url, json=b, timeout=60).json()) for b in BODIES]
+        wanted = [said(web.post(server.url + url, json=b, timeout=60).json()) for b in BODIES]
         (tmp_path / "in").write_bytes(written(lines))
         out = tmp_path / "by_url"
         report = run_server_batch(server.url, str(tmp_path / "in"), str(out), concurrency=1)

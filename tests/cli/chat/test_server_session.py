@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from helpers.launch import environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies
 from helpers.server import RunningServer, run_server
 from helpers.terminal import CTRL_C, Session
+from helpers.web import web
 from llama.cli.batch.server_job import filled
 from llama.cli.chat.server_session import chat_body, part_of
 from llama.cli.chat.session import Part
@@ -69,7 +69,7 @@ def test_ctrl_c_stops_the_answer_and_frees_the_server(server, demo):
         session.expect("stopped | ")
         headers = {"Authorization": "Bearer k"}
         end = time.monotonic() + 10
-        while httpx.get(f"{server.url}/load", headers=headers).json() != {"server_load": 0}:
+        while web.get(f"{server.url}/load", headers=headers).json() != {"server_load": 0}:
             assert time.monotonic() < end
         session.command("/clear", "forgotten")
         session.command("/set min_tokens 0", "min_tokens 0")
