@@ -7,7 +7,6 @@ Meta's name. Column-, row- and vocabulary-parallel layers follow Megatron-LM (Sh
 Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model dim.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,8 @@ from llama.weights import PlainWeight, Weight
 class WatchedModule(nn.Module):
     """A module that counts its changes: another part, weight, forward, class or setting.
 
-    `llama.model.execution` looks at the count instead of the modules; hooks it sees itself.
+    `llama.model.execution` looks at the count instead of the modules; hooks, and where the numbers
+    of a weight lie, it sees itself.
     """
 
     num_changes = 0
@@ -36,18 +36,9 @@ class WatchedModule(nn.Module):
         super().__delattr__(name)
         self._count()
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._count()
-
     def add_module(self, name: str, module: nn.Module | None) -> None:
         super().add_module(name, module)
         self._count()
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> Any:
-        """torch's, behind `to`, `half` and the like."""
-        self._count()
-        return super()._apply(fn, recurse)
 
     def _count(self) -> None:
         self.__dict__["num_changes"] = self.num_changes + 1
@@ -208,9 +199,8 @@ def _show_parts(block: FusedBlock, state_dict: Any, prefix: str, _: Any) -> None
     """After a block has saved its weights: Meta's names and parts instead of the fused matrix."""
     del state_dict[f"{prefix}{block.fused}.weight"]
     others = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
-    for name, part in block.parts().items():
-        state_dict[f"{prefix}{name}.weight"] = part
-    state_dict.update(others)
+    parts = {f"{prefix}{name}.weight": part for name, part in block.parts().items()}
+    state_dict.update(parts | others)
 
 
 def _fuse_parts(block: FusedBlock, state_dict: Any, prefix: str, *args: Any) -> None:

@@ -91,12 +91,8 @@ class TransformerBlock(WatchedModule):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-_LAYER_FORWARDS: dict[type[nn.Module], Callable] = {
-    kind: kind.forward
-    for kind in (
-        TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
-    )
-}  # fmt: skip
+_KINDS = TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
+_LAYER_FORWARDS: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in _KINDS}
 
 
 def _sublayers(block: TransformerBlock) -> list[SubLayer]:
@@ -127,14 +123,12 @@ class Transformer(nn.Module):
         parallel = parallel or ModelParallel()
         params.check("params")
         params.check_ranks(parallel.size)
-        self.params = params
+        self.params, self.parallel = params, parallel
         self.plan = plan = LayerPlan.of(params, parallel.size)
         self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
-        self.parallel = parallel
         self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
-        self.layers = nn.ModuleList(
-            TransformerBlock(plan, parallel) for _ in range(params.n_layers)
-        )
+        blocks = (TransformerBlock(plan, parallel) for _ in range(params.n_layers))
+        self.layers = nn.ModuleList(blocks)
         self.kernels = TORCH_ONLY
         self._execution = LayerExecution(plan, self.layers, _LAYER_FORWARDS, _sublayers)
         self.norm = RMSNorm(params.dim, params.norm_eps)
@@ -147,12 +141,9 @@ class Transformer(nn.Module):
                 use_huge_pages(getattr(module, name))  # before the first touch, which settles it
         self._tie()
         self.register_load_state_dict_post_hook(_tie_again)
-        table = precompute_freqs_cis(
-            params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
-        )
-        self.freqs_cis = table.to(
-            device
-        )  # (max_seq_len, D/2) complex64, whatever the weights' type
+        sizes = params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
+        # (max_seq_len, D/2) complex64, whatever the weights' type
+        self.freqs_cis = precompute_freqs_cis(*sizes).to(device)
         self._raw_pages: Tensor | None = None  # of `forward`, made at its first call
 
     def blocks(self) -> list[TransformerBlock]:
