@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llama.device import current
 from llama.engine.constraints import TokenMask, TokenMasks
-from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder
+from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
 from llama.engine.rows import RowKind, RowResults, Tokens
 from llama.engine.sampler import (
     Sampled,
@@ -66,7 +66,8 @@ class ModelRunner:
         )
         self._spin = SpinController.for_this_process()
         self._token_masks = TokenMasks(model.vocab_size)
-        self._last_ids = torch.zeros(_most_rows(model), dtype=torch.int64, device=device)
+        most_rows = bucket_of(max(model.params.max_batch_size, 64))  # of a graph, or a step
+        self._last_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
@@ -81,7 +82,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
-        """Begin a step; what is returned waits until its output is on the host."""
+        """Begin a step; what is returned waits until its output is on the host.
+
+        Steps run in the order of the calls.
+        """
         if self._spin is not None:
             self._spin.poll()
         with current(self.kv_cache.device):
@@ -117,34 +121,23 @@ class ModelRunner:
         A step that cannot be recorded, for want of memory say, is the end of graphs in this
         process. Ranks could not all know of it, so there the error goes on.
         """
-        graphs = self._graphs
+        graphs, is_alone = self._graphs, self.model.parallel.size == 1
         if graphs is None or not graphs.takes(scheduled):
             return None
+        tokens = [seq.tokens[-1] for seq in sampling]
+        sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sampling]
         try:
-            return self._decode(graphs, scheduled, sampling, is_greedy, mask)
+            wants_logits = is_alone or not is_greedy
+            decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
         except CaptureError as e:
-            if self.model.parallel.size > 1:
+            if not is_alone:
                 raise
             warnings.warn(f"steps run without graphs from now on: {e}", stacklevel=2)
             self.close()
             return None
-
-    def _decode(
-        self,
-        graphs: DecodeGraphs,
-        scheduled: list[Scheduled],
-        sampling: list[Sequence],
-        is_greedy: bool,
-        mask: TokenMask | None,
-    ) -> Sampled:
-        n, is_alone = len(sampling), self.model.parallel.size == 1
-        tokens = [seq.tokens[-1] for seq in sampling]
-        sources = [self._last_rows[seq] if seq.num_pending else -1 for seq in sampling]
-        wants_logits = is_alone or not is_greedy
-        decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
         if is_greedy or decoded.logits is None:
-            return Sampled(decoded.ids[:n])
-        return sample(decoded.logits[:n], sampling, mask, self.model.kernels)
+            return Sampled(decoded.ids[: len(sampling)])
+        return sample(decoded.logits[: len(sampling)], sampling, mask, self.model.kernels)
 
     def _sample(
         self, rows: Tensor, sampling: list[Sequence], is_greedy: bool, mask: TokenMask | None
@@ -236,11 +229,6 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
-
-
-def _most_rows(model: Transformer) -> int:
-    """Rows of a step that can sample, padding included."""
-    return -(-max(model.params.max_batch_size, 64) // 64) * 64
 
 
 def _to_host(x: Tensor) -> Callable[[], Tensor]:

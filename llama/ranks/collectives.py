@@ -56,7 +56,7 @@ class ModelParallel:
 
     def shares_memory_of(self, x: Tensor) -> bool:
         """Whether `x` is where all ranks of the group read it: on the CPU of one machine."""
-        return self.shared is not None and _is_on_cpu(x)
+        return self.shared is not None and x.is_cpu
 
     @property
     def is_on_nccl(self) -> bool:
@@ -67,7 +67,7 @@ class ModelParallel:
         """Sum over the ranks of the group, in place."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x) and self.shared.can_sum(x):
+        if self.shared is not None and x.is_cpu and self.shared.can_sum(x):
             self.shared.all_reduce(x)
         elif self.one_shot is not None and self.one_shot.supports(x):
             self.one_shot.all_reduce(x)
@@ -79,7 +79,7 @@ class ModelParallel:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x):
+        if self.shared is not None and x.is_cpu:
             return self.shared.all_gather(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
@@ -89,7 +89,7 @@ class ModelParallel:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""
         if self.size == 1:
             return x
-        if self.shared is not None and _is_on_cpu(x):
+        if self.shared is not None and x.is_cpu:
             self.shared.broadcast(x)
         else:
             dist.broadcast(x, src=self.data_rank * self.size, group=self.group)
@@ -113,7 +113,7 @@ class ModelParallel:
             return data
         if self.shared is None:
             return _broadcast_bytes(self.control, data)
-        return self.shared.broadcast_bytes(data, timeout_s=None if is_idle else self.timeout_s)
+        return self.shared.broadcast_bytes(data, is_idle=is_idle)
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
@@ -150,7 +150,7 @@ def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [bytes(row.tolist()) for row in everyone]
+    return [row.numpy().tobytes() for row in everyone]
 
 
 def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
@@ -158,26 +158,18 @@ def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
 
     A message of up to 504 bytes is one broadcast: [length, message, zeros].
     """
-    source, is_source = dist.get_global_rank(group, 0), dist.get_rank(group) == 0
-    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    if dist.get_rank(group):
+        data = b""
     room = _FRAME_BYTES - _LENGTH_BYTES
-    if is_source:
-        start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-        frame[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-    dist.broadcast(frame, src=source, group=group)
-    packed = frame.numpy().tobytes()
-    length = int.from_bytes(packed[:_LENGTH_BYTES], "little")
-    if length <= room:
-        return packed[_LENGTH_BYTES : _LENGTH_BYTES + length]
-    rest = torch.zeros(length - room, dtype=torch.uint8)
-    if is_source:
-        rest = torch.frombuffer(bytearray(data[room:]), dtype=torch.uint8)
-    dist.broadcast(rest, src=source, group=group)
-    return packed[_LENGTH_BYTES:] + rest.numpy().tobytes()
-
-
-def _is_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"
+    start = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+    frame = bytearray(start.ljust(_FRAME_BYTES, b"\0"))
+    source = dist.get_global_rank(group, 0)
+    dist.broadcast(torch.frombuffer(frame, dtype=torch.uint8), src=source, group=group)
+    length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
+    rest = bytearray(data[room:] or max(0, length - room))
+    if rest:
+        dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), src=source, group=group)
+    return bytes(frame[_LENGTH_BYTES : _LENGTH_BYTES + length] + rest)
 
 
 def _compare(

@@ -43,23 +43,6 @@ def machine_id() -> str:
         return f"no /proc, process {os.getpid()}"
 
 
-class _Timer(ctypes.Structure):
-    """struct itimerspec: an interval, then the time left, each in seconds and nanoseconds."""
-
-    _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "left_s", "left_ns")]
-
-
-class _Event(ctypes.Structure):
-    """struct sigevent (sigevent(3type)), of 64 bytes; notify 0 is to send a signal."""
-
-    _fields_ = [
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("rest", ctypes.c_byte * 48),
-    ]
-
-
 class KillTimer:
     """The kernel kills this process where it does not set the timer again in time.
 
@@ -69,17 +52,14 @@ class KillTimer:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._id = ctypes.c_void_p()
-        event = _Event(None, signal.SIGKILL, 0)
-        error = self._libc.timer_create(
-            time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._id)
-        )
-        if error:
+        event = struct.pack("Pii48x", 0, signal.SIGKILL, 0)  # struct sigevent: send a signal
+        if self._libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._id)):
             raise OSError(ctypes.get_errno(), "timer_create")
 
     def set(self, seconds: float) -> None:
         """So long from now; 0 turns it off."""
-        timer = _Timer(0, 0, int(seconds), int(seconds % 1 * 1e9))
-        self._libc.timer_settime(self._id, 0, ctypes.byref(timer), None)
+        timer = struct.pack("4l", 0, 0, int(seconds), int(seconds % 1 * 1e9))  # struct itimerspec
+        self._libc.timer_settime(self._id, 0, timer, None)
 
 
 def is_stopped(pid: int) -> bool:

@@ -15,6 +15,7 @@ with the lowest is the one that the others wait for. `sequence_numbers` reads th
 import contextlib
 import ctypes
 import itertools
+import math
 import mmap
 import os
 import time
@@ -92,16 +93,14 @@ class SharedMemory:
         None where a rank is on another machine, or cannot map the memory of the first.
         exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike.
         """
-        met = exchange(f"{_machine()} {os.getpid()}".encode())
-        machines, pids = zip(*(row.decode().rsplit(" ", 1) for row in met), strict=True)
-        if len(set(machines)) > 1 or not machines[0]:
-            return None
-        fd = None if rank else _create(len(names))
-        number = exchange(b"" if fd is None else str(fd).encode())[0].decode()
+        machine = _machine()
+        fd = _create(len(names)) if machine and rank == 0 else None
+        met = exchange(f"{machine}\n{os.getpid()}\n{fd}".encode())
+        machines, pids, fds = zip(*(row.decode().split("\n") for row in met), strict=True)
         joined = None
-        with contextlib.suppress(OSError):
-            if number:
-                memory = _open(int(pids[0]), number, sum(_channel_bytes(len(names))))
+        if machine and set(machines) == {machine}:
+            with contextlib.suppress(OSError):  # rank 0 has none, or it is another user's
+                memory = _open(f"/proc/{pids[0]}/fd/{fds[0]}", sum(_channel_bytes(len(names))))
                 joined = cls(memory, rank, names, timeout_s, is_ending)
         have_joined = exchange(b"" if joined is None else b"1")
         if fd is not None:
@@ -139,10 +138,10 @@ class SharedMemory:
         gathered = self._gather(self._compare, mine).numpy().data
         return [bytes(gathered[i : i + len(data)]) for i in range(0, len(gathered), len(data))]
 
-    def broadcast_bytes(self, data: bytes, *, timeout_s: float | None) -> bytes:
+    def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
         """Rank 0's bytes on every rank; the others sleep until it sends some.
 
-        timeout_s: seconds; None waits for as long as the peers live.
+        is_idle: wait for the first of them without a limit.
         """
         if self.rank == 0:
             for start in range(0, max(1, len(data)), _FRAME_BYTES):
@@ -150,14 +149,14 @@ class SharedMemory:
                 self._frame_bytes[: len(part)] = part
                 has_more = int(start + _FRAME_BYTES < len(data))
                 args = (self._frame, len(part), has_more)
-                self._run("shared_send", self._ring, *args, timeout_s=timeout_s)
+                self._run("shared_send", self._ring, *args)
             return data
         parts, has_more = [], 1
         while has_more:
-            self._run("shared_receive", self._ring, self._frame, timeout_s=timeout_s)
+            self._run("shared_receive", self._ring, self._frame, has_limit=not is_idle)
             length, has_more = self._ring[_FIELD["length"] : _FIELD["more"] + 1].tolist()
             parts.append(bytes(self._frame_bytes[:length]))
-            timeout_s = self.timeout_s
+            is_idle = False
         return b"".join(parts)
 
     def sequence_numbers(self) -> list[int]:
@@ -184,18 +183,15 @@ class SharedMemory:
         self._run("shared_all_gather", channel, *args)
         return out
 
-    def _run(
-        self, name: str, channel: Tensor, *args: Tensor | int, timeout_s: float | None = -1.0
-    ) -> None:
+    def _run(self, name: str, channel: Tensor, *args: Tensor | int, has_limit: bool = True) -> None:
         code = native.call(name, channel, *args)
         if code != _DONE:
-            limit = self.timeout_s if timeout_s == -1.0 else timeout_s
+            limit = self.timeout_s if has_limit else math.inf
             self._wait(code, name, channel, args, limit)
 
     def _wait(
-        self, code: int, name: str, channel: Tensor, args: tuple[Tensor | int, ...],
-        limit: float | None,
-    ) -> None:  # fmt: skip
+        self, code: int, name: str, channel: Tensor, args: tuple[Tensor | int, ...], limit: float
+    ) -> None:
         """Call again until done. Each call sleeps for up to 100 ms.
 
         An interrupt (Ctrl-C) of an exchange of tensors is raised after it, as the ranks would be
@@ -216,7 +212,7 @@ class SharedMemory:
         if interrupt is not None:
             raise interrupt
 
-    def _check(self, name: str, channel: Tensor, waited: float, limit: float | None) -> None:
+    def _check(self, name: str, channel: Tensor, waited: float, limit: float) -> None:
         """RankError where what is waited for will not come."""
         what = _describe(_PENDING, name)
         if self._is_ending():
@@ -224,7 +220,7 @@ class SharedMemory:
                 f"another rank failed, while rank {self._names[self.rank]} waited in {what}: the "
                 "message further up says why"
             )
-        if limit is not None and waited > limit:
+        if waited > limit:
             others = [r for r in range(self.size) if r != self.rank]
             missing = [str(self._names[r]) for r in others if self._is_behind(channel, r)]
             raise RankError(
@@ -282,23 +278,22 @@ def _create(ranks: int) -> int | None:
 
     if ranks > _MAX_RANKS:
         return None
+    fd = None
     try:
         fd = os.memfd_create("llama-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError:
-        return None
-    try:
         os.ftruncate(fd, sum(_channel_bytes(ranks)))
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except OSError:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
         return None
     return fd
 
 
-def _open(pid: int, number: str, size: int) -> mmap.mmap:
+def _open(path: str, size: int) -> mmap.mmap:
     """Map rank 0's segment; Linux allows it to the processes of the same user."""
-    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(fd, size)
     finally:

@@ -140,7 +140,7 @@ def messages(rank: Rank, seed: int, wound: bool = False) -> None:
         data = random.Random(seed + number).randbytes(length)
         if choose.random() < 0.05 and rank.rank == choose.randrange(rank.size):
             time.sleep(0.01)
-        assert shared.broadcast_bytes(data if rank.rank == 0 else b"", timeout_s=60) == data
+        assert shared.broadcast_bytes(data if rank.rank == 0 else b"") == data
         if number % 10 == 0:
             rows = shared.exchange(bytes([rank.rank, number]) * 1500)
             assert rows == [bytes([r, number]) * 1500 for r in range(rank.size)]
@@ -169,7 +169,7 @@ def absent(rank: Rank, late: list[int], what: str, timeout_s: float) -> float:
         time.sleep(600)
     began = time.monotonic()
     if what == "idle":
-        shared.broadcast_bytes(b"", timeout_s=None)
+        shared.broadcast_bytes(b"", is_idle=True)
     else:
         shared.all_reduce(torch.ones(3))
     return time.monotonic() - began
@@ -181,7 +181,7 @@ def idle(rank: Rank) -> float:
     if rank.rank == 0:
         time.sleep(2)
     began = time.process_time()
-    assert shared.broadcast_bytes(b"x" * (rank.rank == 0), timeout_s=None) == b"x"
+    assert shared.broadcast_bytes(b"x" * (rank.rank == 0), is_idle=True) == b"x"
     return time.process_time() - began
 
 
@@ -191,9 +191,9 @@ def woken(rank: Rank) -> float:
     for _ in range(15):
         if rank.rank == 0:
             time.sleep(0.05)
-            shared.broadcast_bytes(time.monotonic_ns().to_bytes(8), timeout_s=None)
+            shared.broadcast_bytes(time.monotonic_ns().to_bytes(8), is_idle=True)
         else:
-            sent = int.from_bytes(shared.broadcast_bytes(b"", timeout_s=None))
+            sent = int.from_bytes(shared.broadcast_bytes(b"", is_idle=True))
             seconds.append((time.monotonic_ns() - sent) / 1e9)
     return sorted(seconds)[len(seconds) // 2] if seconds else 0.0
 
