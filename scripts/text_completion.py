@@ -12,8 +12,7 @@ that suit the demo model); the continuation of a prompt streams. --help lists th
 
 from llama import Llama
 from llama.cli import run_script
-from llama.cli.commands import read_prompt
-from llama.cli.continuation import stream_continuation
+from llama.cli.commands import read_prompt, stream_continuation
 from llama.cli.model import check_sampling, demo_dir, figures
 
 DEMO_PROMPTS = ["Once upon a time", "The capital of France is", "The opposite of hot is"]

@@ -22,7 +22,7 @@ from helpers.launch import DEMO, REPO, environment
 from llama import Llama
 from llama.checkpoint.verify import verify
 from llama.cli import COMMANDS, main, model, ranks, run_script
-from llama.cli.continuation import _write
+from llama.cli.commands import _write
 from llama.cli.flags import FLAGS, REQUIRED, Command, UsageError, read
 from llama.ranks.errors import NotMetError, RankError
 

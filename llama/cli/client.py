@@ -49,13 +49,6 @@ class Reply(NamedTuple):
     request_id: str
 
 
-class ModelCard(NamedTuple):
-    """A server's model. context: the most tokens of prompt and answer, where the server says."""
-
-    name: str
-    context: int | None
-
-
 class Client:
     """url: with or without /v1 at its end. ValueError for one that is no URL.
 
@@ -107,8 +100,9 @@ class Client:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._openai.close()
 
-    async def model(self, name: str | None) -> ModelCard:
-        """The server's model of that name, or its first. ServerError or ValueError."""
+    async def model(self, name: str | None) -> tuple[str, int | None]:
+        """The server's model of that name, or its first: its name, and the most tokens of prompt
+        and answer, where the server says. ServerError or ValueError."""
         async with self._within(_CONNECT_S):
             response = await self._openai.get(
                 "/v1/models", cast_to=httpx2.Response, options={"headers": self._headers}
@@ -126,7 +120,7 @@ class Client:
             names = ", ".join(list(contexts)[:20])
             raise ValueError(f"{self.url}: it has no model {name}: it has {names}")
         context = contexts[name]
-        return ModelCard(name, context if type(context) is int else None)
+        return name, context if type(context) is int else None
 
     async def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
         """The answer to one request. ServerError."""

@@ -6,12 +6,14 @@ a command needs, torch above all, is imported in it.
 """
 
 import argparse
+import itertools
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import (
@@ -22,7 +24,7 @@ from llama.cli.model import (
     figures,
     load,
 )
-from llama.cli.ranks import finish_on_signal, global_rank, say
+from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.ranks.signals import SIGNALS, stop_requested
 
 _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
@@ -56,12 +58,46 @@ def complete(options: argparse.Namespace) -> int:
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
     finish_on_signal()
-    llama = load(options)
-    from llama.cli.continuation import stream_continuation
-
     sampling = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
-    stream_continuation(llama, prompt, **sampling)
+    stream_continuation(load(options), prompt, **sampling)
     return 0
+
+
+def stream_continuation(
+    llama: Any,
+    prompt: bytes,
+    temperature: float,
+    top_p: float,
+    max_gen_len: int | None,
+    *,
+    seed: int | None = None,
+    heading: str = "",
+) -> None:
+    """Write the heading and the continuation of one prompt to stdout, as it is generated.
+
+    Rank 0 has the prompt, and writes. Nothing is written of a prompt that cannot be used.
+    """
+    parallel = llama.model.parallel
+    check_one_group(parallel.data_size, "there is one prompt", "or start fewer processes")
+    text = parallel.broadcast_bytes(prompt).decode()
+    deltas = llama.stream_text([text], temperature, top_p, max_gen_len, seed=seed)
+    for piece in itertools.chain((delta.text for delta in deltas), "\n"):
+        if parallel.rank == 0:
+            _write(heading + piece, alone=parallel.size == 1)
+        heading = ""
+
+
+def _write(piece: str, *, alone: bool) -> None:
+    """A piece of the answer, at once. Where nobody reads, other ranks still need this one's steps.
+
+    BrokenPipeError where this is the only rank.
+    """
+    try:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if alone:
+            raise
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:

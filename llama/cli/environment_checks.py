@@ -1,7 +1,7 @@
 """What of a machine and its settings stops ranks, or slows them: shared memory, cores, names.
 
 In: the environment's variables and what the system says of itself. Out: facts for `llama doctor`,
-of which the problems say the remedy. It must not know models, and does not import torch.
+of which the problems say the remedy. It must not know models.
 """
 
 import errno
@@ -11,6 +11,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from llama.ranks.groups import check_interfaces
 
 _MIB = 2**20
 _MIN_SHM = 64 * _MIB  # Docker's default, of which nothing is in use
@@ -38,8 +40,10 @@ def environment_facts(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[
     is_several = is_launched and _number(environ, "WORLD_SIZE") >= 2 * max(1, num_local)
     yield from _shared_memory(Path("/dev/shm"), num_local, gpus)
     yield _host_name(matters=is_several and "GLOO_SOCKET_IFNAME" not in environ)
-    if "GLOO_SOCKET_IFNAME" in environ:
-        yield _interfaces(environ["GLOO_SOCKET_IFNAME"])
+    try:
+        check_interfaces(environ.get("GLOO_SOCKET_IFNAME"))
+    except ValueError as e:
+        yield problem("interface", str(e))
     if "MASTER_ADDR" in environ:
         yield _rendezvous(environ["MASTER_ADDR"], environ)
 
@@ -108,16 +112,6 @@ def _host_name(*, matters: bool) -> Fact:
         "host",
         f"{text}{wrong}: set GLOO_SOCKET_IFNAME to the interface that the machines share, or "
         "mend /etc/hosts",
-    )
-
-
-def _interfaces(names: str) -> Fact:
-    present = [name for _, name in socket.if_nameindex()]
-    text = f"GLOO_SOCKET_IFNAME={names}"
-    if set(names.split(",")) <= set(present):
-        return Fact("interface", text)
-    return problem(
-        "interface", f"{text} names no interface of this machine, which has {', '.join(present)}"
     )
 
 

@@ -68,16 +68,15 @@ def connect(
     if world_size == 1:
         _join_alone()
         return ModelParallel()
-    check_interfaces()
+    check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
     if not dist.is_initialized():  # said once in a process, however many models it loads
         warn_if_groups_span(size, world_size)
     with _loopback_if_alone():
         return _join(size, world_size, device, timeout_s)
 
 
-def check_interfaces() -> None:
+def check_interfaces(names: str | None) -> None:
     """ValueError where GLOO_SOCKET_IFNAME names none: gloo's own error has no remedy."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME")
     present = [name for _, name in socket.if_nameindex()]
     if names is not None and not set(names.split(",")) <= set(present):
         raise ValueError(

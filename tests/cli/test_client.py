@@ -132,11 +132,11 @@ def test_a_late_answer_does_not_spoil_the_next():
     """The connection is given up with it; the limit of a request begins with the request."""
     with misbehaving("trickles the body") as url, contextlib.closing(Client(url)) as client:
         for _ in range(3):
-            assert client.run(client.model(None)).name == "m"
+            assert client.run(client.model(None)) == ("m", None)
             time.sleep(LIMIT_S / 2)
         with pytest.raises(ServerError, match=LATE):
             client.run(client.post("/v1/completions", {}))
-        assert client.run(client.model(None)).name == "m"
+        assert client.run(client.model(None)) == ("m", None)
 
 
 def test_what_the_environment_has_for_others_stays_here(monkeypatch):
@@ -146,7 +146,7 @@ def test_what_the_environment_has_for_others_stays_here(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     heads: list[bytes] = []
     with misbehaving("hangs up", heads=heads) as url:
-        assert call(url, lambda client: client.model(None)).name == "m"
+        assert call(url, lambda client: client.model(None)) == ("m", None)
     assert heads and b"secret" not in b"".join(heads)
     assert b"authorization" not in b"".join(heads).lower()
 

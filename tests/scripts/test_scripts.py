@@ -88,7 +88,7 @@ def test_text_completion_streams_a_prompt(demo, script, tmp_path, monkeypatch, c
     ):
         pieces: list[str] = []
         monkeypatch.setattr(
-            "llama.cli.continuation._write", lambda x, alone, to=pieces: to.append(x)
+            "llama.cli.commands._write", lambda x, alone, to=pieces: to.append(x)
         )
         assert script("text_completion", *words, *GREEDY, "--max_gen_len", "12") == 0
         (wanted,) = demo.text_completion([prompt], 0.0, max_gen_len=12)

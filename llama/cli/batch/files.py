@@ -122,7 +122,9 @@ class Results:
         self.failed = 0
         self._first = first
         self._full_path = os.path.abspath(path)  # where it is, even after a chdir
-        self._file = io.FileIO(path, "a+", opener=None if first else _open_existing)
+        if not first:  # a rank that cannot see the first's file must not make its own
+            os.stat(path)
+        self._file = io.FileIO(path, "a+")
         try:
             # A second job fails here: its first rank needs the lock alone, and all ranks of this
             # job hold it together until the job ends.
@@ -255,11 +257,6 @@ class Results:
         if end < size:
             self._file.truncate(end)
         return end
-
-
-def _open_existing(path: str, flags: int) -> int:
-    """For ranks after the first: one that cannot see the first's file must not make its own."""
-    return os.open(path, flags & ~os.O_CREAT)
 
 
 def _lock_byte(fd: int, kind: int, byte: int) -> None:

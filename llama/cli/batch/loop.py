@@ -5,6 +5,7 @@ are read when there is room for them, so a job of any length starts at once, and
 not grow. This file knows neither the bytes of the files nor how a line is answered, and no torch.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -101,14 +102,14 @@ class Loop:
         self.num_read = 0
         self.num_done = results.num_done
         self.began = self.posted = time.monotonic()
-        self.bar = tqdm(
-            initial=self.num_done, unit=" requests", dynamic_ncols=True, disable=not shows
-        )
+        self.bar: tqdm | None = None  # made only where it is shown: its lock outlives a fork
+        if shows:
+            self.bar = tqdm(initial=self.num_done, unit=" requests", dynamic_ncols=True)
 
     def run(self) -> BatchReport:
         """Until no line is left to take, or a signal asked to stop and what runs is finished."""
         reading = True
-        with self.bar:
+        with contextlib.nullcontext() if self.bar is None else self.bar:
             while True:
                 while reading and self.answers.has_room:
                     line = self._next_line()
@@ -173,12 +174,17 @@ class Loop:
         for name in _COUNTS:
             own = self.own.pop(name, 0)
             self.sums[name] = self.take(name, own) + own
+        if self.bar is not None:
+            self._show(self.bar)
+
+    def _show(self, bar: tqdm) -> None:
+        """Requests done, tokens per second, and time left, by an estimate of the lines to come."""
         size = os.fstat(self.file.fileno()).st_size  # 0 of a pipe
-        if size and self.num_read:  # an estimate, exact at the end of the file
-            self.bar.total = math.ceil(self.num_read * size / self.file.tell())
+        if size and self.num_read:
+            bar.total = math.ceil(self.num_read * size / self.file.tell())  # exact at its end
         rate = self.sums["tokens"] / (self.posted - self.began)
-        self.bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-        self.bar.update(self.num_done + self.sums["written"] - self.bar.n)
+        bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+        bar.update(self.num_done + self.sums["written"] - bar.n)
 
     def _wait_for_replicas(self) -> None:
         """Return when all replicas have finished: torchrun ends all ranks when one exits with an

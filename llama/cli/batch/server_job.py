@@ -58,7 +58,7 @@ def run_server_batch(
     check_files(in_path, out_path, resume=resume)
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     with closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
-        name = client.run(client.model(model)).name
+        name, _ = client.run(client.model(model))
         answers = ServerAnswers(client, defaults, name, seed, concurrency, retry_s)
         size = os.fstat(file.fileno()).st_size
         with closing(Results(out_path, max_lines=size)) as results:

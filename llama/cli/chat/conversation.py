@@ -8,8 +8,8 @@ terminal nor the model, so a chat can be tested text by text.
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ SETTINGS = (
     "presence_penalty", "frequency_penalty", "stop", "bad_words", "seed",
 )  # fmt: skip
 _FIELDS = {"max_gen_len": "max_tokens"}
-_DEFAULTS = {**SAMPLING_FLAGS, "seed": BUILD_FLAGS["seed"]}
 _MORE_HELP = '''\
 A \\ at the end of a line continues it. A line of """ begins a longer text, and another ends it.
 //text asks "/text". Ctrl-C stops an answer and keeps what was shown of it.'''
@@ -87,13 +86,13 @@ class Conversation:
         self.formatter = formatter
         self.context = context
         self.messages: list[Message] = []
-        self.settings: dict[str, Any] = dict(_DEFAULTS)
+        self.params = SamplingParams(max_tokens=None)
         self.stats: list[TurnStats] = []  # one per answer
         self._attempt = 0  # of the last answer
         self._files: set[Path] = set()  # this chat wrote or read them, so /save can replace them
         if system is not None:
             self._system(system)
-        for name, value in settings.items():
+        for name, value in {**SAMPLING_FLAGS, "seed": BUILD_FLAGS["seed"], **settings}.items():
             self._change(name, value)
 
     def handle(self, text: str) -> Turn:
@@ -105,11 +104,17 @@ class Conversation:
             return self._ask(text[1:])
         name, *rest = text[1:].split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
-        misuse = _misuse(name, argument)
-        if misuse:
-            return Turn(misuse)
+        if name not in COMMANDS:
+            return Turn(
+                f"there is no command /{name}: /help lists them, and //{name} asks the model"
+            )
+        allowed, _, run = COMMANDS[name]
+        if argument and not allowed:
+            return Turn(f"/{name} takes nothing after it")
+        if not argument and allowed and not allowed.startswith("["):
+            return Turn(f"/{name} needs more: write /{name} {allowed}")
         try:
-            result = COMMANDS[name].run(self, argument)
+            result = run(self, argument)
         except (OSError, RecursionError, TypeError, ValueError) as error:
             return Turn(f"error: {error}")
         return result if isinstance(result, Turn) else Turn(result)
@@ -120,11 +125,11 @@ class Conversation:
         self._attempt = turn.attempt
         self.stats.append(stats)
 
-    def sampling(self, attempt: int = 0) -> dict[str, Any]:
-        """The settings as arguments of SamplingParams. Each attempt has its own seed."""
-        seed = self.settings["seed"]
+    def sampling(self, attempt: int = 0) -> SamplingParams:
+        """Those of the settings. Each attempt has its own seed."""
+        seed = self.params.seed
         seed = secrets.randbits(63) if seed is None else (seed + attempt) % 2**63
-        return _arguments(self.settings) | {"seed": seed}
+        return replace(self.params, seed=seed)
 
     def prompt(self, turn: Turn) -> list[int]:
         """The token ids of the dialog. ValueError if there is no room for an answer."""
@@ -182,10 +187,8 @@ class Conversation:
         if path.exists() and path not in self._files:
             raise ValueError(f"{path} exists already, and is not from this chat: give another name")
         text = json.dumps(self.messages, ensure_ascii=False, indent=2)
-        part = path.with_name(
-            f"{path.name}.{os.getpid()}.part"
-        )  # so that `path` is never half a file
-        try:
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:  # so that `path` is never half a file
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(path)
         finally:
@@ -208,26 +211,24 @@ class Conversation:
 
     def _set(self, text: str) -> str:
         if not text:
-            params = SamplingParams(**_arguments(self.settings))
-            values = {name: getattr(params, _FIELDS.get(name, name)) for name in SETTINGS}
+            values = {name: getattr(self.params, _FIELDS.get(name, name)) for name in SETTINGS}
             return "\n".join(f"{name} {_format(value)}" for name, value in values.items())
         name, *rest = text.split(maxsplit=1)
         if not rest:
             raise ValueError(f"give a value too: /set {name} VALUE; /set alone shows all settings")
-        self._change(name, _parse(rest[0]))
-        return f"{name} {_format(self.settings[name])}"
+        value = _parse(rest[0])
+        self._change(name, value)
+        return f"{name} {_format(value)}"
 
     def _change(self, name: str, value: Any) -> None:
         if name not in SETTINGS:
             raise ValueError(f"there is no setting {name}: there are {', '.join(SETTINGS)}")
         if name in ("stop", "bad_words") and value is None:
             value = ()
-        changed = {**self.settings, name: value}
         try:
-            SamplingParams(**_arguments(changed))
+            self.params = replace(self.params, **{_FIELDS.get(name, name): value})
         except (TypeError, ValueError) as error:
             raise ValueError(str(error).replace("max_tokens", "max_gen_len")) from None
-        self.settings = changed
 
     def _stats(self, _: str) -> str:
         turns = sum(message["role"] == "user" for message in self.messages)
@@ -281,37 +282,15 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def _misuse(name: str, argument: str) -> str:
-    """What is wrong with the name of a command or its argument; "" if nothing is."""
-    if name not in COMMANDS:
-        return f"there is no command /{name}: /help lists them, and //{name} asks the model"
-    allowed = COMMANDS[name].argument
-    if argument and not allowed:
-        return f"/{name} takes nothing after it"
-    if not argument and allowed and not allowed.startswith("["):
-        return f"/{name} needs more: write /{name} {allowed}"
-    return ""
-
-
-def _arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    return {_FIELDS.get(name, name): value for name, value in settings.items()}
-
-
 def _parse(text: str) -> Any:
     """The value of a setting: none, true, false, or JSON; any other text is itself."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
+    words = {"none": "null", "true": "true", "false": "false"}
     try:
-        return json.loads(text)
+        return json.loads(words.get(text.lower(), text))
     except (RecursionError, ValueError):
         return text
 
 
 def _format(value: Any) -> str:
     """A value as `_parse` reads it. An empty list is none."""
-    if value is None or value == ():
-        return "none"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return json.dumps(list(value), ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False)
+    return "none" if value in (None, ()) else json.dumps(value, ensure_ascii=False)

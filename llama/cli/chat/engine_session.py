@@ -15,7 +15,6 @@ from llama.cli.chat.terminal import Terminal
 from llama.cli.ranks import check_one_group
 from llama.generation import Llama
 from llama.ranks.signals import SIGNALS
-from llama.sampling_params import SamplingParams
 
 
 def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
@@ -32,7 +31,7 @@ def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) 
     terminal = Terminal(parallel.watch)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
-        params = SamplingParams(**conversation.sampling(turn.attempt))
+        params = conversation.sampling(turn.attempt)
         request = llama.llm_engine.prepare("", conversation.prompt(turn), params)
         with contextlib.closing(llama.llm_engine.stream([request])) as outputs:
             for output in outputs:

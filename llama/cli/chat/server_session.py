@@ -34,15 +34,15 @@ def chat_on_server(
     ServerError or ValueError for a server that cannot be used, ValueError for a bad setting.
     """
     with closing(Client(url, api_key)) as client:
-        card = client.run(client.model(model))
-    conversation = Conversation(None, card.context, system=system, **settings)
+        name, context = client.run(client.model(model))
+    conversation = Conversation(None, context, system=system, **settings)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
         """Each has a connection, which ends with it: so the server stops too."""
-        params = SamplingParams(**conversation.sampling(turn.attempt))
+        params = conversation.sampling(turn.attempt)
         reason, usage = None, None
         with closing(Client(url, api_key)) as client:
-            for part in _parts(client, chat_body(turn.dialog, params, model=card.name)):
+            for part in _parts(client, chat_body(turn.dialog, params, model=name)):
                 reason, usage = part.finish_reason or reason, part.usage or usage
                 yield Part(part.new_text)  # the reason waits for the counts of tokens
         if reason is None and usage is None:

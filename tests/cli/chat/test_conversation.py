@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.cli.chat.terminal import Terminal, read_turn
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Usage
+from llama.sampling_params import SamplingParams
 
 STATS = TurnStats(0.5, 2.5, Usage(prompt_tokens=30, completion_tokens=21, cached_tokens=16))
 
@@ -75,7 +77,7 @@ def test_undo_and_retry(conversation):
     again = conversation.handle("/retry")
     assert again.dialog == (user("one"), assistant("ONE"), user("two"))
     assert len(conversation.messages) == 4, "until there is another answer, the old one stays"
-    assert conversation.sampling(again.attempt)["seed"] != conversation.sampling()["seed"]
+    assert conversation.sampling(again.attempt).seed != conversation.sampling().seed
     conversation.commit(again, "Two", STATS)
     assert conversation.messages[-1] == assistant("Two")
     assert conversation.handle("/retry").attempt == 2
@@ -127,16 +129,22 @@ def test_set(conversation):
     assert conversation.handle("/set temperature 0").note == "temperature 0"
     assert conversation.handle('/set stop ["a", "b"]').note == 'stop ["a", "b"]'
     conversation.handle("/set max_gen_len 12")
-    chosen = {"temperature": 0, "top_p": 0.9, "seed": 7, "stop": ["a", "b"], "max_tokens": 12}
-    assert conversation.sampling() == chosen
+    chosen: dict[str, Any] = {
+        "temperature": 0,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "max_tokens": 12,
+    }
+    assert conversation.sampling() == SamplingParams(**chosen)
     conversation.handle("/set max_gen_len none")
     conversation.handle("/set stop none")
-    assert conversation.sampling() == {**chosen, "stop": (), "max_tokens": None}
+    assert conversation.sampling() == SamplingParams(**{**chosen, "stop": (), "max_tokens": None})
     shown = conversation.handle("/set").note.splitlines()
     assert [line.split()[0] for line in shown] == list(SETTINGS)
     assert {"temperature 0.0", "stop none", "max_gen_len none", "seed 7"} <= set(shown)
     conversation.handle("/set seed none")
-    assert conversation.sampling()["seed"] != conversation.sampling()["seed"], "a new one each time"
+    assert conversation.sampling().seed != conversation.sampling().seed, "a new one each time"
 
 
 @pytest.mark.parametrize(
