@@ -87,9 +87,7 @@ def test_text_completion_streams_a_prompt(demo, script, tmp_path, monkeypatch, c
         (["--prompt_file", "-"], "One and two make"),
     ):
         pieces: list[str] = []
-        monkeypatch.setattr(
-            "llama.cli.commands._write", lambda x, alone, to=pieces: to.append(x)
-        )
+        monkeypatch.setattr("llama.cli.commands._write", lambda x, alone, to=pieces: to.append(x))
         assert script("text_completion", *words, *GREEDY, "--max_gen_len", "12") == 0
         (wanted,) = demo.text_completion([prompt], 0.0, max_gen_len=12)
         assert "".join(pieces) == f"{prompt}\n> {wanted['generation']}\n"
