@@ -83,6 +83,8 @@ def run_modules(model: Transformer, sequences: list[tuple[int, int]]) -> list[Te
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """To the bit: both ways run the same kernels, or the same calls of torch, on the same numbers
+    in the same process."""
     return all(map(torch.equal, a, b))
 
 

@@ -292,7 +292,7 @@ def test_layers_split_over_ranks_are_the_whole_layer():
 
 
 def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
-    """The scales of a rank are those of its own rows."""
+    """The scales of a rank are those of its own rows. Exact: each sum is of a number and zeros."""
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     tokens = torch.tensor([0, 127, 64, 63, 5])
     whole = Int8Weight.pack(weight)

@@ -110,6 +110,7 @@ def test_freqs_cis_are_metas(ours, checkpoint_dir, meta):
 
 
 def test_a_state_dict_has_metas_names_and_weights(ours, checkpoint_dir, meta):
+    """The weights to the bit, since they are copied."""
     _, state, params = checkpoint_dir
     theirs = meta.model(state, params, max_seq_len=32)
     found = ours.state_dict()

@@ -85,6 +85,7 @@ def test_a_library_that_was_not_kept_is_compiled(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
 def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path):
+    """The bits, since both run the same body of the kernels, and torch's one thread, on one CPU."""
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {f"llama/ops/cpu/{build.library_name(build.INSTRUCTION_SETS[-1])}",

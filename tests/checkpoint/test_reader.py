@@ -39,7 +39,7 @@ def test_kv_heads_are_replicated_in_order(tmp_path):
     heads = STATE["layers.1.attention.wk.weight"].chunk(4)
     for rank in range(8):
         shard = loaded(found, rank, 8).named_shards()["layers.1.attention.wk.weight"]
-        assert torch.equal(shard, heads[rank // 2])
+        assert torch.equal(shard, heads[rank // 2])  # copied
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])

@@ -325,7 +325,8 @@ def test_numbers_differ_by_seed_by_position_and_by_both_words_of_the_seed() -> N
 
 
 def test_a_draw_depends_on_its_row_its_seed_and_its_position_alone() -> None:
-    """Not on neighbours, row order, batch size, or how the tokens before are divided."""
+    """Not on neighbours, row order, batch size, or how the tokens before are divided. The ids are
+    exact, as a row's weights are whole numbers; log-probabilities are torch's."""
     torch.manual_seed(2)
     vocab, rng = 3000, random.Random(2)
     logits = (torch.randn(32, vocab) * 3).bfloat16().float()

@@ -30,6 +30,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
+    """To the bit: our kernels make the sums of a row in one order, wherever the row is."""
     return torch.equal(bits(a), bits(b))
 
 
@@ -76,6 +77,7 @@ def test_the_norm_is_rounded_before_its_weight(kernels):
     scale = (x.float().pow(2).mean() + 1e-5).rsqrt()
     expected = (x.float() * scale).bfloat16().float() * weight.float()
     assert not torch.equal(expected.bfloat16(), (x.float() * scale * weight.float()).bfloat16())
+    # Exact, as each number is far from the middle of two of bf16.
     assert torch.equal(rms_norm(x, weight, 1e-5), expected.bfloat16())
 
 
@@ -131,7 +133,7 @@ def test_rope_and_store_by_hand(no_kernels, device):
     torch.testing.assert_close(queries.double(), exact[:, :6], rtol=1e-5, atol=1e-5)
     keys, values = pages.flatten(1, 2)[:, rope.slots]
     torch.testing.assert_close(keys.double(), exact[:, 6:8], rtol=1e-5, atol=1e-5)
-    assert torch.equal(values, rope.qkv[:, 8:])
+    assert torch.equal(values, rope.qkv[:, 8:])  # copied
 
 
 def test_a_row_gives_the_same_bytes_alone_in_a_batch_and_on_any_number_of_threads(kernels):
@@ -167,6 +169,7 @@ def test_rows_that_are_not_contiguous(kernels):
 )
 def test_what_has_no_kernel_goes_to_the_torch_body(kernels, monkeypatch, width, dtype):
     x, weight = numbers(3, width).to(dtype), numbers(width, seed=1).to(dtype)
+    # To the bit: both sides are the same calls of torch, of the same sizes.
     plain = torch_body(rms_norm, x, weight, 1e-5, monkeypatch=monkeypatch)
     assert torch.equal(rms_norm(x, weight, 1e-5), plain)
     assert torch.equal(silu_mul(x), torch_body(silu_mul, x, monkeypatch=monkeypatch))

@@ -45,6 +45,7 @@ def check_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
+    """To the bit: our kernels add the products of a row in one order, and packing adds nothing."""
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
@@ -86,6 +87,7 @@ def test_any_number_of_threads_gives_the_same_bytes(kernels, k):
 
 
 def test_packing_reorders_the_same_memory_and_unpack_gives_it_back():
+    """To the bit: nothing is computed."""
     bits = torch.randint(-(2**15), 2**15, (4128, 6), dtype=torch.int16)  # any bytes, NaNs too
     weight = bits.view(torch.bfloat16).clone()
     blocked = BlockedWeight.pack(weight)
@@ -106,7 +108,7 @@ def test_the_layout_that_the_kernels_file_describes():
 
 def test_rows_of_int8_are_what_they_stand_for():
     small = Int8Weight.pack(numbers(96, 14))
-    ids = torch.tensor([95, 0, 33, 33])
+    ids = torch.tensor([95, 0, 33, 33])  # exact: one product of two numbers each
     assert torch.equal(small.rows(ids), small.exact()[ids].bfloat16())
 
 
@@ -180,7 +182,7 @@ def test_what_does_not_fit_stays_as_it_is(weight):
         assert type(kept) is PlainWeight and kept.plain().data_ptr() == weight.data_ptr()
     if weight.device.type == "cpu":
         x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
-        assert torch.equal(kept.linear(x), F.linear(x, weight))
+        assert torch.equal(kept.linear(x), F.linear(x, weight))  # the same call
 
 
 @pytest.mark.parametrize("kernels", ["avx2"], indirect=True)
@@ -218,6 +220,7 @@ def test_an_int8_product_is_the_product_with_what_is_packed(kernels, m, n, k):
 
 @pytest.mark.parametrize("n, k", [(32, 2), (64, 514), (96, 4096), (4128, 66)])
 def test_the_kernels_pack_as_torch_does(kernels, n, k):
+    """To the bit: a number is divided once and rounded once, as IEEE has it."""
     weight = numbers(n, k) * torch.logspace(-20, 20, n)[:, None].bfloat16()
     weight[5] = 0
     blocked, small = BlockedWeight.pack(weight.clone()), Int8Weight.pack(weight)
@@ -304,7 +307,8 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
 
 @pytest.mark.skipif("amx_bf16" not in native.cpu_flags(), reason="this CPU has no tiles")
 def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(libraries, monkeypatch):
-    """Vectors give other bytes: so tiles are used, and the emulation does what they do."""
+    """To the bit: the emulation adds in the tiles' order. Vectors give other bytes, so that tiles
+    are used."""
     for m, n, k in [(1, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
         x, weight = numbers(m, k), numbers(n, k, seed=1)
         results = {}

@@ -114,7 +114,8 @@ def test_the_whole_vocabulary_as_likely_as_can_be(kernels):
 
 
 def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
-    """Rows with thousands of candidates: long enough for the threads to work at the same time."""
+    """Rows with thousands of candidates: long enough for the threads to work at the same time. The
+    ids are exact, as a row's weights are whole numbers."""
     logits = torch.randn(64, 20_000, generator=torch.Generator().manual_seed(1)) * 0.3
     rules = [
         SamplingRow(),

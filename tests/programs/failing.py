@@ -2,7 +2,7 @@
 
 A case is {"world", "fault", "rank", "when", "timeout_s"}. Under torchrun one case is given as JSON.
 Without it, the argument is a file of cases: torch is imported once, and each case gets forked
-ranks, three cases at a time. Each leaves NAME.json: exit statuses (null: still there after 30
+ranks, three cases at a time. Each leaves NAME.json: exit statuses (null: still there after 60
 seconds, and killed), what the ranks wrote to stderr, and the seconds from the fault to the end.
 """
 
@@ -27,7 +27,7 @@ from llama.ranks.signals import drain
 
 AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are whole
-LIMIT_S = 30.0  # generous: it tells a hang from an end
+LIMIT_S = 60.0  # generous: it tells a hang from an end
 
 
 def fail(fault: str, mark: Path) -> None:

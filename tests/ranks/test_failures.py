@@ -1,7 +1,7 @@
 """One rank fails, stalls or leaves, in real processes: the job ends, and one message says why.
 
 Ranks are forked from a program that has imported torch once; where torchrun has a part in it, it is
-torchrun. No time is asserted but 30 seconds, which tell a hang from an end.
+torchrun. No time is asserted but 60 seconds, which tell a hang from an end.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from llama.ranks.stalls import find_stalled_rank
 
 pytestmark = pytest.mark.dist
 
-LIMIT_S = 30  # tells a hang from an end
+LIMIT_S = 60  # tells a hang from an end
 HOST = socket.gethostname()
 KILLED = "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
 STALLED = ": the others waited 2 s in "
@@ -106,7 +106,7 @@ def test_a_rank_that_fails_ends_the_job_with_one_message(name, ended):
     is one traceback for an exception, else none; no rank ends with SIGABRT."""
     world, fault, rank, _, _, cause = CASES[name]
     statuses, said = ended[name]["statuses"], ended[name]["said"]
-    assert None not in statuses, f"still there after 30 s: {statuses}\n{said}"
+    assert None not in statuses, f"still there after 60 s: {statuses}\n{said}"
     left_early = name == "left"
     assert all(s for r, s in enumerate(statuses) if not (left_early and r == rank)), statuses
     assert -signal.SIGABRT not in statuses

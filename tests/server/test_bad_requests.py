@@ -29,7 +29,7 @@ def tool_server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def connection() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=60) as client:
         yield client
 
 
@@ -68,7 +68,7 @@ def test_headers_without_end_are_cut(tool_server, sent):
     """They come before any check of a key: the server must not collect them."""
     address = urlsplit(tool_server.url)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=20) as client:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as client:
         answer = b""
         try:
             client.sendall(head + sent)

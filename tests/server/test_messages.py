@@ -1,12 +1,12 @@
 """Anthropic's Messages API, with Anthropic's own client: real sockets and the demo model, and, for
-tool calls, the real app with a model that follows a script."""
+tool calls, the real app with a model that follows a script. The tests import it, which takes long.
+"""
 
 import asyncio
 import contextlib
 import json
 from typing import Any
 
-import anthropic
 import httpx2
 import jsonschema
 import pytest
@@ -110,6 +110,8 @@ def test_a_stream_is_the_message_that_does_not_stream(server, demo, body):
 
 
 def test_the_client_sync_and_async(server):
+    import anthropic
+
     asked: Any = {"model": "demo", "messages": STORY, "max_tokens": 20}
     greedy: Any = {"extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
@@ -170,6 +172,8 @@ def test_what_coding_agents_send(server):
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "extra_body": {"temperature": 1, "top_k": 1},
     }
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         messages = client.beta.messages
         assert messages.count_tokens(**asked).input_tokens == counts["prompt_tokens"]
@@ -211,8 +215,9 @@ def test_an_answer_that_is_begun_and_one_of_a_given_form(server, demo):
 class MessagesServer(ScriptedServer):
     def ask(self, work: Any, tool_format: ToolFormat | None = None) -> Any:
         """What `work(client)` returns; client: an anthropic.AsyncAnthropic."""
+        import anthropic
 
-        def connect(connection: Any) -> anthropic.AsyncAnthropic:
+        def connect(connection: Any) -> Any:
             return anthropic.AsyncAnthropic(
                 base_url="http://localhost", api_key="k", http_client=connection, max_retries=0
             )
@@ -224,7 +229,7 @@ class MessagesServer(ScriptedServer):
         body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
         body.setdefault("max_tokens", 300)
 
-        async def both(client: anthropic.AsyncAnthropic) -> tuple[Any, Any, list[Any]]:
+        async def both(client: Any) -> tuple[Any, Any, list[Any]]:
             async def streamed() -> list[Any]:
                 stream = await client.messages.create(**body, stream=True)
                 return [event.to_dict() async for event in stream]
@@ -368,7 +373,9 @@ def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
     scripted.says("x")
     body: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 5}
 
-    async def ask(client: anthropic.AsyncAnthropic) -> None:
+    import anthropic
+
+    async def ask(client: Any) -> None:
         with pytest.raises(anthropic.APIStatusError, match="the model failed") as error:
             async for _ in await client.messages.create(**body, stream=True):
                 pass

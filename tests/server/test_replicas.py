@@ -66,7 +66,7 @@ class _Nginx:
     def __enter__(self) -> str:
         command = ["nginx", "-p", str(self._folder), "-c", str(self._folder / "nginx.conf")]
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        url, end = f"http://127.0.0.1:{self._port}", time.monotonic() + 20
+        url, end = f"http://127.0.0.1:{self._port}", time.monotonic() + 60
         while True:
             try:
                 web.get(f"{url}/health")

@@ -259,7 +259,7 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
             next(response.iter_bytes())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            web.post(url, json=body, timeout=0.2)
+            web.post(url, json=body, timeout=httpx.Timeout(60, read=0.2))
     wait_for_load(server.url, 0)
     end = time.monotonic() + 60
     while "kv_cache_usage_perc 0.0\n" not in web.get(f"{server.url}/metrics").text:

@@ -53,7 +53,7 @@ def test_norms(both, dtype, shape):
     weight = numbers(shape[-1], dtype=dtype, seed=2)
     for eps in (1e-5, 0.5):
         got, want = both(lambda kernels, eps=eps: add_norm(x, delta, weight, eps, kernels))
-        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[0], want[0])  # one sum of two numbers each
         check(got[1], want[1])
         check(*both(lambda kernels, eps=eps: rms_norm(x, weight, eps, kernels)))
 
@@ -70,7 +70,8 @@ def test_rows_that_are_not_in_one_piece(both, dtype):
     "count, heads, head_dim", [(1, (4, 2), 32), (7, (6, 3), 64), (3, (8, 1), 16)]
 )
 def test_rope_and_store(both, dtype, count, heads, head_dim):
-    """The bits of the torch body, in the slots that are written, and no others are touched."""
+    """The bits of the torch body, as both make the same four products and two sums in float32; in
+    the slots that are written, and no others are touched."""
     n_heads, n_kv_heads = heads
     qkv = numbers(count, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
     freqs_cis = precompute_freqs_cis(head_dim, 5000, 5e5, 8.0)[4000 : 4000 + 9 * count : 9]

@@ -47,7 +47,7 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
 
 
 def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
-    """Through the same kernels; and nearly the numbers of the torch bodies."""
+    """To the bit, since both launch the same kernels; nearly the numbers of the torch bodies."""
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     model = make_model(dtype)
     for step in STEPS:

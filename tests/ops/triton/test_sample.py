@@ -1,4 +1,5 @@
-"""The sampling kernels in Triton's interpreter give the very ids of the torch body."""
+"""The sampling kernels in Triton's interpreter give the very ids of the torch body: a row's weights
+are whole numbers, so that all after them is exact."""
 
 import math
 import random
