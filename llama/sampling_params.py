@@ -7,7 +7,7 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
@@ -68,6 +68,8 @@ def _word(name: str, value: Any) -> str:
 
 def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int) -> tuple:
     """The entries of a list, tuple or array, each checked, at most `most` of them."""
+    if value is None:
+        return ()
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
@@ -266,8 +268,9 @@ class SamplingParams:
         most = _MOST if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", whole_number, 0, most)
         self._check("best_of", whole_number, self.n, NARROWED["best_of"][1], optional=True)
-        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
-            self._check(name, _switch)
+        for each in fields(self):
+            if each.type is bool:
+                self._check(each.name, _switch)
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
         self._set("stop", _tuple_of(_word, "stop", self.stop, MOST_STOPS))

@@ -190,6 +190,8 @@ def test_lists_become_tuples_and_a_bias_sorted_pairs() -> None:
     assert params.stop_token_ids == (3, 1)
     assert params.logit_bias == ((2, -3.0), (9, 1.0))
     assert SamplingParams(logit_bias=None).logit_bias == ()
+    none = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)  # type: ignore[arg-type]
+    assert none == SamplingParams()
 
 
 def test_a_callers_list_may_change_afterwards() -> None:

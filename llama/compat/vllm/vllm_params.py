@@ -88,9 +88,6 @@ class SamplingParams(LlamaParams):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            if getattr(self, name) is None:
-                self._set(name, ())
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is True:
                 self._set(name, 1)
@@ -98,9 +95,6 @@ class SamplingParams(LlamaParams):
             self._set("seed", None)
         self._set("structured_output", self.structured_outputs)
         super().__post_init__()
-        for name in ("detokenize", "spaces_between_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={brief(getattr(self, name))} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind={brief(self.output_kind)} must be a RequestOutputKind")
         if self.stop and not self.detokenize:
