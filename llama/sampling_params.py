@@ -7,8 +7,8 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
 
@@ -50,20 +50,17 @@ def _token_id(name: str, value: Any) -> int:
     return whole_number(name, value, *TOKEN_IDS)
 
 
-def _switch(name: str, value: Any) -> bool:
+def _switch(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise _wrong(name, value, "be True or False")
-    return value
 
 
 def _word(name: str, value: Any) -> str:
     low, high = WORD_LENGTHS
-    must = f"be a string of {low} to {high} characters"
-    if not isinstance(value, str):
-        raise _wrong(name, value, must)
-    if not low <= len(value) <= high:
-        raise FieldError(name, f"{name}={brief(value)} must {must}, not {len(value)}")
-    return value
+    if isinstance(value, str) and low <= len(value) <= high:
+        return value
+    error = _wrong(name, value, f"be a string of {low} to {high} characters")
+    raise FieldError(name, f"{error}, not {len(value)}") if isinstance(value, str) else error
 
 
 def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int) -> tuple:
@@ -237,6 +234,12 @@ class SamplingParams:
         mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
+    _SWITCHES: ClassVar[tuple[str, ...]] = (
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "ignore_eos",
+    )
+
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -262,32 +265,29 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (low, high, optional) in WHOLE_NUMBERS.items():
-            self._check(name, whole_number, low, high, optional=optional)
+            value = whole_number(name, getattr(self, name), low, high, optional=optional)
+            self._set(name, value)
         for name, (least, greatest) in NUMBERS.items():
-            self._check(name, number, least, greatest)
+            self._set(name, number(name, getattr(self, name), least, greatest))
         most = _MOST if self.max_tokens is None else self.max_tokens
-        self._check("min_tokens", whole_number, 0, most)
-        self._check("best_of", whole_number, self.n, NARROWED["best_of"][1], optional=True)
-        for each in fields(self):
-            if each.type is bool:
-                self._check(each.name, _switch)
-        if isinstance(self.stop, str):
-            self._set("stop", (self.stop,))
-        self._set("stop", _tuple_of(_word, "stop", self.stop, MOST_STOPS))
+        self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
+        most = NARROWED["best_of"][1]
+        self._set("best_of", whole_number("best_of", self.best_of, self.n, most, optional=True))
+        for name in self._SWITCHES:
+            _switch(name, getattr(self, name))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._set("stop", _tuple_of(_word, "stop", stop, MOST_STOPS))
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         self._set("stop_token_ids", ids)
         self._set("bad_words", _tuple_of(_word, "bad_words", self.bad_words, MOST_WORDS))
-        self._check("logit_bias", _bias)
-        self._check("structured_output", _form)
+        self._set("logit_bias", _bias("logit_bias", self.logit_bias))
+        self._set("structured_output", _form("structured_output", self.structured_output))
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
             raise FieldError(
                 "ignore_eos",
                 "ignore_eos and min_tokens cannot be used with structured_output, which ends an "
                 "answer where its form does: leave them out",
             )
-
-    def _check(self, name: str, check: Callable[..., Any], *limits: Any, **more: Any) -> None:
-        self._set(name, check(name, getattr(self, name), *limits, **more))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on

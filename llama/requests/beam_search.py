@@ -15,7 +15,7 @@ from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamParams:
     """Names and meanings of transformers' generate; scores are sum(logprobs) / length ** penalty.
 
@@ -28,9 +28,8 @@ class BeamParams:
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "beam_width", whole_number("beam_width", self.beam_width, 1, 16))
-        penalty = number("length_penalty", self.length_penalty, -10, 10)
-        object.__setattr__(self, "length_penalty", penalty)
+        self.beam_width = whole_number("beam_width", self.beam_width, 1, 16)
+        self.length_penalty = number("length_penalty", self.length_penalty, -10, 10)
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f"early_stopping={self.early_stopping!r}: give True, False or 'never'")
 

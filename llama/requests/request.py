@@ -153,7 +153,6 @@ class RequestOutput:
         ]
         answers = request.answers
         self._first = answers[0].sequence
-        self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self.error = NO_TOKEN if any(a.finish_reason == "error" for a in answers) else None
         self.usage = Usage(
             prompt_tokens=self._first.num_prompt,
@@ -167,9 +166,9 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
-        if not self._has_prompt_logprobs:
-            return None
         seq = self._first
+        if seq.params.prompt_logprobs is None:
+            return None
         scored = seq.tokens[1 : seq.num_prompt]
         return [None, *_dicts(scored, seq.prompt_logprobs[1:], seq.prompt_top_logprobs[1:])]
 
