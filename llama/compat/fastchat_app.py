@@ -25,7 +25,7 @@ from starlette.responses import Response, StreamingResponse
 from llama.cli import ranks
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.host_params import FASTCHAT
-from llama.compat.hosts import Pace, async_generate_stream, twice_at_the_end
+from llama.compat.hosts import Pace, async_generate_stream, reasons
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.tokenizer import Tokenizer
@@ -97,10 +97,10 @@ class FastChatWorker:
             )
             async with self._slots, contextlib.aclosing(outputs):
                 async for report in outputs:
-                    if "abort" in _reasons(report):
+                    if "abort" in reasons(report):
                         raise RuntimeError(_ENDED_EARLY)
-                    if pace.is_due(report):
-                        yield report
+                    for told in pace.told(report):
+                        yield told
         except ValueError as e:
             yield _error(OUT_OF_RANGE, str(e))
         except RuntimeError as e:  # of the model, or the engine is closed
@@ -112,8 +112,7 @@ class FastChatWorker:
         """Reports as JSON, each with a zero byte after it."""
         async with contextlib.aclosing(self.reports(params)) as reports:
             async for report in reports:
-                for part in twice_at_the_end(report):
-                    yield json.dumps(part).encode() + b"\0"
+                yield json.dumps(report).encode() + b"\0"
 
     async def last_report(self, params: dict[str, Any]) -> dict[str, Any]:
         async with contextlib.aclosing(self.reports(params)) as reports:
@@ -229,12 +228,6 @@ def as_trained(prompt: str) -> str:
     if turns[:1] == [f"system{_END}{_EOT}"]:
         del turns[0]
     return _START.join([before, *turns])
-
-
-def _reasons(report: dict[str, Any]) -> list[str | None]:
-    """Why each answer has ended; None for one that goes on."""
-    reasons = report.get("finish_reason")
-    return reasons if isinstance(reasons, list) else [reasons]
 
 
 def _error(code: int, message: str) -> dict[str, Any]:

@@ -43,18 +43,31 @@ _serials = itertools.count()
 
 
 class Pace:
-    """Which reports are due: that of the first token, of every `interval` tokens, the last one."""
+    """Which reports a host is told: that of the first token, of every `interval` tokens, the last.
+
+    The last comes twice, as FastChat's own workers send it: why a text has ended is said alone,
+    after all text. Its OpenAI server makes a chunk of that, and there are clients that read no text
+    beside a reason.
+    """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
-        self._reported = 1 - interval
+        self._told = 1 - interval  # tokens
 
-    def is_due(self, report: _Report) -> bool:
+    def told(self, report: _Report) -> list[_Report]:
+        if None not in reasons(report):
+            return [{**report, "finish_reason": None}, report]
         count = report["usage"]["completion_tokens"]
-        if not is_last(report) and count - self._reported < self._interval:
-            return False
-        self._reported = count
-        return True
+        if count - self._told < self._interval:
+            return []
+        self._told = count
+        return [report]
+
+
+def reasons(report: _Report) -> list[str | None]:
+    """Why each answer has ended; None for one that goes on."""
+    found = report["finish_reason"]
+    return found if isinstance(found, list) else [found]
 
 
 def generate_stream(
@@ -178,9 +191,8 @@ def _due(
     """The reports that are due, as the host's function yields them."""
     with contextlib.closing(outputs):
         for output in outputs:
-            report = _report(request, output, engine.tokenizer)
-            if pace.is_due(report):
-                yield from [report["text"]] if request.is_text else twice_at_the_end(report)
+            told = pace.told(_report(request, output, engine.tokenizer))
+            yield from [told[0]["text"]] if told and request.is_text else told
 
 
 class _Sentences:
@@ -210,7 +222,7 @@ def _report(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -
     """What a host reads of an output."""
     if output.error is not None:
         raise RuntimeError(output.error)
-    reasons = [answer.finish_reason for answer in output.outputs]
+    ends = [answer.finish_reason for answer in output.outputs]
     return {
         "text": " ".join(request.echo + answer.text for answer in output.outputs),
         "error_code": 0,
@@ -221,7 +233,7 @@ def _report(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -
             "total_tokens": output.usage.total_tokens,
             "dropped_prompt_tokens": request.num_dropped,
         },
-        "finish_reason": reasons[0] if len(reasons) == 1 else reasons,
+        "finish_reason": ends[0] if len(ends) == 1 else ends,
     }
 
 
@@ -237,16 +249,3 @@ def _logprobs(
         *zip(answer.token_ids, answer.logprobs, strict=False),
     ]
     return TextScores(tokenizer, skip_special_tokens=True).push(scores)
-
-
-def twice_at_the_end(report: _Report) -> Iterator[_Report]:
-    """As FastChat's own workers: why a text has ended is said alone, after all text. Its OpenAI
-    server makes a chunk of that, and there are clients that read no text beside a reason."""
-    if is_last(report):
-        yield {**report, "finish_reason": None}
-    yield report
-
-
-def is_last(report: _Report) -> bool:
-    reason = report.get("finish_reason")  # FastChat's errors have none
-    return None not in reason if isinstance(reason, list) else reason is not None
