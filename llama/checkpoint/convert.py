@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from torch import Size
+from tqdm import tqdm
 
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint import writing
@@ -22,10 +22,11 @@ from llama.checkpoint.tokenizer_files import (
     tokenizer_config,
     tokenizer_json,
 )
-from llama.checkpoint.writing import Progress
 from llama.checks import whole_number
-from llama.model.args import ModelArgs
-from llama.tokenizer import Tokenizer
+from llama.model.args import HARMLESS_PARAMS, ModelArgs
+
+Weights = dict[str, list[str]]  # titles of files, and the tensors of each, by Meta's names
+Files = dict[str, Path | dict[str, Any]]  # titles of the other files: copies of one, or JSON
 
 _FILE_BYTES = 5_000_000_000  # of one .safetensors, at most, unless one tensor is larger
 _MAX_SHARDS = 4096
@@ -51,13 +52,10 @@ def reshard(
     if checkpoint.layout != "meta":
         raise ValueError(f"{checkpoint.folder} is in Hugging Face's layout: convert it first")
     checkpoint.params.check_ranks(size)
+    copied = [checkpoint.params_path, *_tokenizer(checkpoint)]
+    files: Files = {path.name: path for path in copied}
     reader = CheckpointReader(checkpoint)
-    with writing.new_folder(out_dir) as folder:
-        _write_shards(reader, folder, size, progress)
-        for path in (checkpoint.params_path, _tokenizer_path(checkpoint)):
-            if path is not None:
-                writing.copy_file(path, folder / path.name)
-    return writing.written(out_dir)
+    return _write(reader, "meta", _shards(reader, size), files, out_dir, progress)
 
 
 def convert(
@@ -75,100 +73,82 @@ def convert(
     `out_dir` that holds something.
     """
     checkpoint = find(ckpt_dir)
-    reader, path = CheckpointReader(checkpoint), _tokenizer_path(checkpoint)
-    to_hf = checkpoint.layout == "meta"
-    tokenizer = load_tokenizer(path, checkpoint.params) if to_hf and path else None
-    with writing.new_folder(out_dir) as folder:
-        if to_hf:
-            _write_hf(reader, tokenizer, folder, progress)
-        else:
-            _write_shards(reader, folder, 1, progress)
-            writing.write_json(folder / "params.json", _meta_params(checkpoint.params))
-        if tokenizer and path:
-            _write_tokenizer(tokenizer, path, checkpoint, folder)
-        elif path:
-            writing.copy_file(path, folder / path.name)
-    missing = [f"no tokenizer is in {checkpoint.folder}: none was written"] * (path is None)
-    return missing + writing.written(out_dir)
+    reader, tokenizer = CheckpointReader(checkpoint), _tokenizer(checkpoint)
+    files: Files = {path.name: path for path in tokenizer}
+    if checkpoint.layout == "meta":
+        layout, weights = "hf", _hf_weights(reader)
+        files = _hf_files(checkpoint, reader, weights, tokenizer)
+    else:
+        layout, weights = "meta", _shards(reader, 1)
+        files["params.json"] = _meta_params(checkpoint.params)
+    missing = [] if tokenizer else [f"no tokenizer is in {checkpoint.folder}: none was written"]
+    return missing + _write(reader, layout, weights, files, out_dir, progress)
 
 
-def _write_shards(reader: CheckpointReader, folder: Path, size: int, progress: bool) -> None:
-    """consolidated.NN.pth for each of `size` ranks."""
-    names = list(reader.shapes)
-    files = {f"consolidated.{rank:02d}.pth": names for rank in range(size)}
-    _write_files(reader, folder, files, "meta", size, progress)
+def _tokenizer(checkpoint: Checkpoint) -> list[Path]:
+    """Its path, or none: weights alone are a checkpoint too."""
+    try:
+        return [checkpoint.tokenizer_path()]
+    except FileNotFoundError:
+        return []
 
 
-def _write_hf(
-    reader: CheckpointReader, tokenizer: Tokenizer | None, folder: Path, progress: bool
-) -> None:
-    """The weights, config.json, and where the special ids are known, generation_config.json."""
-    tied = reader.params.tied_output or reader.are_equal("output.weight", "tok_embeddings.weight")
-    sizes = _num_bytes(reader, reader.shapes)
-    if tied:
-        sizes.pop("output.weight", None)
-    groups = _by_size(sizes, _FILE_BYTES)
-    titles = ["model.safetensors"]
-    if len(groups) > 1:
-        titles = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    files = dict(zip(titles, groups, strict=True))
-    _write_files(reader, folder, files, "hf", 1, progress)
-    if len(files) > 1:
-        index = {name_in("hf", name): title for title, names in files.items() for name in names}
-        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
-        writing.write_json(folder / "model.safetensors.index.json", content)
-    dtype = reader.dtype("tok_embeddings.weight")
-    ids = special_ids(tokenizer) if tokenizer else hf.metas_special_ids(reader.params)
-    config = hf.config_of(reader.params, tied=tied, dtype=dtype, ids=ids)
-    writing.write_json(folder / "config.json", config)
-    if ids:
-        writing.write_json(folder / "generation_config.json", ids | _SAMPLING)
-
-
-def _write_files(
-    reader: CheckpointReader,
-    folder: Path,
-    files: dict[str, list[str]],
-    layout: str,
-    size: int,
-    progress: bool,
-) -> None:
-    """Titles and the tensors of each, by Meta's names: whole ones, or file by file the share of
-    each of `size` ranks."""
+def _num_bytes(reader: CheckpointReader, size: int) -> dict[str, int]:
+    """Of each tensor's share of one of `size` ranks, in the type of the files."""
     shapes = shard_shapes(reader.params, size)
-    each = _num_bytes(reader, shapes)
-    sizes = [sum(each[name] for name in names) for names in files.values()]
-    writing.check_room(folder, sum(sizes) + max(sizes))  # all, and the scratch of one
-    with Progress(sum(sizes), len(files), progress) as bar:
-        for i, (title, names) in enumerate(files.items()):
-            bar.begin_file(i)
-            tensors = {}
-            for name in names:
-                tensor = writing.scratch(folder, shapes[name], reader.dtype(name))
-                reader.copy(name, tensor, i % size, size, layout)
-                bar.half(tensor.nbytes)
-                tensors[name_in(layout, name)] = tensor
-            if layout == "meta":  # a tied output is a second name for the embedding's bytes
-                tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
-            writing.save(folder / title, tensors, bar)
-
-
-def _num_bytes(reader: CheckpointReader, shapes: dict[str, Size]) -> dict[str, int]:
-    """Of tensors of these shapes, in the types of the files."""
     return {name: shape.numel() * reader.dtype(name).itemsize for name, shape in shapes.items()}
 
 
-def _by_size(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The names in order, in groups of at most `limit` bytes (or of one name)."""
+def _shards(reader: CheckpointReader, size: int) -> Weights:
+    """A file for each of `size` ranks: it gets a share of every tensor."""
+    return {f"consolidated.{rank:02d}.pth": list(reader.shapes) for rank in range(size)}
+
+
+def _hf_weights(reader: CheckpointReader) -> Weights:
+    """The tensors in order, in files of at most _FILE_BYTES, or of one tensor."""
+    sizes = _num_bytes(reader, 1)
+    if "output.weight" in sizes and reader.are_equal("output.weight", "tok_embeddings.weight"):
+        del sizes["output.weight"]
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
         if size > room:
             groups.append([])
-            room = limit
+            room = _FILE_BYTES
         groups[-1].append(name)
         room -= size
-    return groups
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
+
+
+def _hf_files(
+    checkpoint: Checkpoint, reader: CheckpointReader, weights: Weights, tokenizer: list[Path]
+) -> Files:
+    """The index of several files, the configurations, and the tokenizer.
+
+    As in Meta's releases, tokenizer.model is in original/: beside tokenizer.json, programs would
+    take it for one of SentencePiece.
+    """
+    params, sizes, files = checkpoint.params, _num_bytes(reader, 1), Files()
+    title_of = {name: title for title, names in weights.items() for name in names}
+    ids = hf.metas_special_ids(params)
+    for path in tokenizer:
+        found = load_tokenizer(path, params)
+        ids = special_ids(found)
+        files["tokenizer.json"] = path if path.suffix == ".json" else tokenizer_json(found)
+        if path.suffix != ".json":
+            files["original/tokenizer.model"] = path
+        config = tokenizer_config(found, params, is_guard=checkpoint.is_guard)
+        files["tokenizer_config.json"] = config
+    if len(weights) > 1:
+        files["model.safetensors.index.json"] = {
+            "metadata": {"total_size": sum(sizes[name] for name in title_of)},
+            "weight_map": {name_in("hf", name): title for name, title in title_of.items()},
+        }
+    tied, dtype = "output.weight" not in title_of, reader.dtype("tok_embeddings.weight")
+    files["config.json"] = hf.config_of(params, tied=tied, dtype=dtype, ids=ids)
+    return files | {"generation_config.json": ids | _SAMPLING} if ids else files
 
 
 def _meta_params(args: ModelArgs) -> dict[str, Any]:
@@ -176,11 +156,8 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
 
     Meta's package refuses keys that it does not know; the sizes that Meta released need none.
     """
-    keys = (
-        "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of",
-        "ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope",
-    )  # fmt: skip
-    params = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    ours = HARMLESS_PARAMS | {"rope_scale_factor", "context_length", "tied_output"}
+    params = {key: x for key, x in vars(args).items() if key not in ours and x is not None}
     inferred = ModelArgs(**params)
     if inferred.rope_factor != args.rope_factor:
         params["rope_scale_factor"] = args.rope_factor
@@ -189,25 +166,49 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
     return params
 
 
-def _tokenizer_path(checkpoint: Checkpoint) -> Path | None:
-    """None where there is none: weights alone are a checkpoint too."""
-    try:
-        return checkpoint.tokenizer_path()
-    except FileNotFoundError:
-        return None
+def _write(
+    reader: CheckpointReader,
+    layout: str,
+    weights: Weights,
+    files: Files,
+    out_dir: str | os.PathLike[str],
+    progress: bool,
+) -> list[str]:
+    """Write a folder; a line for each file and one for all."""
+    with writing.new_folder(out_dir) as folder:
+        _write_weights(reader, layout, weights, folder, progress)
+        for title, content in files.items():
+            if isinstance(content, Path):
+                writing.copy_file(content, folder / title)
+            else:
+                writing.write_json(folder / title, content)
+    return writing.written(out_dir)
 
 
-def _write_tokenizer(
-    tokenizer: Tokenizer, path: Path, checkpoint: Checkpoint, folder: Path
+def _write_weights(
+    reader: CheckpointReader, layout: str, weights: Weights, folder: Path, progress: bool
 ) -> None:
-    """tokenizer.json, tokenizer_config.json and, as in Meta's releases, original/tokenizer.model.
+    ranks = len(weights) if layout == "meta" else 1
+    shapes, sizes = shard_shapes(reader.params, ranks), _num_bytes(reader, ranks)
+    each = [sum(sizes[name] for name in names) for names in weights.values()]
+    total = sum(each)
+    writing.check_room(folder, total + max(each))  # all, and the scratch of one
+    bar = tqdm(total=total, desc="Writing", unit="B", unit_scale=True, disable=not progress)
 
-    Beside tokenizer.json, programs would take a tokenizer.model for one of SentencePiece.
-    """
-    if path.suffix == ".json":
-        writing.copy_file(path, folder / "tokenizer.json")
-    else:
-        writing.write_json(folder / "tokenizer.json", tokenizer_json(tokenizer))
-        writing.copy_file(path, folder / "original" / "tokenizer.model")
-    config = tokenizer_config(tokenizer, checkpoint.params, is_guard=checkpoint.is_guard)
-    writing.write_json(folder / "tokenizer_config.json", config)
+    def report(count: int) -> None:
+        """A tensor counts half when it is in scratch, and half when it is in its file. A .pth has
+        some bytes more: beyond the total, tqdm would draw no bar."""
+        bar.update(min(count / 2, total - bar.n))
+
+    with bar:
+        for i, (title, names) in enumerate(weights.items()):
+            bar.set_postfix_str(f"file {i + 1} of {len(weights)}")
+            tensors = {}
+            for name in names:
+                tensor = writing.scratch(folder, shapes[name], reader.dtype(name))
+                reader.copy(name, tensor, i % ranks, ranks, layout)
+                report(tensor.nbytes)
+                tensors[name_in(layout, name)] = tensor
+            if layout == "meta":  # a tied output is a second name for the embedding's bytes
+                tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
+            writing.save(folder / title, tensors, report)

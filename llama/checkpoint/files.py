@@ -165,12 +165,10 @@ class FileReader:
 
 
 def _read_exactly(memory: memoryview, file: Path, offset: int) -> None:
-    descriptor, done = os.open(file, os.O_RDONLY), 0
-    try:
-        while done < len(memory):
-            count = os.preadv(descriptor, [memory[done:]], offset + done)
+    with file.open("rb", buffering=0) as source:
+        source.seek(offset)
+        while len(memory):
+            count = source.readinto(memory)
             if not count:
                 raise broken(file, "became shorter while it was read")
-            done += count
-    finally:
-        os.close(descriptor)
+            memory = memory[count:]

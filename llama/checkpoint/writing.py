@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 from tqdm.utils import CallbackIOWrapper
 
 from llama.checkpoint.downloads import check_utf8
-
-
-class Progress(tqdm):
-    """A bar on stderr: bytes of all files, and which file.
-
-    A tensor counts half when it is gathered in scratch, and half when it is in its file.
-    """
-
-    def __init__(self, num_bytes: int, num_files: int, shown: bool) -> None:
-        super().__init__(
-            total=num_bytes, desc="Writing", unit="B", unit_scale=True, disable=not shown
-        )
-        self._num_files = num_files
-
-    def begin_file(self, number: int) -> None:
-        self.set_postfix_str(f"file {number + 1} of {self._num_files}")
-
-    def half(self, num_bytes: int) -> None:
-        # A .pth has some bytes more than its tensors: beyond the total, tqdm would draw no bar.
-        self.update(min(num_bytes / 2, self.total - self.n))
 
 
 @contextlib.contextmanager
@@ -90,16 +69,16 @@ def scratch(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return flat.view(shape)
 
 
-def save(path: Path, tensors: dict[str, Tensor], progress: Progress) -> None:
-    """Write a .pth or a .safetensors."""
+def save(path: Path, tensors: dict[str, Tensor], report: Callable[[int], None]) -> None:
+    """Write a .pth or a .safetensors; `report` is told how many bytes it has more."""
     with _disk_errors(path), path.open("wb") as file:
         if path.suffix == ".pth":
-            torch.save(tensors, CallbackIOWrapper(progress.half, file, "write"))
+            torch.save(tensors, CallbackIOWrapper(report, file, "write"))
             return
         mode = path.stat().st_mode  # what the umask gives: safetensors makes a file for us alone
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(mode)
-        progress.half(sum(tensor.nbytes for tensor in tensors.values()))
+        report(sum(tensor.nbytes for tensor in tensors.values()))
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def test_torch_s_own_error_for_a_full_disk_is_not_shown(tmp_path, limit_files):
     limit_files(2_000_000)
     tensors = {"a": torch.zeros(1_000_000)}
     with pytest.raises(OSError, match=r"a\.pth could not be written \(File too large\)"):
-        writing.save(tmp_path / "a.pth", tensors, writing.Progress(4_000_000, 1, False))
+        writing.save(tmp_path / "a.pth", tensors, print)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
