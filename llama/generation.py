@@ -164,7 +164,7 @@ class Llama:
             device=device,
             dtype=dtype,
             quantize=quantize,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_bytes=kv_cache_memory_bytes,
             timeout_s=timeout_s,
         )
         with loaded.model.parallel.agree("the KV cache", world=True):

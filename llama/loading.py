@@ -26,7 +26,6 @@ from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest
 DEFAULT_SEQ_LEN = 8192  # aimed at where the user says nothing
-_MOST = {"max_seq_len": 2**31, "max_batch_size": 2**20, "kv_cache_memory_bytes": 2**60}
 _CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
 _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
@@ -67,7 +66,7 @@ def load_model(
     device: str | torch.device | None,
     dtype: str | torch.dtype | None,
     quantize: str | None,
-    kv_cache_memory_bytes: int | None,
+    kv_bytes: int | None,
     timeout_s: float,
 ) -> Loaded:
     """The arguments are those of `Llama.build`; the sizes chosen are in the model's params."""
@@ -75,64 +74,50 @@ def load_model(
     number("timeout_s", timeout_s, 0, 10**6, above=True)
     parallel = connect(model_parallel_size, chosen_device, timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
-        if max_batch_size is None:
-            max_batch_size = default_batch_size(chosen_device)
-        asked = Asked(max_seq_len, max_batch_size, kv_cache_memory_bytes)
+        seq_len = whole_number("max_seq_len", max_seq_len, 1, 2**31, optional=True)
+        batch_size = whole_number("max_batch_size", max_batch_size, 1, 2**20, optional=True)
+        batch_size = batch_size or default_batch_size(chosen_device)
+        kv_bytes = whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True)
         whole_number("seed", seed, 0, 2**63 - 1)
         if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
             dtype, quantize = None, dtype  # as it was written before there was quantize=
         chosen_dtype = pick_dtype(dtype, chosen_device)
         weights.check_quantize(quantize, chosen_dtype, chosen_device)
         checkpoint = find(path_like("ckpt_dir", ckpt_dir))
-        params = checkpoint.params
+        params, longest = checkpoint.params, checkpoint.params.longest_context
         params.check_ranks(parallel.size)
         tokenizer_file = path_like("tokenizer_path", tokenizer_path or checkpoint.tokenizer_path())
         tokenizer = load_tokenizer(tokenizer_file, params)
-        if asked.max_seq_len is not None and asked.max_seq_len > params.longest_context:
+        if seq_len is not None and seq_len > longest:
             raise ValueError(
-                f"max_seq_len={max_seq_len} is beyond this model's limit of "
-                f"{params.longest_context} tokens: build with that or less"
+                f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
+                "with that or less"
             )
         allowed = gpu.asked_for()
         native.asked_for()  # a wrong name is told before weights are read
-        must_match += [params, asked, seed, chosen_dtype, quantize, chosen_device.type]
+        must_match += [params, seq_len, batch_size, kv_bytes, seed]
+        must_match += [chosen_dtype, quantize, chosen_device.type]
     if chosen_device.type == "cpu":
         set_num_threads()
     kernels = gpu.kernels_for(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
     free = parallel.all_reduce_min(free_bytes(chosen_device))
     with parallel.agree("the memory of the ranks", world=True):
-        ranks, batch_size = parallel.size, asked.max_batch_size
         memory = Memory.of(
-            checkpoint, ranks, chosen_device, chosen_dtype, quantize, free, batch_size
+            checkpoint, parallel.size, chosen_device, chosen_dtype, quantize, free, batch_size
         )
-        sizes = choose_sizes(asked, memory, params.longest_context)
+        seq_len, num_pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, longest)
     with parallel.agree("the checkpoint", world=True):
-        args = replace(params, max_seq_len=sizes.max_seq_len, max_batch_size=sizes.max_batch_size)
+        args = replace(params, max_seq_len=seq_len, max_batch_size=batch_size)
         model = Transformer(args, parallel=parallel, device=chosen_device, dtype=chosen_dtype)
         model.use_kernels(kernels)
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         pack = functools.partial(model.pack, quantize=quantize)
         reader.load(checkpoint, model, filled=pack, progress=shows)
-    return Loaded(model, tokenizer, sizes.num_pages, checkpoint.is_guard)
+    return Loaded(model, tokenizer, num_pages, checkpoint.is_guard)
 
 
 def default_batch_size(device: torch.device) -> int:
     return 256 if device.type == "cuda" else 32
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The sizes that the user asked for; None leaves one to the memory."""
-
-    max_seq_len: int | None
-    max_batch_size: int
-    kv_cache_memory_bytes: int | None
-
-    def __post_init__(self) -> None:
-        """TypeError or ValueError names the one that is none; the others become ints."""
-        for name, most in _MOST.items():
-            value = whole_number(name, getattr(self, name), 1, most, optional=True)
-            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -178,46 +163,38 @@ class Memory:
         return self.room // (self.per_token * PAGE_SIZE) * PAGE_SIZE
 
 
-@dataclass(frozen=True)
-class Sizes:
-    max_seq_len: int
-    max_batch_size: int
-    num_pages: int
-
-
 def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
 
 
-def choose_sizes(asked: Asked, memory: Memory, longest: int) -> Sizes:
-    """Sizes for a KV cache beside the weights: as large as the memory, or as batch x length.
+def choose_sizes(
+    memory: Memory, seq_len: int | None, batch_size: int, kv_bytes: int | None, longest: int
+) -> tuple[int, int]:
+    """max_seq_len and the pages of the KV cache: as large as the memory, or as batch x length.
 
-    `longest` is the model's own limit in tokens. max_batch_size is only how many sequences run at
-    once: the pages are shared, and where they run out, the youngest waits. ValueError if not even
-    one sequence of max_seq_len fits.
+    The sizes are what the user asked for; None leaves one to the memory. longest: the model's own
+    limit in tokens. batch_size is only how many sequences run at once: the pages are shared, and
+    where they run out, the youngest waits. ValueError if not even one sequence of max_seq_len fits.
     """
-    room, wanted = memory.room, asked.kv_cache_memory_bytes
-    page = memory.per_token * PAGE_SIZE
-    if wanted is not None and wanted > room:
+    room, page = memory.room, memory.per_token * PAGE_SIZE
+    if kv_bytes is not None and kv_bytes > room:
         raise ValueError(
-            f"kv_cache_memory_bytes={wanted} is more than the {room} bytes that are free beside "
+            f"kv_cache_memory_bytes={kv_bytes} is more than the {room} bytes that are free beside "
             "the weights: ask for that or less"
         )
-    fitting = (wanted or room) // page
-    seq_len = asked.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
-    if asked.max_seq_len is None:
-        while seq_len > 256 and pages_for(seq_len) > fitting:
-            seq_len //= 2
-    if pages_for(seq_len) > fitting:
+    fitting = (kv_bytes or room) // page
+    chosen = seq_len or min(longest, DEFAULT_SEQ_LEN)
+    while seq_len is None and chosen > 256 and pages_for(chosen) > fitting:
+        chosen //= 2
+    if pages_for(chosen) > fitting:
         raise ValueError(
             f"the weights take {_gib(memory.weights)}, and the KV cache of one sequence of "
-            f"max_seq_len={seq_len} takes {_gib(pages_for(seq_len) * page)}, but "
+            f"max_seq_len={chosen} takes {_gib(pages_for(chosen) * page)}, but "
             f"{_gib(memory.free)} are free on each rank's device"
-            + (f" and {_gib(wanted)} asked for" if wanted else "")
+            + (f" and {_gib(kv_bytes)} asked for" if kv_bytes else "")
             + f": {_advice(fitting * PAGE_SIZE)}"
         )
-    num_pages = min(fitting, asked.max_batch_size * pages_for(seq_len))
-    return Sizes(seq_len, asked.max_batch_size, num_pages)
+    return chosen, min(fitting, batch_size * pages_for(chosen))
 
 
 def _advice(num_tokens: int) -> str:

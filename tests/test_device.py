@@ -19,7 +19,7 @@ from helpers.launch import environment
 from llama import device as device_module
 from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.runner import ModelRunner
-from llama.loading import Sizes, load_model
+from llama.loading import load_model
 from llama.ranks import groups
 from llama.ranks.groups import check_carries
 
@@ -173,7 +173,7 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
     calls: list[int] = []
     monkeypatch.setattr("llama.loading.set_num_threads", lambda: calls.append(1))
     monkeypatch.setattr("llama.loading.pick_device", lambda _: torch.device(device))
-    monkeypatch.setattr("llama.loading.choose_sizes", lambda *_: Sizes(64, 2, 8))
+    monkeypatch.setattr("llama.loading.choose_sizes", lambda *_: (64, 8))
     monkeypatch.setattr("llama.loading.reader.load", lambda *_, **__: None)
     load_model(
         str(checkpoint_dir[0]),
@@ -185,7 +185,7 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
         device=None,
         dtype="fp32",
         quantize=None,
-        kv_cache_memory_bytes=None,
+        kv_bytes=None,
         timeout_s=9,
     )
     assert len(calls) == times

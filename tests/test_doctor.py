@@ -21,7 +21,7 @@ from llama.checkpoint.reader import bytes_of
 from llama.cli import environment_checks, rank_report
 from llama.cli.doctor import _fits
 from llama.cli.environment_checks import Fact, environment_facts, thread_facts
-from llama.loading import Asked, Memory, choose_sizes, step_bytes
+from llama.loading import Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -128,8 +128,8 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
                 reserve=step_bytes(found.params, plan, torch.bfloat16, 32),
                 per_token=plan.kv_numbers_per_token * 2,
             )
-            sizes = choose_sizes(Asked(16, 2**20, None), memory, longest=512)
-            assert memory.kv_tokens == sizes.num_pages * 16 > 0
+            _, num_pages = choose_sizes(memory, 16, 2**20, None, longest=512)
+            assert memory.kv_tokens == num_pages * 16 > 0
 
 
 def test_a_table_of_what_fits(make_checkpoint, monkeypatch):
