@@ -71,9 +71,9 @@ class OpLayers:
     ) -> Tensor:
         """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
 
+        kv_cache: one that it `supports`.
         all_reduce: sums over the ranks, in place or not, where each has a share of the weights.
         """
-        assert self.supports(kv_cache), kv_cache.shape
         pages, first = iter(kv_cache.unbind()), self.sublayers[0].norm
         normed, kernels = rms_norm(x, first.weight, first.eps, self.kernels), self.kernels
         following = [sublayer.norm for sublayer in self.sublayers[1:]]
@@ -134,20 +134,14 @@ class NativeLayers:
         p, (t, e), (b, width) = self.plan, x.shape, batch.page_table.shape
         x = x.clone(memory_format=torch.contiguous_format)
         num_pages, page_size = kv_cache.shape[2:4]
-        fits = len(batch.seq_lens_cpu) == b and max(batch.seq_lens_cpu) <= width * page_size
-        assert self.supports(kv_cache) and fits, (kv_cache.shape, batch.page_table.shape)
+        assert len(batch.seq_lens_cpu) == b and max(batch.seq_lens_cpu) <= width * page_size, width
         assert e == p.dim and freqs_cis.shape == (t, p.head_dim // 2), (x.shape, e)
         lengths = len(batch.slots), len(batch.query_starts), len(batch.seq_lens)
         assert lengths == (t, b + 1, b), (lengths, t, b)
-        freqs_cis, slots, page_table, query_starts, seq_lens = (
-            part.contiguous()
-            for part in (
-                freqs_cis, batch.slots, batch.page_table, batch.query_starts, batch.seq_lens
-            )
-        )  # fmt: skip
+        starts, lens = batch.query_starts, batch.seq_lens
         sizes = (t, b, e, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
         threads = torch.get_num_threads()
-        num_bytes = native.call("layers_workspace", query_starts, seq_lens, *sizes, threads)
+        num_bytes = native.call("layers_workspace", starts, lens, *sizes, threads)
         workspace = self._workspace
         if len(workspace) < num_bytes:
             workspace = torch.empty(num_bytes, dtype=torch.uint8)
@@ -156,9 +150,9 @@ class NativeLayers:
 
         def run_sublayers(out: Tensor, first: int, last: int) -> None:
             native.call(
-                "layers_bf16", self._table, x, out, freqs_cis, kv_cache, slots, page_table,
-                query_starts, seq_lens, workspace, first, last, *sizes, num_pages, page_size,
-                width, self._eps, p.head_dim**-0.5,
+                "layers_bf16", self._table, x, out, freqs_cis, kv_cache, batch.slots,
+                batch.page_table, starts, lens, workspace, first, last, *sizes, num_pages,
+                page_size, width, self._eps, p.head_dim**-0.5,
             )  # fmt: skip
 
         if all_reduce is None:
