@@ -6,9 +6,8 @@ ranks: never pickles. It must not know how the groups came to be.
 """
 
 import contextlib
-import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -133,16 +132,9 @@ class ModelParallel:
         group = self.world if world else self.control
         if group is not None:
             with self.watch.waiting(what, self.timeout_s) if self.watch else _NOT_WATCHED:
-                _compare(group, self._exchange(group), what, must_match, error)
+                _compare(group, what, must_match, error)
         if error is not None:
             raise error
-
-    def _exchange(self, group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
-        """How the ranks of the group or the world compare: bytes, equally many on each."""
-        is_same = group is self.control or self.data_size == 1
-        if self.shared is not None and is_same:
-            return self.shared.exchange
-        return functools.partial(exchange, group)
 
 
 def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
@@ -173,18 +165,14 @@ def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
 
 
 def _compare(
-    group: dist.ProcessGroup,
-    exchange: Callable[[bytes], list[bytes]],
-    what: str,
-    must_match: object,
-    error: Exception | None,
+    group: dist.ProcessGroup, what: str, must_match: object, error: Exception | None
 ) -> None:
     """Exchange (failed?, sha256 of must_match, message); raise where a peer failed or differs."""
     message = f"{type(error).__name__}: {error}" if error else ""
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
     digest = hashlib.sha256(repr(must_match).encode()).digest()
     packed = bytes([error is not None]) + digest + text
-    rows = exchange(packed.ljust(1 + len(digest) + _MESSAGE_BYTES, b"\0"))
+    rows = exchange(group, packed.ljust(1 + len(digest) + _MESSAGE_BYTES, b"\0"))
     if error is not None:
         return  # the caller raises its own
     for rank, row in enumerate(rows):

@@ -220,7 +220,9 @@ def _errors_of_groups(watch: Watch, timeout_s: float) -> Iterator[None]:
     except RankError:
         raise
     except RuntimeError as error:
-        watch.wait_for_cause(error)
+        watch.wait_for_cause()
+        if watch.is_ending:
+            watch.join()  # it ends this process
         raise RankError(
             f"the ranks have met, but cannot reach each other ({str(error).splitlines()[0]}): open "
             "the ports that the kernel hands out (net.ipv4.ip_local_port_range) between the "

@@ -7,9 +7,9 @@ which serves ranks elsewhere.
 
 The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
 that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
-order, channels for tensors, for comparisons and for messages. At the start of each channel, 128
-bytes per rank begin with the sequence number of the exchange that it has come to (uint32): the rank
-with the lowest is the one that the others wait for. `sequence_numbers` reads those of tensors.
+order, channels for tensors and for messages. At the start of each channel, 128 bytes per rank begin
+with the sequence number of the exchange that it has come to (uint32): the rank with the lowest is
+the one that the others wait for.
 """
 
 import contextlib
@@ -32,10 +32,8 @@ _DONE, _PENDING, _MISMATCH = 0, 1, 2  # what the kernels return; 3: another oper
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # that can be summed
 _MAX_RANKS = 64
 _TENSOR_BYTES = 1 << 18  # of a buffer: half of it and its peer's fit the second cache
-_COMPARE_BYTES = 1 << 12
 _RING_BYTES = 1 << 16
 _FRAME_BYTES = 1 << 14  # the longest piece of a message
-_SLOT_BYTES = 128
 _SPIN_NS = 50_000  # about what a wake-up takes; the peer may wait for this very core
 _CROWDED_SPIN_NS = 2_000  # more ranks than cores: the one that is waited for needs the core
 _STATE = (
@@ -70,12 +68,8 @@ class SharedMemory:
         self._start = ctypes.c_char.from_buffer(memory)  # it keeps the mapping
         self.base = ctypes.addressof(self._start)
         self._tickets = itertools.count(1)
-        sizes = _channel_bytes(self.size)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._memory = memoryview(memory)
-        self._tensors = self._channel(starts[0], _TENSOR_BYTES)
-        self._compare = self._channel(starts[1], _COMPARE_BYTES)
-        self._ring = self._channel(starts[2], _RING_BYTES)
+        self._tensors = self._channel(0, _TENSOR_BYTES)
+        self._ring = self._channel(_channel_bytes(self.size)[0], _RING_BYTES)
         self._frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         self._frame_bytes = self._frame.numpy().data
 
@@ -122,7 +116,12 @@ class SharedMemory:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
-        return self._gather(self._tensors, x.contiguous())
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
+        row_bytes = x.shape[-1] * x.element_size()
+        args = (x, out, x.nbytes, row_bytes, next(self._tickets))
+        self._run("shared_all_gather", self._tensors, *args)
+        return out
 
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's values, in place."""
@@ -131,12 +130,6 @@ class SharedMemory:
         self._run("shared_broadcast", self._tensors, *args)
         if whole is not x:
             x.copy_(whole)
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, equally many on each, in the order of the ranks."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = self._gather(self._compare, mine).numpy().data
-        return [bytes(gathered[i : i + len(data)]) for i in range(0, len(gathered), len(data))]
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
         """Rank 0's bytes on every rank; the others sleep until it sends some.
@@ -159,14 +152,6 @@ class SharedMemory:
             is_idle = False
         return b"".join(parts)
 
-    def sequence_numbers(self) -> list[int]:
-        """The exchange of tensors that each rank has come to; it wraps at 2**32.
-
-        Any thread may ask at any time. The rank with the fewest is waited for by the others.
-        """
-        slots = range(0, self.size * _SLOT_BYTES, _SLOT_BYTES)
-        return [int.from_bytes(self._memory[at : at + 4], "little") for at in slots]
-
     def _channel(self, start: int, size: int) -> Tensor:
         """This rank's state of a channel; see Channel in the C++ file."""
         ranks = max(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -175,13 +160,6 @@ class SharedMemory:
         state = torch.zeros(len(_FIELD), dtype=torch.int64)
         state[:5] = torch.tensor([self.base + start, self.rank, self.size, size, spin])
         return state
-
-    def _gather(self, channel: Tensor, x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
-        row_bytes = x.shape[-1] * x.element_size()
-        args = (x, out, x.nbytes, row_bytes, next(self._tickets))
-        self._run("shared_all_gather", channel, *args)
-        return out
 
     def _run(self, name: str, channel: Tensor, *args: Tensor | int, has_limit: bool = True) -> None:
         code = native.call(name, channel, *args)
@@ -267,7 +245,6 @@ def _machine() -> str:
 def _channel_bytes(ranks: int) -> list[int]:
     return [
         native.call("shared_channel_bytes", ranks, _TENSOR_BYTES),
-        native.call("shared_channel_bytes", ranks, _COMPARE_BYTES),
         native.call("shared_ring_bytes", ranks, _RING_BYTES),
     ]
 

@@ -58,7 +58,6 @@ class Watch(threading.Thread):
         self._busy: dict[int, tuple[str, float, float]] = {}  # thread: what, since when, limit
         self._limit_s = 0.0  # the longest of them so far
         self._lock = threading.RLock()
-        self._is_meeting = True
         self._not_met = ""  # the cause, on the rank that raises it
         self._is_known = threading.Event()  # the cause: this job ends
         self._deadline = float("inf")  # for the end of this process
@@ -91,8 +90,7 @@ class Watch(threading.Thread):
         try:
             while not self.rendezvous.has_met.wait(POLL_S) and not self._not_met:
                 pass
-            with self._lock:
-                self._is_meeting = False
+            with self._lock:  # `_report` may be about to say why not
                 if self._not_met:
                     self.peers.outlive(GRACE_S)  # this rank may hold the store: they read it there
                     raise NotMetError(self._not_met)
@@ -125,6 +123,10 @@ class Watch(threading.Thread):
     def has_left(self, rank: int) -> bool:
         """Whether another rank has left in order, or is gone."""
         return self.peers.all[rank].is_over
+
+    @property
+    def _is_meeting(self) -> bool:
+        return not self.rendezvous.has_met.is_set()
 
     @property
     def is_ending(self) -> bool:
@@ -164,7 +166,7 @@ class Watch(threading.Thread):
         do. A RuntimeError may be what gloo raises when another rank is gone: wait for the cause.
         """
         if isinstance(error, RuntimeError):
-            self._wait_for_cause()
+            self.wait_for_cause()
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             what = f"sys.exit({error.code!r})"
@@ -172,14 +174,8 @@ class Watch(threading.Thread):
         own = f"{self.peers.own.name} failed{during}: {what}"
         self._report(own, trace, is_own=True)
 
-    def wait_for_cause(self, error: RuntimeError) -> None:
-        """Return where `error` is the cause. Where another rank is, this process ends here."""
-        self._wait_for_cause()
-        if self._is_known.is_set():
-            self.join()
-            raise error  # not reached: the thread has ended the process
-
-    def _wait_for_cause(self) -> None:
+    def wait_for_cause(self) -> None:
+        """Return where no other rank is the cause of an error, else when it is known."""
         end = time.monotonic() + GRACE_S + SILENCE_S * self.peers.are_spread
         while time.monotonic() < end and not self._is_known.wait(POLL_S):
             if cause := self._left_early():
@@ -259,9 +255,8 @@ class Watch(threading.Thread):
         if failure := self.rendezvous.failure():
             yield failure
         yield from self._overdue(now)
-        since, limit_s = SIGNALS.stop_since, SIGNALS.drain_s
-        if since is not None and limit_s is not None and now - since > limit_s:
-            yield f"the requests did not finish within {limit_s:g} s: they were ended"
+        if SIGNALS.is_time_over:
+            yield f"the requests did not finish within {SIGNALS.drain_s:g} s: they were ended"
 
     def _describe_end(self, peer: PeerInfo, gone_at: float) -> Iterator[str]:
         """A process of this machine is gone, and has not said why: nothing, until that is sure."""

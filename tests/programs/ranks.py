@@ -29,6 +29,7 @@ from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
 from llama.ranks.one_shot import MOST_BYTES, OneShot
+from llama.ranks.shared_memory import _FIELD
 from llama.sampling_params import SamplingParams
 
 RANK = int(os.environ["RANK"])
@@ -157,9 +158,9 @@ def shares_memory(folder: str, prompts: list) -> list:
     assert shared is not None
     ways: list[dict] = [{"temperature": 0.0}, {"temperature": 1.0}, {"logprobs": True}]
     for settings in ways:
-        before = shared.sequence_numbers()[shared.rank]
+        before = int(shared._tensors[_FIELD["sequence"]])
         llama.generate([[256, 65, 66]], 1, **settings)
-        counts.append(shared.sequence_numbers()[shared.rank] - before)
+        counts.append(int(shared._tensors[_FIELD["sequence"]]) - before)
     return [counts, llama.generate(prompts, 8, 0.0)[0]]
 
 

@@ -5,6 +5,7 @@ through a pipe. The ranks meet by files in a folder.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import random
@@ -106,12 +107,12 @@ def operations(rank: Rank, seed: int, count: int, wound: bool = False) -> str:
 def wind(rank: Rank, shared: SharedMemory) -> None:
     """Set all sequence numbers to just below 2**32, where they begin anew."""
     sequence = 2**32 - 24
-    for channel, slots in ((shared._tensors, 0), (shared._compare, 0), (shared._ring, 1)):
+    for channel, slots in ((shared._tensors, 0), (shared._ring, 1)):
         channel[shared_memory._FIELD["sequence"]] = sequence
         start = int(channel[0]) - shared.base
         for slot in {0, rank.rank + slots} if slots else {rank.rank}:
             at = start + slot * 128
-            shared._memory[at : at + 4] = sequence.to_bytes(4, "little")
+            ctypes.c_uint32.from_address(shared.base + at).value = sequence
     rank.exchange(b"")
 
 
@@ -131,7 +132,7 @@ def like_gloo(rank: Rank) -> None:
 
 
 def messages(rank: Rank, seed: int, wound: bool = False) -> None:
-    """Messages of every length in order, to ranks that are slow now and then; comparisons too."""
+    """Messages of every length in order, to ranks that are slow now and then."""
     shared, choose = rank.join(), random.Random(seed)
     if wound:
         wind(rank, shared)
@@ -141,9 +142,6 @@ def messages(rank: Rank, seed: int, wound: bool = False) -> None:
         if choose.random() < 0.05 and rank.rank == choose.randrange(rank.size):
             time.sleep(0.01)
         assert shared.broadcast_bytes(data if rank.rank == 0 else b"") == data
-        if number % 10 == 0:
-            rows = shared.exchange(bytes([rank.rank, number]) * 1500)
-            assert rows == [bytes([r, number]) * 1500 for r in range(rank.size)]
 
 
 def unlike(rank: Rank) -> list[str]:

@@ -46,7 +46,7 @@ def test_two_ranks_sum_as_gloo_does(start):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_messages_and_comparisons_arrive_in_order(size, start):
+def test_messages_arrive_in_order(size, start):
     with start(size, "messages", size) as ranks:
         assert ranks.results() == [None] * size
 
