@@ -164,8 +164,7 @@ class Results:
                 if self._file.write(data) < len(data):
                     raise OSError(errno.ENOSPC, "no room for a whole record", self.path)
             except BaseException:
-                if self._file.seek(0, os.SEEK_END) < end + len(data):
-                    self._file.truncate(end)
+                self._truncate_torn()
                 raise
             self._size = end + len(data)
 

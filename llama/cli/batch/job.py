@@ -58,13 +58,10 @@ def run_batch(
         num_done = results.num_done
 
         def work() -> BatchReport:
-            take = _counters(parallel)
-            answers = EngineAnswers(llama, defaults, model)
-            with closing(answers):
-                loop = Loop(
-                    answers, file, results, defaults, seed=llama.seed, take=take,
-                    shows=progress and parallel.global_rank == 0, num_replicas=parallel.data_size,
-                )  # fmt: skip
+            take, replicas = _counters(parallel), parallel.data_size
+            shows = progress and parallel.global_rank == 0
+            with closing(EngineAnswers(llama, defaults, model)) as answers:
+                loop = Loop(answers, file, results, defaults, llama.seed, take, replicas, shows)
                 return loop.run()
 
         counts = struct.pack("qq", *(llama.lead(work) or (0, 0)))

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tqdm import tqdm
@@ -69,6 +70,7 @@ def own_counters() -> Take:
     return take
 
 
+@dataclass
 class Loop:
     """The part of one replica: the first rank of its group reads, leads and writes.
 
@@ -76,34 +78,26 @@ class Loop:
     counters of all replicas, of which there are num_replicas. sums: what they have counted.
     """
 
-    def __init__(
-        self,
-        answers: Answers,
-        file: BinaryIO,
-        results: Results,
-        defaults: SamplingParams,
-        *,
-        seed: int,
-        shows: bool,
-        take: Take,
-        num_replicas: int = 1,
-    ) -> None:
-        self.answers = answers
-        self.file = file
-        self.results = results
-        self.salt = repr((defaults.temperature, defaults.top_p, defaults.max_tokens, seed))
-        self.take = take
-        self.num_replicas = num_replicas
-        self.own = Counter[str]()  # counted since the last exchange
-        self.sums = dict.fromkeys(_COUNTS, 0)
-        self.tokens_before = answers.num_tokens
+    answers: Answers
+    file: BinaryIO
+    results: Results
+    defaults: SamplingParams
+    seed: int
+    take: Take
+    num_replicas: int = 1
+    shows: bool = False
+    own: Counter[str] = field(default_factory=Counter)  # counted since the last exchange
+    sums: Counter[str] = field(default_factory=Counter)
+    jsonl: bool = False  # known once the first line is read
+    num_read: int = 0
+    bar: tqdm | None = None  # made only where it is shown: its lock outlives a fork
+
+    def __post_init__(self) -> None:
         self.missing = enumerate(self._missing())
-        self.jsonl = False  # known once the first line is read
-        self.num_read = 0
-        self.num_done = results.num_done
+        self.num_done = self.results.num_done
+        self.tokens_before = self.answers.num_tokens
         self.began = self.posted = time.monotonic()
-        self.bar: tqdm | None = None  # made only where it is shown: its lock outlives a fork
-        if shows:
+        if self.shows:
             self.bar = tqdm(initial=self.num_done, unit=" requests", dynamic_ncols=True)
 
     def run(self) -> BatchReport:
@@ -127,8 +121,9 @@ class Loop:
 
     def _missing(self) -> Iterator[Line]:
         """The lines without a record, in order: the same on every replica."""
-        number = 0
-        for line in read_lines(self.file, self.salt):
+        number, defaults = 0, self.defaults
+        salt = repr((defaults.temperature, defaults.top_p, defaults.max_tokens, self.seed))
+        for line in read_lines(self.file, salt):
             if not self.num_read:
                 self.jsonl = line.data.lstrip().startswith(b"{")
             number = line.number

@@ -63,10 +63,8 @@ def run_server_batch(
         size = os.fstat(file.fileno()).st_size
         with closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
-            loop = Loop(
-                answers, file, results, defaults, seed=seed, shows=progress, take=own_counters()
-            )
-            report = loop.run()
+            counters = own_counters()
+            report = Loop(answers, file, results, defaults, seed, counters, shows=progress).run()
             results.check_written(num_done + report.written)
             return report
 
