@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,7 +305,7 @@ def torchrun(world: int, *command: str | Path) -> subprocess.CompletedProcess:
 def test_the_last_sums_of_a_replica_are_read():
     """It adds its last results and says that it has finished after this one read the results, and
     before it read who has finished: a report once said 85 lines of 90."""
-    sums = {"finished": 1, "written": 85}
+    sums = Counter({"finished": 1, "written": 85})
     posts = iter([{"finished": 2}, {"written": 90}])
     job = object.__new__(Loop)
     job.num_replicas = 2
