@@ -310,7 +310,7 @@ def test_the_last_sums_of_a_replica_are_read():
     job = object.__new__(Loop)
     job.num_replicas = 2
     job.sums = sums
-    job._post = lambda **counts: sums.update(next(posts))  # type: ignore[method-assign]
+    job._post = lambda **counts: dict.update(sums, next(posts))  # type: ignore[method-assign]
     job._wait_for_replicas()
     assert sums["written"] == 90
 
