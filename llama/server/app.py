@@ -1,11 +1,16 @@
 """The ASGI app: every route of the server, behind the checks of auth.py.
 
 In: a `Service`. Out: an app for uvicorn, or any other ASGI server. What a route raises becomes
-its API's error object here, and nowhere else.
+its API's error object here, and nowhere else. The page, page.html, holds its own style and script,
+and asks the other routes.
 """
 
+import base64
+import hashlib
 import logging
+import re
 from collections.abc import Iterable
+from importlib.resources import files
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -14,10 +19,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.server import page, routes, tokens
+from llama.checks import FieldError
+from llama.server import routes, tokens
 from llama.server.auth import AuthAndLimits
 from llama.server.encoding import JsonResponse
-from llama.server.errors import ApiError, log_refusal
+from llama.server.errors import ApiError, first_name, log_refusal
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
@@ -28,14 +34,32 @@ def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool =
     """The server's app. See `AuthAndLimits` for the keys and loopback."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     app.state.max_body_bytes = service.limits.max_body_bytes
-    for router in (routes.routes(service), tokens.routes(service), _status_routes(service)):
+    own = (_status_routes(service), _page_route())
+    for router in (routes.routes(service), tokens.routes(service), *own):
         app.include_router(router)
-    app.include_router(page.routes())
     app.add_exception_handler(ApiError, _tell)
+    app.add_exception_handler(FieldError, _tell_field)
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(ClientDisconnect, _tell_nobody)
     app.add_exception_handler(Exception, _tell_unexpected)
     return AuthAndLimits(app, api_keys=api_keys, loopback=loopback)
+
+
+def _page_route() -> APIRouter:
+    page = files("llama.server").joinpath("page.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": _content_security_policy(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    router = APIRouter()
+
+    @router.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response(page, media_type="text/html", headers=headers)
+
+    return router
 
 
 def _status_routes(service: Service) -> APIRouter:
@@ -82,12 +106,42 @@ def _status_routes(service: Service) -> APIRouter:
     return router
 
 
+def _content_security_policy(page: str) -> str:
+    """Allow the page its own script and style by their hashes, requests to its own server, and
+    images that it draws itself (https://www.w3.org/TR/CSP3/)."""
+    allowed = {
+        "default-src": "'none'",
+        "script-src": _hashed(page, "script"),
+        "style-src": _hashed(page, "style"),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return "; ".join(f"{name} {source}" for name, source in allowed.items())
+
+
+def _hashed(page: str, tag: str) -> str:
+    """The source expression of the one element of this name."""
+    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
 async def _tell(http: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     path = http.url.path
     if not error.is_logged:
         log_refusal(http.state.request_id, http.method, path, error)
     return JsonResponse(error.body_for(path), error.status, headers=error.headers())
+
+
+async def _tell_field(http: Request, error: Exception) -> Response:
+    """Of a body, by itself or beside the others of the body."""
+    assert isinstance(error, FieldError)
+    param = first_name(error.field) or None
+    return await _tell(http, ApiError(400, str(error), param=param))
 
 
 async def _tell_http(http: Request, error: Exception) -> Response:

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from llama.checks import FieldError
@@ -29,28 +29,27 @@ MAX_HEADER_BYTES = 64 * 1024
 _ANTHROPIC_PATH = "/v1/messages"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503.
-    challenge: with 401, how a key is given."""
+    challenge: with 401, how a key is given. is_logged: the request has its line in the log."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-        challenge: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = _cut(message, _MAX_MESSAGE_BYTES)
-        self.param = None if param is None else _cut(param, _MAX_PARAM_BYTES)
-        self.code = code
-        self.retry_after = retry_after
-        self.challenge = challenge
-        self.is_logged = False  # the request has its line in the log
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+    challenge: str | None = None
+    is_logged: bool = False
+
+    def __post_init__(self) -> None:
+        self.message = _cut(self.message, _MAX_MESSAGE_BYTES)
+        if self.param is not None:
+            self.param = _cut(self.param, _MAX_PARAM_BYTES)
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def kind(self) -> str:

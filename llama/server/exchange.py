@@ -21,9 +21,8 @@ from llama.checks import FieldError
 from llama.prompts.fields import read_as
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
-from llama.sampling_params import SamplingParams
 from llama.server.encoding import COMMENT, EventStream, JsonResponse, event, unless_client_leaves
-from llama.server.errors import ApiError, first_name
+from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
 
@@ -36,8 +35,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "a field is wrong, or the body is too large"},
     503: {"description": "not now"},
 }
-# A chat's answer may be as long as the context.
-CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 class BodyRoute(APIRoute):
@@ -110,23 +107,13 @@ def _checked(data: bytes, adapter: TypeAdapter[Any]) -> Any:
     try:
         return read_as(adapter, body)
     except FieldError as e:
-        is_name = isinstance(body, dict) and e.field in body  # which may be any text
-        param = e.field if is_name else first_name(e.field)
-        raise ApiError(400, str(e), param=param or None) from None
+        if isinstance(body, dict) and e.field in body:  # a name, which may be any text
+            raise ApiError(400, str(e), param=e.field) from None
+        raise
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
-
-
-async def read_request(
-    read: Callable[[SamplingParams], OpenAIRequest], defaults: SamplingParams = CHAT_DEFAULTS
-) -> OpenAIRequest:
-    """What a body asks for; ApiError 400 where its fields do not go together."""
-    try:
-        return await asyncio.to_thread(read, defaults)
-    except FieldError as e:
-        raise ApiError(400, str(e), param=first_name(e.field)) from None
 
 
 async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:

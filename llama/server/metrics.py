@@ -74,18 +74,13 @@ class Metrics:
         def counter(name: str, what: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"llama:{name}", what, labels, registry=self.registry)
 
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token."
-        )
-        self.inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Between two outputs of a request.", _STEP_SECONDS
-        )
-        self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its last token."
-        )
-        self.success = counter(
-            "request_success", "Answers that ended, by the reason.", ("finished_reason",)
-        )
+        since = "From a request's arrival to its"
+        self.time_to_first_token = histogram("time_to_first_token_seconds", f"{since} first token.")
+        self.e2e_latency = histogram("e2e_request_latency_seconds", f"{since} last token.")
+        what = "Between two outputs of a request."
+        self.inter_token_latency = histogram("inter_token_latency_seconds", what, _STEP_SECONDS)
+        what = "Answers that ended, by the reason."
+        self.success = counter("request_success", what, ("finished_reason",))
         self.refused = counter("request_refused", "Requests refused as the queue was full.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")

@@ -16,7 +16,7 @@ from llama.server.anthropic.answers import PING, MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
 from llama.server.encoding import DONE, JsonResponse, event
 from llama.server.errors import ApiError
-from llama.server.exchange import body_router, chat_ids, prepare_chat, read_request, respond
+from llama.server.exchange import body_router, chat_ids, prepare_chat, respond
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
 from llama.server.openai.request import OpenAIRequest
@@ -24,8 +24,9 @@ from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
 from llama.server.service import Service
 
-# OpenAI's own default.
+# OpenAI's own default; a chat's answer may be as long as the context.
 _TEXT_DEFAULTS = SamplingParams(max_tokens=16, skip_special_tokens=True)
+_CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 def routes(service: Service) -> APIRouter:
@@ -39,13 +40,13 @@ def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
-        request = await read_request(body.request, _TEXT_DEFAULTS)
+        request = await asyncio.to_thread(body.request, _TEXT_DEFAULTS)
         return await answer(http, request, await _prepare_texts(service, request))
 
     @router.post(CHAT_URL)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         """Answer a dialog (https://platform.openai.com/docs/api-reference/chat)."""
-        request = await read_request(body.request)
+        request = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         return await answer(http, request, [await prepare_chat(service, request)])
 
     async def answer(
@@ -77,7 +78,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
     @router.post(RESPONSES_URL)
     async def responses(body: ResponsesBody, http: Request) -> Response:
         """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
-        chat = await read_request(body.request)
+        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
         events = ResponseAnswer(body, chat, service.loaded().tokenizer, _meta(service, http))
         return await respond(service, http, [request], events, streams=chat.stream)
@@ -85,7 +86,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
     @router.post(MESSAGES_URL)
     async def messages(body: MessagesBody, http: Request) -> Response:
         """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
-        chat = await read_request(body.request)
+        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
         events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http))
         return await respond(
@@ -95,7 +96,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
     @router.post(COUNT_URL)
     async def count_tokens(body: CountBody, http: Request) -> Response:
         """The tokens of the prompt that /v1/messages would make of the body."""
-        ids = await chat_ids(service, await read_request(body.request))
+        ids = await chat_ids(service, await asyncio.to_thread(body.request, _CHAT_DEFAULTS))
         return JsonResponse({"input_tokens": len(ids)})
 
 

@@ -16,7 +16,7 @@ from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
 from llama.server.encoding import JsonResponse
-from llama.server.errors import ApiError, ErrorFields
+from llama.server.errors import ApiError
 from llama.server.exchange import body_router
 from llama.server.sampling import TokenId
 from llama.server.service import Service
@@ -91,10 +91,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody, http: Request) -> Response:
         """The ids of a text, or of a dialog as a chat request would encode it."""
         llama = service.loaded()
-        try:
-            ids = await asyncio.to_thread(body.ids, llama.tokenizer, service.tool_format)
-        except (TypeError, ValueError) as e:
-            raise ErrorFields("messages").refusal(e) from None
+        ids = await asyncio.to_thread(body.ids, llama.tokenizer, service.tool_format)
         strings = None
         if body.return_token_strs:
             strings = await asyncio.to_thread(lambda: [llama.tokenizer.decode(t) for t in ids])
@@ -114,7 +111,7 @@ def routes(service: Service) -> APIRouter:
         try:
             return JsonResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
         except ValueError as e:
-            raise ErrorFields("tokens").refusal(e) from None
+            raise ApiError(400, str(e), param="tokens") from None
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
