@@ -127,7 +127,7 @@ def test_a_format_of_weights_is_a_file():
         ("fastchat", r"nowhere"),
         ("fire", r"nowhere"),
         ("tiktoken", r"llama/tokenizer\.py"),
-        ("regex", r"llama/prompts/(scanner|calls|parser)\.py"),
+        ("regex", r"llama/prompts/(scanner|parser)\.py"),
         ("llguidance", r"llama/requests/grammar\.py"),
         ("transformers", r"nowhere"),
         ("llama_models", r"nowhere"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llama.prompts.calls import is_keyword
+from llama.prompts.parser import is_keyword
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 
 # As Meta's prompts write JSON; it also keeps a model from writing spaces without end.

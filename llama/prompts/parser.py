@@ -14,14 +14,55 @@ from typing import Any
 
 import regex
 
-from llama.prompts.calls import FIRST, FOLLOWING, FUNCTION_TAG, PYTHON_TAG, CallForms
-from llama.prompts.scanner import ParseError, S, Scan, Sink, Source, quoted
+from llama.prompts.scanner import (
+    NEXT,
+    ParseError,
+    S,
+    Scan,
+    Sink,
+    Source,
+    quoted,
+    scan_string,
+    scan_value,
+)
 from llama.prompts.tools import CODE, SEARCHES, Tools
 
-_CODE = regex.compile(rf"{S}{PYTHON_TAG}{S}(?=[^ \t\r\n])")
-_NEXT_CODE = regex.compile(rf"{S}(?:[;,]{S})?{PYTHON_TAG}{S}(?=[^ \t\r\n])")
+_FUNCTION_TAG = "<function="
+_END_FUNCTION = "</function>"
+_PYTHON_TAG = r"<\|python_tag\|>"
+_KEYWORD = r"[\p{L}\p{N}_.$-]{1,128}+"  # the name of an argument
+_NAME = rf"(?P<at>)(?P<name>(?![-.0-9]){_KEYWORD})"  # at: where it begins, also of half a name
+_TYPE = rf'"type"{S}:{S}"function"{S}'
+_ARGUMENT = rf"(?:(?P<close>\))|(?P<key>{_KEYWORD}){S}=)"
+# The forms, each up to its first argument.
+_JSON = (
+    rf'(?P<json>\{{){S}(?:{_TYPE},{S})?"name"{S}:{S}"{_NAME}"{S},{S}(?:{_TYPE},{S})?'
+    rf'"(?:parameters|arguments)"{S}:{S}(?=\{{)'
+)
+_PYTHON = rf"{_NAME}{S}\({S}(?:(?P<stars>\*\*){S}(?=\{{)|{_ARGUMENT})"
+_ITEM = f"(?:{_JSON}|{_PYTHON})"
+_FORMS = (
+    rf"(?:{_PYTHON_TAG}{S})?(?:{_JSON}|(?P<list>\[){S}{_ITEM}"
+    rf"|(?P<tag>{_FUNCTION_TAG}){_NAME}>{S}(?=\{{)"
+    rf"|(?P<at>)(?P<name>{'|'.join(SEARCHES)})(?P<search>\.call\(query=)(?=[\"']))"
+)
+_FIRST = regex.compile(S + _FORMS)
+_FOLLOWING = regex.compile(rf"{S}(?:[;,]{S})?{_FORMS}")  # of the call before it
+_NEXT_ITEM = regex.compile(rf"{S}(?:(?:,{S})?(?P<end>\])|,{S}{_ITEM})")
+_NEXT_ARGUMENT = regex.compile(_ARGUMENT)
+_CLOSE = regex.compile(r"\)")
+_AFTER_JSON = regex.compile(rf"{S}(?:,{S}{_TYPE})?\}}")
+_ENDS = "|".join(regex.escape(_END_FUNCTION[:n]) for n in range(1, len(_END_FUNCTION)))
+_AFTER_FUNCTION = regex.compile(rf"{S}(?:{_END_FUNCTION}|(?:{_ENDS})\Z)")  # or the answer's end
+_CODE = regex.compile(rf"{S}{_PYTHON_TAG}{S}(?=[^ \t\r\n])")
+_NEXT_CODE = regex.compile(rf"{S}(?:[;,]{S})?{_PYTHON_TAG}{S}(?=[^ \t\r\n])")
 _TAGGED_CODE = regex.compile(rf"{S}(?=[^ \t\r\n])")
 _LAST_SPACES = regex.compile(rf"{S}\Z")
+
+
+def is_keyword(name: str) -> bool:
+    """Whether a Python call can have it before "="; else it is written as f(**{"a b": 1})."""
+    return regex.fullmatch(_KEYWORD, name) is not None
 
 
 @dataclass(frozen=True)
@@ -63,14 +104,12 @@ def parse_tool_call(text: str) -> ToolCall | None:
 
     The text has its special tokens: code is a call only after <|python_tag|>.
     """
-    parser = ToolCallParser(None)
+    parser = ToolCallParser(None, parallel=False)
     events = [*parser.push(text), *parser.flush()]
-    name = next((event.name for event in events if isinstance(event, CallStart)), None)
-    if name is None:
-        return None
-    arguments = [e.text for e in events if isinstance(e, CallArguments) and e.index == 0]
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    arguments = [event.text for event in events if isinstance(event, CallArguments)]
     try:
-        return ToolCall(name, json.loads("".join(arguments)))
+        return ToolCall(names[0], json.loads("".join(arguments))) if names else None
     except ValueError:
         return None
 
@@ -96,14 +135,15 @@ class ToolCallParser:
         is_tagged: bool = False,
         only_at_start: bool = False,
     ) -> None:
+        self._names = None if tools is None else tools.names
         names = (CODE, *SEARCHES) if tools is None else tools.names
         self._has_code = CODE in names
         self._parallel = parallel
         self._only_at_start = only_at_start
         self._source = Source()
-        self._forms = CallForms(self._source, None if tools is None else tools.names, self._begin)
         searches = [regex.escape(f"{name}.call(") for name in SEARCHES if name in names]
-        self._starts = regex.compile("|".join([r"\{", r"\[", FUNCTION_TAG, PYTHON_TAG, *searches]))
+        starts = [r"\{", r"\[", _FUNCTION_TAG, _PYTHON_TAG, *searches]
+        self._starts = regex.compile("|".join(starts))
         self._events: list[Event] = []
         self._num_calls = 0
         self._run = self._answer(is_tagged)
@@ -131,10 +171,10 @@ class ToolCallParser:
 
     def _answer(self, is_tagged: bool) -> Scan[None]:
         source = self._source
-        is_call = yield from self._try_call(FIRST, _TAGGED_CODE if is_tagged else _CODE)
+        is_call = yield from self._try_call(_FIRST, _TAGGED_CODE if is_tagged else _CODE)
         while True:
             while is_call:
-                is_call = yield from self._try_call(FOLLOWING, _NEXT_CODE)
+                is_call = yield from self._try_call(_FOLLOWING, _NEXT_CODE)
                 if not is_call:
                     yield from source.try_match(_LAST_SPACES)
             if self._only_at_start:
@@ -143,7 +183,7 @@ class ToolCallParser:
                     yield
             if not (yield from self._content_before_call()):
                 return
-            is_call = yield from self._try_call(FIRST, _CODE)
+            is_call = yield from self._try_call(_FIRST, _CODE)
             if not is_call:
                 self._content(source.pos + 1)
 
@@ -164,15 +204,60 @@ class ToolCallParser:
 
     def _try_call(self, form: regex.Pattern[str], code: regex.Pattern[str]) -> Scan[bool]:
         """Pass the call, or the list of calls, or the code, that begins here; else nothing."""
-        found = yield from self._forms.head(form)
+        found = yield from self._source.try_match(form, allows=self._allows)
         if found is None:
             is_code = self._has_code and (yield from self._source.try_match(code)) is not None
             if is_code:
                 yield from self._code()
             return is_code
         with contextlib.suppress(ParseError):  # it ends there: the rest is content
-            yield from self._forms.call(found)
+            yield from self._arguments(found)
+            while found["list"]:
+                item = yield from self._source.try_match(_NEXT_ITEM, allows=self._allows)
+                if item is None or item["end"]:
+                    break
+                yield from self._arguments(item)
         return True
+
+    def _allows(self, found: regex.Match[str]) -> bool:
+        """Whether the name, or the half of it that is there, is that of a tool."""
+        at, name = found.start("at"), found["name"]
+        if self._names is None or at < 0:
+            return True
+        if name is not None:
+            return name in self._names
+        return any(each.startswith(self._source.text[at:]) for each in self._names)
+
+    def _arguments(self, found: regex.Match[str]) -> Scan[None]:
+        """Pass the rest of the call that begins with this match."""
+        source, groups = self._source, found.groupdict()
+        sink = self._begin(found["name"])
+        if groups.get("search"):
+            sink('{"query": ')
+            yield from scan_string(source, sink)
+            sink("}")
+            yield from source.try_match(_CLOSE)
+        elif groups["key"] or groups["close"]:
+            yield from self._keywords(found, sink)
+        else:
+            yield from scan_value(source, sink)
+            if groups["stars"]:
+                yield from source.token(_CLOSE)
+            elif groups["json"]:
+                yield from source.try_match(_AFTER_JSON)
+            else:
+                yield from source.try_match(_AFTER_FUNCTION, grows=True)
+
+    def _keywords(self, found: regex.Match[str], sink: Sink) -> Scan[None]:
+        """a=1, b="x")"""
+        separator = "{"
+        while found["key"]:
+            sink(f'{separator}"{quoted(found["key"])}": ')
+            yield from scan_value(self._source, sink, 1)
+            yield from self._source.token(NEXT["("])
+            found = yield from self._source.token(_NEXT_ARGUMENT)
+            separator = ", "
+        sink("}" if separator == ", " else "{}")
 
     def _code(self) -> Scan[None]:
         source, sink = self._source, self._begin(CODE)

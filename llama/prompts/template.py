@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from llama.checks import FieldError
-from llama.prompts.calls import is_keyword
 from llama.prompts.messages import (
     AssistantMessage,
     ChatMessage,
@@ -22,6 +21,7 @@ from llama.prompts.messages import (
     read_messages,
     text_of,
 )
+from llama.prompts.parser import is_keyword
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 from llama.tokenizer import ChatFormat, Role, Tokenizer
 

@@ -28,7 +28,7 @@ def test_every_field_reaches_the_sampler():
     labels = {"model": "m", "user": "u", "metadata": {"k": "v"}, "stream": False, "tools": None}
     request = parse_body({"prompt": "x", **changed, **labels}, SamplingParams(), chat=False)
     assert request.params == SamplingParams(**{**changed, "logit_bias": {7: 1.5}})
-    assert (request.chat, request.prompts, request.model, request.user) == (False, ("x",), "m", "u")
+    assert (request.chat, request.prompts, request.model) == (False, ("x",), "m")
     assert not request.stream
     defaults = SamplingParams(max_tokens=None, temperature=0.6, top_p=0.9)
     request = parse_body(

@@ -201,8 +201,6 @@ class CountBody(SamplingFields):
             _check_beginning(messages[-1], dialog.places[-1])
             _check_not_held(form, tools)
         return OpenAIRequest(
-            chat=True,
-            prompts=(),
             messages=messages,
             params=self.sampling_params(defaults, structured_output=form),
             model=self.model,

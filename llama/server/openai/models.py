@@ -130,12 +130,9 @@ class CompletionBody(_Body, _TextSampling):
         params = self.sampling_params(defaults, structured_output=form, **echoed)
         is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return OpenAIRequest(
-            chat=False,
             prompts=tuple(self.prompt) if is_list else (self.prompt,),  # type: ignore[arg-type]
-            messages=[],
             params=params,
             model=self.model,
-            user=self.user,
             echo=bool(self.echo),
             stream=bool(self.stream),
             has_usage=self.has_usage(),
@@ -167,12 +164,9 @@ class ChatBody(_Body, ToolFields, _ChatSampling):
             words = "continue_final_message needs add_generation_prompt to be false"
             raise FieldError("continue_final_message", words)
         return OpenAIRequest(
-            chat=True,
-            prompts=(),
             messages=self.messages,
             params=self.sampling_params(defaults, structured_output=form, **own),
             model=self.model,
-            user=self.user,
             stream=bool(self.stream),
             has_usage=self.has_usage(),
             tools=self.tool_request(),

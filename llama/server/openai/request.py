@@ -23,18 +23,16 @@ class OpenAIRequest:
     """What a body asks for; a body of another chat API becomes one, too.
 
     prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
-    with the counts of tokens. user: a label for the log. tools: of a chat that may call some.
+    with the counts of tokens. tools: of a chat that may call some.
     add_generation_prompt: a chat's prompt ends with the header of an answer.
     continue_final_message: it ends inside its last message, which the answer goes on from.
     fields: what the body calls that which a later error is about.
     """
 
-    chat: bool
-    prompts: tuple[str | list[int], ...]
-    messages: Sequence[Any]
     params: SamplingParams
+    prompts: tuple[str | list[int], ...] = ()
+    messages: Sequence[Any] = ()
     model: str | None = None
-    user: str | None = None
     echo: bool = False
     stream: bool = False
     has_usage: bool = False
@@ -42,6 +40,10 @@ class OpenAIRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     fields: ErrorFields = field(default_factory=ErrorFields)
+
+    @property
+    def chat(self) -> bool:
+        return not self.prompts
 
     def chat_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
         """The ids of a chat's dialog. FieldError names the field that is wrong, or the message."""

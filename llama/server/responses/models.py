@@ -149,12 +149,9 @@ class ResponsesBody(_Sampling):
         dialog = self._dialog()
         place, form = self._form()
         return OpenAIRequest(
-            chat=True,
-            prompts=(),
             messages=dialog.messages(),
             params=self.sampling_params(defaults, structured_output=form),
             model=self.model,
-            user=self.user,
             stream=bool(self.stream),
             tools=self._tool_request(),
             fields=ErrorFields("input", self.given_names(), place, dialog.places),
