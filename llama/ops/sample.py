@@ -63,8 +63,8 @@ def choose_ids(
     row_max, ids = top_tokens(logits)
     if any(row is not None for row in rows):
         # Philox takes some 70 tiny operations: on the host, while the model runs.
-        words = uniform(torch.tensor(seeds), torch.tensor(positions))
-        sampled = sample_ids(logits, row_max, [row or SamplingRow() for row in rows], words)
+        uniforms = uniform(torch.tensor(seeds), torch.tensor(positions))
+        sampled = sample_ids(logits, row_max, [row or SamplingRow() for row in rows], uniforms)
         ids = ids.where(on_device_of(logits, [row is None for row in rows]), sampled)
     return ids.where(row_max.isfinite(), -1)
 
@@ -85,26 +85,26 @@ def top_tokens(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> tuple[Tensor,
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) per (seed, position), from a counter: no state, the same on every device.
+    """A number per (seed, position), from a counter: no state, the same on every device.
 
-    seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B, 2) int64, two words h and l of 31
-    bits that stand for (h * 2**31 + l) / 2**62. Philox2x32-10 (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", SC 2011), the counter (position, seed's high word), the key its
-    low word. The product may wrap: its low 64 bits are all that is used.
+    seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B) int64 from 0 to 2**62, evenly.
+    Philox2x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the
+    counter (position, seed's high word), the key its low word; of each of the two words that it
+    gives, 31 bits. The product may wrap: its low 64 bits are all that is used.
     """
     left, right, key = positions, (seeds >> 32) & _LOW_32, seeds & _LOW_32
     for _ in range(10):
         product = left * 0xD256D193
         left, right = ((product >> 32) ^ key ^ right) & _LOW_32, product & _LOW_32
         key = key + 0x9E3779B9
-    return torch.stack((left >> 1, right >> 1), dim=-1)
+    return (left >> 1 << 31) + (right >> 1)
 
 
 def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     """(B, V) float32 logits, left as they are, and their row maxima (B) -> (B) ids.
 
-    A row's uniform in [0, 1) chooses by inverse transform, in the order of ids: two words h and l
-    of 31 bits, (B, 2) int64 on the host, that stand for (h * 2**31 + l) / 2**62.
+    A row's uniform, of (B) int64 below 2**62 on the host, chooses by inverse transform, in the
+    order of ids.
 
     temperature divides the logits. min_p keeps what is at least min_p times as likely as the top
     token; top_k the k likeliest, and what equals the k-th; top_p, of what those leave, a token
@@ -142,8 +142,7 @@ def _has_kernel(logits: Tensor, kernels: KernelSet) -> bool:
 
 def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     b, v = logits.shape
-    numbers = [((high << 31) + low,) for high, low in uniforms.tolist()]
-    params = pack_params(rows, numbers)[:, 1:].contiguous()
+    params = pack_params(rows, uniforms[:, None].tolist())[:, 1:].contiguous()
     ids = torch.empty(b, dtype=torch.int64)
     num_bytes = native.call("sample_workspace", b, v, torch.get_num_threads())
     workspace = torch.empty(num_bytes, dtype=torch.uint8)  # touched as far as a row has candidates
@@ -152,7 +151,7 @@ def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: T
     return ids
 
 
-def pack_params(rows: Seq[SamplingRow | None], draws: Seq[tuple[int, ...]]) -> Tensor:
+def pack_params(rows: Seq[SamplingRow | None], draws: Seq[Seq[int]]) -> Tensor:
     """What kernels read of each row, as one tensor on the host: (B, 4 + N) int64.
 
     The bits of the float32 that turns logits into powers of 2, 0 for a greedy row, which is None;
@@ -191,7 +190,7 @@ def _filtered(
     """
     floor = _floor(fixed_probs, rows)
     total = fixed_probs.sum(dim=-1)
-    shares = on_device_of(fixed_probs, [divmod(int(row.top_p * 2**62), 2**31) for row in rows])
+    shares = on_device_of(fixed_probs, [int(row.top_p * 2**62) for row in rows])
     beyond = total - _share(total, shares)
     lowest = torch.where(floor > 0, floor, beyond // fixed_probs.shape[1]).clamp(min=1)
     kept, ids = _gathered(fixed_probs, lowest.where(is_filtered, 2 * UNIT))
@@ -231,7 +230,7 @@ def _gathered(fixed_probs: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(fixed_probs: Tensor, uniform: Tensor) -> Tensor:
-    """(B, C) probabilities, overwritten, and (B, 2) uniforms -> (B) columns, none of probability 0.
+    """(B, C) probabilities, overwritten, and uniforms (B) -> (B) columns, none of probability 0.
 
     Column i owns the integers [sum before i, sum through i). The number drawn is below the total,
     so exactly one column owns it. (The clamp: a row without a finite maximum holds anything.)
@@ -242,8 +241,8 @@ def _inverse(fixed_probs: Tensor, uniform: Tensor) -> Tensor:
     return columns.clamp(max=fixed_probs.shape[1] - 1)
 
 
-def _share(whole: Tensor, words: Tensor) -> Tensor:
-    """floor(whole * f): whole (B) below 2**60; f in [0, 1] as two words (B, 2)."""
-    high, low = words.unbind(dim=-1)
+def _share(whole: Tensor, share: Tensor) -> Tensor:
+    """floor(whole * share / 2**62): whole (B) below 2**60, share (B) up to 2**62."""
+    high, low = share >> 31, share & _LOW_31
     a, b = whole >> 31, whole & _LOW_31
     return high * a + ((high * b + low * a + (low * b >> 31)) >> 31)

@@ -65,7 +65,7 @@ def distribution(monkeypatch) -> Callable[[Tensor, Sequence], Tensor]:
     n = 4096
 
     def spread(seeds: Tensor, positions: Tensor) -> Tensor:
-        return torch.tensor([divmod((2 * i + 1) * 2**61 // n, 2**31) for i in range(len(seeds))])
+        return torch.tensor([(2 * i + 1) * 2**61 // n for i in range(len(seeds))])
 
     def measure(logits: Tensor, seq: Sequence) -> Tensor:
         ids = sample(logits.expand(n, -1), [seq] * n).ids
@@ -106,8 +106,8 @@ def naive(logits: Tensor, seq: Sequence) -> Tensor:
 def naive_id(logits: Tensor, seq: Sequence) -> int:
     if seq.params.greedy:
         return int(logits.argmax())
-    high, low = uniform(torch.tensor([seq.seed]), torch.tensor([len(seq.tokens)]))[0].tolist()
-    return int((naive(logits, seq).cumsum(0) <= (high * 2**31 + low) / 2**62).sum())
+    number = int(uniform(torch.tensor([seq.seed]), torch.tensor([len(seq.tokens)])))
+    return int((naive(logits, seq).cumsum(0) <= number / 2**62).sum())
 
 
 def random_sequence(rng: random.Random, vocab: int) -> Sequence:
@@ -310,16 +310,17 @@ def test_philox_gives_its_authors_known_answers(counter, key, words) -> None:
     """Of Random123's table for philox2x32-10. A word's lowest bit is not used."""
     seed = torch.tensor([counter[1] << 32 | key], dtype=torch.uint64).view(torch.int64)
     found = uniform(seed, torch.tensor([counter[0]]))
-    assert found.tolist() == [[word >> 1 for word in words]]
+    assert found.tolist() == [(words[0] >> 1 << 31) + (words[1] >> 1)]
 
 
 def test_numbers_differ_by_seed_by_position_and_by_both_words_of_the_seed() -> None:
     seeds = torch.tensor([0, 1, 2, 2**32, 2**62, 2**63 - 1]).repeat_interleave(2000)
     positions = torch.arange(2000).repeat(6)
     numbers = uniform(seeds, positions)
-    assert numbers.min() >= 0 and numbers.max() < 2**31
-    assert len(numbers[:, 0].unique()) > 12_000 - 5  # chance alone makes 0.03 pairs
-    assert abs(numbers.double().mean() / 2**31 - 0.5) < 0.01
+    assert numbers.min() >= 0 and numbers.max() < 2**62
+    high, low = numbers >> 31, numbers & 2**31 - 1
+    assert len(high.unique()) > 12_000 - 5  # chance alone makes 0.03 pairs
+    assert all(abs(word.double().mean() / 2**31 - 0.5) < 0.01 for word in (high, low))
     again = uniform(seeds[77:78], positions[77:78])
     assert torch.equal(again, numbers[77:78])
 
@@ -366,10 +367,10 @@ def test_nothing_filtered_is_ever_drawn(params) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.99}, {"top_k": 3}, {"temperature": 1e-4}])
-@pytest.mark.parametrize(("word", "end"), [(0, 0), (2**31 - 1, -1)])
-def test_the_least_and_the_greatest_number_stay_inside(monkeypatch, params, word, end) -> None:
+@pytest.mark.parametrize(("number", "end"), [(0, 0), (2**62 - 1, -1)])
+def test_the_least_and_the_greatest_number_stay_inside(monkeypatch, params, number, end) -> None:
     """The ends of the vocabulary have no probability, and rounding must not give them any."""
-    monkeypatch.setattr(op, "uniform", lambda seeds, _: torch.full((len(seeds), 2), word))
+    monkeypatch.setattr(op, "uniform", lambda seeds, _: torch.full((len(seeds),), number))
     logits = torch.cat((torch.full((9,), -INF), torch.zeros(700), torch.full((9,), -INF)))
     kept = naive(logits, sequence(**params)).nonzero().squeeze(1)
     assert sample(logits[None], [sequence(**params)]).ids.tolist() == [kept[end]]

@@ -40,10 +40,6 @@ def by_hand(probs: Tensor, rule: SamplingRow, share: int) -> int:
     raise AssertionError("nothing is kept")
 
 
-def words(shares: list[int]) -> Tensor:
-    return torch.tensor([divmod(share, 2**31) for share in shares])
-
-
 def random_rule(rng: random.Random, vocab: int) -> SamplingRow:
     return SamplingRow(
         temperature=rng.choice([1.0, 0.6, 2.0, rng.uniform(0.01, 3)]),
@@ -68,7 +64,7 @@ def check(logits: Tensor, rules: list[SamplingRow], shares: list[int]) -> None:
     peaks = logits.amax(-1)
     probs = op._probs(logits, peaks, rules)
     expected = [by_hand(*row) for row in zip(probs, rules, shares, strict=True)]
-    assert sample_ids(logits, peaks, rules, words(shares)).tolist() == expected
+    assert sample_ids(logits, peaks, rules, torch.tensor(shares)).tolist() == expected
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -109,7 +105,7 @@ def test_the_whole_vocabulary_as_likely_as_can_be(kernels):
     """The sums of 128,256 greatest weights fit, and ties are cut at the right place."""
     logits = torch.zeros(3, 128_256)
     rules = [SamplingRow(), SamplingRow(top_p=0.5), SamplingRow(top_k=7, top_p=0.5)]
-    ids = sample_ids(logits, logits[:, 0], rules, words([2**62 - 1] * 3))
+    ids = sample_ids(logits, logits[:, 0], rules, torch.tensor([2**62 - 1] * 3))
     assert ids.tolist() == [128_255, 128_256 // 2, 128_256 // 2]
 
 
@@ -123,7 +119,7 @@ def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
         SamplingRow(top_k=9000),
         SamplingRow(top_k=12_000, top_p=0.8),
     ] * 16
-    peaks, numbers = logits.amax(-1), words([i << 56 for i in range(64)])
+    peaks, numbers = logits.amax(-1), torch.tensor([i << 56 for i in range(64)])
     ids = sample_ids(logits, peaks, rules, numbers)
     for threads in (2, 2, 2, 3, 20):
         torch.set_num_threads(threads)
@@ -137,7 +133,7 @@ def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
 def test_what_is_a_little_less_likely_than_min_p_is_not_kept(kernels):
     """The last token weighs 1, the one before it 2, and min_p asks for 1.5."""
     logits = torch.tensor([[0.0, -38.9, -39.9]]) * math.log(2)
-    greatest = words([2**62 - 1])
+    greatest = torch.tensor([2**62 - 1])
     assert sample_ids(logits, logits[:, 0], [SamplingRow()], greatest) == 2
     assert sample_ids(logits, logits[:, 0], [SamplingRow(min_p=1.5 / UNIT)], greatest) == 1
 
@@ -148,7 +144,7 @@ def test_what_is_a_little_less_likely_than_min_p_is_not_kept(kernels):
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_maximum_ends_and_harms_no_other(kernels, fault, rule):
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
-    peaks, numbers = logits.amax(-1), words([2**61] * 3)
+    peaks, numbers = logits.amax(-1), torch.tensor([2**61] * 3)
     ids = sample_ids(logits, peaks, [rule] * 3, numbers)
     broken = logits.clone()
     broken[1, 300:] = fault
@@ -170,7 +166,7 @@ def test_logits_in_any_layout_are_left_as_they_are(kernels):
 
 @given(st.integers(0, 2**60 - 1), st.integers(0, 2**62))
 def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share):
-    assert int(op._share(torch.tensor([whole]), words([share]))) == whole * share >> 62
+    assert int(op._share(torch.tensor([whole]), torch.tensor([share]))) == whole * share >> 62
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
@@ -182,5 +178,5 @@ def test_the_kernel_is_what_a_cpu_runs(monkeypatch):
         return 0
 
     monkeypatch.setattr(native, "call", call)
-    sample_ids(torch.zeros(1, 9), torch.zeros(1), [SamplingRow()], words([0]))
+    sample_ids(torch.zeros(1, 9), torch.zeros(1), [SamplingRow()], torch.tensor([0]))
     assert called == ["sample_workspace", "sample_ids"]
