@@ -77,23 +77,21 @@ class Peers:
         lower = [peer for peer in self.local if peer.rank < self.own.rank]
         return all(peer.is_over or processes.is_stopped(peer.pid) for peer in lower)
 
-    def note_ends(self) -> bool:
-        """Look at the processes of this machine. Whether one has ended since the last look."""
-        running = [peer for peer in self.local if peer.gone_at is None]
-        ended = [peer for peer in running if processes.has_ended(peer.pid)]
-        for peer in ended:
-            peer.gone_at = time.monotonic()
-        return bool(ended)
+    def note_ends(self) -> None:
+        """Look at the processes of this machine: which have ended since the last look?"""
+        for peer in self.local:
+            if peer.gone_at is None and processes.has_ended(peer.pid):
+                peer.gone_at = time.monotonic()
 
-    def outlive(self, limit_s: float) -> bool:
-        """Wait until all others of this machine have ended: whether they have."""
+    def outlive(self, limit_s: float) -> None:
+        """Wait until the others of this machine have ended, but for those that are stopped."""
         end = time.monotonic() + limit_s
-        while any(peer.gone_at is None for peer in self.local):
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.02)
+        while time.monotonic() < end:
             self.note_ends()
-        return True
+            left = [peer.pid for peer in self.local if peer.gone_at is None]
+            if all(map(processes.is_stopped, left)):
+                return
+            time.sleep(0.02)
 
     def kill(self) -> None:
         """SIGKILL to all others of this machine that are still there."""

@@ -105,7 +105,7 @@ def describe_end(status: int | None) -> str:
     """What follows the name of the process: "was killed by SIGKILL ..."."""
     if status is None:
         return "ended without a word (killed, or out of memory: `dmesg` knows)"
-    number = status & 0x7F
+    number = signal.SIGTERM if was_terminated(status) else status & 0x7F
     if number == signal.SIGKILL:
         return "was killed by SIGKILL (if nobody sent it, memory ran out: `dmesg` knows)"
     if number:

@@ -103,8 +103,9 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """Tell the others that this rank leaves in order. Does not return while the job fails."""
         if self._is_known.is_set() and not self._not_met:
-            if self._is_own:  # its `finally` blocks are left; the others read the cause meanwhile
-                self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
+            if self._is_own:
+                self._deadline = 0.0  # its `finally` blocks are left
+                self._wake()
             self.join()  # it ends the process: after the rank that failed
         self.rendezvous.close()
         self._stops = True
@@ -207,12 +208,13 @@ class Watch(threading.Thread):
         self._is_known.set()
         self._wake()
 
+    @property
+    def _has_agent(self) -> bool:
+        return self._agent == os.getppid()
+
     def _grace(self, seconds: float) -> float:
-        """How long to wait for torchrun to end this rank. By hand, there is nobody to wait for; but
-        rank 0 may hold the store, in which the others read the cause."""
-        if self._agent == os.getppid():
-            return seconds
-        return 0.0 if self.peers.own.rank else GRACE_S
+        """How long to wait for torchrun to end this rank; by hand, there is nobody to wait for."""
+        return seconds if self._has_agent else 0.0
 
     def run(self) -> None:
         while not self._stops:
@@ -341,9 +343,15 @@ class Watch(threading.Thread):
             os.write(self._wake_write, b"\0")
 
     def _end(self) -> None:
-        """The end of this process; before it, where that is this rank's part, of the others."""
-        if self._kills_survivors and not self.peers.outlive(_UNWIND_S):
+        """The end of this process; before it, where that is this rank's part, of the others.
+
+        By hand, rank 0 may hold the store: it stays for as long as they may read the cause there.
+        """
+        if self._kills_survivors:
+            self.peers.outlive(_UNWIND_S)
             self.peers.kill()
+        elif self.peers.own.rank == 0 and not self._has_agent:
+            self.peers.outlive(GRACE_S)
         self._exit(1)
 
     def _exit(self, code: int) -> None:
