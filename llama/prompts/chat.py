@@ -64,11 +64,7 @@ def chat_params(
             field,
             f"{field}: a call that is forced, or strict, cannot have {form_field} beside it",
         )
-    form = StructuredOutput(
-        grammar=call_grammar(
-            tools.callable(), tool_format, must_call=tools.must_call, parallel=tools.several
-        )
-    )
+    form = StructuredOutput(grammar=call_grammar(tools, tool_format))
     return replace(params, structured_output=form)
 
 

@@ -22,14 +22,11 @@ _WORDS = r"/([ \t\r\n]{0,8}[^ \t\r\n{\[<](.|\n)*)?/"  # no text in which a call 
 _WITHIN = re.compile(r'"\$(?:id|anchor|dynamicRef|ref": "(?!#/(?:\$defs|definitions)/))')
 
 
-def call_grammar(
-    tools: Tools, tool_format: ToolFormat, *, must_call: bool, parallel: bool = True
-) -> str:
-    """Calls in the format's own form; without must_call, words may come instead, which begin with
-    none of the characters { [ <.
-
-    parallel: several calls, where the format has several. ValueError for a model without tools.
-    """
+def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
+    """Calls in the format's own form, several where it has several; where none must come, words may
+    come instead, which begin with none of the characters { [ <. ValueError for a model without
+    tools."""
+    tools = tools.callable()
     if tool_format is ToolFormat.NONE or not tools:
         raise ValueError("tools: there are none that this model can call")
     rules: list[str] = []
@@ -41,7 +38,7 @@ def call_grammar(
         if functions:
             named = " | ".join(f"f{i}" for i in range(len(functions)))
             rules.append(f"function: {named}")
-            more = ' (", " function)*' if parallel else ""
+            more = ' (", " function)*' if tools.several else ""
             built_in.append(f'"[" function{more} "]"')
     else:
         for i, function in enumerate(functions):
@@ -49,7 +46,7 @@ def call_grammar(
             rules.append(f'f{i}: {_text(head)} f{i}_json "}}"')
             rules.append(f"f{i}_json: {_json(_schema(function))}")
             built_in.append(f"f{i}")
-    words = [] if must_call else ["WORDS"]
+    words = [] if tools.must_call else ["WORDS"]
     rules.insert(0, "start: " + " | ".join([*built_in, *words]))
     if words:
         rules.append(f"WORDS: {_WORDS}")

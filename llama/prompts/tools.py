@@ -116,12 +116,10 @@ class Tools:
 
     def callable(self) -> "Tools":
         """Those that the answer may call."""
-        return self if self.only is None else self.subset(self.only)
-
-    def subset(self, name: str) -> "Tools":
-        """The one of this name alone."""
-        functions = [tool for tool in self.functions if function_of(tool).get("name") == name]
-        built_in = tuple(each for each in self.built_in if each == name)
+        if self.only is None:
+            return self
+        functions = [tool for tool in self.functions if function_of(tool).get("name") == self.only]
+        built_in = tuple(name for name in self.built_in if name == self.only)
         return replace(self, functions=tuple(functions), built_in=built_in)
 
 

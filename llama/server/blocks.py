@@ -11,6 +11,7 @@ from typing import Any
 
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.request import CompletionOutput, RequestOutput
+from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
@@ -52,6 +53,14 @@ class BlockAnswer(ABC):
     @abstractmethod
     def begins(self) -> Events:
         """Before all blocks."""
+
+    @abstractmethod
+    def last(self) -> Events:
+        """After all outputs."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last event where the answer ends by an error."""
 
     @abstractmethod
     def starts(self, block: Block) -> Events: ...

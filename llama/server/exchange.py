@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import inspect
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
@@ -21,8 +21,10 @@ from llama.checks import FieldError
 from llama.prompts.fields import read_as
 from llama.requests.request import Request as EngineRequest
 from llama.requests.request import RequestOutput
+from llama.server.blocks import BlockAnswer
 from llama.server.encoding import COMMENT, EventStream, JsonResponse, event, unless_client_leaves
 from llama.server.errors import ApiError
+from llama.server.openai.answers import Completion
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
 
@@ -137,27 +139,11 @@ async def prepare_chat(
     return await service.prepare(ids, params, chat.fields, ends_with_context=ends_with_context)
 
 
-class Answer(Protocol):
-    """An answer in the words of one API: whole, or as events while it comes."""
-
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The body of the response, from the last output of each prompt."""
-
-    def of(self, output: RequestOutput) -> Iterable[dict[str, Any]]:
-        """The events that an output brings: none, where it has nothing new."""
-
-    def last(self) -> Iterable[dict[str, Any]]:
-        """After all outputs."""
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event where the answer ends by an error."""
-
-
 async def respond(
     service: Service,
     http: Request,
     requests: list[EngineRequest],
-    answer: Answer,
+    answer: Completion | BlockAnswer,
     *,
     streams: bool,
     end: bytes = b"",
@@ -184,7 +170,7 @@ async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Re
 
 
 async def _encoded(
-    outputs: AsyncGenerator[RequestOutput, None], answer: Answer, end: bytes
+    outputs: AsyncGenerator[RequestOutput, None], answer: Completion | BlockAnswer, end: bytes
 ) -> AsyncGenerator[bytes, None]:
     """The bytes of a stream: those of each output, where it has any, then the last ones."""
     async with contextlib.aclosing(outputs):

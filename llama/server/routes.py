@@ -52,7 +52,8 @@ def _add_completions(router: APIRouter, service: Service) -> None:
     async def answer(
         http: Request, request: OpenAIRequest, prepared: list[EngineRequest]
     ) -> Response:
-        completion = Completion(request, service.loaded().tokenizer, _meta(service, http))
+        meta = _meta(service, http, request)
+        completion = Completion(request, service.loaded().tokenizer, meta)
         return await respond(service, http, prepared, completion, streams=request.stream, end=DONE)
 
 
@@ -80,7 +81,8 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
-        events = ResponseAnswer(body, chat, service.loaded().tokenizer, _meta(service, http))
+        meta = _meta(service, http, chat)
+        events = ResponseAnswer(body, chat, service.loaded().tokenizer, meta)
         return await respond(service, http, [request], events, streams=chat.stream)
 
     @router.post(MESSAGES_URL)
@@ -88,7 +90,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
-        events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http))
+        events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http, chat))
         return await respond(
             service, http, [request], events, streams=chat.stream, keep_alive=event(PING)
         )
@@ -100,5 +102,6 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         return JsonResponse({"input_tokens": len(ids)})
 
 
-def _meta(service: Service, http: Request) -> ResponseMeta:
-    return ResponseMeta(http.state.request_id, service.model_name, int(time.time()))
+def _meta(service: Service, http: Request, request: OpenAIRequest) -> ResponseMeta:
+    model = service.model_name if request.model is None else request.model
+    return ResponseMeta(http.state.request_id, model, int(time.time()))

@@ -1,6 +1,7 @@
 """The grammars of forced calls: llguidance compiles them, and takes and refuses what it should."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ TOOLS = Tools.of(
         {"type": "function", "function": {"name": "now"}},
     ]
 )
+FORCED = replace(TOOLS, must_call=True)
 JSON, PYTHON = ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2
 
 
@@ -87,7 +89,7 @@ BAD = {
 
 @pytest.mark.parametrize("tool_format", [JSON, PYTHON])
 def test_a_forced_call_fits_its_schema(takes, tool_format):
-    grammar = call_grammar(TOOLS, tool_format, must_call=True)
+    grammar = call_grammar(FORCED, tool_format)
     schemas = {"weather": SCHEMA, "odd.one-s": ODD, "now": {}}
     for text in GOOD[tool_format]:
         assert takes(grammar, text), text
@@ -108,8 +110,8 @@ def test_a_forced_call_fits_its_schema(takes, tool_format):
 
 @pytest.mark.parametrize("tool_format", [JSON, PYTHON])
 def test_one_function_or_one_call_may_be_wanted(takes, tool_format):
-    named = call_grammar(TOOLS.subset("now"), tool_format, must_call=True)
-    one = call_grammar(TOOLS, tool_format, must_call=True, parallel=False)
+    named = call_grammar(replace(FORCED, only="now"), tool_format)
+    one = call_grammar(replace(FORCED, parallel=False), tool_format)
     single, several = GOOD[tool_format][3], GOOD[tool_format][2]
     assert takes(named, single) and not takes(named, GOOD[tool_format][0])
     assert takes(one, single) and takes(one, several) == (tool_format is JSON)
@@ -117,7 +119,7 @@ def test_one_function_or_one_call_may_be_wanted(takes, tool_format):
 
 @pytest.mark.parametrize("tool_format", [JSON, PYTHON])
 def test_without_force_words_may_come(takes, tool_format):
-    grammar = call_grammar(TOOLS, tool_format, must_call=False)
+    grammar = call_grammar(TOOLS, tool_format)
     for text in [*GOOD[tool_format], "", "It is sunny.\n[now()]", " 1 < 2 {}"]:
         assert takes(grammar, text), text
     for text in [*BAD[tool_format][2:], "  [x"]:
@@ -139,7 +141,7 @@ def test_built_in_tools_are_called_after_their_token(tiktoken_guide):
         [{"function": {"name": "brave_search"}}, {"function": {"name": "code_interpreter"}}]
     )
     tokenizer, encode = tiktoken_guide
-    grammar = grammar_from("lark", call_grammar(tools, JSON, must_call=True))
+    grammar = grammar_from("lark", call_grammar(replace(tools, must_call=True), JSON))
     assert LLMatcher.validate_grammar_with_warnings(grammar, tokenizer) == (False, [])
     for text, wanted in [
         ('<|python_tag|>brave_search.call(query="gold")', True),
@@ -155,4 +157,4 @@ def test_built_in_tools_are_called_after_their_token(tiktoken_guide):
 def test_a_model_without_tools_has_no_grammar():
     for tools, tool_format in [(TOOLS, ToolFormat.NONE), (Tools(), JSON)]:
         with pytest.raises(ValueError, match="tools"):
-            call_grammar(tools, tool_format, must_call=True)
+            call_grammar(replace(tools, must_call=True), tool_format)

@@ -140,7 +140,8 @@ def answer_record(
     error = output.error
     if error is not None:
         return error_record(custom_id, number, "server_error", error)
-    meta = ResponseMeta(output.request_id, model, created=0)
+    name = model if request.model is None else request.model
+    meta = ResponseMeta(output.request_id, name, created=0)
     body = Completion(request, tokenizer, meta).whole([output])
     return response_record(custom_id, output.request_id, body)
 

@@ -55,7 +55,7 @@ class MessageAnswer(BlockAnswer):
             "id": f"msg_{self.meta.id}",
             "type": "message",
             "role": "assistant",
-            "model": self.meta.model if self.request.model is None else self.request.model,
+            "model": self.meta.model,
         }
 
     def _end(self) -> dict[str, Any]:

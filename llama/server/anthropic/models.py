@@ -198,8 +198,7 @@ class CountBody(SamplingFields):
             place, form = form_of(wanted, "output_config.format.schema")
         tools = self._tool_request()
         if continues:
-            _check_beginning(messages[-1], dialog.places[-1])
-            _check_not_held(form, tools)
+            _check_beginning(messages[-1], dialog.places[-1], form, tools)
         return OpenAIRequest(
             messages=messages,
             params=self.sampling_params(defaults, structured_output=form),
@@ -256,25 +255,22 @@ class MessagesBody(CountBody, _Sampling):
         return replace(super().request(defaults), stream=bool(self.stream))
 
 
-def _check_beginning(message: dict[str, Any], place: str) -> None:
-    """Of the answer, which goes on from its last character."""
-    text = message["content"]
+def _check_beginning(
+    message: dict[str, Any], place: str, form: StructuredOutput | None, tools: Tools | None
+) -> None:
+    """Of the answer, which goes on from its last character. A beginning that the client wrote is
+    not part of a grammar, and no call begins after it."""
+    field, words, text = place, "", message["content"]
     if "tool_calls" in message:
-        raise FieldError(place, f"{place}: the results of its tool_use blocks must follow")
-    if not text or text[-1].isspace():
-        words = "the beginning of an answer must not be empty, or end with a space"
-        raise FieldError(place, f"{place}: {words}")
-
-
-def _check_not_held(form: StructuredOutput | None, tools: Tools | None) -> None:
-    """A beginning that the client wrote is not part of a grammar, and no call begins after it."""
-    if form is not None:
-        words = "output_config cannot be used where the last message is the assistant's"
-        raise FieldError("output_config", words)
-    if tools is not None and tools.needs_grammar:
+        words = ": the results of its tool_use blocks must follow"
+    elif not text or text[-1].isspace():
+        words = ": the beginning of an answer must not be empty, or end with a space"
+    elif form is not None:
+        field = "output_config"
+        words = " cannot be used where the last message is the assistant's"
+    elif tools is not None and tools.needs_grammar:
         field = "tool_choice" if tools.must_call else "tools"
-        raise FieldError(
-            field,
-            f"{field}: a call that is forced, or strict, cannot have a last message of the "
-            "assistant before it",
-        )
+        words = ": a call that is forced, or strict, cannot have a last message of the assistant "
+        words += "before it"
+    if words:
+        raise FieldError(field, field + words)

@@ -59,7 +59,7 @@ class Completion:
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{meta.id}",
             "object": f"{self._kind}.chunk" if request.chat else self._kind,
             "created": meta.created,
-            "model": meta.model if request.model is None else request.model,
+            "model": meta.model,
         }
         self._choices: dict[int, _Choice] = {}
         self._latest: dict[int, RequestOutput] = {}  # by prompt

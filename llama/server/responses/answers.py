@@ -135,7 +135,7 @@ def _echo(body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> di
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": params.max_tokens,
-        "model": meta.model if request.model is None else request.model,
+        "model": meta.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
