@@ -10,11 +10,9 @@ and its answer together, however the bytes come.
 import asyncio
 import contextlib
 import json
-import random
 import ssl
-import time
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import httpx2
@@ -24,7 +22,6 @@ from llama.requests.request import Usage
 
 _CONNECT_S = 10.0
 _ANSWER_S = 3600.0  # for a whole answer: one can be slow, but not so slow
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two attempts; doubled each time
 _MAX_RETRY_AFTER_S = 60.0  # of what a server asks for
 _MAX_QUOTED = 500  # characters of an error that is not in OpenAI's form
 _TRANSIENT = {408, 429, 500, 502, 503, 504}  # another attempt, or another replica, may answer
@@ -70,7 +67,7 @@ class Client:
             base_url=parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl(),
             api_key=api_key or "",  # None would send that of OPENAI_API_KEY, which is another's
             admin_api_key="",
-            max_retries=0,  # `with_retries` knows for how long, and stops for a signal
+            max_retries=0,  # a batch job has its own, which stop for a signal
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
             http_client=openai.DefaultAsyncHttpxClient(
                 verify=ssl.create_default_context(),  # the certificates of this system
@@ -183,32 +180,6 @@ class Client:
             message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
         seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
         return ServerError(f"{self.url}: status {status}: {message}", status, seconds)
-
-
-async def with_retries(
-    attempt: Callable[[], Awaitable[Reply]], *, limit_s: float, stops: asyncio.Event
-) -> Reply:
-    """The reply of an attempt, after waits that grow from 0.5 to 30 s, or that the server asks for.
-
-    A wait is between a half and the whole of that, at random, so that many clients do not come
-    back at once. ServerError of the last attempt, if it is no transient one, if the next wait ends
-    later than `limit_s` after the first failure, or once `stops` is set.
-    """
-    wait_s, end = _FIRST_WAIT_S, None
-    while True:
-        try:
-            return await attempt()
-        except ServerError as e:
-            now = time.monotonic()
-            end = now + limit_s if end is None else end
-            pause_s = max(e.retry_after_s, wait_s * random.uniform(0.5, 1.0))
-            if not e.is_transient or now + pause_s > end:
-                raise
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stops.wait(), pause_s)
-            if stops.is_set():
-                raise
-        wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
 
 def found_at(body: Any, *path: str | int) -> Any:

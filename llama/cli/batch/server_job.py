@@ -6,23 +6,25 @@ under way when a connection was lost, are sent again after waits that grow.
 """
 
 import asyncio
-import functools
+import contextlib
 import os
+import random
+import time
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import checked_body, error_record, response_record, target
 from llama.cli.batch.loop import BatchReport, Loop, own_counters
-from llama.cli.client import Client, Reply, ServerError, usage_of, with_retries
+from llama.cli.client import Client, Reply, ServerError, usage_of
 from llama.ranks.signals import SIGNALS, stop_requested
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 
 MAX_CONCURRENCY = 1024
-_WAIT_S = 0.5  # between two looks at whether a signal came
+_LOOK_S = 0.5  # between two looks at whether a signal came
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two attempts; doubled each time
 
 
 def run_server_batch(
@@ -57,11 +59,11 @@ def run_server_batch(
         raise ValueError(f"concurrency={concurrency} must be 1 to {MAX_CONCURRENCY}")
     check_files(in_path, out_path, resume=resume)
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
-    with closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
+    with contextlib.closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
         name, _ = client.run(client.model(model))
         answers = ServerAnswers(client, defaults, name, seed, concurrency, retry_s)
         size = os.fstat(file.fileno()).st_size
-        with closing(Results(out_path, max_lines=size)) as results:
+        with contextlib.closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
             counters = own_counters()
             report = Loop(answers, file, results, defaults, seed, counters, shows=progress).run()
@@ -96,20 +98,41 @@ class ServerAnswers:
         path, body = target(fields)
         seed = derived_seed(self.seed, line.number - 1)
         body = filled(checked_body(body), self.defaults, model=self.model, seed=seed)
-        name = f"line-{line.number}"
-        attempt = functools.partial(self.client.post, path, body, request_id=name)
-        reply = with_retries(attempt, limit_s=self.retry_s, stops=self.stops)
-        self.running[self.client.start(reply)] = line, custom_id
+        task = self.client.start(self._reply(path, body, f"line-{line.number}"))
+        self.running[task] = line, custom_id
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """Wait for answers, half a second at most. ServerError where the server refuses the key:
         that is no fault of the line."""
         if stop_requested():
             self.stops.set()
-        wait = asyncio.wait(self.running, timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        wait = asyncio.wait(self.running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         done, _ = self.client.run(wait)
         answers = [(*self.running.pop(task), task) for task in done]
         return [record for answer in answers if (record := self._record(*answer)) is not None]
+
+    async def _reply(self, path: str, body: dict[str, Any], name: str) -> Reply:
+        """That of an attempt, after waits that grow, or as long as the server asks for.
+
+        A wait is between a half and the whole of that, at random, so that many clients do not come
+        back at once. ServerError of the last attempt, if it is no transient one, if the next wait
+        ends later than `retry_s` after the first failure, or once `stops` is set.
+        """
+        wait_s, end = _FIRST_WAIT_S, None
+        while True:
+            try:
+                return await self.client.post(path, body, request_id=name)
+            except ServerError as e:
+                now = time.monotonic()
+                end = now + self.retry_s if end is None else end
+                pause_s = max(e.retry_after_s, wait_s * random.uniform(0.5, 1.0))
+                if not e.is_transient or now + pause_s > end:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.stops.wait(), pause_s)
+                if self.stops.is_set():
+                    raise
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
     def _record(
         self, line: Line, custom_id: str, answer: asyncio.Task[Reply]

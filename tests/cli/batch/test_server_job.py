@@ -179,7 +179,7 @@ def run(folder: Path, url: str, asked: list[Any], **kwargs: Any) -> list[dict[st
 
 def test_what_fails_for_now_is_sent_again(tmp_path, monkeypatch):
     """503, a lost connection, and no answer at all; the request that comes again is the same."""
-    monkeypatch.setattr("llama.cli.client._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("llama.cli.batch.server_job._FIRST_WAIT_S", 0.01)
     with flaky(503, "lost", "hangs up", 503, 502) as (url, seen):
         (record,) = run(tmp_path, url, ["hello"], model="other")
     assert record["response"]["body"] == {"choices": [{"text": "hello"}]}
@@ -190,7 +190,7 @@ def test_what_fails_for_now_is_sent_again(tmp_path, monkeypatch):
 
 def test_what_fails_for_good_is_an_error_record(tmp_path, monkeypatch):
     """A refusal at once; a failure that lasts, after `retry_s`; the other lines are answered."""
-    monkeypatch.setattr("llama.cli.client._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("llama.cli.batch.server_job._FIRST_WAIT_S", 0.01)
     asked = [{"prompt": "a", "temperature": None, "seed": 5}, {"prompt": "b"}, {"prompt": "c"}]
     with flaky(400, 200, "text", *[503] * 1000) as (url, seen):
         first, second, third = run(tmp_path, url, asked, concurrency=1, retry_s=0.3)
