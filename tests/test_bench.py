@@ -10,22 +10,25 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import commands, report, run, shapes, soak, worker
+from bench import commands, machine, report, run, shapes, soak, worker
 from bench.engines import ENGINES
 from bench.engines.vllm import vllm_environment
 from bench.linear import KERNELS
+from bench.machine import best_seconds
 from helpers import warm
 from helpers.launch import REPO, environment
 from llama import ModelArgs
 from llama.checkpoint.find import find
 from llama.engine.pages import PagePool
 
+CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
          "multiple_of": 32}  # fmt: skip
 JOB = {
@@ -54,9 +57,28 @@ def bench(monkeypatch, capsys):
     return command
 
 
-def test_latency_beside_a_peer(tmp_path):
-    """As a user runs it, in float32: ours and Meta's model say the same tokens, and a peer whose
-    environment lacks its package is skipped."""
+def test_the_limits_of_this_machine_are_measured(monkeypatch):
+    """One run of each, which takes a tenth of a second by a clock that is made up."""
+
+    def time_once(work: Callable[[], object], device: torch.device) -> float:
+        work()
+        return 0.1
+
+    monkeypatch.setattr(machine, "best_seconds", time_once)
+    assert machine.read_bandwidth(CPU) == pytest.approx(2**30 / 0.1)
+    assert machine.matrix_flops(CPU, torch.float32) == pytest.approx(2 * 512**3 / 0.1)
+    assert 0 < best_seconds(lambda: torch.ones(9), CPU) < 1
+
+
+def test_the_program_is_run_by_its_folder():
+    program = [sys.executable, str(REPO / "scripts" / "bench"), "nothing"]
+    done = warm.run(program, env=environment())
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+
+
+def test_latency_beside_a_peer(bench, tmp_path):
+    """In float32: ours and Meta's model say the same tokens, and a peer whose environment lacks its
+    package is skipped."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.symlink_to(Path(sys.base_prefix, "bin", "python3"))  # an interpreter without packages
@@ -65,10 +87,7 @@ def test_latency_beside_a_peer(tmp_path):
         "latency --model demo --dtype fp32 --batches 1 --context 16 --steps 6 --warmup 1 "
         f"--vs llama_models,vllm:{tmp_path} --plot {plot} --out {out}"
     )
-    program = [sys.executable, str(REPO / "scripts" / "bench"), *command.split()]
-    done = warm.run(program, env=environment(WARM_CHILDREN="1"))
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = bench(command)
     ours, peer = document["rows"]
     assert (ours["engine"], peer["engine"]) == ("ours", "llama_models")
     assert ours["ids"] == peer["ids"] and len(ours["ids"]) == 8
@@ -76,9 +95,10 @@ def test_latency_beside_a_peer(tmp_path):
         ours["roofline_ms"] / ours["step_ms"]
     )
     assert peer["to_ours"] == peer["step_ms"] / ours["step_ms"] and ours["host_ms"] > 0
-    assert out.read_text() == done.stdout and plot.read_text().count("<polyline") == 2
+    assert json.loads(out.read_text().splitlines()[-1]) == document
+    assert plot.read_text().count("<polyline") == 2
     (why,) = document["skipped"].values()
-    assert "not installed" in why and why in done.stdout.split("\n{")[0]
+    assert "not installed" in why and why in out.read_text().split("\n{")[0]
 
 
 def test_latency_beside_busy_processes(bench):

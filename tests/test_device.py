@@ -305,7 +305,8 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     afterwards is free. On the CPU there is nothing to bind."""
     done: list[Any] = []
     group = object()
-    monkeypatch.setattr(groups, "_meet_all", lambda *args: ("the store", None))
+    watch = SimpleNamespace(waiting=lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(groups, "_meet_all", lambda *args: ("the store", watch))
     monkeypatch.setenv("RANK", "1")
     for name, value in {
         "is_initialized": lambda: False,

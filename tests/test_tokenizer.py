@@ -5,6 +5,7 @@ tested on a vocabulary of 256 bytes and a few merges.
 """
 
 import base64
+import functools
 import json
 import random
 import re
@@ -193,6 +194,7 @@ def test_encode_equals_the_oracle_on_every_character(real, oracle):
         assert real.encode(text, **PLAIN) == oracle.encode(text, **PLAIN), hex(start)
 
 
+@functools.cache
 def long_texts() -> dict[str, str]:
     rng = random.Random(5)
     letters = "".join(rng.choices("abcdefgh", k=1_000_000))

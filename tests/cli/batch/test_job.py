@@ -370,7 +370,7 @@ def test_a_killed_replica_loses_nothing(llama, checkpoint_dir, tmp_path):
 def test_replicas_killed_at_random_moments_lose_and_double_nothing():
     """A rank or torchrun is killed, before the ranks have met, too; the program checks that all is
     gone after each kill, and the records in the end. By hand it makes 200 kills."""
-    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "80"]
+    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "50"]
     path = os.pathsep.join([str(REPO), str(REPO / "tests")])
     done = warm.run(program, env=environment(PYTHONPATH=path), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
