@@ -36,14 +36,17 @@ Dialog = Sequence[Message]
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
-# The first special tokens, in the order of their ids; None is the next reserved one, and reserved
-# ones fill up to 256.
 _BEGIN, _END, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 _START_HEADER, _END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
 _EOM, _PYTHON_TAG = "<|eom_id|>", "<|python_tag|>"
-_LLAMA_3_0 = (_BEGIN, _END, None, None, None, None, _START_HEADER, _END_HEADER, None, _EOT)
-_LLAMA_3_1 = (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|>",
-              _START_HEADER, _END_HEADER, _EOM, _EOT, _PYTHON_TAG, "<|image|>")  # fmt: skip
+# The first special tokens of each release, in the order of their ids; None is the next reserved
+# one, and reserved ones fill up to 256.
+_FIRST = {
+    "3.0": (_BEGIN, _END, None, None, None, None, _START_HEADER, _END_HEADER, None, _EOT),
+    "3.1": (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|>", _START_HEADER,
+            _END_HEADER, _EOM, _EOT, _PYTHON_TAG, "<|image|>"),
+}  # fmt: skip
+_USED = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)  # by the runtime
 
 
 class Tokenizer:
@@ -68,13 +71,14 @@ class Tokenizer:
     )
 
     def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
-        path = Path(model_path)
-        if path.suffix == ".json":
-            ranks, names = _parse_tokenizer_json(path)
-            _check_special_names(path, names, llama_3_0)
+        path, release = Path(model_path), "3.0" if llama_3_0 else "3.1"
+        data = _read(path)
+        if path.suffix == ".json" or data.startswith(b"{"):
+            ranks, names = _parse_tokenizer_json(path, data)
+            _check_special_names(path, names, release)
         else:
-            ranks = _parse_ranks(path)
-            names = _special_names(self.num_reserved_special_tokens, llama_3_0)
+            ranks = _parse_ranks(path, data)
+            names = _special_names(self.num_reserved_special_tokens, release)
         self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
         self.model = tiktoken.Encoding(
             path.name,
@@ -156,28 +160,24 @@ def _split_long_runs(s: str, limit: int) -> Iterator[str]:
     yield s[start:]
 
 
-def _special_names(total: int, llama_3_0: bool) -> list[str]:
-    first = _LLAMA_3_0 if llama_3_0 else _LLAMA_3_1
+def _special_names(total: int, release: str) -> list[str]:
     reserved = (f"<|reserved_special_token_{i}|>" for i in count())
-    padded = first + (None,) * (total - len(first))
+    padded = _FIRST[release] + (None,) * (total - len(_FIRST[release]))
     return [name or next(reserved) for name in padded]
 
 
-def _check_special_names(path: Path, names: list[str], llama_3_0: bool) -> None:
+def _check_special_names(path: Path, names: list[str], release: str) -> None:
     """Hold a file's special tokens to the release, where the runtime uses them.
 
     The rest may differ: Hugging Face numbers Llama 3.1's reserved tokens otherwise than Meta.
     """
-    first = _LLAMA_3_0 if llama_3_0 else _LLAMA_3_1
-    found = {name: i for i, name in enumerate(names)}
-    wanted = {name: i for i, name in enumerate(first)}
-    used = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)
-    wrong = [name for name in used if found.get(name) != wanted.get(name)]
+    found, wanted = ({name: i for i, name in enumerate(x)} for x in (names, _FIRST[release]))
+    wrong = [name for name in _USED if found.get(name) != wanted.get(name)]
     if wrong:
+        other = "3.0" if release == "3.1" else "3.1"
         raise ValueError(
-            f"{path}: {', '.join(wrong)} not as in Llama {'3.0' if llama_3_0 else '3.1'}: pass"
-            f" llama_3_0={not llama_3_0} if the file is of Llama {'3.1' if llama_3_0 else '3.0'};"
-            " else it is no Llama 3 tokenizer"
+            f"{path}: {', '.join(wrong)} not as in Llama {release}: pass llama_3_0="
+            f"{other == '3.0'} if the file is of Llama {other}; else it is no Llama 3 tokenizer"
         )
 
 
@@ -191,15 +191,12 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _parse_ranks(path: Path) -> dict[bytes, int]:
+def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
     """Parse tiktoken's format: a line for each token, base64 and rank."""
-    data = _read(path)
     if data[:1] == data[2:3] == b"\n":  # protobuf: field 1, length, field 1
         raise ValueError(
             f"{path} is a SentencePiece tokenizer, as Llama 2 has: give Llama 3's tokenizer.model"
         )
-    if data.startswith(b"{"):
-        raise ValueError(f"{path} is JSON: name it tokenizer.json")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -219,9 +216,8 @@ def _parse_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _parse_tokenizer_json(path: Path) -> tuple[dict[bytes, int], list[str]]:
+def _parse_tokenizer_json(path: Path, data: bytes) -> tuple[dict[bytes, int], list[str]]:
     """Return a tokenizer.json's ranks, and the names of its added tokens in the order of ids."""
-    data = _read(path)
     byte_of = byte_alphabet()
     try:
         content: Any = json.loads(data)
