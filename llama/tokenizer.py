@@ -79,6 +79,7 @@ class Tokenizer:
         else:
             ranks = _parse_ranks(path, data)
             names = _special_names(self.num_reserved_special_tokens, release)
+        _check_ranks(path, ranks)
         self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
         self.model = tiktoken.Encoding(
             path.name,
@@ -212,7 +213,6 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
                 f"{path}, line {number}: expected a base64 token and its rank, got {line[:60]!r}"
                 f" ({error}): download the file again"
             ) from None
-    _check_ranks(path, ranks)
     return ranks
 
 
@@ -229,7 +229,6 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> tuple[dict[bytes, int], li
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
             f" {error}): download it again"
         ) from None
-    _check_ranks(path, ranks)
     ids = sorted(added)
     if ids != list(range(len(ranks), len(ranks) + len(ids))):
         raise ValueError(

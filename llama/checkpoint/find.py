@@ -123,8 +123,7 @@ def _find_meta(folder: Path) -> Checkpoint:
 
 def _find_hf(folder: Path) -> Checkpoint:
     path = folder / "config.json"
-    params = huggingface.params_of(_read_json(path), source=str(path))
-    args = ModelArgs.from_params(params, source=str(path))
+    args = huggingface.args_of(_read_json(path), source=str(path))
     return Checkpoint(folder, args, _hf_shards(folder), "hf")
 
 
@@ -140,8 +139,7 @@ def _meta_shards(folder: Path) -> list[Path]:
         if other != path:
             raise ValueError(f"{path} and {other.name} are the same shard: move one away")
     absent = (i for i in range(max(shards)) if i not in shards)
-    missing = [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]
-    if missing:
+    if missing := [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]:
         raise FileNotFoundError(
             f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} missing: "
             "download the rest"
@@ -157,8 +155,7 @@ def _hf_shards(folder: Path) -> list[Path]:
     if not isinstance(names, dict) or not names or not all(map(is_plain, names.values())):
         raise ValueError(f"{index}: weight_map must name a file for each tensor: fetch it again")
     shards = [folder / name for name in sorted(set(names.values()))]
-    missing = [path.name for path in shards if not path.exists()]
-    if missing:
+    if missing := [path.name for path in shards if not path.exists()]:
         more = f" and {len(missing) - 8} more" if missing[8:] else ""
         raise FileNotFoundError(
             f"{index} names {', '.join(missing[:8])}{more}, not there: download the rest"
@@ -174,8 +171,6 @@ def is_plain(name: object) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: download it from where the weights came from")
     check_download(path)
     try:
         content = json.loads(path.read_bytes())

@@ -28,11 +28,9 @@ _SIZES = (
 )  # fmt: skip
 
 
-def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """The params.json, with our own three keys, that says what a config.json says.
-
-    ValueError, naming `source`, for a model that this runtime would compute wrongly.
-    """
+def args_of(config: dict[str, Any], source: str) -> ModelArgs:
+    """What a config.json says of a model; ValueError, naming `source`, where this runtime would
+    compute it wrongly."""
     with errors_in(source):
         _check_kind(config)
         for key in ("rms_norm_eps", *_SIZES):
@@ -56,7 +54,8 @@ def params_of(config: dict[str, Any], source: str) -> dict[str, Any]:
             "context_length": config.get("max_position_embeddings"),
             "tied_output": config.get("tie_word_embeddings", False),
         }
-        return params | _ffn_rule(dim, ffn) | _rope_params(config)
+        params |= _ffn_rule(dim, ffn) | _rope_params(config)
+    return ModelArgs.from_params(params, source)
 
 
 def _check_kind(config: dict[str, Any]) -> None:

@@ -15,6 +15,10 @@ from llama.prompts.tools import tool_format_of
 from llama.tokenizer import Tokenizer, byte_alphabet
 
 _BOS, _EOS, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+# Bytes as letters, with no pattern of its own and no space put before the text.
+_BYTE_LEVEL = {
+    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
+}  # fmt: skip
 _PAD = "<|finetune_right_pad_id|>"  # Llama 3.0 has none: there end_of_text pads
 
 
@@ -58,9 +62,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [_special(name, i) for name, i in tokenizer.special_tokens.items()],
         "normalizer": None,
-        "pre_tokenizer": _pre_tokenizer(tokenizer.pat_str),
+        "pre_tokenizer": _split_by(tokenizer.pat_str),
         "post_processor": _begin_with(_BOS, tokenizer.bos_id),
-        "decoder": _byte_level(),
+        "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -96,32 +100,21 @@ def _special(name: str, i: int) -> dict[str, Any]:
     return {"id": i, "content": name, **plain, "special": True}
 
 
-def _byte_level() -> dict[str, Any]:
-    """Bytes as letters, with no pattern of its own and no space put before the text."""
-    plain = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {"type": "ByteLevel", **plain}
-
-
-def _pre_tokenizer(pattern: str) -> dict[str, Any]:
-    split = {
-        "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False,
-    }  # fmt: skip
-    return {"type": "Sequence", "pretokenizers": [split, _byte_level()]}
+def _split_by(pattern: str) -> dict[str, Any]:
+    by_pattern = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [{"type": "Split", **by_pattern}, _BYTE_LEVEL]}
 
 
 def _begin_with(name: str, i: int) -> dict[str, Any]:
     """Put one special token before each text."""
-
-    def with_token(text: str, type_id: int) -> list[dict[str, Any]]:
-        return [
-            {"SpecialToken": {"id": name, "type_id": type_id}},
-            {"Sequence": {"id": text, "type_id": type_id}},
-        ]
-
+    first, second = (
+        [{"SpecialToken": {"id": name, "type_id": n}}, {"Sequence": {"id": text, "type_id": n}}]
+        for n, text in enumerate("AB")
+    )
     return {
         "type": "TemplateProcessing",
-        "single": with_token("A", 0),
-        "pair": with_token("A", 0) + with_token("B", 1),
+        "single": first,
+        "pair": first + second,
         "special_tokens": {name: {"id": name, "ids": [i], "tokens": [name]}},
     }
 
