@@ -125,20 +125,20 @@ def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
 
 def test_doctor_shows_what_checks_have_found(monkeypatch):
     monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
-    monkeypatch.setattr(selfcheck_cache, "gpu_name", lambda device: "a GPU")
-    monkeypatch.setattr(selfcheck_cache, "known_results", list)
+    monkeypatch.setattr(selfcheck_cache, "results_for", lambda device: [])
     assert "not checked yet" in next(doctor._gpu_kernels(GPU)).text
     key = {"gpu": "a GPU", "dtype": "bf16", "dim": 128, "n_heads": 8}
     result = CheckResult({"attention": None, "sample": "it hangs"})
-    known = [(key, result), (key | {"gpu": "b"}, result)]
-    monkeypatch.setattr(selfcheck_cache, "known_results", lambda: known)
-    monkeypatch.setattr(selfcheck_cache, "is_current", lambda key, device: True)
+    known = [(key, result, True), (key | {"dim": 64}, result, False)]
+    monkeypatch.setattr(selfcheck_cache, "results_for", lambda device: known)
     facts = list(doctor._gpu_kernels(GPU))
     assert [fact.text for fact in facts] == [
         "bf16, dim 128, 8 heads: attention",
         "bf16, dim 128, 8 heads: torch runs in place of sample: it hangs",
+        "bf16, dim 64, 8 heads, of an older version: attention",
+        "bf16, dim 64, 8 heads, of an older version: torch runs in place of sample: it hangs",
     ]
-    assert [fact.problem for fact in facts] == [False, True]
+    assert [fact.problem for fact in facts] == [False, True, False, False]
 
 
 class Recorder:

@@ -116,12 +116,10 @@ def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
     if reason := selfcheck_cache.not_for(device):
         yield Fact("gpu kernels", f"torch's: this project's are not used, as {reason}")
         return
-    name = selfcheck_cache.gpu_name(device)
-    found = [(k, result) for k, result in selfcheck_cache.known_results() if k["gpu"] == name]
+    found = selfcheck_cache.results_for(device)
     if not found:
         yield Fact("gpu kernels", "not checked yet: the first build on this GPU does it")
-    for key, result in found:
-        is_current = selfcheck_cache.is_current(key, device)
+    for key, result, is_current in found:
         what = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads"
         what += "" if is_current else ", of an older version"
         yield Fact("gpu kernels", f"{what}: {', '.join(result.passed) or 'none'}")

@@ -96,27 +96,22 @@ def load_or_check(job: Job, program: Sequence[str] = PROGRAM) -> CheckResult:
         return result
 
 
-def known_results() -> list[tuple[dict[str, Any], CheckResult]]:
-    """All that this user's files hold, each with what it depends on."""
-    kept = map(_read, sorted(native.cache_folder().glob("gpu-*.json")))
-    return [(x.key, x.result) for x in kept if x is not None and x.result.reasons]
-
-
-def is_current(key: dict[str, Any], device: torch.device) -> bool:
-    """Whether a file with this key holds for what is installed now."""
-    return key.items() >= _versions(str(device)).items()
-
-
-def gpu_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def results_for(device: torch.device) -> list[tuple[dict[str, Any], CheckResult, bool]]:
+    """All that this user's files hold of such a GPU: what each result depends on, the result, and
+    whether it holds for what is installed now."""
+    now = _versions(str(device))
+    kept = filter(None, map(_read, sorted(native.cache_folder().glob("gpu-*.json"))))
+    own = [x for x in kept if x.key.get("gpu") == now["gpu"]]
+    return [(x.key, x.result, x.key.items() >= now.items()) for x in own]
 
 
 def _versions(device: str) -> dict[str, str]:
     """What a result depends on beside the job."""
     import triton
 
+    is_cuda = torch.device(device).type == "cuda"
     return {
-        "gpu": gpu_name(torch.device(device)),
+        "gpu": torch.cuda.get_device_name(device) if is_cuda else device,
         "driver": _driver(),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -284,9 +284,10 @@ def test_the_result_is_read_the_second_time(quick, cache, capfd):
     assert count() == children and capfd.readouterr().err == ""
     (path,) = cache.glob("gpu-*.json")
     assert not list(cache.glob("result-*"))
-    ((key, shown),) = cached.known_results()
+    ((key, shown, is_current),) = cached.results_for(CPU)
     assert shown.reasons == first.reasons and key["gpu"] == "cpu"
-    assert cached.is_current(key, CPU) and str(path).startswith(str(native.cache_folder()))
+    assert is_current and str(path).startswith(str(native.cache_folder()))
+    assert cached.results_for(torch.device("meta")) == []  # another device's
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_damaged_result_is_measured_again(quick, cache, damage):
     cached.load_or_check(job())
     (path,) = cache.glob("gpu-*.json")
     path.write_bytes(damage)
-    assert cached.known_results() == []
+    assert cached.results_for(CPU) == []
     assert cached.load_or_check(job()).passed == ["attention", "sample", "linear"]
     assert count() == 2
     assert json.loads(path.read_bytes())["result"]["reasons"]["linear"] is None
@@ -340,7 +341,7 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
     monkeypatch.setenv("TRITON_INTERPRET", "another")
     cached.load_or_check(job())
     assert count() == 6
-    assert sum(cached.is_current(key, CPU) for key, _ in cached.known_results()) == 1
+    assert sum(is_current for _, _, is_current in cached.results_for(CPU)) == 1
 
 
 def test_the_sources_of_all_that_checks_run_count():
