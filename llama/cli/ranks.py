@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from llama.cli.flags import HelpWanted, UsageError
 from llama.ranks.errors import NotMetError, RankError
-from llama.ranks.signals import DRAIN_S, drain
+from llama.ranks.signals import DRAIN_S, SIGNALS
 from llama.ranks.watch import Watch
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -105,7 +105,9 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
     drain_s: seconds that they get. Default: LLAMA_DRAIN_S, else 20.
     """
-    drain(float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s)
+    if drain_s is None:
+        drain_s = float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S)
+    SIGNALS.drain_s = drain_s
 
 
 def _lost_connection(error: Exception) -> RuntimeError | None:

@@ -45,14 +45,13 @@ class InterruptHeldBack:
 def interrupt_ignored() -> Iterator[None]:
     """Ctrl-C in a terminal reaches every rank: rank 0 decides what it means."""
     handler = _handler()
-    if handler is None:
-        yield
-        return
-    signal(SIGINT, lambda number, frame: None)
+    if handler is not None:
+        signal(SIGINT, lambda number, frame: None)
     try:
         yield
     finally:
-        signal(SIGINT, handler)
+        if handler is not None:
+            signal(SIGINT, handler)
 
 
 def _handler() -> Any:

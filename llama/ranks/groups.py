@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,14 +146,29 @@ def _make_fairscale_groups(size: int) -> None:
 
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
-    """Wait for the other ranks, and make the groups."""
+    """Wait for the other ranks, and make the groups: RankError where one does not come, or where
+    they cannot reach each other. What torch says of that is one line here.
+    """
     watch = Watch.of_process()
     if watch is not None:  # an earlier call of this process
         store = torch_private.default_store()
     else:
         store, watch = _meet_all(size, world_size, timeout_s)
-    with _errors_of_groups(watch, timeout_s):
-        return _make_groups(store, watch, size, world_size, device, timeout_s)
+    try:
+        with watch.waiting("the making of the groups", timeout_s):
+            return _make_groups(store, watch, size, world_size, device, timeout_s)
+    except RankError:
+        raise
+    except RuntimeError as error:
+        watch.wait_for_cause()
+        if watch.is_ending:  # it followed from the end of another rank
+            watch.join()  # it ends this process
+        raise RankError(
+            f"the ranks have met, but cannot reach each other ({str(error).splitlines()[0]}): open "
+            "the ports that the kernel hands out (net.ipv4.ip_local_port_range) between the "
+            "machines, or name the interface that they share by GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME"
+        ) from error
 
 
 def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store, Watch]:
@@ -161,11 +177,12 @@ def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store,
     RankError where one does not come, and ValueError where they differ in the size of their groups.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    peers, opened = Peers(rank, size), []
+    peers = Peers(rank, size)
+    opened: list[Any] = []  # torch has no type for `clone`
 
     def open_store(rendezvous: Rendezvous) -> Store:
         opened.append(_open_store(rendezvous, rank, timedelta(seconds=timeout_s + LATER_S)))
-        return torch_private.clone_store(opened[0])  # torch may wait in its own
+        return opened[0].clone()  # torch may wait in its own
 
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     first = rank - rank % size
@@ -206,29 +223,6 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> dist.Sto
     if count != "0" and on_one_machine:
         store = dist.PrefixStore(f"restart-{count}", store)
     return store
-
-
-@contextlib.contextmanager
-def _errors_of_groups(watch: Watch, timeout_s: float) -> Iterator[None]:
-    """While groups are made: the watch's limit, and one line for what torch says of a connection.
-
-    torch's error may only follow from the end of another rank, of which the watch tells.
-    """
-    try:
-        with watch.waiting("the making of the groups", timeout_s):
-            yield
-    except RankError:
-        raise
-    except RuntimeError as error:
-        watch.wait_for_cause()
-        if watch.is_ending:
-            watch.join()  # it ends this process
-        raise RankError(
-            f"the ranks have met, but cannot reach each other ({str(error).splitlines()[0]}): open "
-            "the ports that the kernel hands out (net.ipv4.ip_local_port_range) between the "
-            "machines, or name the interface that they share by GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME"
-        ) from error
 
 
 def _make_groups(

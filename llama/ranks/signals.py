@@ -24,7 +24,9 @@ class Signals:
     def __init__(self) -> None:
         self.read_end = -1  # of a pipe: one byte per signal
         self.stop_since: float | None = None
-        self.drain_s: float | None = None  # None: a signal ends the process
+        # Set before `connect`: the first signal asks to finish what runs, which is ended so many
+        # seconds later; a second signal ends it at once. None: the first one does.
+        self.drain_s: float | None = None
         self.has_begun = False  # what it runs; before that, there is nothing to finish
         self.on_stop: Callable[[], None] | None = None  # for a main thread that waits for input
         self._write_end = -1
@@ -115,14 +117,6 @@ class Signals:
 
 
 SIGNALS = Signals()
-
-
-def drain(limit_s: float) -> None:
-    """Before `connect`: of several ranks, let the first signal ask to finish what runs.
-
-    `limit_s` seconds later what still runs is ended; a second signal ends it at once.
-    """
-    SIGNALS.drain_s = limit_s
 
 
 def stop_requested() -> bool:

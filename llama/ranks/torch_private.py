@@ -34,11 +34,6 @@ def default_store() -> dist.Store:
     return get()
 
 
-def clone_store(store: Any) -> Any:
-    """The same store by a connection of its own; torch has the method, but no type for it."""
-    return store.clone()
-
-
 def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
     """Of a group that fairscale made, which passes none on. Without it: torch's own limit stays,
     of 10 minutes with nccl and 30 with gloo; the watch ends a step that is stuck before that."""

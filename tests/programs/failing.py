@@ -23,7 +23,7 @@ from llama.cli.batch.job import run_batch
 from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.ranks import processes
 from llama.ranks.rendezvous import Rendezvous, Store
-from llama.ranks.signals import drain
+from llama.ranks.signals import SIGNALS
 
 AT_ONCE = 5
 MEETING = ("never", "came", "groups")  # the moments before the groups are whole
@@ -93,7 +93,7 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
     rank, when = int(os.environ["RANK"]), case["when"]
     is_faulty = rank == case["rank"]
     if "drain_s" in case:
-        drain(case["drain_s"])
+        SIGNALS.drain_s = case["drain_s"]
     if case.get("is_apart"):  # each rank takes itself for a machine
         processes.machine_id = lambda: f"machine of rank {rank}"
         os.environ |= {"LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
