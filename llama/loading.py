@@ -187,20 +187,16 @@ def choose_sizes(
     while seq_len is None and chosen > 256 and pages_for(chosen) > fitting:
         chosen //= 2
     if pages_for(chosen) > fitting:
+        would_fit = fitting * PAGE_SIZE // 64 * 64
+        remedy = "use more ranks, a smaller dtype, or a device with more memory"
         raise ValueError(
             f"the weights take {_gib(memory.weights)}, and the KV cache of one sequence of "
             f"max_seq_len={chosen} takes {_gib(pages_for(chosen) * page)}, but "
             f"{_gib(memory.free)} are free on each rank's device"
             + (f" and {_gib(kv_bytes)} asked for" if kv_bytes else "")
-            + f": {_advice(fitting * PAGE_SIZE)}"
+            + (f": max_seq_len={would_fit} would fit" if would_fit else f": {remedy}")
         )
     return chosen, min(fitting, batch_size * pages_for(chosen))
-
-
-def _advice(num_tokens: int) -> str:
-    if num_tokens >= 64:
-        return f"max_seq_len={num_tokens // 64 * 64} would fit"
-    return "use more ranks, a smaller dtype, or a device with more memory"
 
 
 def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:

@@ -39,6 +39,7 @@ def bytes_of(
 
 
 Shard = dict[str, MappedTensor]
+Fill = Callable[[Tensor, Tensor], object]  # of a tensor with another
 
 
 class CheckpointReader:
@@ -49,8 +50,7 @@ class CheckpointReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device = _CPU) -> None:
-        self.params = checkpoint.params
-        self.layout = checkpoint.layout
+        self.params, self.layout = checkpoint.params, checkpoint.layout
         self.shapes = whole_shapes(self.params)
         self._file_reader = FileReader(device)
         shards = [open_tensors(file) for file in checkpoint.shards]
@@ -91,19 +91,13 @@ class CheckpointReader:
                 here += count
         assert here == end, (name, rank, size)
 
-    def _fill(self, name: str, layout: str) -> Callable[[Tensor, Tensor], object]:
+    def _fill(self, name: str, layout: str) -> Fill:
         """How a tensor's rows are filled with those of the files: as they are, or turned."""
         if layout == self.layout or not name.endswith(ROTATED):
             return Tensor.copy_
         return functools.partial(hf.copy_rows, head_dim=self.params.head_dim, to=layout)
 
-    def _copy_piece(
-        self,
-        tensor: MappedTensor,
-        piece: Tensor,
-        into: Tensor,
-        fill: Callable[[Tensor, Tensor], object],
-    ) -> None:
+    def _copy_piece(self, tensor: MappedTensor, piece: Tensor, into: Tensor, fill: Fill) -> None:
         """Fill `into` with a piece of a tensor. The same bytes are read, and on a GPU those that
         are changed there, too; the rest is taken from the mapping."""
         is_same = fill is Tensor.copy_ and piece.dtype is into.dtype and into.is_contiguous()
