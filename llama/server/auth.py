@@ -18,6 +18,9 @@ from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, l
 
 _OPEN = {"/health", "/ready"}  # a load balancer has no key
 _PAGE = "/"
+# A browser asks for a password where it reads Basic, and would ask in the middle of the page, too,
+# if its requests got that: those name the field for the key.
+_BASIC = 'Basic realm="the password is the API key", charset="UTF-8"'
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -61,20 +64,17 @@ class AuthAndLimits:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if host.lower() not in _LOOPBACK:
                 raise ApiError(400, "the Host header must name this machine: use localhost")
-        if self._api_keys and path not in _OPEN:
-            key = _key_of(headers)
-            matches = [hmac.compare_digest(key, known) for known in self._api_keys]
-            if not any(matches):
-                # A browser asks for a password where it reads Basic, and would ask in the middle
-                # of the page, too, if its requests got that: those name the field for the key.
-                raise ApiError(
-                    401,
-                    "give the server's key as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    challenge='Basic realm="the password is the API key", charset="UTF-8"'
-                    if path == _PAGE
-                    else "Bearer",
-                )
+        if not self._api_keys or path in _OPEN:
+            return
+        key = _key_of(headers)
+        matches = [hmac.compare_digest(key, known) for known in self._api_keys]
+        if not any(matches):
+            raise ApiError(
+                401,
+                "give the server's key as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                challenge=_BASIC if path == _PAGE else "Bearer",
+            )
 
 
 def _key_of(headers: Headers) -> bytes:

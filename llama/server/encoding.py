@@ -54,26 +54,20 @@ async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) 
 
     The request's body must have been read.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnect(receive))
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        has_left = not working.done()
-        leaving.cancel()
-        if has_left:
-            working.cancel()
-        await asyncio.wait([working, leaving])
-    if has_left:
-        if not working.cancelled():
-            working.exception()  # nobody is there to hear of it
-        raise ClientDisconnect
-    return working.result()
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(_disconnect(receive))
+            result = await work
+            leaving.cancel()
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return result
 
 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientDisconnect
 
 
 class EventStream(Response):

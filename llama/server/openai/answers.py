@@ -30,16 +30,14 @@ class ResponseMeta:
     created: int
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Tokens of all prompts and their answers; of the prompts', those found in the cache."""
-    prompt = sum(output.usage.prompt_tokens for output in outputs)
-    completion = sum(output.usage.completion_tokens for output in outputs)
-    cached = sum(output.usage.cached_tokens for output in outputs)
+    counts = [output.usage for output in outputs]
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": sum(each.prompt_tokens for each in counts),
+        "completion_tokens": sum(each.completion_tokens for each in counts),
+        "total_tokens": sum(each.total_tokens for each in counts),
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in counts)},
     }
 
 
@@ -67,7 +65,7 @@ class Completion:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response to a finished request; outputs: the last one of each of its prompts."""
         choices = [self._whole(output, answer) for output in outputs for answer in output.outputs]
-        return {**self._head, "object": self._kind, "choices": choices, "usage": usage(outputs)}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": _usage(outputs)}
 
     def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The chunks that an output brings: none, where no choice has anything new."""
@@ -84,7 +82,7 @@ class Completion:
         """After all outputs: the counts of tokens, if they were asked for."""
         if self._request.has_usage:
             outputs = list(self._latest.values())
-            yield {**self._head, "choices": [], "usage": usage(outputs)}
+            yield {**self._head, "choices": [], "usage": _usage(outputs)}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The last chunk where the answer ends by an error."""

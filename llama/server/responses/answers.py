@@ -9,7 +9,7 @@ from llama.prompts.fields import Fields
 from llama.requests.request import RequestOutput
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.errors import ApiError
-from llama.server.openai.answers import ResponseMeta, usage
+from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.models import ResponsesBody
 from llama.tokenizer import Tokenizer
@@ -104,14 +104,13 @@ def _part(block: Block) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    counts = usage([output])
-    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    usage = output.usage
     return {
-        "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": counts["completion_tokens"],
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": counts["total_tokens"],
+        "total_tokens": usage.total_tokens,
     }
 
 
