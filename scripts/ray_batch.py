@@ -32,6 +32,7 @@ from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS, check_sampling, demo_dir, load
 from llama.requests.request import Request, derived_seed
 from llama.sampling_params import SamplingParams
+from llama.server.openai.request import OpenAIRequest
 
 CHUNK = 32  # lines of one task: what a killed actor does again at most twice over
 _AT_ONCE = 2  # tasks of one actor, which share its engine's steps: no pause between two tasks
@@ -81,11 +82,13 @@ class Replica:
             records[i] = answer_record(custom_id, number, body, output, tokenizer, self._name)
         return list(zip(lines, records, strict=True))
 
-    def _prepare(self, line: Line, body: Any) -> Request:
-        llama, prompt = self._llama, body.prompt
+    def _prepare(self, line: Line, body: OpenAIRequest) -> Request:
+        llama, tool_format = self._llama, self._llama.tool_format
         if body.chat:
-            prompt = llama.formatter.encode_dialog_prompt(prompt)
-        request = llama.llm_engine.prepare("", prompt, body.params)
+            prompt = body.chat_ids(llama.tokenizer, tool_format)
+            request = llama.llm_engine.prepare("", prompt, body.chat_params(tool_format))
+        else:
+            request = llama.llm_engine.prepare("", body.prompts[0], body.params)
         if request.seed is None:  # by the line's number: no actor and no restart changes an answer
             request.set_seed(derived_seed(llama.seed, line.number - 1))
         return request

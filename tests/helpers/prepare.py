@@ -32,14 +32,16 @@ def compile_for_the_cpu() -> None:
 def compile_for_gpus() -> None:
     """Triton's kernels, to machine code for GPUs that need not be there; it keeps them."""
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    clean["PYTHONPATH"] = str(REPO)
     command = [sys.executable, str(PROGRAMS / "compiled_kernels.py")]
-    with subprocess.Popen(
-        command, env={**clean, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for number, _ in enumerate(process.stdout, 1):
             if number % 10 == 0:
                 say(f"compiling Triton's kernels: {number} done (about a minute in all)")
+    say("compiling Triton's kernels of sampling (some seconds)")
+    command = [sys.executable, str(PROGRAMS / "compile_sample.py"), "80", "90"]
+    subprocess.run(command, env=clean, stdout=subprocess.DEVNULL, check=False)
 
 
 if __name__ == "__main__":

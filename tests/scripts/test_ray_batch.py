@@ -58,12 +58,15 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def replicas() -> list[int]:
-    """The actors' processes: Ray names them so."""
+def replicas(session: str) -> list[int]:
+    """The processes of a cluster's actors: Ray names them so, and their logs are in its folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(b"ray::Replica"):
+        with contextlib.suppress(OSError):  # it has ended
+            is_actor = path.read_bytes().startswith(b"ray::Replica")
+            if is_actor and any(
+                os.readlink(file).startswith(session) for file in path.with_name("fd").iterdir()
+            ):
                 found.append(int(path.parent.name))
     return found
 
@@ -94,7 +97,7 @@ def test_a_killed_actor_and_a_lost_node_lose_nothing(cluster, checkpoint_dir, tm
     job = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: num_lines(out) >= 32 or job.poll() is not None, "no result")
-        os.kill(replicas()[0], signal.SIGKILL)
+        os.kill(replicas(cluster.head_node.get_session_dir_path())[0], signal.SIGKILL)
         before = num_lines(out)
         wait_until(lambda: num_lines(out) > before or job.poll() is not None, "no result")
         assert num_lines(out) < NUM_LINES, "the job was done before its node was lost"
