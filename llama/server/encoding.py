@@ -57,11 +57,12 @@ async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) 
     try:
         async with asyncio.TaskGroup() as group:
             leaving = group.create_task(_disconnect(receive))
-            result = await work
+            working = group.create_task(work)  # whose steps need not pass through the caller's
+            await asyncio.wait([working])
             leaving.cancel()
     except BaseExceptionGroup as e:
         raise e.exceptions[0] from None
-    return result
+    return working.result()
 
 
 async def _disconnect(receive: Receive) -> None:
