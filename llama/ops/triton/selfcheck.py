@@ -43,6 +43,7 @@ Choice = tuple[int, int, int, Tile]  # N, K, M, and the tile that is fastest for
 
 LENGTHS = (1, 15, 16, 17, 255, 4097)
 _PADDING_ROWS = 2
+_ROPE_PAGES = 9  # of the cache that keys and values are stored in
 _PLANE = 2**31  # numbers of keys in a layer's cache, from which on an offset needs 64 bits
 # What rounding may do to a row, relative to its length: a few times what the torch bodies do.
 _TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}
@@ -192,18 +193,18 @@ class Cases:
 
     def rope_and_store(self) -> Iterator[Case]:
         """A step's tokens, two padding rows among them, into a cache and far into a large one."""
-        job, num_pages, tokens = self.job, 9, 17
+        job, tokens = self.job, 17
         first = max(job.lengths) - 5
         freqs = precompute_freqs_cis(job.head_dim, first + tokens, 5e5, None)[first:]
-        last = (num_pages - 1) * job.page_size
+        last = (_ROPE_PAGES - 1) * job.page_size
         slots = [*random.Random(2).sample(range(last), tokens - 2), last, last + 1]
         heads = job.n_heads + 2 * job.n_kv_heads
         rows = self.normal(tokens, heads, job.head_dim), freqs.to(self.device)
-        small = *rows, self._cache(num_pages), torch.tensor(slots, device=self.device)
+        small = *rows, self._cache(_ROPE_PAGES), torch.tensor(slots, device=self.device)
         yield Case(f"{tokens} tokens", _rope, small)
         for what, large, offset in self._large_caches(small[2]):
             inputs = *rows, large, small[3] + offset * job.page_size
-            yield Case(what, _rope_and_read, inputs, small)
+            yield Case(what, _rope, inputs, small)
 
     def silu_mul(self) -> Iterator[Case]:
         for rows in (1, 17):
@@ -254,17 +255,13 @@ class Cases:
 
 
 def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet) -> Results:
-    """The queries, and a copy of the cache with what was stored."""
-    cache = cache.clone()
-    return rope_and_store(qkv, freqs, cache, slots, kernels), cache
-
-
-def _rope_and_read(
-    qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet
-) -> Results:
-    """The queries, and what the slots hold afterwards."""
+    """The queries, and what the cache's last pages hold afterwards; then they are as before."""
+    last = cache[:, -_ROPE_PAGES:]
+    before = last.clone()
     queries = rope_and_store(qkv, freqs, cache, slots, kernels)
-    return queries, torch.stack([plane.flatten(0, 1)[slots] for plane in cache])
+    after = last.clone()
+    last.copy_(before)
+    return queries, after
 
 
 def _product(tile: Tile, x: Tensor, weight: Tensor, kernels: KernelSet) -> Tensor:
