@@ -45,9 +45,7 @@ def paged_attention(
     if kernels.has("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
         from llama.ops.triton import attention
 
-        return attention.paged_attention(
-            queries, kv_cache, table, batch.query_starts, seq_lens, num_decodes=n
-        )
+        return attention.paged_attention(queries, kv_cache, batch)
     can_run = queries.shape[-1] <= MAX_HEAD_DIM and kv_cache.is_contiguous()
     if can_run and native.has_kernel(queries, kv_cache):
         slots = table.shape[1] * kv_cache.shape[2]

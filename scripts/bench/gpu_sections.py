@@ -33,6 +33,7 @@ from bench.shapes import (
 from llama import Llama, ModelArgs, SamplingParams, gpu
 from llama.engine import graph_check
 from llama.engine.core import PAGE_SIZE
+from llama.ops.batch import Batch
 from llama.ops.triton import selfcheck_cache
 from llama.requests.llm_engine import LLMEngine
 
@@ -158,14 +159,12 @@ def sweeps(at: Section) -> None:
             2, batch * width + 1, PAGE_SIZE, kv_heads, d, device=at.device, dtype=dtype
         )
         queries = torch.randn(batch, heads, d, device=at.device, dtype=dtype)
-        table = torch.randperm(batch * width, device=at.device).view(batch, width)
-        starts = torch.arange(batch + 1, device=at.device)
-        lens = torch.full((batch,), context, device=at.device)
+        pages = torch.randperm(batch * width).view(batch, width).tolist()
+        starts, ones = [context - 1] * batch, [1] * batch
+        _, step = Batch.pack([], starts, ones, pages, PAGE_SIZE, [], at.device)
         for splits in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
             attention.num_splits = functools.partial(_always, splits)
-            call = functools.partial(
-                attention.paged_attention, queries, cache, table, starts, lens, batch
-            )
+            call = functools.partial(attention.paged_attention, queries, cache, step)
             seconds = _device_seconds(at, call)
             at.say(
                 f"attention {batch} x {context}, {splits} splits", seconds * 1e6, "us",

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama.ops.batch import Batch
+
 _PROGRAMS = 1024  # of a decode launch, about: eight for each of the 132 processors of an H200
 _MAX_SPLITS = 64
 _MAX_OFFSET = 2**31  # numbers in a layer's plane of the cache, for offsets of 32 bits
@@ -37,22 +39,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-def paged_attention(
-    queries: Tensor,
-    kv_cache: Tensor,
-    page_table: Tensor,
-    query_starts: Tensor,
-    seq_lens: Tensor,
-    num_decodes: int,
-) -> Tensor:
+def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
 
-    page_table (B, M), query_starts (B + 1) and seq_lens (B) are int64 on the same device. The first
-    num_decodes sequences have one query each. D is a power of two, from 16 to 256. A sequence
-    without tokens gets zeros.
+    D is a power of two, from 16 to 256. A sequence without tokens gets zeros.
     """
     num_tokens, n_heads, head_dim = queries.shape
-    n_kv_heads = kv_cache.shape[3]
+    n_kv_heads, num_decodes = kv_cache.shape[3], batch.num_decodes
+    page_table, query_starts, seq_lens = batch.page_table, batch.query_starts, batch.seq_lens
     assert kv_cache.is_contiguous() and page_table.stride(1) == 1, (kv_cache.shape, page_table)
     assert query_starts.is_contiguous() and seq_lens.is_contiguous()
     queries = queries.contiguous()
