@@ -1,8 +1,8 @@
 """Processes of this machine: are they there, are they stopped, how did they end? How to end.
 
 In: a process id. Out: a pidfd (pidfd_open(2)) that becomes readable when the process ends, and
-words for its end. Linux only: elsewhere `open_process` gives None, and nothing is watched. This
-file knows nothing of ranks.
+words for its end. Elsewhere than on Linux `open_process` gives None, and each rank counts as a
+machine of its own. This file knows nothing of ranks.
 """
 
 import contextlib
