@@ -23,12 +23,12 @@ def browser_context() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium: install the package chromium")
     with api.sync_playwright() as playwright:
-        # A container may have no user namespaces, which Chromium's sandbox needs.
-        # Drawing on a GPU that is not there would be computed, too.
-        arguments = ["--no-sandbox"]
+        # A container may have no user namespaces, which Chromium's sandbox needs. A zygote would
+        # not be waited for, and what its processes took not be counted.
+        arguments = ["--no-sandbox", "--no-zygote"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)
         yield context
         browser.close()
 
