@@ -19,7 +19,7 @@ import torch
 from helpers import meta as oracle
 from helpers import reference
 from helpers.checkpoints import change_params
-from helpers.kernels import HAS_KERNELS
+from helpers.kernels import KERNELS_RUN
 from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.checkpoint.convert import convert
@@ -420,7 +420,7 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
         torch.testing.assert_close(model(tokens, 0), plain, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+@pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_answers_of_the_kernels_are_the_same_to_the_bit_alone_and_in_a_batch(
     make_checkpoint, dtype, monkeypatch

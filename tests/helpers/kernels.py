@@ -4,6 +4,7 @@ GPU's, for Triton's interpreter."""
 import ctypes
 import functools
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ SUPPORTED = [x for x in build.INSTRUCTION_SETS if native.cpu_flags() >= x.needs]
 INTERPRETED = KernelSet(frozenset(NAMES), frozenset({torch.float16, torch.float32}))
 
 HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
+KERNELS_RUN = HAS_KERNELS and os.environ.get(native.VARIABLE) != "none"  # nobody turned them off
 
 _HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # in place of AMX's tiles
 _AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")

@@ -296,6 +296,7 @@ def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
 @pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
 @pytest.mark.parametrize("fault, checked", [("amx_refused", 0), ("amx_wrong", 8)])
 def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fault, checked):
+    torch.set_num_threads(1)  # two may do the same piece
     copy = ctypes.CDLL(shutil.copy(library()._name, tmp_path))  # that has used none yet
     ctypes.c_int.in_dll(copy, fault).value = 1
     monkeypatch.setattr(native, "kernels", lambda: copy)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.kernels import HAS_KERNELS
+from helpers.kernels import KERNELS_RUN
 from llama.ops import sample as op
 from llama.ops.cpu import native
 from llama.ops.sample import UNIT, SamplingRow, sample_ids
@@ -169,7 +169,7 @@ def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share):
     assert int(op._share(torch.tensor([whole]), torch.tensor([share]))) == whole * share >> 62
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+@pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 def test_the_kernel_is_what_a_cpu_runs(monkeypatch):
     called = []
 
