@@ -286,7 +286,10 @@ class Llama:
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
         outputs = self._run(self._encode_texts(prompts), settings)
         return [
-            {"generation": self._text(output, echo), **self._scored(output, settings)}
+            {
+                "generation": self.tokenizer.decode(_tokens(output, echo)),
+                **self._scored(output, settings),
+            }
             for output in outputs
         ]
 
@@ -315,7 +318,10 @@ class Llama:
         settings = _Settings(max_gen_len, temperature, top_p, logprobs, False, seed, (), chat)
         outputs = self._run(self._encode_dialogs(dialogs, chat), settings)
         return [
-            {"generation": self._message(output, chat), **self._scored(output, settings)}
+            {
+                "generation": self._reader(output, chat).message(output.outputs[0]),  # type: ignore[typeddict-item]
+                **self._scored(output, settings),
+            }
             for output in outputs
         ]
 
@@ -405,39 +411,24 @@ class Llama:
     def _deltas(
         self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
     ) -> Generator[TextDelta, None, None]:
-        readers: dict[int, AnswerDeltas | None] = {}
+        readers: dict[int, AnswerDeltas] = {}
         with contextlib.closing(outputs):  # leaving this one leaves that one, at once
             for output in outputs:
                 _check(output)
                 (answer,), index = output.outputs, output.index
                 if index not in readers:
                     readers[index] = self._reader(output, chat)
-                reader = readers[index]
-                if reader is None:
-                    if answer.new_text or output.finished:
-                        yield TextDelta(index, answer.new_text, answer.finish_reason)
-                    continue
-                for delta in reader.push(answer):
+                deltas = readers[index].push(answer) or [{}] * output.finished
+                for i, delta in enumerate(deltas, start=1):
+                    ends = output.finished and i == len(deltas)
+                    reason = readers[index].finish_reason(answer.finish_reason) if ends else None
                     calls = tuple(delta.get("tool_calls", ()))
-                    yield TextDelta(index, delta.get("content", ""), None, calls)
-                if output.finished:
-                    yield TextDelta(index, "", reader.finish_reason(answer.finish_reason))
+                    yield TextDelta(index, delta.get("content", ""), reason, calls)
 
-    def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas | None:
+    def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas:
         """What finds the calls in an answer to a dialog with tools."""
-        if chat.tool_request is None:
-            return None
         key = ("", output.prompt_token_ids, output.index, 0)
         return AnswerDeltas(chat.tool_request, self.tokenizer, key)
-
-    def _message(self, output: RequestOutput, chat: ChatOptions) -> AnswerMessage:
-        reader = self._reader(output, chat)
-        if reader is None:
-            return {"role": "assistant", "content": self._text(output)}
-        return reader.message(output.outputs[0])  # type: ignore[return-value]
-
-    def _text(self, output: RequestOutput, echo: bool = False) -> str:
-        return self.tokenizer.decode(_tokens(output, echo))
 
     def _scored(self, output: RequestOutput, settings: _Settings) -> _Scored:
         if not settings.logprobs:
