@@ -7,14 +7,14 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
 TOKEN_IDS = (0, _MOST)
-WORD_LENGTHS = (1, 256)  # characters of a stop string, and of a bad word
+MOST_LETTERS = 256  # of a stop string, and of a bad word
 MOST_STOPS, MOST_STOP_IDS, MOST_WORDS, MOST_BIASES = 32, 256, 256, 1024
 BIASES = (-100, 100)
 # name: (lowest, highest, may be None)
@@ -37,7 +37,6 @@ NUMBERS = {
     "frequency_penalty": (-2, 2),
 }
 
-
 _MOST_CHARACTERS = 100_000  # of a schema, an expression or a grammar
 _MOST_CHOICES = 1024
 
@@ -55,12 +54,18 @@ def _switch(name: str, value: Any) -> None:
         raise _wrong(name, value, "be True or False")
 
 
+def _text(name: str, value: Any, most: int = _MOST_CHARACTERS) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, f"be a string of 1 to {most} characters")
+    if not 1 <= len(value) <= most:
+        raise FieldError(
+            name, f"{name} must have 1 to {most} characters, not {len(value)}: {brief(value)}"
+        )
+    return value
+
+
 def _word(name: str, value: Any) -> str:
-    low, high = WORD_LENGTHS
-    if isinstance(value, str) and low <= len(value) <= high:
-        return value
-    error = _wrong(name, value, f"be a string of {low} to {high} characters")
-    raise FieldError(name, f"{error}, not {len(value)}") if isinstance(value, str) else error
+    return _text(name, value, MOST_LETTERS)
 
 
 def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int) -> tuple:
@@ -145,16 +150,6 @@ class StructuredOutput:
         return value if isinstance(value, str) else json.dumps(value)
 
 
-def _form_text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong(name, value, "be a string")
-    if not 1 <= len(value) <= _MOST_CHARACTERS:
-        raise FieldError(
-            name, f"{name} must have 1 to {_MOST_CHARACTERS} characters, not {len(value)}"
-        )
-    return value
-
-
 def _schema(name: str, value: Any) -> str:
     """The schema as JSON: the same text for the same schema."""
     try:
@@ -164,7 +159,7 @@ def _schema(name: str, value: Any) -> str:
         raise FieldError(name, f"{name} is not JSON: {e}") from None
     if not isinstance(schema, dict | bool):
         raise _wrong(name, value, "be a JSON schema: an object")
-    return _form_text(name, text)
+    return _text(name, text)
 
 
 def _is_true(name: str, value: Any) -> bool:
@@ -178,15 +173,15 @@ def _choices(name: str, value: Any) -> tuple[str, ...]:
         raise _wrong(name, value, "be a list of texts")
     if not 1 <= len(value) <= _MOST_CHOICES:
         raise FieldError(name, f"{name} must have 1 to {_MOST_CHOICES} entries, not {len(value)}")
-    return _tuple_of(_form_text, name, value, _MOST_CHOICES)
+    return _tuple_of(_text, name, value, _MOST_CHOICES)
 
 
 _FORMS: dict[str, Callable[[str, Any], Any]] = {
     "json": _schema,
     "json_object": _is_true,
-    "regex": _form_text,
+    "regex": _text,
     "choice": _choices,
-    "grammar": _form_text,
+    "grammar": _text,
 }
 
 
@@ -234,12 +229,6 @@ class SamplingParams:
         mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
-    _SWITCHES: ClassVar[tuple[str, ...]] = (
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "ignore_eos",
-    )
-
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -273,8 +262,9 @@ class SamplingParams:
         self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
         most = NARROWED["best_of"][1]
         self._set("best_of", whole_number("best_of", self.best_of, self.n, most, optional=True))
-        for name in self._SWITCHES:
-            _switch(name, getattr(self, name))
+        for each in fields(self):
+            if each.type is bool:
+                _switch(each.name, getattr(self, each.name))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _tuple_of(_word, "stop", stop, MOST_STOPS))
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)

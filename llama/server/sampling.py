@@ -15,6 +15,7 @@ from llama.prompts.fields import Fields, said
 from llama.sampling_params import (
     BIASES,
     MOST_BIASES,
+    MOST_LETTERS,
     MOST_STOP_IDS,
     MOST_STOPS,
     MOST_WORDS,
@@ -22,7 +23,6 @@ from llama.sampling_params import (
     NUMBERS,
     TOKEN_IDS,
     WHOLE_NUMBERS,
-    WORD_LENGTHS,
     SamplingParams,
 )
 
@@ -39,11 +39,10 @@ def _within(kind: type, low: float, high: float) -> Any:
 
 
 TokenId = Annotated[int, Field(ge=TOKEN_IDS[0], le=TOKEN_IDS[1])]
-_SHORTEST, _LONGEST = WORD_LENGTHS
 Word = Annotated[
     str,
-    Field(min_length=_SHORTEST, max_length=_LONGEST),
-    said(f"={{value}} must be a string of {_SHORTEST} to {_LONGEST} characters"),
+    Field(min_length=1, max_length=MOST_LETTERS),
+    said(f"={{value}} must be a string of 1 to {MOST_LETTERS} characters"),
 ]
 StopWords = Annotated[list[Word], Field(max_length=MOST_STOPS)]
 _Key = Annotated[str, Field(pattern="^[0-9]{1,10}$"), said(": keys must be token ids")]

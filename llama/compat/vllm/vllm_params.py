@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from llama.checks import brief
 from llama.sampling_params import SamplingParams as LlamaParams
@@ -79,8 +79,6 @@ class SamplingParams(LlamaParams):
         is kept as one of them.
     output_kind: what the outputs of LLMEngine and AsyncLLMEngine hold.
     """
-
-    _SWITCHES: ClassVar = (*LlamaParams._SWITCHES, "detokenize", "spaces_between_special_tokens")
 
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutput | None = None
