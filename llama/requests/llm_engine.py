@@ -167,9 +167,18 @@ class LLMEngine:
         return self.take_output(request)
 
     def abort(self, request: Request) -> None:
-        """End a request; its last output has finish_reason "abort". Nothing, if it has finished."""
+        """End a request: now, between two steps, or else when the present step ends. Its last
+        output has finish_reason "abort", or that with which it had finished."""
         with InterruptHeldBack(), self._lock:
-            self._abort(request)
+            if not request.finished:
+                request.end("abort")
+            if request in self._added:
+                self._added.remove(request)
+            for answer in request.answers:
+                self._release(answer.sequence)
+            if self._stepper is None:
+                self._apply_removed()
+            self._wake_ready()
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Rank 0 does the work, and its result is returned there; the other ranks follow its steps.
@@ -206,7 +215,7 @@ class LLMEngine:
         self._is_closed = True
         with InterruptHeldBack(), self._lock:
             for request in list(self._requests):
-                self._abort(request)
+                self.abort(request)
 
     def discard_all(self) -> None:
         self.discard(list(self._requests))
@@ -215,7 +224,7 @@ class LLMEngine:
         """Abort what is not finished, and keep nothing of the rest."""
         with InterruptHeldBack(), self._lock:
             for request in requests:
-                self._abort(request)
+                self.abort(request)
                 self._forget(request)
 
     @contextlib.contextmanager
@@ -283,18 +292,6 @@ class LLMEngine:
         self._due.pop(request, None)
         if self._names.get(request.request_id) is request:
             del self._names[request.request_id]
-
-    def _abort(self, request: Request) -> None:
-        """End a request: now, between two steps, or else when the present step ends."""
-        if not request.finished:
-            request.end("abort")
-        if request in self._added:
-            self._added.remove(request)
-        for answer in request.answers:
-            self._release(answer.sequence)
-        if self._stepper is None:
-            self._apply_removed()
-        self._wake_ready()
 
     def _release(self, seq: Sequence) -> None:
         if self._owner.pop(seq, None) is not None:
