@@ -55,7 +55,6 @@ class _Search:
     running: list[Beam] = field(default_factory=lambda: [Beam([], 0.0)])
     finished: list[Beam] = field(default_factory=list)
     length: int = 0
-    done: bool = False
 
     @property
     def kept(self) -> int:
@@ -75,7 +74,6 @@ class _Search:
         ended = [self._finish(beam) for beam in candidates[:width] if self._is_over(beam)]
         self.finished = sorted(self.finished + ended, key=lambda beam: -beam.score)[:width]
         self.running = [beam for beam in candidates if not self._is_over(beam)][:width]
-        self.done = not self.running or not self._may_improve()
 
     def _is_over(self, beam: Beam) -> bool:
         return beam.tokens[-1] in self.stop_ids or len(beam.tokens) == self.limit
@@ -89,7 +87,10 @@ class _Search:
     def _score(self, logprob: float, length: int) -> float:
         return logprob / length**self.params.length_penalty
 
-    def _may_improve(self) -> bool:
+    def may_improve(self) -> bool:
+        """Whether a running beam can still come among the best."""
+        if not self.running or self.limit == 0:
+            return False
         if len(self.finished) < self.params.beam_width:
             return True
         if self.params.early_stopping is True:
@@ -119,7 +120,7 @@ def beam_search(
     for seq in (request.answers[0].sequence for request in asked):
         limit = seq.max_len - seq.num_prompt
         searches.append(_Search(seq.tokens, limit, seq.stop_ids, params))
-    while unfinished := [s for s in searches if not s.done and s.limit > 0]:
+    while unfinished := [search for search in searches if search.may_improve()]:
         starts = [search.prompt + beam.tokens for search in unfinished for beam in search.running]
         kept = max(search.kept for search in unfinished)
         # Nothing is drawn. With a seed, these calls take no numbers from those that draw.

@@ -61,7 +61,7 @@ class Answer:
             if seq.stop_id is not None and self.params.include_stop_str_in_output:
                 rest = self.detokenizer.push([seq.stop_id])
             self._push(rest + self.detokenizer.flush(), True)
-            self._add(self.stops.flush())
+            self._push(self.stops.flush(), False)
         if self.stop_reason is not None:
             self.finish_reason = "stop"
         elif seq.finished:
@@ -70,9 +70,6 @@ class Answer:
     def _push(self, text: str, may_stop: bool) -> None:
         if may_stop:
             text, self.stop_reason = self.stops.push(text)
-        self._add(text)
-
-    def _add(self, text: str) -> None:
         if text:
             self.pieces.append(text)
 
@@ -114,18 +111,14 @@ class CompletionOutput:
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
+        return self.logprobs_of(self.token_ids)
+
+    def logprobs_of(self, ids: list[int]) -> list[dict[int, float]] | None:
+        """`logprobs` of its token_ids, or of these with the id that stopped it."""
         if self._answer.params.logprobs is None:
             return None
         seq = self._answer.sequence
-        return list(_dicts(self.token_ids, seq.logprobs, seq.top_logprobs))
-
-    @property
-    def stop_logprobs(self) -> dict[int, float] | None:
-        """What `logprobs` would have of the id that stopped the answer, which it leaves out."""
-        seq = self._answer.sequence
-        if self._answer.params.logprobs is None or seq.stop_id is None:
-            return None
-        return next(_dicts([seq.stop_id], seq.logprobs[-1:], seq.top_logprobs[-1:]))
+        return list(_dicts(ids, seq.logprobs, seq.top_logprobs))
 
     def __repr__(self) -> str:
         return (

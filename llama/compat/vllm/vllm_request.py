@@ -102,15 +102,14 @@ class VllmRequest(engine.Request):
         return RequestOutput(self.name, self.prompt, first.tokens, None, answers, True)
 
     def _answer(self, answer: engine.CompletionOutput, error: str | None) -> CompletionOutput:
-        ids, logprobs, reason = answer.token_ids, answer.logprobs, answer.stop_reason
-        cumulative, text = answer.cumulative_logprob, answer.text
-        if isinstance(reason, int):
-            ids.append(reason)
-            if logprobs is not None and answer.stop_logprobs is not None:
-                logprobs.append(answer.stop_logprobs)
-                cumulative = (cumulative or 0.0) + answer.stop_logprobs[reason]
-            if reason not in self.params.stop_token_ids:
-                reason = None
+        reason, text, cumulative = answer.stop_reason, answer.text, answer.cumulative_logprob
+        stop_ids = [reason] if isinstance(reason, int) else []
+        ids = answer.token_ids + stop_ids
+        logprobs = answer.logprobs_of(ids)
+        if logprobs is not None and cumulative is not None:
+            cumulative += sum(logprobs[-1][stop_id] for stop_id in stop_ids)
+        if reason in stop_ids and reason not in self.params.stop_token_ids:
+            reason = None
         first = 0
         if self.params.output_kind is RequestOutputKind.DELTA:
             text, first = answer.new_text, self._num_sent.get(answer.index, 0)
