@@ -42,6 +42,7 @@ class Dialect:
     keeps_prompt: if prompt and answer are too long together, the answer is shortened, as in vLLM;
         else the prompt loses its beginning.
     stop: strings that end an answer, where the request names none.
+    context_len: most tokens of prompt and answer, where the host gives none; None for the model's.
     sampling: fields of SamplingParams, where the request does not say.
     """
 
@@ -49,6 +50,7 @@ class Dialect:
     echo: bool | None
     keeps_prompt: bool = False
     stop: tuple[str, ...] = ()
+    context_len: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -57,12 +59,13 @@ FASTCHAT = Dialect(max_new_tokens=256, echo=True)
 # DB-GPT 0.8.2, dbgpt/model/llm/llm_out/vllm_llm.py
 DB_GPT = Dialect(max_new_tokens=2048, echo=True, keeps_prompt=True)
 # DB-GPT 0.4, dbgpt/model/llm_out/gorilla_llm.py, after gorilla's own inference/serve
-GORILLA = Dialect(max_new_tokens=1024, echo=None)
+GORILLA = Dialect(max_new_tokens=1024, echo=None, context_len=42_048)
 # DB-GPT 0.4, dbgpt/model/llm_out/guanaco_llm.py, after guanaco-lora's generate.py
 GUANACO = Dialect(
     max_new_tokens=512,
     echo=None,
     stop=("###",),
+    context_len=2048,
     sampling={"top_k": 1, "repetition_penalty": 1.7},
 )
 
@@ -94,7 +97,7 @@ def read_params(
     benchmark: bool = False,
     judge_sent_end: bool = False,
 ) -> HostRequest:
-    """Check `params`. The context is the smaller of context_len (None: any) and max_seq_len.
+    """Check `params`. The context is the smaller of context_len, or the dialect's, and max_seq_len.
 
     benchmark: no stop token or string ends the answer. ValueError names what is wrong. A prompt
     that loses its beginning is a UserWarning too.
@@ -103,7 +106,7 @@ def read_params(
     tokens = ClientTokenizer(tokenizer).encode(params["prompt"])
     with errors_in("params"):
         context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
-        context = min(context or max_seq_len, max_seq_len)
+        context = min(context or dialect.context_len or max_seq_len, max_seq_len)
         count = _max_new_tokens(params, dialect, context, len(tokens))
         echo = dialect.echo is not None and _flag(params, "echo", dialect.echo)
         sampling = _sampling(params, dialect, count, echo, benchmark)

@@ -75,7 +75,7 @@ def generate_stream(
     tokenizer: Tokenizer | ClientTokenizer,
     params: dict[str, Any],
     device: str,
-    context_len: int,
+    context_len: int | None = None,
     stream_interval: int = 2,
     judge_sent_end: bool = False,
     *,
@@ -120,29 +120,9 @@ def generate_stream(
     return _due(engine, checked[0], outputs, Pace(stream_interval))
 
 
-def gorilla_generate_stream(
-    model: Llama,
-    tokenizer: Tokenizer | ClientTokenizer,
-    params: dict[str, Any],
-    device: str,
-    context_len: int = 42048,
-    stream_interval: int = 2,
-) -> Iterator[str]:
-    """gorilla's: as `generate_stream`, but it yields only the text so far, without the prompt."""
-    return generate_stream(
-        model, tokenizer, params, device, context_len, stream_interval, dialect=GORILLA
-    )
-
-
-def guanaco_generate_stream(
-    model: Llama,
-    tokenizer: Tokenizer | ClientTokenizer,
-    params: dict[str, Any],
-    device: str,
-    context_len: int = 2048,
-) -> Iterator[str]:
-    """guanaco's: as gorilla's, for each token; top_k 1, repetition_penalty 1.7, stop "###"."""
-    return generate_stream(model, tokenizer, params, device, context_len, 1, dialect=GUANACO)
+# Those of gorilla and guanaco yield the text so far, without the prompt; guanaco's for each token.
+gorilla_generate_stream = functools.partial(generate_stream, dialect=GORILLA)
+guanaco_generate_stream = functools.partial(generate_stream, stream_interval=1, dialect=GUANACO)
 
 
 async def async_generate_stream(
