@@ -110,6 +110,11 @@ def test_a_bad_flag_is_one_line(words, told):
     assert str(error.value) == told
 
 
+def test_a_port_that_there_is_not_is_refused_before_a_server_listens():
+    with pytest.raises(UsageError, match="--port: '65536' is not a whole number from 0 to 65535"):
+        values(COMMANDS["serve"], "--port", "65536")
+
+
 def test_words_are_placed_in_order_wherever_the_flags_are():
     for words in ("3.1 4.0 --resume", "--resume 3.1 4.0", "3.1 --resume 4.0"):
         given = values(BATCH, *words.split())

@@ -52,6 +52,18 @@ class Flag:
     absent: str = ""  # what None stands for; a number that has it may be given as "none"
 
 
+def within(low: int, high: int) -> Callable[[str], int]:
+    """The kind of a whole number, both limits included."""
+
+    def read_number(text: str) -> int:
+        value = int(text) if text.strip().isdecimal() else low - 1
+        if not low <= value <= high:
+            raise ValueError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return read_number
+
+
 _LENGTH = "what fits; in a chat 4096; with the demo model 512"
 
 FLAGS = {
@@ -85,7 +97,7 @@ FLAGS = {
     "controller_address": Flag(str, "URL", "where FastChat's controller is"),
     "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
     "host": Flag(str, "HOST", "address to listen on"),
-    "port": Flag(int, "N", "port to listen on; 0 takes a free one"),
+    "port": Flag(within(0, 65_535), "N", "port to listen on; 0 takes a free one"),
     "api_key": Flag(
         str, "KEY", "what clients send to a server; needed to serve on another host", "none"
     ),
@@ -98,8 +110,8 @@ FLAGS = {
     ),
     "drain_s": Flag(float, "S", "seconds that running requests get after a signal"),
     "no_register": Flag(bool, "", "serve without a controller"),
-    "limit_worker_concurrency": Flag(int, "N", "requests that run at once; more wait"),
-    "stream_interval": Flag(int, "N", "tokens between two parts of a stream"),
+    "limit_worker_concurrency": Flag(within(1, 10**6), "N", "requests that run at once; more wait"),
+    "stream_interval": Flag(within(1, 10**6), "N", "tokens between two parts of a stream"),
     "conv_template": Flag(str, "NAME", "chat template: llama-3, or raw for none"),
 }
 
