@@ -135,7 +135,7 @@ class LLMEngine:
                 for request in failed:
                     self._forget(request)
         with self._lock:
-            return [self._take(request) for request in failed or list(self._due)]
+            return [self.take_output(request) for request in failed or list(self._due)]
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
         """Run the model, or sleep while another thread runs it, until `is_ready()`.
@@ -156,7 +156,10 @@ class LLMEngine:
     def take_output(self, request: Request) -> RequestOutput:
         """The output now due. That of a finished request is the last: it is forgotten then."""
         with self._lock:
-            return self._take(request)
+            self._due.pop(request, None)
+            if request.finished:
+                self._forget(request)
+            return request.take_output()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request, free its pages, and return what it came to; None if there is none."""
@@ -280,12 +283,6 @@ class LLMEngine:
             self._names |= {r.request_id: r for r in requests if r.request_id}
             self._requests |= dict.fromkeys(requests)
             self._added += requests
-
-    def _take(self, request: Request) -> RequestOutput:
-        self._due.pop(request, None)
-        if request.finished:
-            self._forget(request)
-        return request.take_output()
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request, None)
