@@ -125,6 +125,7 @@ class Llama:
         quantize: str | None = None,
         kv_cache_memory_bytes: int | None = None,
         timeout_s: float = 600.0,
+        verify: bool = False,
         mute_ranks: bool = True,
     ) -> "Llama":
         """Load a checkpoint, on one process or on all that torchrun started.
@@ -148,6 +149,8 @@ class Llama:
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
+            verify: compare the weights in .pth files with their CRC-32 while they are loaded; a
+                warning names files without one, such as *.safetensors. See `llama verify`.
             mute_ranks: drop what ranks but 0 print to `sys.stdout`, until `close`; not stderr.
 
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
@@ -166,6 +169,7 @@ class Llama:
             quantize=quantize,
             kv_bytes=kv_cache_memory_bytes,
             timeout_s=timeout_s,
+            verify=verify,
         )
         with loaded.model.parallel.agree("the KV cache", world=True):
             llama = Llama(loaded.model, loaded.tokenizer, seed=seed, num_pages=loaded.num_pages)

@@ -14,6 +14,7 @@ from llama import gpu, weights
 from llama.checkpoint import reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
+from llama.checkpoint.verify import LoadCheck
 from llama.checks import number, path_like, whole_number
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
@@ -68,6 +69,7 @@ def load_model(
     quantize: str | None,
     kv_bytes: int | None,
     timeout_s: float,
+    verify: bool,
 ) -> Loaded:
     """The arguments are those of `Llama.build`; the sizes chosen are in the model's params."""
     chosen_device = pick_device(device)
@@ -112,7 +114,11 @@ def load_model(
         model.use_kernels(kernels)
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         pack = functools.partial(model.pack, quantize=quantize)
-        reader.load(checkpoint, model, filled=pack, progress=shows)
+        if verify:
+            check = LoadCheck(checkpoint, tells=parallel.global_rank == 0).check
+            reader.load(checkpoint, model, check=check, filled=pack, progress=shows)
+        else:
+            reader.load(checkpoint, model, filled=pack, progress=shows)
     return Loaded(model, tokenizer, num_pages, checkpoint.is_guard)
 
 

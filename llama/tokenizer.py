@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import tiktoken
 
-from llama.checkpoint.downloads import check_download, shown
+from llama.checkpoint.downloads import read_small, shown
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 
@@ -188,8 +188,7 @@ def _read(path: Path) -> bytes:
         raise FileNotFoundError(
             f"no tokenizer at {shown(path)}: give the path of Llama 3's tokenizer"
         )
-    check_download(path)
-    return path.read_bytes()
+    return read_small(path)
 
 
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:

@@ -187,6 +187,7 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
         quantize=None,
         kv_bytes=None,
         timeout_s=9,
+        verify=False,
     )
     assert len(calls) == times
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from helpers.checkpoints import write_byte_tokenizer, write_meta
 from helpers.kernels import HAS_KERNELS
 from helpers.launch import PROGRAMS, REPO, environment, torchrun, torchrun_groups
 from helpers.prompts import prompts_of
+from helpers.weights import flip_a_bit
 from llama import Llama
 from llama.compat.vllm import LLM, BeamSearchParams
 from llama.compat.vllm import SamplingParams as VllmParams
@@ -67,6 +69,9 @@ TEXTS = ["Once", "x", "The end"]
 def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
     """What two ranks answer to the jobs of all tests that need no launch of their own."""
     kv2, kv4 = str(sharded["kv2"]), str(sharded["kv4"])
+    damaged = tmp_path_factory.mktemp("damaged") / "model"
+    shutil.copytree(kv2, damaged)
+    flip_a_bit(damaged / "consolidated.00.pth", "norm.weight")
     groups: dict[str, list[dict[str, Any]]] = {
         "shards": shard_jobs(sharded),
         "differ": [
@@ -75,6 +80,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "one_bad", "folder": kv2, "bad_rank": 1},
             {"do": "build_unlike", "folder": kv2},
             {"do": "fewer_files", "folder": kv2},
+            {"do": "verified", "folder": str(damaged)},
             {"do": "generate", "folder": kv2, "prompts": PROMPTS, **GREEDY},
         ],
         "requests": [
@@ -154,14 +160,17 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
     """Different prompts, one bad prompt, unlike arguments, a folder missing on one rank: an error
     on both ranks that names the cause, and the same Llama answers afterwards."""
     for rank, results in enumerate(two_ranks["differ"]):
-        _, different, one_bad, unlike, fewer, after = results
+        _, different, one_bad, unlike, fewer, damaged, after = results
         assert "the prompts or parameters differ between rank 0 and rank 1" in different["error"]
         kind = ("RankError: rank 1 failed: ", "")[rank]
         assert one_bad["error"].startswith(f"{kind}ValueError: prompt 0 has 0 tokens")
         assert "arguments of Llama.build differ" in unlike["error"]
         kind = ("RankError: rank 1 failed: FileNotFoundError: ", "FileNotFoundError: ")[rank]
         assert fewer["error"].startswith(kind)
+        assert "consolidated.00.pth" in damaged["error"] and "is damaged" in damaged["error"]
         assert after["result"][0] == alone(sharded["kv2"], **GREEDY)[0]
+    kinds = sorted(results[5]["error"].split(":")[0] for results in two_ranks["differ"])
+    assert kinds == ["RankError", "ValueError"], "one rank alone read the damaged bytes"
 
 
 def test_requests_streams_and_beams_on_two_ranks(sharded, two_ranks):

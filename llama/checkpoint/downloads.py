@@ -1,7 +1,7 @@
 """Files that were downloaded: is one what it should be, and what is said where it is not?
 
-In: a path. Out: nothing, or an OSError or ValueError with the remedy. Only the first bytes are
-read. No file format is known here.
+In: a path. Out: nothing, or the bytes of a small file, or an OSError or ValueError with the
+remedy. No file format is known here.
 """
 
 import os
@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 _HEAD_BYTES = 512  # enough to recognise what a server sends instead of a file
+_MOST_BYTES = 64 << 20  # of a file that is read whole: the largest tokenizer.json has 17 MB
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-z]", re.IGNORECASE)
 
 
@@ -40,6 +41,14 @@ def check_download(path: Path) -> None:
             "is a web page (HTML or XML), not the file: sign in where it comes from, accept the "
             "licence",
         )
+
+
+def read_small(path: Path) -> bytes:
+    """A file that describes a model or is its tokenizer: never large, so a large one is another."""
+    check_download(path)
+    if path.stat().st_size > _MOST_BYTES:
+        raise broken(path, f"is larger than {_MOST_BYTES:,} bytes, so it is another file")
+    return path.read_bytes()
 
 
 def check_utf8(path: Path) -> None:

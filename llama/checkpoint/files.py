@@ -9,7 +9,8 @@ here.
 """
 
 import os
-from collections import deque
+import zipfile
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -66,6 +67,7 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
         )
     if not head.startswith(b"PK\x03\x04"):
         raise broken(file, "is not a file of torch.save")
+    _check_entries(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, MemoryError):
@@ -87,6 +89,19 @@ def _open_pth(file: Path) -> dict[str, Tensor]:
                 "file is not the weights of a model; download it again"
             )
     return content
+
+
+def _check_entries(file: Path) -> None:
+    """ValueError where a .pth, a zip archive, has two entries of one name: torch reads one of them,
+    and a program that looks the file over may see the other."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = Counter(archive.namelist())
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as e:
+        raise broken(file, f"is cut short or damaged ({first_line(e)})") from e
+    if len(names) < names.total():
+        (name, _), *_ = names.most_common(1)
+        raise broken(file, f"has two entries of the name {brief(name)}")
 
 
 def _mapped_regions(file: Path) -> list[tuple[int, int, int]]:

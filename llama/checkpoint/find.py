@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.checkpoint import huggingface
-from llama.checkpoint.downloads import broken, check_download, check_utf8, shown
+from llama.checkpoint.downloads import broken, check_utf8, read_small, shown
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checks import brief
 from llama.model.args import ModelArgs
@@ -171,9 +171,9 @@ def is_plain(name: object) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    check_download(path)
+    data = read_small(path)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(data)
     except RecursionError:
         raise broken(path, "is not JSON of a model: it is nested too deeply") from None
     except ValueError as e:  # of JSON or of UTF-8

@@ -5,10 +5,12 @@ Names and shapes are compared with params.json. The bytes are compared with the 
 carries no checksum: there the header must describe the file exactly, without gaps or overlaps.
 """
 
+import bisect
 import hashlib
 import os
 import re
 import threading
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,8 +20,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from llama.checkpoint.downloads import broken, check_download
-from llama.checkpoint.files import first_line
+from llama.checkpoint.downloads import broken, check_download, read_small
+from llama.checkpoint.files import MappedTensor, first_line
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
 from llama.checks import brief
@@ -48,6 +50,48 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     numel = sum(shape.numel() for shape in weights.shapes.values())
     count = len(checkpoint.shards)
     return [*lines, f"{checkpoint.folder}: complete, {numel:,} parameters in {count} file(s)"]
+
+
+class LoadCheck:
+    """Compares each tensor's bytes in a .pth with their CRC-32 just before they are copied, so that
+    a disk is read once, and memory the second time.
+
+    The ranks of a machine share the records. One that `tells` warns of files without checksums.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
+        self._share = int(os.environ.get("LOCAL_RANK", "0"))
+        self._num_shares = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._archives = {p: zipfile.ZipFile(p) for p in checkpoint.shards if p.suffix == ".pth"}
+        self._records = {path: _summed(archive) for path, archive in self._archives.items()}
+        self._checked: set[tuple[Path, int]] = set()
+        bare = [path.name for path in checkpoint.shards if not self._records.get(path)]
+        if bare and tells:
+            more = f" and {len(bare) - 1} more" if bare[1:] else ""
+            warnings.warn(
+                f"{checkpoint.folder}: {bare[0]}{more} cannot be verified: no checksum is in it",
+                stacklevel=2,
+            )
+
+    def check(self, tensors: Iterable[MappedTensor]) -> None:
+        """ValueError that names the file whose bytes are not those that were written."""
+        found = {(tensor.file, i) for tensor in tensors for i in self._places(tensor)}
+        wanted = sorted(found - self._checked)
+        self._checked |= found
+        checks = [
+            _check_crc32(path, self._archives[path], self._records[path][i])
+            for path, i in wanted
+            if i % self._num_shares == self._share
+        ]
+        _run(checks, 0, progress=False)
+
+    def _places(self, tensor: MappedTensor) -> range:
+        """Of the record that holds a tensor, in its file's list; of all, where nothing tells it."""
+        records = self._records.get(tensor.file, [])
+        if tensor.offset is None:
+            return range(len(records))
+        end = bisect.bisect_right(records, tensor.offset, key=_place)
+        return range(max(end - 1, 0), end)
 
 
 def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
@@ -84,9 +128,8 @@ def _read_checklist(path: Path) -> dict[str, str]:
     """Lines "md5  name", as md5sum writes them -> name: md5; empty where there is no such file."""
     if not path.exists():
         return {}
-    check_download(path)
     sums: dict[str, str] = {}
-    for line in path.read_text(errors="replace").splitlines():
+    for line in read_small(path).decode(errors="replace").splitlines():
         parts = re.fullmatch(r"([0-9a-fA-F]{32})\s+\*?(.+?)\s*", line)
         if parts and is_plain(parts[2]):
             sums[parts[2]] = parts[1].lower()
@@ -113,11 +156,17 @@ def _crc32_checks(path: Path) -> list[Check]:
     A .pth is a zip archive with one record per tensor; torch.save writes the CRC-32 of each, unless
     `set_crc32_options(False)` was called: then there is nothing to compare, and no check.
     """
-    try:
-        archive = zipfile.ZipFile(path)
-    except zipfile.BadZipFile as e:
-        raise broken(path, f"is cut short or damaged ({first_line(e)})") from e
-    return [_check_crc32(path, archive, record) for record in archive.infolist() if record.CRC]
+    archive = zipfile.ZipFile(path)
+    return [_check_crc32(path, archive, record) for record in _summed(archive)]
+
+
+def _summed(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """The records with a CRC-32, in their order in the file."""
+    return sorted((record for record in archive.infolist() if record.CRC), key=_place)
+
+
+def _place(record: zipfile.ZipInfo) -> int:
+    return record.header_offset
 
 
 def _check_crc32(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Check:

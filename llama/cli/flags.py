@@ -86,6 +86,7 @@ FLAGS = {
     "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
     "dtype": Flag(str, "NAME", "bf16, fp16 or fp32", "bf16 if the device has it"),
     "quantize": Flag(str, "NAME", "round the weights at load: int8, on the CPU", "as they are"),
+    "verify": Flag(bool, "", "compare the weights with their checksums while they are loaded"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),
     "model": Flag(str, "NAME", "of the server's models, this one", "its first"),

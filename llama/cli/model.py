@@ -25,6 +25,7 @@ BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defa
     "dtype": None,
     "quantize": None,
     "timeout_s": 600.0,
+    "verify": False,
 }
 SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def test_a_file_cut_while_it_is_read_is_named(tmp_path, device):
     file.write_bytes(b"12345678")
     with pytest.raises(ValueError, match=r"weights\.pth \(8 bytes\) became shorter"):
         FileReader(torch.device(device)).read(torch.zeros(3), file, 0)
+
+
+def test_a_pth_with_two_entries_of_one_name_is_refused(meta):
+    """torch takes one of them, and a program that looks the file over may see the other."""
+    path = meta / "consolidated.01.pth"
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        record = archive.infolist()[-1].filename
+        archive.writestr(record, b"other")
+    with pytest.raises(ValueError, match=rf"01\.pth .* two entries of the name '{record}'; down"):
+        loaded(find(meta))
 
 
 class Evil:

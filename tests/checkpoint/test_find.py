@@ -15,6 +15,7 @@ from llama.checkpoint.downloads import check_download
 from llama.checkpoint.find import find
 from llama.checkpoint.verify import verify
 from llama.ranks.collectives import ModelParallel
+from llama.tokenizer import Tokenizer
 
 
 def test_the_layout_follows_from_the_files(meta, hugging):
@@ -111,6 +112,26 @@ def test_a_folder_that_is_no_checkpoint(meta, spoil, kind, message):
     spoil(meta)
     with pytest.raises(kind, match=message):
         find(meta)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "params.json",
+        "config.json",
+        "model.safetensors.index.json",
+        "checklist.chk",
+        "tokenizer.model",
+    ],
+)
+def test_a_small_file_that_is_huge_is_not_read(meta, hugging, name):
+    """3 GB of zeros took 25 s to be told not to be JSON."""
+    folder = hugging if name in ("config.json", "model.safetensors.index.json") else meta
+    with (folder / name).open("wb") as file:
+        file.write(b"7" * 512)
+        file.truncate(3 << 30)
+    with pytest.raises(ValueError, match=rf"{name} \(3,221,225,472 bytes\) is larger than .*down"):
+        Tokenizer(folder / name) if name == "tokenizer.model" else verify(folder)
 
 
 DEEP = "[" * 100_000

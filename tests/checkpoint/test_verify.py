@@ -2,15 +2,23 @@
 
 import hashlib
 import os
+import shutil
+import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch.serialization import set_crc32_options
 
-from helpers.weights import STATE, change_safetensors, change_shard, loaded
+from helpers.weights import STATE, change_safetensors, change_shard, flip_a_bit, loaded
+from llama import Llama
+from llama.checkpoint import verify as verifying
 from llama.checkpoint.find import find
+from llama.checkpoint.reader import load
 from llama.checkpoint.verify import verify
+from llama.model import Transformer
+from llama.ranks.collectives import ModelParallel
 
 
 def write_checklist(folder: Path) -> None:
@@ -70,12 +78,7 @@ def test_a_pth_with_half_its_bytes_zero_is_not_complete(meta):
 
 
 def test_one_flipped_bit_is_found(meta):
-    path = meta / "consolidated.00.pth"
-    data = STATE["norm.weight"].numpy().tobytes()
-    content = path.read_bytes()
-    at = content.index(data)
-    assert content.count(data) == 1
-    path.write_bytes(content[:at] + bytes([data[0] ^ 1]) + content[at + 1 :])
+    flip_a_bit(meta / "consolidated.00.pth", "norm.weight")
     with pytest.raises(ValueError, match=r"00\.pth .* is damaged \(BadZipFile: Bad CRC-32"):
         verify(meta)
 
@@ -112,3 +115,48 @@ def test_progress_counts_every_byte_on_stderr(meta, capsys):
     verify(meta, progress=True)
     out, err = capsys.readouterr()
     assert out == "" and "Verifying" in err
+
+
+@pytest.mark.parametrize("name", list(STATE))
+def test_a_damaged_weight_is_not_loaded_by_who_verifies(checkpoint_dir, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint_dir[0], folder)
+
+    def build(**settings) -> None:
+        Llama.build(str(folder), None, 64, 1, device="cpu", dtype="fp32", **settings)
+
+    with warnings.catch_warnings(action="error"):
+        build(verify=True)
+    flip_a_bit(folder / "consolidated.00.pth", name)
+    with pytest.raises(ValueError, match=r"00\.pth .* is damaged \(BadZipFile: .*; download it"):
+        build(verify=True)
+    build()
+
+
+def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
+    """By all ranks of a machine together, whatever parts of it each of them copies."""
+    done: list[tuple[str, str]] = []
+
+    def note(path, archive, record):
+        done.append((path.name, record.filename))
+        return iter(())
+
+    monkeypatch.setattr(verifying, "_check_crc32", note)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = find(meta)
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        before = len(done)
+        check = verifying.LoadCheck(found, tells=False).check
+        load(
+            found, Transformer(found.params, parallel=ModelParallel(rank=rank, size=2)), check=check
+        )
+        assert len(STATE) * 2 // 3 < len(done) - before < len(STATE) * 4 // 3
+    weights = [(path.name, name) for path in found.shards
+               for name in zipfile.ZipFile(path).namelist() if "/data/" in name]  # fmt: skip
+    assert set(weights) <= set(done) and len(set(done)) == len(done)
+
+
+def test_files_without_checksums_are_named(hugging):
+    with pytest.warns(UserWarning, match=r"model\.safetensors cannot be verified: no checksum"):
+        verifying.LoadCheck(find(hugging), tells=True)

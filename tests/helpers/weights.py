@@ -75,6 +75,15 @@ def expect_files(folder: Path, state: dict[str, Tensor], params: dict, count: in
             assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), (name, i)
 
 
+def flip_a_bit(path: Path, name: str) -> None:
+    """Of a tensor in a .pth, whose bytes are in no other."""
+    data = torch.load(path, weights_only=True)[name].numpy().tobytes()
+    content = path.read_bytes()
+    at = content.index(data)
+    assert content.count(data) == 1
+    path.write_bytes(content[:at] + bytes([data[0] ^ 1]) + content[at + 1 :])
+
+
 def shapes_of(params: dict) -> dict[str, torch.Size]:
     return shard_shapes(ModelArgs.from_params(params, ""), 1)
 

@@ -95,6 +95,11 @@ def fewer_files(folder: str) -> None:
     Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
 
 
+def verified(folder: str) -> None:
+    """A weight of the folder is damaged, which the one rank finds that checks it."""
+    Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu", verify=True)
+
+
 def listening(folder: str) -> list[str]:
     """Addresses, in the kernel's hex, that this process listens on beyond loopback."""
     build(folder)
