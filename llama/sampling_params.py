@@ -103,8 +103,8 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 class StructuredOutput:
     """Exactly one of these; an answer that does not end by its length has this form.
 
-    json: a JSON schema, as an object or as text; the answer is JSON that it allows. $ref may point
-        into the schema, and nowhere else.
+    json: a JSON schema, as an object or as text, which it is kept as; the answer is JSON that it
+        allows. $ref may point into the schema, and nowhere else.
     json_object: True; the answer is any JSON object.
     regex: the answer matches it as a whole (the syntax of Rust's regex, without look-around).
     choice: the answer is one of these texts.
@@ -142,12 +142,6 @@ class StructuredOutput:
     def kind(self) -> str:
         """The name of the field that is given."""
         return self._given()[0]
-
-    @property
-    def text(self) -> str:
-        """The schema as JSON, the expression, the grammar, or the choices as JSON."""
-        value = getattr(self, self.kind)
-        return value if isinstance(value, str) else json.dumps(value)
 
 
 def _schema(name: str, value: Any) -> str:

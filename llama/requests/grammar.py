@@ -128,14 +128,14 @@ def _grammar(form: StructuredOutput) -> str:
     """The form in llguidance's own JSON."""
     from llguidance import LLMatcher
 
-    if form.kind == "regex":
-        return LLMatcher.grammar_from_regex(form.text)
-    if form.kind == "grammar":
-        return LLMatcher.grammar_from_lark(form.text)
-    if form.kind == "choice":
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
+    if form.regex:
+        return LLMatcher.grammar_from_regex(form.regex)
+    if form.grammar:
+        return LLMatcher.grammar_from_lark(form.grammar)
+    if form.choice:
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    schema = '{"type": "object"}' if form.kind == "json_object" else form.text
+    schema = '{"type": "object"}' if form.json_object else str(form.json)
     options: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
