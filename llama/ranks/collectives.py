@@ -53,6 +53,11 @@ class ModelParallel:
         """
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
+    def ranks_alive(self) -> list[bool]:
+        """Of each rank, as rank 0 sees it. The watch sees those of other machines as well."""
+        others = range(1, self.size)
+        return [True, *(self.watch is None or self.watch.can_go_on(rank) for rank in others)]
+
     def shares_memory_of(self, x: Tensor) -> bool:
         """Whether `x` is where all ranks of the group read it: on the CPU of one machine."""
         return self.shared is not None and x.is_cpu

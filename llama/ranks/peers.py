@@ -29,6 +29,7 @@ class PeerInfo:
     group_size: int  # that it was asked to make
     pidfd: int | None = None
     gone_at: float | None = None  # when its process was seen to have ended
+    stopped_s: float = 0.0  # for how long it has been stopped while this rank ran
     has_left: bool = False  # it said so, and its script may go on alone
     beats: int = 0  # of its record in the store
     heard: float = 0.0  # when the beats changed
@@ -82,6 +83,15 @@ class Peers:
         for peer in self.local:
             if peer.gone_at is None and processes.has_ended(peer.pid):
                 peer.gone_at = time.monotonic()
+
+    def note_stops(self, seconds: float) -> None:
+        """Which processes of this machine are stopped? seconds: of this rank since it last looked.
+
+        Where all ranks are stopped and go on again, none has lived through the stop of another.
+        """
+        for peer in self.local:
+            is_stopped = not peer.is_over and processes.is_suspended(peer.pid)
+            peer.stopped_s = peer.stopped_s + seconds if is_stopped else 0.0
 
     def outlive(self, limit_s: float) -> None:
         """Wait until the others of this machine have ended, but for those that are stopped."""

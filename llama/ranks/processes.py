@@ -67,6 +67,11 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[:1] in (["T"], ["t"])
 
 
+def is_suspended(pid: int) -> bool:
+    """Whether SIGSTOP or Ctrl-Z holds it, and not a debugger, which lets it go on."""
+    return _stat(pid)[:1] == ["T"]
+
+
 def wait_status(pid: int, pidfd: int) -> int | None:
     """The status of an ended process, as wait(2) gives it to the parent; None where it is unknown.
 

@@ -17,7 +17,8 @@ A cause is what this rank sees (`_report`), or what another has claimed in the s
 Several may see the same: the first to claim it is the speaker, and the others end in silence. Under
 torchrun they wait for its SIGTERM a moment, so that its summary, too, names as root cause the rank
 that failed first. An end of a process counts when the store was read after it, as that rank may
-have said why, or that it leaves. A rank that is stopped is looked for where a step takes too long.
+have said why, or that it leaves. A rank that is stopped while this one runs is given up after the
+limit of silence: Ctrl-Z of a whole job ends nothing, nor does a debugger of an idle rank.
 """
 
 import contextlib
@@ -61,6 +62,7 @@ class Watch(threading.Thread):
         self._not_met = ""  # the cause, on the rank that raises it
         self._is_known = threading.Event()  # the cause: this job ends
         self._deadline = float("inf")  # for the end of this process
+        self._looked_at = time.monotonic()
         self._is_own = False  # this rank failed
         self._kills_survivors = False  # it sees to it that the others of this machine are gone, too
         self._stops = False
@@ -124,6 +126,11 @@ class Watch(threading.Thread):
     def has_left(self, rank: int) -> bool:
         """Whether another rank has left in order, or is gone."""
         return self.peers.all[rank].is_over
+
+    def can_go_on(self, rank: int) -> bool:
+        """Whether another rank can go on: it has not left, and is not stopped."""
+        peer = self.peers.all[rank]
+        return not peer.is_over and peer.stopped_s < GRACE_S
 
     @property
     def _is_meeting(self) -> bool:
@@ -235,6 +242,8 @@ class Watch(threading.Thread):
         if self.rendezvous.cause is not None:
             self._follow(*self.rendezvous.cause)
         now = time.monotonic()
+        self.peers.note_stops(min(now - self._looked_at, TICK_S))  # more: it was stopped itself
+        self._looked_at = now
         if not self._is_known.is_set() and (cause := next(self._causes(now), "")):
             self._report(cause)
         for number in SIGNALS.read():
@@ -254,6 +263,8 @@ class Watch(threading.Thread):
         for peer in self.peers.local:
             if not peer.has_left and peer.gone_at is not None:
                 yield from self._describe_end(peer, peer.gone_at)
+            if peer.stopped_s > SILENCE_S:
+                yield f"{peer.name} was stopped (by SIGSTOP or Ctrl-Z) for {SILENCE_S:g} s"
         if failure := self.rendezvous.failure():
             yield failure
         yield from self._overdue(now)

@@ -72,9 +72,12 @@ def _status_routes(service: Service) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 while requests are taken; 503 while the model is loaded, and when the server ends."""
-        is_ready = service.state is State.READY
-        return JsonResponse({"status": service.state.value}, 200 if is_ready else 503)
+        """200 while requests are taken; 503 while the model is loaded, when a rank is stopped or
+        gone, and when the server ends."""
+        status = service.state.value
+        if service.llama is not None and not all(service.llama.model.parallel.ranks_alive()):
+            status = "a rank is stopped or gone"
+        return JsonResponse({"status": status}, 200 if status == State.READY.value else 503)
 
     @router.get("/v1/models")
     async def models() -> Response:

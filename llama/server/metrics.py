@@ -20,7 +20,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from llama.generation import Llama
-from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Answer, Request, RequestOutput
 
 log = logging.getLogger("llama.server")
@@ -140,15 +139,8 @@ class _Engine(Collector):
         yield SummaryMetricFamily(
             "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds
         )
-        what = "1 for a rank that can go on, 0 for one that is gone."
+        what = "1 for a rank that can go on, 0 for one that is stopped or gone."
         alive = GaugeMetricFamily("llama:rank_alive", what, labels=["rank"])
-        for rank, is_alive in enumerate(_ranks_alive(self._llama.model.parallel)):
+        for rank, is_alive in enumerate(self._llama.model.parallel.ranks_alive()):
             alive.add_metric([str(rank)], is_alive)
         yield alive
-
-
-def _ranks_alive(parallel: ModelParallel) -> list[bool]:
-    """Of each rank; rank 0 asks, so it lives. The watch sees those of other machines as well."""
-    watch = parallel.watch
-    others = range(1, parallel.size)
-    return [True, *(watch is None or not watch.has_left(rank) for rank in others)]

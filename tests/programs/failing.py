@@ -44,6 +44,14 @@ def fail(fault: str, mark: Path) -> None:
         os.kill(os.getpid(), getattr(signal, fault))
     if fault == "agent":
         os.kill(os.getppid(), signal.SIGKILL)
+    if fault == "pause":  # as a user's Ctrl-Z and `fg`: all ranks are stopped, and go on
+        ranks = os.getpgid(0)
+        if not os.fork():
+            os.setpgid(0, 0)
+            os.killpg(ranks, signal.SIGSTOP)
+            time.sleep(5.0)
+            os.killpg(ranks, signal.SIGCONT)
+            os._exit(0)
     if fault.startswith("stop"):  # as torchrun passes a signal on: to all ranks
         os.killpg(0, signal.SIGTERM)
     if fault == "stop twice":
@@ -131,8 +139,9 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
             llama.model.parallel.broadcast_bytes(b"")  # waits in C++ for rank 0
         time.sleep(2 * LIMIT_S)
     if when == "pause":  # of all ranks, longer than any step may take
-        mark.write_text(str(time.time()))
-        time.sleep(case["timeout_s"] + 1.5)
+        if is_faulty:
+            fail(case["fault"], mark)
+        time.sleep(case["timeout_s"] + 6.5)
         llama.generate(prompts, 16, 0)
 
 

@@ -1,9 +1,12 @@
 """What a step that fails does to the clients and the server, and what one bad row does not."""
 
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +23,7 @@ PROGRAM = (str(PROGRAMS / "faulty_server.py"),)
 FLAGS = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu")
 LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True}
 LIMIT_S = 60.0  # generous: it tells a hang from an end
+SLACK_S = 5.0  # of a busy machine
 SOON = httpx.Timeout(LIMIT_S, read=0.5)  # for a client that does not wait for its answer
 
 
@@ -77,6 +81,25 @@ def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
         assert server.process.wait(LIMIT_S) != 0
         log = "".join(server.log)
         assert log.count("\nerror: ") == 1, log
+
+
+@pytest.mark.dist
+def test_a_stopped_rank_of_an_idle_server_ends_it():
+    """Nobody asks anything: /ready is 503 and the figures say which rank, and the job ends."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    with run_server(*FLAGS, launcher=launcher, env=environment()) as server:
+        with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
+            assert client.get("/ready").status_code == 200
+            agent = Path(f"/proc/{server.process.pid}/task")
+            ranks = [pid for file in agent.glob("*/children") for pid in file.read_text().split()]
+            os.kill(int(max(ranks, key=int)), signal.SIGSTOP)  # it was started last
+            began = time.monotonic()
+            _wait_until(lambda: client.get("/ready").status_code == 503)
+            assert 'llama:rank_alive{rank="1"} 0.0' in client.get("/metrics").text
+        assert server.process.wait(LIMIT_S) == 1
+        assert time.monotonic() - began < 5 + SLACK_S
+        log = "".join(server.log)
+        assert log.count("\nerror: ") == 1 and "was stopped (by SIGSTOP or Ctrl-Z) for 3 s" in log
 
 
 def _wait_until(is_so: Callable[[], bool]) -> None:

@@ -3,11 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from helpers.launch import REPO
 from helpers.server import run_server
 from helpers.web import web
+from llama.ranks.collectives import ModelParallel
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.watch import Watch
-from llama.server.metrics import _ranks_alive
 
 NAMES = """
     num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
@@ -110,18 +109,25 @@ def test_a_rank_that_left_or_was_killed_is_not_alive():
         zero.add(PeerInfo(1, own.host, os.getpid(), own.machine, 3))
         zero.add(PeerInfo(2, own.host, process.pid, own.machine, 3))
         watch = Watch(zero, range(3), Rendezvous(zero, 3, Mock(), "", 60.0))
-        parallel: Any = SimpleNamespace(size=3, watch=watch)
-        assert _ranks_alive(parallel) == [True, True, True]
+        parallel = ModelParallel(size=3, watch=watch)
+        assert parallel.ranks_alive() == [True, True, True]
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        for _ in range(2):
+            zero.note_stops(0.5)
+        assert parallel.ranks_alive() == [True, True, False]
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        zero.note_stops(0.5)
         zero.all[1].has_left = True
         zero.note_ends()
-        assert _ranks_alive(parallel) == [True, False, True]
+        assert parallel.ranks_alive() == [True, False, True]
         process.kill()
         process.wait()
         zero.note_ends()
-        assert _ranks_alive(parallel) == [True, False, False]
+        assert parallel.ranks_alive() == [True, False, False]
     zero.close()
-    alone: Any = SimpleNamespace(size=1, watch=None)
-    assert _ranks_alive(alone) == [True]
+    assert ModelParallel().ranks_alive() == [True]
 
 
 def test_the_dashboard_asks_for_figures_that_are_there(own_server):
