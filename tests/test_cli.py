@@ -201,6 +201,27 @@ print(codes, "torch" in sys.modules)
     ]
 
 
+@pytest.mark.parametrize(("word", "remedy"), [("run", "llama chat DIR"), ("pull", "hf download")])
+def test_commands_of_other_programs_say_what_to_do(word, remedy, capsys):
+    assert main([word, "llama3.2"]) == 2
+    assert f"error: there is no command {word}: " in (said := capsys.readouterr().err)
+    assert remedy in said
+
+
+def test_serve_looks_at_the_folder_before_it_listens(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("llama.server.process.Server", lambda *_, **__: pytest.fail("it listens"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(16))
+    assert main(["serve", str(tmp_path)]) == 1
+    assert "model_type is 'qwen2'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://a/path", "http://a, http://b", ""])
+def test_an_origin_that_is_none(origin, capsys):
+    assert main(["serve", "--allow_origin", origin]) == 2
+    assert "--allow_origin" in capsys.readouterr().err
+
+
 def test_the_command_that_pip_installs():
     """[project.scripts] as the file on the PATH runs it, in a folder that is not the checkout."""
     entry = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["llama"]

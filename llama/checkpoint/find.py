@@ -34,6 +34,12 @@ _TOLD_BY = (
 _MAX_BYTES = 4 * 2**20  # of one of these
 
 
+_GGUF = (
+    "is a GGUF file, llama.cpp's format, which this runtime does not read: give the folder of the "
+    "model's own weights, *.safetensors with config.json, or Meta's consolidated.*.pth"
+)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model in a folder; `params.tied_output`: whether output and embedding are one matrix."""
@@ -89,12 +95,16 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     if not folder.exists():
         raise FileNotFoundError(f"{folder} does not exist: give the folder that holds the weights")
     if not folder.is_dir():
+        if _is_gguf(folder):
+            raise ValueError(f"{folder} {_GGUF}")
         raise NotADirectoryError(f"{folder} is a file: give the folder that holds the weights")
     for place in (folder, folder / "original"):
         if any(place.glob("consolidated.*.pth")):
             return _find_meta(place)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return _find_hf(folder)
+    if gguf := next(filter(_is_gguf, sorted(folder.glob("*.gguf"))), None):
+        raise ValueError(f"{gguf} {_GGUF}")
     raise FileNotFoundError(
         f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
         "*.safetensors is there; download the model into it"
@@ -183,11 +193,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _beginning(path: Path) -> bytes:
+def _is_gguf(path: Path) -> bool:
+    return _beginning(path, 4) == b"GGUF"
+
+
+def _beginning(path: Path, size: int = _MAX_BYTES) -> bytes:
     try:
         if not path.is_file():  # a pipe would be waited for
             return b""
         with path.open("rb") as file:
-            return file.read(_MAX_BYTES)
+            return file.read(size)
     except OSError:
         return b""

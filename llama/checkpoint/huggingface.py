@@ -61,7 +61,9 @@ def args_of(config: dict[str, Any], source: str) -> ModelArgs:
 def _check_kind(config: dict[str, Any]) -> None:
     if config.get("model_type") != "llama":
         raise ValueError(
-            f"model_type is {brief(config.get('model_type'))}: this runtime runs 'llama' only"
+            f"model_type is {brief(config.get('model_type'))}: this is a model of another family, "
+            "and this runtime runs 'llama' only: give the folder of a Llama 3, or run this one "
+            "with transformers"
         )
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) != wanted:

@@ -71,8 +71,8 @@ COMMANDS = {
         "Serve OpenAI's API over HTTP, until SIGTERM or Ctrl-C.",
         {
             "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
-            "served_model_name": None, "max_queue": 1024, "max_wait_s": 600.0, "drain_s": 20.0,
-            "tool_format": None,
+            "allow_origin": None, "served_model_name": None, "max_queue": 1024,
+            "max_wait_s": 600.0, "drain_s": 20.0, "tool_format": None,
             **BUILD_FLAGS,
         },
         ["ckpt_dir"],
@@ -116,6 +116,12 @@ COMMANDS = {
         ],
     ),
 }  # fmt: skip
+
+_ELSEWHERE = {  # what other programs call it -> what to do here
+    "run": "`llama chat DIR` talks with a model, `llama serve DIR` serves it",
+    "pull": "fetch the weights with `hf download NAME --local-dir DIR`, of the package "
+    "huggingface_hub, then `llama chat DIR`",
+}
 
 _ABOUT = """\
 usage: llama COMMAND [flags]
@@ -179,6 +185,8 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
         raise HelpWanted(_ABOUT.format(commands="\n".join(lines)))
+    if name in _ELSEWHERE:
+        raise UsageError(f"there is no command {name}: {_ELSEWHERE[name]}")
     if name not in COMMANDS:
         likely = nearest(name, list(COMMANDS)) or f"; there are {', '.join(COMMANDS)}"
         raise UsageError(f"there is no command {name}{likely}")

@@ -103,6 +103,9 @@ FLAGS = {
         str, "KEY", "what clients send to a server; needed to serve on another host", "none"
     ),
     "api_key_file": Flag(str, "FILE", "file with such keys, one in each line", "none"),
+    "allow_origin": Flag(
+        str, "URL", "web pages that may ask, such as http://localhost:3000; A,B; * for all", "none"
+    ),
     "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
     "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),
     "max_wait_s": Flag(float, "S", "seconds that a request waits for its first token"),

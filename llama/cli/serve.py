@@ -5,6 +5,7 @@ Under torchrun, rank 0 listens and leads; the other ranks follow.
 
 import argparse
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,17 @@ from llama.cli.model import demo_dir, load
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.ranks.signals import SIGNALS
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/,\s]+")  # RFC 6454: scheme, host, port
+
 
 def serve(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; 1 after a step that failed."""
     name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
-    server = _listen(options, name) if global_rank() == 0 else None
+    llama = server = None
+    if global_rank() == 0:
+        if not _has_model(options):
+            llama = load(options)  # says what is wrong, on every rank alike
+        server = _listen(options, name)
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         finish_on_signal(options.drain_s)
@@ -27,7 +34,7 @@ def serve(options: argparse.Namespace) -> int:
         if server is not None:
             server.start()
             say(f"listening on http://{options.host}:{server.port}; loading {name}")
-        llama = load(options)
+        llama = llama or load(options)
         remedy = "and start a server for each replica"
         check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
 
@@ -43,6 +50,17 @@ def serve(options: argparse.Namespace) -> int:
         if server is not None:
             server.stop()
     return 0
+
+
+def _has_model(options: argparse.Namespace) -> bool:
+    """Whether a model is there to be loaded, so that one may listen for it."""
+    from llama.checkpoint.find import find
+
+    try:
+        found = find(options.ckpt_dir or demo_dir())
+        return bool(options.tokenizer_path or found.tokenizer_path())
+    except (OSError, ValueError):
+        return False
 
 
 def _listen(options: argparse.Namespace, name: str) -> Any:
@@ -65,7 +83,19 @@ def _listen(options: argparse.Namespace, name: str) -> Any:
         api_keys=keys,
         limits=limits,
         tool_format=tool_format,
+        allowed_origins=_origins(options),
     )
+
+
+def _origins(options: argparse.Namespace) -> list[str]:
+    origins = options.allow_origin.split(",") if options.allow_origin else []
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise UsageError(
+                f"--allow_origin {origin} is not an origin: give * for all pages, or such as "
+                "http://localhost:3000"
+            )
+    return origins
 
 
 def _keys(options: argparse.Namespace) -> list[str]:

@@ -9,17 +9,19 @@ import base64
 import hashlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import llama
-from llama.checks import FieldError
+from llama.checks import FieldError, brief
 from llama.server import routes, tokens
 from llama.server.auth import AuthAndLimits
 from llama.server.encoding import JsonResponse
@@ -30,8 +32,15 @@ log = logging.getLogger("llama.server")
 _CLIENT_LEFT = 499  # nginx's word for it; nobody reads it
 
 
-def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool = True) -> ASGIApp:
-    """The server's app. See `AuthAndLimits` for the keys and loopback."""
+def make_app(
+    service: Service,
+    *,
+    api_keys: Iterable[str] = (),
+    loopback: bool = True,
+    allowed_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """The server's app. See `AuthAndLimits` for the keys and loopback. allowed_origins: web pages
+    from there may ask; "*" stands for all."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     app.state.max_body_bytes = service.limits.max_body_bytes
     own = (_status_routes(service), _page_route())
@@ -42,7 +51,16 @@ def make_app(service: Service, *, api_keys: Iterable[str] = (), loopback: bool =
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(ClientDisconnect, _tell_nobody)
     app.add_exception_handler(Exception, _tell_unexpected)
-    return AuthAndLimits(app, api_keys=api_keys, loopback=loopback)
+    checked = AuthAndLimits(app, api_keys=api_keys, loopback=loopback)
+    if not allowed_origins:
+        return checked
+    return CORSMiddleware(  # outside: a browser asks without a key first, and reads errors, too
+        checked,
+        allow_origins=allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 def _page_route() -> APIRouter:
@@ -79,18 +97,26 @@ def _status_routes(service: Service) -> APIRouter:
             status = "a rank is stopped or gone"
         return JsonResponse({"status": status}, 200 if status == State.READY.value else 503)
 
-    @router.get("/v1/models")
-    async def models() -> Response:
-        """The one model, with the longest context that it takes."""
-        max_len = service.loaded().model.params.max_seq_len
-        card = {
+    def card() -> dict[str, Any]:
+        return {
             "id": service.model_name,
             "object": "model",
             "created": service.created,
             "owned_by": "llama",
-            "max_model_len": max_len,
+            "max_model_len": service.loaded().model.params.max_seq_len,
         }
-        return JsonResponse({"object": "list", "data": [card]})
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The one model, with the longest context that it takes."""
+        return JsonResponse({"object": "list", "data": [card()]})
+
+    @router.get("/v1/models/{name:path}")  # a name may have a slash
+    async def model(name: str) -> Response:
+        if name != service.model_name:
+            words = f"there is no model {brief(name)}: this server has {service.model_name!r}"
+            raise ApiError(404, words, param="model", code="model_not_found")
+        return JsonResponse(card())
 
     @router.get("/version")
     async def version() -> Response:

@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -39,6 +40,7 @@ class Server:
         api_keys: list[str],
         limits: Limits,
         tool_format: ToolFormat | None = None,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         loopback = host in ("127.0.0.1", "localhost", "::1")
         if not loopback and not api_keys:
@@ -52,7 +54,12 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
-                make_app(self.service, api_keys=api_keys, loopback=loopback),
+                make_app(
+                    self.service,
+                    api_keys=api_keys,
+                    loopback=loopback,
+                    allowed_origins=allowed_origins,
+                ),
                 http=BoundedProtocol,
                 access_log=False,
                 log_config=None,

@@ -83,7 +83,7 @@ def test_any_ffn_size_is_said_in_metas_terms():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, r"model_type is 'mistral'"),
+        ({"model_type": "mistral"}, r"'mistral': this is a model of another family.*give the"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'.*'silu'"),
         ({"attention_bias": True}, r"attention_bias is True"),
         ({"mlp_bias": True}, r"mlp_bias is True"),

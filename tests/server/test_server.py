@@ -214,6 +214,13 @@ def test_what_it_says_of_itself(server, demo):
     get = lambda path, **kw: web.get(server.url + path, **kw)  # noqa: E731
     (card,) = get("/v1/models").json()["data"]
     assert (card["id"], card["max_model_len"]) == (MODEL, 512)
+    assert get(f"/v1/models/{MODEL}").json() == card
+    missing = get("/v1/models/meta-llama/other")
+    assert missing.status_code == 404
+    assert missing.json()["error"] == {
+        "message": "there is no model 'meta-llama/other': this server has 'demo'",
+        "type": "not_found_error", "param": "model", "code": "model_not_found",
+    }  # fmt: skip
     assert get("/health").status_code == 200
     assert get("/ready").json() == {"status": "ready"}
     assert get("/version").json()["version"]

@@ -213,3 +213,30 @@ def test_raw_streams_are_the_answers_that_do_not_stream(demo):
     assert all(character in joined for character in "🎈東é안👩"), "the answers have them"
     assert sum("\ufffd" in text for text in texts) > 5, "some answers are half characters"
     assert sum("a🎈" in t or "京の" in t or "é東" in t or "안a" in t for t in texts) > 5
+
+
+@pytest.mark.parametrize("allowed", [[], ["http://a:3000", "http://b"], ["*"]])
+def test_a_browser_lets_the_pages_ask_that_the_server_allows(allowed):
+    """The preflight, for which no key comes; and answers, of errors, too."""
+    app = make_app(Service("demo", Limits()), api_keys=["secret"], allowed_origins=allowed)
+    ask = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+
+    async def run() -> dict[str, list[str | None]]:
+        found = {}
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for origin in ("http://a:3000", "http://b", "http://evil"):
+                head = {"Origin": origin}
+                asked = await client.options(CHAT, headers=head | ask)
+                refused = await client.post(CHAT, headers=head, json={})
+                assert refused.status_code == 401
+                answers = (asked, refused)
+                found[origin] = [x.headers.get("access-control-allow-origin") for x in answers]
+        return found
+
+    for origin, seen in asyncio.run(run()).items():
+        wanted = "*" if allowed == ["*"] else origin if origin in allowed else None
+        assert seen == [wanted, wanted]
