@@ -26,7 +26,8 @@ from llama.ranks.collectives import ModelParallel
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
-from llama.requests.request import Answer, Request, RequestOutput, derived_seed
+from llama.requests.request import Request, RequestOutput, derived_seed
+from llama.requests.turns import Owner, Turns
 from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
@@ -62,8 +63,8 @@ class LLMEngine:
         self._requests: dict[Request, None] = {}  # until their last output is taken
         self._names: dict[str, Request] = {}
         self._due: dict[Request, None] = {}  # what `step` will report
-        self._owner: dict[Sequence, tuple[Request, Answer]] = {}  # of what the core computes
-        self._added: list[Request] = []  # since the last step began
+        self._owner: dict[Sequence, Owner] = {}  # of what the core computes
+        self._turns = Turns()  # what the core has no place for yet
         self._removed: list[Sequence] = []
         self._waiters: dict[threading.Lock, Callable[[], bool]] = {}  # a bell, and when it rings
         self._stepper: int | None = None  # the thread that runs the model now
@@ -121,8 +122,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """New outputs of the requests that were added; if there are none, run the model once first.
 
-        With best_of > n, a request is reported only when it has finished. If the model fails, all
-        requests end and its exception is raised.
+        With best_of > n, a request is reported only when it has finished. If the model fails, the
+        requests in the batch end and its exception is raised.
         """
         began = self._num_steps
         try:
@@ -175,8 +176,7 @@ class LLMEngine:
         with InterruptHeldBack(), self._lock:
             if not request.finished:
                 request.end("abort")
-            if request in self._added:
-                self._added.remove(request)
+            self._turns.discard(request)
             for answer in request.answers:
                 self._release(answer.sequence)
             if self._stepper is None:
@@ -282,7 +282,7 @@ class LLMEngine:
                     )
             self._names |= {r.request_id: r for r in requests if r.request_id}
             self._requests |= dict.fromkeys(requests)
-            self._added += requests
+            self._turns.add(requests)
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request, None)
@@ -332,11 +332,14 @@ class LLMEngine:
                 self._wake_ready()
 
     def _take_pending(self) -> tuple[list[Sequence], list[Sequence]]:
-        """What was added and removed since the last step."""
-        owned = {a.sequence: (request, a) for request in self._added for a in request.answers}
-        self._owner |= owned
-        removed, self._added, self._removed = self._removed, [], []
-        return list(owned), removed
+        """What has a place in the core from now on, and what was removed since the last step."""
+        removed, self._removed = self._removed, []
+        scheduler = self.core.scheduler
+        num_held = len(scheduler.running) + len(scheduler.waiting)
+        num_held -= sum(not seq.finished for seq in removed)
+        taken = self._turns.take(scheduler.max_batch_size - num_held)
+        self._owner |= taken
+        return list(taken), removed
 
     def _apply_removed(self) -> None:
         """Between two steps: free the pages of what ended by its text, or was aborted. Where rank 0
@@ -358,6 +361,8 @@ class LLMEngine:
     def _fail(self, error: BaseException) -> None:
         """A step failed: all that were in it end with its exception. The core is empty then."""
         failed = {request: None for request, _ in self._owner.values()}
+        for request in failed:
+            self._turns.discard(request)
         self._owner.clear()
         self._removed.clear()
         self.core.clear("error")
