@@ -178,6 +178,8 @@ def _due(
 class _Sentences:
     """A constraint: a stop token may not follow inside a sentence."""
 
+    failure: str | None = None
+
     def __init__(self, head: str, stop_ids: frozenset[int], tokenizer: Tokenizer) -> None:
         self._head = head  # before the answer's text
         self._stop_ids = sorted(stop_ids)

@@ -59,7 +59,9 @@ class TokenParams:
 
 
 class Constraint(Protocol):
-    """Says which tokens may follow."""
+    """Says which tokens may follow. failure: why it cannot say it any longer; then none may."""
+
+    failure: str | None
 
     def fill_allowed(self, output: list[int], bits: "np.ndarray") -> None:
         """Set bit t % 32 of bits[t // 32] (int32) if token t may follow the output, else clear it.

@@ -38,12 +38,13 @@ class Matcher:
     """Where one sequence is in its grammar; the engine asks it before each token.
 
     It never raises: where the grammar cannot go on, it allows no token, and the engine ends this
-    sequence with an error.
+    sequence with an error. `failure` then says why.
     """
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
         self._num_consumed = 0
+        self.failure: str | None = None
 
     def fill_allowed(self, output: list[int], bits: np.ndarray) -> None:
         """bits (ceil(V / 32)) int32: bit t % 32 of word t // 32 is set if token t may follow.
@@ -52,11 +53,11 @@ class Matcher:
         """
         bits.fill(0)
         new = output[self._num_consumed :]
-        if new and not self._matcher.consume_tokens(new):
-            return
-        self._num_consumed = len(output)
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if not new or self._matcher.consume_tokens(new):
+            self._num_consumed = len(output)
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
+            self.failure = _first_line(self._matcher.get_error())
             bits.fill(0)
 
 
@@ -95,11 +96,11 @@ class GrammarCompiler:
             matcher = LLMatcher(self._index, _grammar(form), log_level=0, limits=limits)
         except (ValueError, RuntimeError) as e:
             raise FieldError(place, f"{place} cannot be used: {_first_line(str(e))}") from None
-        if not matcher.is_error():
-            _try_first_tokens(matcher)
-        if matcher.is_error():
-            raise FieldError(place, f"{place} cannot be used: {_first_line(matcher.get_error())}")
-        matcher.reset()
+        tried = matcher.deep_copy()  # to go back in it fails where a rule has max_tokens or stop
+        if not tried.is_error():
+            _try_first_tokens(tried)
+        if tried.is_error():
+            raise FieldError(place, f"{place} cannot be used: {_first_line(tried.get_error())}")
         return matcher
 
     @functools.cached_property

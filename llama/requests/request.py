@@ -18,6 +18,8 @@ NO_TOKEN = (
     "whole vocabulary, or the model's logits hold NaN or infinity"
 )
 
+FORM_STOPPED = "structured_output is too large to go on with ({why}): ask for a simpler form"
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -132,8 +134,9 @@ class RequestOutput:
     """All answers of one request so far; `finished` is true of the last output.
 
     index: the request's place in its caller's list, where it has no request_id. usage: tokens so
-    far. error: why an answer ended with finish_reason "error". prompt_logprobs: where they were
-    asked for, one dict per prompt token; the first is None, as nothing comes before it.
+    far. error: why an answer ended with finish_reason "error"; error_field: the parameter that was
+    at fault, if one was. prompt_logprobs: where they were asked for, one dict per prompt token; the
+    first is None, as nothing comes before it.
     """
 
     def __init__(self, request: "Request") -> None:
@@ -146,7 +149,7 @@ class RequestOutput:
         ]
         answers = request.answers
         self._first = answers[0].sequence
-        self.error = NO_TOKEN if any(a.finish_reason == "error" for a in answers) else None
+        self.error, self.error_field = _error_of(answers)
         self.usage = Usage(
             prompt_tokens=self._first.num_prompt,
             completion_tokens=sum(answer.num_read for answer in answers),
@@ -247,6 +250,17 @@ def derived_seed(seed: int, number: int, *, of: str = "place") -> int:
     if number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {of} {number}".encode()).digest()[:8]) >> 1
+
+
+def _error_of(answers: list[Answer]) -> tuple[str | None, str | None]:
+    """Why one of them ended with an error, and the parameter at fault; None, None if none did."""
+    failed = [answer.sequence for answer in answers if answer.finish_reason == "error"]
+    if not failed:
+        return None, None
+    for seq in failed:
+        if seq.constraint is not None and (why := seq.constraint.failure) is not None:
+            return FORM_STOPPED.format(why=why), "structured_output"
+    return NO_TOKEN, None
 
 
 def _dicts(

@@ -192,6 +192,8 @@ def test_an_object_of_many_properties_goes_on_after_its_brace():
 
 def test_a_constraint_that_fails_ends_its_own_request_only(demo):
     class Broken:
+        failure = None
+
         def fill_allowed(self, output, bits):
             raise RuntimeError("a bug")
 
@@ -202,3 +204,23 @@ def test_a_constraint_that_fails_ends_its_own_request_only(demo):
     broken, good = engine.run(requests)
     assert broken.error is not None and "no token to choose" in broken.error
     assert good.error is None and len(good.outputs[0].token_ids) == 4
+
+
+def test_a_form_that_is_too_large_says_so(demo):
+    """The package stops it while it runs: that is no token to choose, but for another reason."""
+    form = StructuredOutput(regex="(.{1,300}){1,300}")
+    banned = dict.fromkeys(demo.tokenizer.stop_tokens, -100.0)
+    params = SamplingParams(max_tokens=400, structured_output=form, logit_bias=banned)
+    engine = demo.llm_engine
+    (output,) = engine.run([engine.prepare("", "x", params)])
+    assert output.error_field == "structured_output"
+    assert output.error is not None and "structured_output is too large to go on" in output.error
+
+
+@pytest.mark.parametrize("rule", ['gen[stop=""]: /.*/', "gen[max_tokens=999999999]: /.*/"])
+def test_rules_with_an_end_of_their_own(demo, rule):
+    form = StructuredOutput(grammar=f"start: gen\n{rule}")
+    engine = demo.llm_engine
+    params = SamplingParams(max_tokens=8, temperature=0, structured_output=form)
+    (output,) = engine.run([engine.prepare("", "Once upon a time", params)])
+    assert output.error is None and output.outputs[0].text

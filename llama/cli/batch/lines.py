@@ -139,7 +139,8 @@ def answer_record(
     """
     error = output.error
     if error is not None:
-        return error_record(custom_id, number, "server_error", error)
+        code = "server_error" if output.error_field is None else "invalid_request"
+        return error_record(custom_id, number, code, error)
     name = model if request.model is None else request.model
     meta = ResponseMeta(output.request_id, name, created=0)
     body = Completion(request, tokenizer, meta).whole([output])
