@@ -3,6 +3,7 @@
 Most tests call `main` in this process; Llama itself, `verify` and `find` say what is right.
 """
 
+import contextlib
 import io
 import os
 import shlex
@@ -484,3 +485,30 @@ def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
     assert ended("--help") == 0
     told = capfd.readouterr().out
     assert told.startswith("usage: script.py [flags]\n\nWhat it does.") and "LLAMA_CKPT_DIR" in told
+
+
+def test_closed_standard_files_are_not_reused(tmp_path):
+    """What the command opens must not get the number of the standard output, nor lines of it."""
+    code = (
+        "import os; from llama.cli import ranks\n"
+        "def work():\n"
+        "    number = os.open(os.environ['FILE'], os.O_WRONLY | os.O_CREAT)\n"
+        "    ranks.say('x'); print('y')\n"
+        "    return 0 if number > 2 else 5\n"
+        "raise SystemExit(ranks.run(work))"
+    )
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", code]
+    file = tmp_path / "file"
+    done = subprocess.run(command, env=environment(FILE=str(file)), timeout=60)
+    assert (done.returncode, file.read_bytes()) == (0, b"")
+
+
+def test_a_line_that_nobody_reads_ends_nothing(monkeypatch):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w") as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        assert ranks.run(lambda: ranks.say("ready") or 3) == 3
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            broken.close()

@@ -4,6 +4,7 @@ In: the function that does the work. Out: its exit code, once the process groups
 mistake of the user's is one line on stderr; a traceback is a bug of ours.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -30,14 +31,16 @@ def global_rank() -> int:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, on rank 0 alone."""
+    """Write a line to stderr, on rank 0 alone; whoever read it may be gone."""
     if global_rank() == 0:
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
 
 def run(work: Callable[[], int | None], error_code: int = 1) -> int:
     """Do the work and leave the process groups. The exit code: 0, `error_code`, 2 or 130."""
     try:
+        _open_closed_files()
         code = work() or 0
         sys.stdout.flush()
         if code:
@@ -67,6 +70,15 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
     finally:  # leave the groups, if a model was loaded: a process that only exits may abort instead
         if groups := sys.modules.get("llama.ranks.groups"):
             groups.disconnect()
+
+
+def _open_closed_files() -> None:
+    """Standard files that a shell has closed: what is opened next must not take their place."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -160,3 +160,7 @@ def test_the_extra_is_named_where_it_is_not_installed(monkeypatch, capsys, comma
     assert main([*command, "--url", "http://localhost:1"]) == 2
     assert "--url needs openai" in (told := capsys.readouterr().err)
     assert "pip install 'llama[client]'" in told
+
+
+def test_what_a_server_says_cannot_move_the_cursor():
+    assert str(ServerError("\x1b[2J\r\nno\x00 \u202e")) == "\\x1b[2J\\r\\nno\\x00 \\u202e"
