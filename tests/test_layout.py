@@ -120,7 +120,7 @@ def test_a_format_of_weights_is_a_file():
         ("fairscale", r"llama/ranks/groups\.py"),
         ("triton", r"llama/ops/triton/"),
         ("fastapi", r"llama/(server/|compat/fastchat_app\.py)"),
-        ("uvicorn", r"llama/(server/process|compat/fastchat_app)\.py"),
+        ("uvicorn", r"llama/(server/(process|connections)|compat/fastchat_app)\.py"),
         ("openai", r"llama/cli/client\.py"),
         ("httpx2", r"llama/cli/client\.py"),
         ("prometheus_client", r"llama/server/metrics\.py"),

@@ -72,7 +72,8 @@ COMMANDS = {
         {
             "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
             "allow_origin": None, "served_model_name": None, "max_queue": 1024,
-            "max_wait_s": 600.0, "drain_s": 20.0, "tool_format": None,
+            "max_wait_s": 600.0, "max_connections": 4096, "max_per_address": None,
+            "drain_s": 20.0, "tool_format": None,
             **BUILD_FLAGS,
         },
         ["ckpt_dir"],

@@ -108,6 +108,8 @@ FLAGS = {
     ),
     "served_model_name": Flag(str, "NAME", "name of the model", "the name of the folder"),
     "max_queue": Flag(int, "N", "sequences that wait; more are refused with status 503"),
+    "max_connections": Flag(int, "N", "connections at once; more are refused with status 503"),
+    "max_per_address": Flag(int, "N", "connections from one address", "three quarters of those"),
     "max_wait_s": Flag(float, "S", "seconds that a request waits for its first token"),
     "tool_format": Flag(
         str, "NAME", "of tool calls: llama3.1, llama3.2 or none", "that of the generation"

@@ -73,7 +73,12 @@ def _listen(options: argparse.Namespace, name: str) -> Any:
     if options.tool_format not in (None, *names):
         raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
     tool_format = None if options.tool_format is None else ToolFormat(options.tool_format)
-    limits = Limits(max_queue=options.max_queue, max_wait_s=options.max_wait_s)
+    limits = Limits(
+        max_queue=options.max_queue,
+        max_wait_s=options.max_wait_s,
+        max_connections=options.max_connections,
+        max_per_address=options.max_per_address,
+    )
     log_to_stderr()
     keys = _keys(options)
     return Server(
@@ -106,4 +111,10 @@ def _keys(options: argparse.Namespace) -> list[str]:
         keys += [line.strip() for line in lines if line.strip()]
         if not keys:
             raise UsageError(f"{options.api_key_file} has no key: write one in each line")
+    for key in keys:
+        if not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise UsageError(
+                "a key must be printable ASCII without blanks at its ends, since no client can "
+                "send another: see --api_key and --api_key_file"
+            )
     return keys

@@ -26,6 +26,7 @@ from llama.server import routes, tokens
 from llama.server.auth import AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
+from llama.server.exchange import BodyMemory
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
@@ -42,7 +43,8 @@ def make_app(
     """The server's app. See `AuthAndLimits` for the keys and loopback. allowed_origins: web pages
     from there may ask; "*" stands for all."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
-    app.state.max_body_bytes = service.limits.max_body_bytes
+    limits = service.limits
+    app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     own = (_status_routes(service), _page_route())
     for router in (routes.routes(service), tokens.routes(service), *own):
         app.include_router(router)
@@ -125,7 +127,7 @@ def _status_routes(service: Service) -> APIRouter:
     @router.get("/load")
     async def load() -> Response:
         """Sequences that run or wait, for a load balancer."""
-        return JsonResponse({"server_load": service.num_active})
+        return JsonResponse({"server_load": service.num_unfinished()})
 
     @router.get("/metrics")
     async def metrics() -> Response:

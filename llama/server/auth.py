@@ -6,6 +6,7 @@ API's error object, and no work is done for it.
 
 import base64
 import hmac
+import ipaddress
 import re
 import uuid
 from collections.abc import Iterable
@@ -21,7 +22,6 @@ _PAGE = "/"
 # A browser asks for a password where it reads Basic, and would ask in the middle of the page, too,
 # if its requests got that: those name the field for the key.
 _BASIC = 'Basic realm="the password is the API key", charset="UTF-8"'
-_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -62,7 +62,7 @@ class AuthAndLimits:
             raise headers_too_large()
         if self._loopback:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
-            if host.lower() not in _LOOPBACK:
+            if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise ApiError(400, "the Host header must name this machine: use localhost")
         if not self._api_keys or path in _OPEN:
             return
@@ -75,6 +75,14 @@ class AuthAndLimits:
                 code="invalid_api_key",
                 challenge=_BASIC if path == _PAGE else "Bearer",
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether no other machine can reach an address to listen on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _key_of(headers: Headers) -> bytes:

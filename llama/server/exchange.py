@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import inspect
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -73,31 +74,65 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any]) -> Any:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(400, "the Content-Type header must be application/json")
-    data = await _bytes_of(http, http.app.state.max_body_bytes)
-    if len(data) <= _SMALL:
-        return _checked(data, adapter)
-    return await asyncio.to_thread(_checked, data, adapter)
+    memory: BodyMemory = http.app.state.bodies
+    with memory.of_one() as data:
+        await _read_into(data, http, memory)
+        if len(data) <= _SMALL:
+            return _checked(data, adapter)
+        return await asyncio.to_thread(_checked, data, adapter)
 
 
-async def _bytes_of(http: Request, most: int) -> bytes:
-    """All of the body; ApiError 413 or 408 as soon as it is too long or too slow."""
-    too_large = ApiError(413, f"the request has more than {most} bytes: send less at once")
+@dataclass
+class BodyMemory:
+    """The bodies that are being read and checked. most: bytes of one. most_of_all: bytes of all
+    together, beside the first `_SMALL` of each, so that small requests come through."""
+
+    most: int
+    most_of_all: int
+    used: int = 0
+
+    @contextlib.contextmanager
+    def of_one(self) -> Iterator[bytearray]:
+        """An empty body, which `add` fills."""
+        data = bytearray()
+        try:
+            yield data
+        finally:
+            self.used -= _counted(len(data))
+
+    def add(self, data: bytearray, part: bytes) -> None:
+        """ApiError 413 or 503 where there is no room for it."""
+        if len(data) + len(part) > self.most:
+            raise self.too_large()
+        more = _counted(len(data) + len(part)) - _counted(len(data))
+        if self.used + more > self.most_of_all:
+            words = "too many large requests are being sent at once: send this one again"
+            raise ApiError(503, words, retry_after=5)
+        data += part
+        self.used += more
+
+    def too_large(self) -> ApiError:
+        return ApiError(413, f"the request has more than {self.most} bytes: send less at once")
+
+
+def _counted(num_bytes: int) -> int:
+    return max(0, num_bytes - _SMALL)
+
+
+async def _read_into(data: bytearray, http: Request, memory: BodyMemory) -> None:
+    """All of the body; ApiError 413, 503 or 408 as soon as it is too long or too slow."""
     length = http.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > most:
-        raise too_large
-    data = bytearray()
+    if length.isdecimal() and int(length) > memory.most:
+        raise memory.too_large()
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in http.stream():
-                data += part
-                if len(data) > most:
-                    raise too_large
+                memory.add(data, part)
     except TimeoutError:
         raise ApiError(408, f"the request did not come within {_BODY_S:.0f} s") from None
-    return bytes(data)
 
 
-def _checked(data: bytes, adapter: TypeAdapter[Any]) -> Any:
+def _checked(data: bytearray, adapter: TypeAdapter[Any]) -> Any:
     for sign, most in _MOST_SIGNS.items():
         if data.count(sign) > most:
             words = f"the request has more than {most} times {sign.decode()!r}: send less at once"
@@ -131,6 +166,7 @@ async def prepare_chat(
     service: Service, chat: OpenAIRequest, *, ends_with_context: bool = False
 ) -> EngineRequest:
     """The engine's request for a dialog; ApiError 400 names a field of the body."""
+    service.check_room(chat.num_answers, chat.fields.names.get("n", "n"))
     ids = await chat_ids(service, chat)
     try:
         params = chat.chat_params(service.tool_format)
@@ -142,16 +178,16 @@ async def prepare_chat(
 async def respond(
     service: Service,
     http: Request,
-    requests: list[EngineRequest],
+    request: OpenAIRequest,
+    prepared: list[EngineRequest],
     answer: Completion | BlockAnswer,
     *,
-    streams: bool,
     end: bytes = b"",
     keep_alive: bytes = COMMENT,
 ) -> Response:
-    """The response to prepared requests. end: what follows the last event of a stream."""
-    outputs = service.outputs(requests, http.state.request_id)
-    if streams:
+    """The response to a request. end: what follows the last event of a stream."""
+    outputs = service.outputs(prepared, http.state.request_id, request.fields)
+    if request.stream:
         events = _encoded(outputs, answer, end)
         return EventStream(events, lambda e: event(answer.failed(e)) + end, keep_alive=keep_alive)
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)

@@ -5,22 +5,23 @@ the main thread loads the model and then leads the other ranks. SIGTERM or Ctrl-
 those that run are finished within `drain_s`, and the process ends; a second one ends it at once.
 """
 
+import functools
 import gc
 import logging
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.ranks.signals import stop_requested
 from llama.server.app import make_app
-from llama.server.encoding import to_json
-from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
+from llama.server.auth import is_loopback
+from llama.server.connections import BoundedProtocol, Connections
 from llama.server.service import Limits, Service
 
 _POLL_S = 0.05
@@ -42,7 +43,7 @@ class Server:
         tool_format: ToolFormat | None = None,
         allowed_origins: Sequence[str] = (),
     ) -> None:
-        loopback = host in ("127.0.0.1", "localhost", "::1")
+        loopback = is_loopback(host)
         if not loopback and not api_keys:
             raise ValueError(
                 f"--host {host} lets other machines in, so a key is needed: give --api_key or "
@@ -52,6 +53,8 @@ class Server:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
         self.port: int = self._socket.getsockname()[1]
+        allowed = Connections(limits.max_connections, limits.max_per_address)
+        protocol: Any = functools.partial(BoundedProtocol, allowed)
         self._uvicorn = uvicorn.Server(
             uvicorn.Config(
                 make_app(
@@ -60,7 +63,7 @@ class Server:
                     loopback=loopback,
                     allowed_origins=allowed_origins,
                 ),
-                http=BoundedProtocol,
+                http=protocol,
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=int(_LAST_WORDS_S),
@@ -85,12 +88,19 @@ class Server:
 
     def serve(self, drain_s: float) -> None:
         """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
+        try:
+            self._serve(drain_s)
+        except SystemExit:  # of a second signal: what still runs is told
+            self._break_off(is_failure=False)
+            raise
+
+    def _serve(self, drain_s: float) -> None:
         service = self.service
         while not (stop_requested() or service.has_failed):
             time.sleep(_POLL_S)
         service.drain()
         end = time.monotonic() + drain_s
-        while service.num_active and time.monotonic() < end and not service.has_failed:
+        while service.is_busy and time.monotonic() < end and not service.has_failed:
             time.sleep(_POLL_S)
         failed = service.has_failed
         if failed:
@@ -110,7 +120,7 @@ class Server:
         """
         self.service.break_off(is_failure=is_failure)
         end = time.monotonic() + _BROKEN_S
-        while self.service.num_active and time.monotonic() < end:
+        while self.service.is_busy and time.monotonic() < end:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
@@ -118,42 +128,6 @@ class Server:
         self._uvicorn.should_exit = True
         if self._thread.is_alive():
             self._thread.join(2 * _LAST_WORDS_S)
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """Ends a connection whose headers go on beyond the limit: uvicorn limits them where h11 reads
-    them, and not where httptools does, so that a client could send them without end, before any
-    check. Headers that come to their end in fewer reads are counted by `AuthAndLimits`."""
-
-    _is_in_head = False
-    _num_head_bytes = 0
-
-    def on_message_begin(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_in_head and not self.transport.is_closing():
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEADER_BYTES:
-                self.transport.write(_last_response(headers_too_large()))
-                self.transport.close()
-
-
-def _last_response(error: ApiError) -> bytes:
-    """The last bytes of a connection; its path is not known for sure, so the form is OpenAI's."""
-    body = to_json(error.body())
-    head = (
-        f"HTTP/1.1 {error.status} Request Header Fields Too Large\r\n"
-        "content-type: application/json\r\nconnection: close\r\n"
-        f"content-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
 
 
 def log_to_stderr() -> None:

@@ -54,7 +54,7 @@ def _add_completions(router: APIRouter, service: Service) -> None:
     ) -> Response:
         meta = _meta(service, http, request)
         completion = Completion(request, service.loaded().tokenizer, meta)
-        return await respond(service, http, prepared, completion, streams=request.stream, end=DONE)
+        return await respond(service, http, request, prepared, completion, end=DONE)
 
 
 async def _prepare_texts(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
@@ -64,6 +64,7 @@ async def _prepare_texts(service: Service, request: OpenAIRequest) -> list[Engin
         raise ApiError(
             400, f"prompt has {count} entries: this server takes at most {most}", param="prompt"
         )
+    service.check_room(request.num_answers, "prompt" if count > 1 else "n")
     prepared = []
     for i, prompt in enumerate(request.prompts):
         prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
@@ -83,7 +84,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         request = await prepare_chat(service, chat, ends_with_context=True)
         meta = _meta(service, http, chat)
         events = ResponseAnswer(body, chat, service.loaded().tokenizer, meta)
-        return await respond(service, http, [request], events, streams=chat.stream)
+        return await respond(service, http, chat, [request], events)
 
     @router.post(MESSAGES_URL)
     async def messages(body: MessagesBody, http: Request) -> Response:
@@ -91,9 +92,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
         events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http, chat))
-        return await respond(
-            service, http, [request], events, streams=chat.stream, keep_alive=event(PING)
-        )
+        return await respond(service, http, chat, [request], events, keep_alive=event(PING))
 
     @router.post(COUNT_URL)
     async def count_tokens(body: CountBody, http: Request) -> Response:

@@ -1,8 +1,8 @@
 """What all routes share: the model, whether it can be asked, and who may ask now.
 
 In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Beyond `max_queue`
-sequences that wait, a request is refused at once; the others wait in the engine, in the order of
-their arrival. It knows no HTTP and no bodies.
+sequences that wait, a request is refused at once; the others wait in the engine, which gives them
+the batch in turn. It knows no HTTP and no bodies.
 """
 
 import asyncio
@@ -41,17 +41,21 @@ class State(Enum):
 @dataclass(frozen=True)
 class Limits:
     """max_queue: sequences that may wait beside those that run. max_wait_s: seconds until the first
-    token. max_body_bytes: of a request. max_prompts: of one body."""
+    token. max_body_bytes: of a request; max_bodies_bytes: of all that are being read, beside the
+    first 16 KiB of each. max_prompts: of one body. max_connections: those of `Connections`."""
 
     max_queue: int = 1024
     max_wait_s: float = 600.0
     max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int = 64 * 2**20
     max_prompts: int = 256
+    max_connections: int = 4096
+    max_per_address: int | None = None
 
 
 class Service:
     """The state of one server. All of it is used in the server's event loop, but `start`, `drain`,
-    `has_failed`, `break_off` and `num_active`, which other threads use."""
+    `has_failed`, `break_off` and `is_busy`, which other threads use."""
 
     def __init__(
         self, model_name: str, limits: Limits, tool_format: ToolFormat | None = None
@@ -61,7 +65,6 @@ class Service:
         self._tool_format = tool_format
         self.state = State.LOADING
         self.created = int(time.time())
-        self.num_active = 0  # sequences that were let in and whose requests have not ended
         self._active: set[ActiveRequest] = set()
         self.metrics = Metrics()
         self.llama: Llama | None = None
@@ -70,7 +73,7 @@ class Service:
     def start(self, llama: Llama) -> None:
         """The model is loaded: requests may come."""
         self.llama, self.engine = llama, AsyncLLMEngine(llama)
-        self.metrics.add_engine(llama, self._num_unfinished)
+        self.metrics.add_engine(llama, self.num_unfinished)
         self.state = State.READY
 
     def drain(self) -> None:
@@ -93,7 +96,12 @@ class Service:
         if self.engine is not None:
             self.engine.engine.close()
 
-    def _num_unfinished(self) -> int:
+    @property
+    def is_busy(self) -> bool:
+        """A request has not ended."""
+        return bool(self._active)
+
+    def num_unfinished(self) -> int:
         """Sequences that run or wait."""
         answers = [answer for active in list(self._active) for answer in active.answers]
         return sum(answer.finish_reason is None for answer in answers)
@@ -127,7 +135,6 @@ class Service:
         if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
             names = {i: name for name, i in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
-        self._check_room(1)  # before the work, and again when the number of sequences is known
         assert self.engine is not None
         try:
             async with asyncio.timeout(_PREPARE_S):
@@ -148,15 +155,26 @@ class Service:
         except RuntimeError:
             raise shutting_down() from None
 
-    def _check_room(self, count: int) -> None:
-        """ApiError 503 where the queue has no room for so many sequences."""
+    def check_room(self, count: int, field: str = "prompt") -> None:
+        """ApiError 503 where the queue has no room for so many sequences; 400, which names the
+        field, where it never has: one request may take the batch and half of the queue, so that
+        there is room for others beside it."""
         max_running = self.loaded().model.params.max_batch_size
-        room = max_running + self.limits.max_queue - self.num_active
-        if count > room and self.num_active:
+        most = max_running + self.limits.max_queue // 2
+        if count > most:
+            raise ApiError(
+                400,
+                f"the request asks for {count} answers (prompts times n or best_of): this server "
+                f"takes at most {most} at once; send several requests, or start it with a larger "
+                "--max_queue",
+                param=field,
+            )
+        unfinished = self.num_unfinished()
+        if count > max_running + self.limits.max_queue - unfinished:
             self.metrics.refused.inc()
             raise ApiError(
                 503,
-                f"the queue is full: {self.num_active} sequences run or wait; try again",
+                f"the queue is full: {unfinished} sequences run or wait; try again",
                 retry_after=self._seconds_of_queue(),
             )
 
@@ -165,9 +183,7 @@ class Service:
         """While it is open, the requests count as running or waiting; ApiError 503 where the queue
         is full."""
         active = ActiveRequest(request_id, requests)
-        count = len(active.answers)
-        self._check_room(count)
-        self.num_active += count
+        self.check_room(len(active.answers))
         self._active.add(active)
         try:
             yield active
@@ -175,7 +191,6 @@ class Service:
             active.status, e.is_logged = e.status, True
             raise
         finally:
-            self.num_active -= count
             self._active.remove(active)
             self.metrics.finish(active)
             active.log()
@@ -185,20 +200,20 @@ class Service:
         return max(1, min(60, math.ceil(self.metrics.recent_seconds)))
 
     async def outputs(
-        self, requests: list[Request], request_id: str
+        self, requests: list[Request], request_id: str, fields: ErrorFields
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one HTTP request, as they come.
 
-        ApiError 500 where the step failed; 503 where the queue is full, the first output took too
-        long, or the server ends.
+        ApiError 500 where the step failed; 400 where the form of an answer cannot be held any
+        longer; 503 where the queue is full, the first output took too long, or the server ends.
         """
         assert self.engine is not None
         with self._admitted(requests, request_id) as active:
             try:
                 async with contextlib.aclosing(self.engine.stream(requests)) as outputs:
-                    yield self._checked(await self._first(outputs), active)
+                    yield self._checked(await self._first(outputs), active, fields)
                     async for output in outputs:
-                        yield self._checked(output, active)
+                        yield self._checked(output, active, fields)
             except ApiError:
                 raise
             except Exception:
@@ -218,8 +233,12 @@ class Service:
                 retry_after=self._seconds_of_queue(),
             ) from None
 
-    def _checked(self, output: RequestOutput, active: ActiveRequest) -> RequestOutput:
+    def _checked(
+        self, output: RequestOutput, active: ActiveRequest, fields: ErrorFields
+    ) -> RequestOutput:
         self.metrics.token_came(active, output)
+        if output.error is not None and output.error_field is not None:
+            raise fields.refusal(FieldError(output.error_field, output.error))
         if output.error is not None:
             raise ApiError(500, output.error)
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):

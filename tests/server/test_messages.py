@@ -361,8 +361,8 @@ def test_a_forced_call_fits_its_schema(scripted):
 def test_an_error_in_the_stream_and_the_pings_before_it(scripted, monkeypatch):
     """The status is sent already: the client raises what the last event says."""
 
-    async def broken(self: Service, requests: Any, request_id: str) -> Any:
-        async with contextlib.aclosing(outputs(self, requests, request_id)) as real:
+    async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
+        async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
             yield await anext(real)
         await asyncio.sleep(0.2)
         raise ApiError(500, "the model failed in this step")

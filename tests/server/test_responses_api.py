@@ -277,8 +277,8 @@ def test_a_forced_call_fits_its_schema(scripted):
 def test_an_error_in_the_stream(scripted, monkeypatch):
     """The status is sent already: the last event is the response that failed."""
 
-    async def broken(self: Service, requests: Any, request_id: str) -> Any:
-        async with contextlib.aclosing(outputs(self, requests, request_id)) as real:
+    async def broken(self: Service, requests: Any, request_id: str, *more: Any) -> Any:
+        async with contextlib.aclosing(outputs(self, requests, request_id, *more)) as real:
             yield await anext(real)
         raise ApiError(500, "the model failed in this step")
 

@@ -45,6 +45,11 @@ class OpenAIRequest:
     def chat(self) -> bool:
         return not self.prompts
 
+    @property
+    def num_answers(self) -> int:
+        """Sequences that it asks the engine for."""
+        return max(len(self.prompts), 1) * (self.params.best_of or self.params.n)
+
     def chat_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
         """The ids of a chat's dialog. FieldError names the field that is wrong, or the message."""
         return chat.chat_ids(

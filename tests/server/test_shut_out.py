@@ -1,0 +1,223 @@
+"""No client shuts others out: not by large requests, silent connections or half bodies.
+
+A server with small limits, in this process; a second signal needs a process of its own.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.server import run_server
+from helpers.web import web
+from llama.cli.flags import UsageError
+from llama.cli.serve import _keys
+from llama.server import connections
+from llama.server.auth import is_loopback
+from llama.server.connections import Connections
+from llama.server.process import Server
+from llama.server.service import Limits
+
+TEXT = "/v1/completions"
+SMALL = {"prompt": "x", "max_tokens": 1}
+LIMITS = Limits(max_queue=200, max_bodies_bytes=100_000, max_connections=12, max_per_address=8)
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def url(demo) -> Iterator[str]:
+    server = Server("demo", host="127.0.0.1", port=0, api_keys=[], limits=LIMITS)
+    server.start()
+    server.service.start(demo)
+    yield f"http://127.0.0.1:{server.port}"
+    assert server.service.engine is not None
+    server.service.engine.close()
+    server.stop()
+
+
+@pytest.fixture
+def connect(url) -> Iterator[Callable[..., socket.socket]]:
+    """Opens a connection, and sends bytes."""
+    port = int(url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+
+        def opened(data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+            address = ("127.0.0.1", port)
+            found = socket.create_connection(address, timeout=30, source_address=(source, 0))
+            stack.enter_context(found)
+            found.sendall(data)
+            return found
+
+        yield opened
+    time.sleep(0.1)  # for the server to see it
+
+
+def all_of(connection: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def ask(url: str, **body: Any) -> httpx.Response:
+    with httpx.Client(timeout=60) as client:
+        return client.post(url + TEXT, json=SMALL | body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": ["x"] * 200, "n": 64}, {"prompt": ["x"] * 200, "best_of": 2}],
+)  # fmt: skip
+def test_what_never_fits_is_told_the_limit(url, demo, body):
+    found = ask(url, **body)
+    most = demo.model.params.max_batch_size + 100
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt"), found.text
+    assert f"at most {most} at once" in found.json()["error"]["message"]
+
+
+def test_a_small_request_does_not_wait_for_a_large_one(url, demo):
+    """The large one fills all that one request may; the small one is let in and answered first."""
+    count = demo.model.params.max_batch_size + 100
+    large: list[httpx.Response] = []
+    body = {"prompt": ["x"] * count, "max_tokens": 60, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: large.append(ask(url, **body)))
+    thread.start()
+    with httpx.Client(base_url=url) as client:
+        end = time.monotonic() + 30
+        while client.get("/load").json()["server_load"] < count - 10:
+            assert time.monotonic() < end
+    assert ask(url).status_code == 200
+    assert not large, "the small one waited for its end"
+    thread.join(60)
+    assert large[0].status_code == 200 and len(large[0].json()["choices"]) == count
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        POST,
+        POST + b"Content-Length: 100\r\n\r\n{",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\nGET /version HT",
+    ],
+    ids=["idle", "head", "body", "chunk", "unread", "second"],
+)
+def test_silence_ends(url, connect, monkeypatch, sent):
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    monkeypatch.setattr(connections, "BODY_S", 0.3)
+    began = time.monotonic()
+    answer = all_of(connect(sent))
+    assert time.monotonic() - began < 4
+    assert b"HTTP/1.1 408 Request Timeout\r\n" in answer
+    assert ask(url).status_code == 200
+
+
+def test_connections_have_limits(url, connect, caplog):
+    """Beyond those of one address, another address still comes in; beyond all, nobody. Who is
+    refused is told; a request of a connection that was there goes on."""
+    caplog.set_level("WARNING", "llama.server")
+    held = [connect() for _ in range(8)]
+    refused = all_of(connect())
+    assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"Retry-After: 5\r\n" in refused
+    assert b"8 connections are open from one address" in refused
+    held += [connect(source="127.0.0.2") for _ in range(3)]
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    held[0].sendall(get)
+    assert all_of(held[0]).startswith(b"HTTP/1.1 200 ")
+    held += [connect(), connect(source="127.0.0.2")]
+    assert b"12 connections are open, " in all_of(connect(source="127.0.0.3"))
+    assert "1 refused since the last such line, now one from 127.0.0.1" in caplog.text
+    for each in held:
+        each.close()
+    time.sleep(0.2)
+    assert ask(url).status_code == 200
+
+
+def test_descriptors_are_kept_back(monkeypatch):
+    kept: list[tuple[int, int]] = []
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (64, 64))
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda kind, both: kept.append(both))
+    monkeypatch.setattr(connections.os, "listdir", lambda path: [str(i) for i in range(10)])
+    assert Connections(4096, None).most == 30
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (64, 1000))
+    assert Connections(500, None).most == 500
+    assert kept == [(64, 64), (534, 1000)]
+    with pytest.raises(ValueError, match="max_connections"):
+        Connections(0, None)
+
+
+def test_half_bodies_have_one_bound(url, connect):
+    head = POST + b"Content-Length: 200000\r\n\r\n"
+    first = connect(head + b" " * 90_000)
+    time.sleep(0.2)
+    answer = connect(head + b" " * 90_000).recv(65536)
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"too many large requests" in answer
+    assert ask(url).status_code == 200
+    first.close()
+    time.sleep(0.2)
+    assert ask(url, prompt="x", user=" " * 90_000).status_code == 200
+
+
+def test_pipelined_requests_are_no_large_headers(connect):
+    get = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"a" * 900 + b"\r\n"
+    connection = connect((get + b"\r\n") * 150 + get)
+    connection.sendall(b"Connection: close\r\n\r\n")
+    assert re.findall(rb"HTTP/1.1 (\d+) ", all_of(connection)) == [b"200"] * 151
+
+
+def test_a_form_that_is_too_large_is_the_clients_mistake(url, demo):
+    body = {
+        "max_tokens": 400,
+        "structured_outputs": {"regex": "(.{1,300}){1,300}"},
+        "logit_bias": {str(token): -100 for token in demo.tokenizer.stop_tokens},
+    }
+    found = ask(url, **body)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, "structured_outputs"), found.text
+    assert "too large to go on with" in error["message"] and "NaN" not in error["message"]
+    with web.stream("POST", url + TEXT, json=SMALL | body | {"stream": True}) as response:
+        assert '"param":"structured_outputs"' in response.read().decode()
+    assert ask(url).status_code == 200
+
+
+def test_a_second_signal_ends_streams_with_an_error():
+    flags = ("--max_seq_len", "512", "--dtype", "fp32", "--max_batch_size", "1")
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 60, "stream": True}
+    with run_server(*flags) as server:
+        with web.stream("POST", server.url + TEXT, json=body, timeout=60) as response:
+            parts = response.iter_text()
+            text = next(parts)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.8)
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(parts)
+        assert server.process.wait(30) == 128 + signal.SIGTERM
+        log = "".join(server.log)
+    error, done = text.split("\n\n")[-3:-1]
+    assert done == "data: [DONE]"
+    assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert "Traceback" not in log, log
+
+
+@pytest.mark.parametrize("key", ["  ", " k", "k\n", "k\ny", "schlüssel"])
+def test_a_key_that_nobody_can_send_is_refused(key):
+    with pytest.raises(UsageError, match="printable ASCII"):
+        _keys(Namespace(api_key=key, api_key_file=None))
+
+
+def test_every_loopback_address_is_one():
+    assert all(map(is_loopback, ["127.0.0.1", "127.0.0.2", "::1", "localhost", "LocalHost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "10.0.0.1", "::", "localhost.example.org", ""]))
