@@ -506,9 +506,14 @@ def test_closed_standard_files_are_not_reused(tmp_path):
 def test_a_line_that_nobody_reads_ends_nothing(monkeypatch):
     read_end, write_end = os.pipe()
     os.close(read_end)
+
+    def work() -> int:
+        ranks.say("ready")
+        return 3
+
     with open(write_end, "w") as broken:
         monkeypatch.setattr(sys, "stderr", broken)
-        assert ranks.run(lambda: ranks.say("ready") or 3) == 3
+        assert ranks.run(work) == 3
         monkeypatch.undo()
         with contextlib.suppress(BrokenPipeError):
             broken.close()

@@ -1,13 +1,14 @@
 """Calls share the batch in turn: a small one does not wait for the end of a large one."""
 
 import contextlib
+from typing import Any
 
 import pytest
 
 from llama import SamplingParams
 from llama.requests.turns import Turns
 
-LONG = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture
