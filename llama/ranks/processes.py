@@ -5,6 +5,7 @@ words for its end. Elsewhere than on Linux `open_process` gives None, and each r
 machine of its own. This file knows nothing of ranks.
 """
 
+import _thread
 import contextlib
 import ctypes
 import os
@@ -121,6 +122,8 @@ def describe_end(status: int | None) -> str:
 def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:
     """os._exit: a thread has no other way to end a process whose main thread is in C++."""
 
+    flushed = threading.Lock()
+
     def flush() -> None:
         for put_right in before:
             with contextlib.suppress(Exception):
@@ -128,11 +131,14 @@ def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        flushed.release()
 
-    flushing = threading.Thread(target=flush, daemon=True)
-    flushing.start()
-    flushing.join(0.5)  # the main thread may hold the lock of a stream
-    os._exit(code)
+    try:  # Thread.start waits for ever for a thread that finds no memory to begin
+        flushed.acquire()
+        _thread.start_new_thread(flush, ())
+        flushed.acquire(timeout=0.5)  # the main thread may hold the lock of a stream
+    finally:
+        os._exit(code)
 
 
 def _stat(pid: int) -> list[str]:

@@ -8,7 +8,6 @@ each call may block for as long as the network likes; the watch asks `failure`. 
 torch, and knows nothing of groups.
 """
 
-import contextlib
 import json
 import os
 import socket
@@ -61,8 +60,9 @@ class Rendezvous:
         self._open_store = open_store
         self._address = address
         self._deadline = time.monotonic() + limit_s
-        self._store: Store | None = None
-        self._prefix = ""
+        self._prefix = ""  # none before it talks to the store
+        self._claim = ""  # of this rank, why the job ends
+        self._first_claim = ""  # of all ranks
         self._unreachable = ""  # why nothing listens there, so far
         self._error = ""  # of the store
         self._error_at = 0.0
@@ -125,22 +125,19 @@ class Rendezvous:
 
         grace_s: how long the others wait for torchrun to end them.
         """
-        record = json.dumps([self.peers.own.rank, cause, grace_s])
-        first: list[bytes] = []
-
-        def ask(store: Store) -> None:
-            with contextlib.suppress(RuntimeError):
-                first.append(store.compare_set(self._key("cause"), "", record))
-
-        if self._store is not None and not self._error:
-            asking = threading.Thread(target=ask, args=(self._store,), daemon=True)
-            asking.start()
-            asking.join(SILENCE_S)
-        if first:
-            return first[0].decode() == record
+        self._claim = json.dumps([self.peers.own.rank, cause, grace_s])
+        self._is_wanted.set()
+        end = time.monotonic() + SILENCE_S
+        while not self._first_claim and self._is_talking() and time.monotonic() < end:
+            time.sleep(POLL_S / 5)
+        if self._first_claim:
+            return self._first_claim == self._claim
         if self.read_at or "TORCHELASTIC_RUN_ID" not in os.environ:
             return self.peers.is_first
         return os.environ.get("LOCAL_RANK") == "0"
+
+    def _is_talking(self) -> bool:
+        return bool(self._prefix) and self._thread.is_alive() and not self._error
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
         """Wait until something listens there: torch's own wait cannot be broken off.
@@ -165,7 +162,6 @@ class Rendezvous:
             store = self._open_store(self)
             start = store.add(f"llama/starts/{self.peers.own.rank}", 1)
             self._prefix = f"llama/{start}"  # the same on all ranks, and not used before
-            self._store = store
             self._talk(store)
         except Exception as error:  # torch's own have no common name; and none may be lost here
             self._error_at = time.monotonic()
@@ -177,6 +173,9 @@ class Rendezvous:
         next_beat, every_key = 0.0, [self._key(rank) for rank in range(self._world_size)]
         while not self._is_done.is_set():
             began = time.monotonic()
+            if self._claim and not self._first_claim:
+                first = store.compare_set(self._key("cause"), "", self._claim)
+                self._first_claim = first.decode()
             if began >= next_beat or (not self.has_met.is_set() and store.check(every_key)):
                 next_beat = began + TICK_S
                 self._beat(store)

@@ -63,6 +63,7 @@ class Watch(threading.Thread):
         self._is_known = threading.Event()  # the cause: this job ends
         self._deadline = float("inf")  # for the end of this process
         self._looked_at = time.monotonic()
+        self._no_memory = f"llama: {peers.own.name} cannot even say why it ends\n".encode()
         self._is_own = False  # this rank failed
         self._kills_survivors = False  # it sees to it that the others of this machine are gone, too
         self._stops = False
@@ -171,8 +172,26 @@ class Watch(threading.Thread):
         """This rank has an error that ends the job. Say so, unless another rank is the cause.
 
         It returns, so that the caller's `finally` blocks run; the process ends soon, whatever they
-        do. A RuntimeError may be what gloo raises when another rank is gone: wait for the cause.
+        do; at once, where memory is out, so that it cannot even say why: the others see its end.
         """
+        with self._or_end():
+            self._fail(error, during, has_trace)
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """A block without which this process could stay for ever: if it raises, the process ends.
+
+        Nothing is allocated then.
+        """
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                os.write(2, self._no_memory)
+            os._exit(1)
+
+    def _fail(self, error: BaseException, during: str, has_trace: bool) -> None:
+        """A RuntimeError may be what gloo raises when another rank is gone: wait for the cause."""
         if isinstance(error, RuntimeError):
             self.wait_for_cause()
         what = f"{type(error).__name__}: {error}"
@@ -224,6 +243,10 @@ class Watch(threading.Thread):
         return seconds if self._has_agent else 0.0
 
     def run(self) -> None:
+        with self._or_end():
+            self._watch()
+
+    def _watch(self) -> None:
         while not self._stops:
             poll = select.poll()
             fds = [peer.pidfd for peer in self.peers.local if peer.gone_at is None]

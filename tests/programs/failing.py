@@ -8,6 +8,7 @@ seconds, and killed), what the ranks wrote to stderr, and the seconds from the f
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -36,6 +37,10 @@ def fail(fault: str, mark: Path) -> None:
         raise IndexError("made to fail")
     if fault == "memory":
         raise MemoryError("made to fail")
+    if fault == "no memory":  # not even for a thread, or for a message
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+        torch.zeros(1 << 28)
     if fault == "exit":
         sys.exit(0)
     if fault == "sleep":
