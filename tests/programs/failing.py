@@ -53,6 +53,7 @@ def fail(fault: str, mark: Path) -> None:
         ranks = os.getpgid(0)
         if not os.fork():
             os.setpgid(0, 0)
+            time.sleep(0.5)  # the ranks are idle
             os.killpg(ranks, signal.SIGSTOP)
             time.sleep(5.0)
             os.killpg(ranks, signal.SIGCONT)
@@ -147,6 +148,8 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         if is_faulty:
             fail(case["fault"], mark)
         time.sleep(case["timeout_s"] + 6.5)
+        if is_faulty:
+            os.wait()  # for the process that stopped the ranks
         llama.generate(prompts, 16, 0)
 
 
