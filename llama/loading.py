@@ -97,8 +97,19 @@ def load_model(
             )
         allowed = gpu.asked_for()
         native.asked_for()  # a wrong name is told before weights are read
-        must_match += [params, seq_len, batch_size, kv_bytes, seed]
-        must_match += [chosen_dtype, quantize, chosen_device.type]
+        compared = {
+            "max_seq_len": seq_len,
+            "max_batch_size": batch_size,
+            "kv_cache_memory_bytes": kv_bytes,
+            "seed": seed,
+            "dtype": chosen_dtype,
+            "quantize": quantize,
+            "device": chosen_device.type,
+        }
+        sizes = {f"{name} of the checkpoint": value for name, value in vars(params).items()}
+        must_match += [f"{name}={value}" for name, value in (compared | sizes).items()]
+    with parallel.agree("the weights", world=True) as must_match:
+        must_match += checkpoint.samples() if parallel.world is not None else []
     if chosen_device.type == "cpu":
         set_num_threads()
     kernels = gpu.kernels_for(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,8 @@ PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
 
 @pytest.fixture(scope="module")
 def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
-    """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads."""
+    """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads. "other":
+    other weights, with 2 kv heads."""
     folders = {}
     for kv_heads in (4, 2, 1):
         folder, state, params = make_checkpoint(seed=kv_heads, n_kv_heads=kv_heads)
@@ -40,6 +42,7 @@ def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
             folders[f"shards{shards}"] = tmp_path_factory.mktemp(f"shards{shards}")
             write_meta(folders[f"shards{shards}"], params, state, shards)
             write_byte_tokenizer(folders[f"shards{shards}"])
+    folders["other"] = make_checkpoint(seed=3, n_kv_heads=2)[0]
     return folders
 
 
@@ -54,7 +57,7 @@ SAMPLED: dict[str, Any] = {"max_gen_len": 8, "temperature": 1.0, "top_p": 0.95, 
 
 
 def shard_jobs(sharded: dict[str, Path]) -> list[dict[str, Any]]:
-    folders = [str(folder) for folder in sharded.values()]
+    folders = [str(folder) for name, folder in sharded.items() if name != "other"]
     return [
         {"do": "generate", "folder": folder, "prompts": PROMPTS, **settings}
         for settings in (GREEDY, SAMPLED)
@@ -81,6 +84,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "build_unlike", "folder": kv2},
             {"do": "fewer_files", "folder": kv2},
             {"do": "verified", "folder": str(damaged)},
+            {"do": "other_weights", "folders": [kv2, str(sharded["other"])]},
             {"do": "generate", "folder": kv2, "prompts": PROMPTS, **GREEDY},
         ],
         "requests": [
@@ -157,14 +161,20 @@ def test_four_ranks_as_two_replicas(sharded, tmp_path):
 
 
 def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
-    """Different prompts, one bad prompt, unlike arguments, a folder missing on one rank: an error
-    on both ranks that names the cause, and the same Llama answers afterwards."""
+    """Different prompts, one bad prompt, unlike arguments, other weights of the same shapes, a
+    folder missing on one rank: an error on both ranks that names the cause, and the same Llama
+    answers afterwards."""
     for rank, results in enumerate(two_ranks["differ"]):
-        _, different, one_bad, unlike, fewer, damaged, after = results
+        _, different, one_bad, unlike, fewer, damaged, weights, after = results
         assert "the prompts or parameters differ between rank 0 and rank 1" in different["error"]
         kind = ("RankError: rank 1 failed: ", "")[rank]
         assert one_bad["error"].startswith(f"{kind}ValueError: prompt 0 has 0 tokens")
-        assert "arguments of Llama.build differ" in unlike["error"]
+        for error, what, values in (
+            (unlike["error"], "the arguments of Llama.build", ["max_seq_len=64", "max_seq_len=65"]),
+            (weights["error"], "the weights", ["consolidated.00.pth: .*, sample .*"] * 2),
+        ):
+            first, other = values
+            assert re.search(rf"{what} differ .* 0 \({first}\) and rank 1 \({other}\)", error)
         kind = ("RankError: rank 1 failed: FileNotFoundError: ", "FileNotFoundError: ")[rank]
         assert fewer["error"].startswith(kind)
         assert "consolidated.00.pth" in damaged["error"] and "is damaged" in damaged["error"]

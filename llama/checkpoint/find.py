@@ -6,6 +6,7 @@ files the names of their tensors. Which layout it is follows from the files ther
 path's name.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ _TOLD_BY = (
     "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "config.json",
 )  # fmt: skip
 _MAX_BYTES = 4 * 2**20  # of one of these
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file with weights
 
 
 _GGUF = (
@@ -82,6 +84,11 @@ class Checkpoint:
         named = model.parent.parent if model.parent.name == "snapshots" else model
         files = (_beginning(model / name) for name in _TOLD_BY)
         return any(map(_GUARD_FILE.search, files)) or bool(_GUARD_FOLDER.search(named.name))
+
+    def samples(self) -> list[str]:
+        """Of each file with weights a line that tells it from another one of the same size: a hash
+        of its start, where names and shapes stand, of its end and of pages in between."""
+        return [_sample(path) for path in self.shards]
 
 
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
@@ -195,6 +202,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _is_gguf(path: Path) -> bool:
     return _beginning(path, 4) == b"GGUF"
+
+
+def _sample(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        digest = hashlib.sha256()
+        for i in range(_SAMPLES + 1):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * i // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{path.name}: {size} bytes, sample {digest.hexdigest()[:8]}"
 
 
 def _beginning(path: Path, size: int = _MAX_BYTES) -> bytes:

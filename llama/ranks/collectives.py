@@ -125,8 +125,9 @@ class ModelParallel:
 
         An exception in the block is raised again on its own rank, and as `RankError` on the rest.
         What the block appends to the list it gets (anything with an exact repr) must be the same on
-        every rank: else each rank gets a ValueError that names `what`. Every rank must come here;
-        the wait for one that does not ends after the timeout given to `connect`.
+        every rank: else each rank gets a ValueError that names `what`, and the first text that
+        differs, where texts are appended. Every rank must come here; the wait for one that does not
+        ends after the timeout given to `connect`.
         """
         must_match: list[object] = []
         error: Exception | None = None
@@ -170,26 +171,34 @@ def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
 
 
 def _compare(
-    group: dist.ProcessGroup, what: str, must_match: object, error: Exception | None
+    group: dist.ProcessGroup, what: str, must_match: list[object], error: Exception | None
 ) -> None:
-    """Exchange (failed?, sha256 of must_match, message); raise where a peer failed or differs."""
-    message = f"{type(error).__name__}: {error}" if error else ""
+    """Exchange (failed?, sha256 of must_match, the error or the texts to compare); raise where a
+    peer failed or differs."""
+    texts = "\n".join(each for each in must_match if isinstance(each, str))
+    message = f"{type(error).__name__}: {error}" if error else texts
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
     digest = hashlib.sha256(repr(must_match).encode()).digest()
     packed = bytes([error is not None]) + digest + text
     rows = exchange(group, packed.ljust(1 + len(digest) + _MESSAGE_BYTES, b"\0"))
     if error is not None:
         return  # the caller raises its own
-    for rank, row in enumerate(rows):
+    names = dist.get_process_group_ranks(group)
+    told = [row[1 + len(digest) :].rstrip(b"\0").decode(errors="replace") for row in rows]
+    for name, row, message in zip(names, rows, told, strict=True):
         if row[0]:
-            message = row[1 + len(digest) :].rstrip(b"\0").decode(errors="replace")
-            raise RankError(f"rank {dist.get_global_rank(group, rank)} failed: {message}")
-    ours = dist.get_rank(group)
-    for rank, row in enumerate(rows):
+            raise RankError(f"rank {name} failed: {message}")
+    for name, row, message in zip(names, rows, told, strict=True):
         if row[: 1 + len(digest)] != rows[0][: 1 + len(digest)]:
+            pairs = zip(told[0].split("\n"), message.split("\n"), strict=False)
+            first, other = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
             raise ValueError(
-                f"{what} differ between rank {dist.get_global_rank(group, 0)} and rank "
-                f"{dist.get_global_rank(group, rank)} of one model-parallel group (this is rank "
-                f"{dist.get_global_rank(group, ours)}). Every rank of a group must make the same "
-                "calls with the same arguments: read the input on one rank, or from the same file."
+                f"{what} differ between rank {names[0]}{_in_brackets(first)} and rank {name}"
+                f"{_in_brackets(other)} of one job (this is rank {dist.get_rank()}). Every rank of "
+                "a group must make the same calls with the same arguments: read the input on one "
+                "rank, or from the same file."
             )
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""

@@ -90,6 +90,11 @@ def build_unlike(folder: str) -> None:
     Llama.build(folder, None, 64 + RANK, 1, dtype="fp32", device="cpu")
 
 
+def other_weights(folders: list[str]) -> None:
+    """Each rank has weights of its own, of the same shapes."""
+    Llama.build(folders[RANK], None, 64, 1, dtype="fp32", device="cpu")
+
+
 def fewer_files(folder: str) -> None:
     """The folder is there on rank 0 alone, as on two machines of which one lacks the weights."""
     Llama.build(folder if RANK == 0 else folder + "-gone", None, 64, 1, dtype="fp32", device="cpu")
