@@ -40,7 +40,7 @@ IN_COMPLETIONS: Faults = [
     ({"b\u0001é\ud800": 1}, "b\u0001é\ud800", "cannot be used"),
     ({"a" * 100_000: 1}, "a" * 500, "cannot be used"),
     ({f"x{i}": 1 for i in range(5000)}, "x0", "'x0', 'x1', 'x10'"),
-    ({"suffix": "y"}, "suffix", "'suffix'"),
+    ({"suffix": "y"}, "suffix", "suffix must be ''"),
     ({"messages": SAID}, "messages", "'messages'"),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice", "'tool_choice', 'tools' cannot be"),
     ({"top_logprobs": 2}, "top_logprobs", "'top_logprobs' cannot be used"),
@@ -151,7 +151,7 @@ OF_A_FORM: Faults = [
 
 IN_A_CHAT: Faults = [
     ({"prompt": "x"}, "prompt", "'prompt' cannot be used in a chat request"),
-    ({"echo": True}, "echo", "'echo' cannot be used in a chat request"),
+    ({"echo": True}, "echo", "echo must be False"),
     ({"messages": None}, "messages", "messages is needed"),
     ({"messages": "Hello"}, "messages", "messages must be a list, got a string"),
     ({"messages": []}, "messages", "messages must be a list of at least one"),

@@ -4,6 +4,7 @@ The app has no model of weights yet, so that a body which is read gets 503, and 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,14 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from helpers.bad_requests import BAD_REQUESTS
+from helpers.launch import REPO
 from llama.server import routes, tokens
+from llama.server.accepted import LABELS, NOTHING_ASKED, AcceptedFields
+from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
 from llama.server.exchange import BodyRoute
+from llama.server.openai.models import ChatBody, CompletionBody
+from llama.server.responses.models import ResponsesBody
 from llama.server.service import Limits, Service
 
 APIS = (routes, tokens)
@@ -147,3 +153,70 @@ def test_what_is_not_valid_is_refused(client, document):
             headers = {"Content-Type": "application/json"}
             assert client.post(case.path, content=data, headers=headers).status_code == 400
     assert refused > 150
+
+
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    TEXT: (CompletionBody, {"prompt": "x"}),
+    CHAT: (ChatBody, {"messages": [ASKED]}),
+    RESPONSES: (ResponsesBody, {"input": "x"}),
+    MESSAGES: (MessagesBody, {"messages": [ASKED], "max_tokens": 5}),
+    COUNT: (CountBody, {"messages": [ASKED]}),
+}
+OTHERS: list[Any] = ["other", True, 7, -0.5, ["other"], {"other": 1}]
+NO_STATE = {"previous_response_id", "conversation", "prompt"}  # named by Responses, to refuse them
+
+
+def section() -> str:
+    readme = (REPO / "llama" / "server" / "README.md").read_text()
+    return readme.partition("## The fields of a request\n")[2].partition("\n## ")[0]
+
+
+def documented() -> dict[str, list[Any] | None]:
+    """The fields of the README's table -> their values; None: any."""
+    found: dict[str, list[Any] | None] = {}
+    for names, values in re.findall(r"^\| (`.*?) \| (.*) \|$", section(), re.MULTILINE):
+        literals = re.findall("`(.*?)`", values.partition(";")[0])
+        for name in re.findall("`(.*?)`", names):
+            found[name] = [json.loads(each) for each in literals] or None
+    return found
+
+
+def test_the_readme_has_the_table_of_the_code():
+    table = documented()
+    assert {name for name, values in table.items() if values is None} == LABELS.keys()
+    assert table.keys() == LABELS.keys() | NOTHING_ASKED.keys()
+    for name, kind in NOTHING_ASKED.items():
+        schema = TypeAdapter(kind).json_schema()
+        allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        assert allowed is None or sorted(allowed) == sorted(table[name] or []), name
+
+
+def honours(model: Any, name: str) -> bool:
+    accepted = AcceptedFields.model_fields.get(name)
+    return accepted is None or model.model_fields[name].annotation != accepted.annotation
+
+
+def test_the_readme_lists_what_each_api_honours():
+    lists = dict(re.findall(r"^- `(/v1/.*?)`: ((?:.|\n  )*)", section(), re.MULTILINE))
+    for path, (model, _) in BODIES.items():
+        if path != COUNT:
+            own = {name for name in model.known_names if honours(model, name)}
+            assert set(re.findall("`(.*?)`", lists[path])) == own - (
+                NO_STATE if path == RESPONSES else set()
+            )
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_apis_agree_on_what_changes_nothing(client, document, path):
+    model, body = BODIES[path]
+    for name, values in documented().items():
+        num_read = 0
+        for value in values or [{"a": 1}, "x", False]:  # a label is of one of these types
+            found = client.post(path, json={**body, name: value})
+            num_read += found.status_code == 503
+            assert is_valid(document, path, {**body, name: value}) == (found.status_code == 503)
+        assert num_read == (1 if values is None else len(values)), name
+        for other in OTHERS:
+            if values is not None and not honours(model, name):
+                found = client.post(path, json={**body, name: other})
+                assert found.status_code == 400 and name in found.json()["error"]["message"]

@@ -2,8 +2,7 @@
 schema.
 
 In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
-https://docs.anthropic.com/en/api/messages. Every field is used, or is an error; labels and hints
-are checked and change nothing. It knows no network, and runs nothing.
+https://docs.anthropic.com/en/api/messages. It knows no network, and runs nothing.
 """
 
 from dataclasses import replace
@@ -23,6 +22,7 @@ from llama.prompts.tools import (
     tool_request,
 )
 from llama.sampling_params import SamplingParams, StructuredOutput
+from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import SchemaFormat, form_of
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
@@ -170,20 +170,17 @@ _Sampling: Any = sampling_fields(
 )
 
 
-class CountBody(SamplingFields):
+class CountBody(AcceptedFields, SamplingFields):
     """The body of /v1/messages/count_tokens: what makes the prompt."""
 
     unknown_words: ClassVar[str] = "{names} cannot be used in a request for messages: leave it out"
 
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
-    model: str | None = None
     system: _Text | None = None
     tools: Annotated[list[InputTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: InputChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
-    speed: Literal["standard"] | None = None
     context_management: ContextManagement | None = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
@@ -248,8 +245,6 @@ class MessagesBody(CountBody, _Sampling):
 
     stop_sequences: StopWords | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         return replace(super().request(defaults), stream=bool(self.stream))

@@ -1,8 +1,7 @@
 """Request bodies of OpenAI's completion APIs: the models that read them are their published schema.
 
 In: a JSON object, which a server or a batch file brings. Out: an `OpenAIRequest`, or a `FieldError`
-that names the field. Every field is used, or is an error. It knows no files and no network, and
-runs nothing.
+that names the field. It knows no files and no network, and runs nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,6 +14,7 @@ from llama.prompts.fields import Fields, chosen_by, read_as
 from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
+from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.request import OpenAIRequest
 from llama.server.sampling import OPENAI_NAMES, TokenId, sampling_fields
@@ -25,6 +25,8 @@ MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class SchemaFormat(JsonSchema):
@@ -62,12 +64,9 @@ class StructuredOutputs(Fields):
         return f"{place}.{form.kind}", form
 
 
-class _Body(Fields):
-    """What the bodies of both APIs have. model, user and metadata are labels."""
+class _Body(AcceptedFields):
+    """What the bodies of both APIs have."""
 
-    model: str | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormatField | None = None

@@ -2,8 +2,7 @@
 
 In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
 https://platform.openai.com/docs/api-reference/responses. There is no stored state: a body has its
-whole dialog. Every field is used, or is an error; labels are checked and change nothing. It knows
-no network, and runs nothing.
+whole dialog. It knows no network, and runs nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +13,7 @@ from llama.prompts.fields import Fields, chosen_by, said
 from llama.prompts.messages import text_of
 from llama.prompts.tools import MOST_TOOLS, Function, Tools, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
+from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import SchemaFormat, form_of
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
@@ -22,7 +22,6 @@ from llama.server.sampling import sampling_fields
 RESPONSES_URL = "/v1/responses"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _NO_STATE = said(" cannot be used: there is no stored state, so send the dialog")
-_NOT_STORED = said(" must be false: there is no stored state")
 _Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
@@ -101,10 +100,6 @@ class TextConfig(Fields):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Fields):
-    effort: Literal["none"] | None = None
-
-
 class StreamOptions(Fields):
     include_obfuscation: Literal[False] | None = None
 
@@ -114,32 +109,20 @@ _Sampling: Any = sampling_fields(
 )
 
 
-class ResponsesBody(_Sampling):
-    """The body of /v1/responses. Those that may have but one value ask for nothing that the answer
-    would not have anyway."""
+class ResponsesBody(AcceptedFields, _Sampling):
+    """The body of /v1/responses."""
 
     unknown_words: ClassVar[str] = "{names} cannot be used in a request for a response"
 
     input: _Input
     instructions: str | None = None
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    store: Annotated[Literal[False], _NOT_STORED] | None = None
-    background: Annotated[Literal[False], _NOT_STORED] | None = None
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     top_logprobs: Literal[0] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    reasoning: Reasoning | None = None
     previous_response_id: Annotated[None, _NO_STATE] = None
     conversation: Annotated[None, _NO_STATE] = None
     prompt: Annotated[None, _NO_STATE] = None
