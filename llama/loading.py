@@ -125,11 +125,8 @@ def load_model(
         model.use_kernels(kernels)
         shows = parallel.global_rank == 0 and sys.stderr.isatty()
         pack = functools.partial(model.pack, quantize=quantize)
-        if verify:
-            check = LoadCheck(checkpoint, tells=parallel.global_rank == 0).check
-            reader.load(checkpoint, model, check=check, filled=pack, progress=shows)
-        else:
-            reader.load(checkpoint, model, filled=pack, progress=shows)
+        check = LoadCheck(checkpoint, tells=parallel.global_rank == 0).check if verify else None
+        reader.load(checkpoint, model, check=check, filled=pack, progress=shows)
     return Loaded(model, tokenizer, num_pages, checkpoint.is_guard)
 
 

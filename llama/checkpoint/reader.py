@@ -116,7 +116,7 @@ def load(
     checkpoint: Checkpoint,
     model: Transformer,
     *,
-    check: Callable[[list[MappedTensor]], None] = lambda tensors: None,
+    check: Callable[[list[MappedTensor]], None] | None = None,
     filled: Callable[[nn.Module], None] = lambda module: None,
     progress: bool = False,
 ) -> None:
@@ -138,7 +138,8 @@ def load(
     bar = tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress)
     with bar:
         for module, shards in model.loading_order():
-            check([files[name] for files in reader.shards for name in shards])
+            if check is not None:
+                check([files[name] for files in reader.shards for name in shards])
             for name, shard in shards.items():
                 reader.copy(name, shard, parallel.rank, parallel.size)
                 bar.update(shard.nbytes)
