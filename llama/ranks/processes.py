@@ -35,6 +35,28 @@ def has_ended(pid: int) -> bool:
     return _stat(pid)[:1] in ([], ["Z"], ["X"])
 
 
+def ranks_started_by(pid: int) -> set[int]:
+    """The RANKs that live children of a process were started with: none where that is itself a
+    rank, as a script that starts another one, or where their environments cannot be read."""
+    try:
+        if _started_rank(pid) is not None:
+            return set()
+        pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        ranks = [_started_rank(child) for child in pids if _stat(child)[1:2] == [str(pid)]]
+    except PermissionError:
+        return set()
+    return {rank for rank in ranks if rank is not None}
+
+
+def _started_rank(pid: int) -> int | None:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):  # it is gone
+        return None
+    texts = [text.removeprefix(b"RANK=") for text in variables if text.startswith(b"RANK=")]
+    return int(texts[0]) if texts and texts[0].isdigit() else None
+
+
 def machine_id() -> str:
     """The same for two processes that see each other's ids and local sockets, else another one."""
     try:

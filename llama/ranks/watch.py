@@ -63,13 +63,15 @@ class Watch(threading.Thread):
         self._is_known = threading.Event()  # the cause: this job ends
         self._deadline = float("inf")  # for the end of this process
         self._looked_at = time.monotonic()
-        self._no_memory = f"llama: {peers.own.name} cannot even say why it ends\n".encode()
+        last_words = f"llama: {peers.own.name} ends at once, for want of memory or by a bug\n"
+        self._last_words = last_words.encode()  # no memory is needed for them
         self._is_own = False  # this rank failed
         self._kills_survivors = False  # it sees to it that the others of this machine are gone, too
         self._stops = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self._all_there_at = time.monotonic()  # while they meet: the processes torchrun started
         self._hook = sys.excepthook
         self._note_at = time.monotonic() + _NOTE_S
         self._kill_timer: processes.KillTimer | None = None
@@ -181,13 +183,18 @@ class Watch(threading.Thread):
     def _or_end(self) -> Iterator[None]:
         """A block without which this process could stay for ever: if it raises, the process ends.
 
-        Nothing is allocated then.
+        Its first words need no memory; the rest is said where there is some.
         """
         try:
             yield
+        except KeyboardInterrupt:
+            raise
         except BaseException:
             with contextlib.suppress(BaseException):
-                os.write(2, self._no_memory)
+                os.write(2, self._last_words)
+                say(traceback.format_exc())
+            with contextlib.suppress(BaseException):
+                self._exit(1)
             os._exit(1)
 
     def _fail(self, error: BaseException, during: str, has_trace: bool) -> None:
@@ -290,6 +297,8 @@ class Watch(threading.Thread):
                 yield f"{peer.name} was stopped (by SIGSTOP or Ctrl-Z) for {SILENCE_S:g} s"
         if failure := self.rendezvous.failure():
             yield failure
+        if self._is_meeting and self._agent:
+            yield from self._never_comes(now)
         yield from self._overdue(now)
         if SIGNALS.is_time_over:
             yield f"the requests did not finish within {SIGNALS.drain_s:g} s: they were ended"
@@ -304,6 +313,19 @@ class Watch(threading.Thread):
         if is_sure:
             cause = f"{peer.name} {processes.describe_end(status)}"
             yield cause + ", before all ranks had met" * self._is_meeting
+
+    def _never_comes(self, now: float) -> Iterator[str]:
+        """A rank of this torchrun that has not come, and whose process is gone. Had it failed,
+        torchrun would end this one, too: nothing, until that is sure."""
+        own, started = self.peers.own, processes.ranks_started_by(self._agent)
+        first = own.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        absent = set(range(first, first + size)) - started - self.peers.all.keys()
+        if not absent or own.rank not in started or len(started) == size:
+            self._all_there_at = now
+        elif now - self._all_there_at > GRACE_S:
+            name = f"rank {min(absent)} on {own.host}"
+            yield f"{name} ended before all ranks had met: it did not come"
 
     def _note_who_is_missing(self) -> None:
         self._note_at = float("inf")

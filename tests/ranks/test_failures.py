@@ -254,12 +254,16 @@ def test_a_signal_lets_a_chat_finish_its_answer(ended):
 
 def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
     """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
-    own summary names it, too, and not a rank that ended because of it."""
+    own summary names it, too, and not a rank that ended because of it. A rank that leaves before
+    it comes, with 0, is no failure to torchrun: the others see that its process is gone."""
     launches = {}
-    for fault, rank, when in (("agent", 0, "idle"), ("SIGKILL", 1, "decode")):
+    cases = ("agent", 0, "idle"), ("SIGKILL", 1, "decode"), ("leaves", 1, "before")
+    leaving = ["--no-python", "sh", "-c", 'test $RANK = 1 || exec "$0" "$@"', sys.executable]
+    for fault, rank, when in cases:
         case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60}
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+            *(leaving if fault == "leaves" else []),
             str(PROGRAMS / "failing.py"), json.dumps(case), folder, str(tmp_path / "mark"),
         ]  # fmt: skip
         launches[fault] = warm.Popen(
@@ -270,6 +274,9 @@ def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
     assert launches["agent"].returncode == -signal.SIGKILL
     assert f"torchrun (process {launches['agent'].pid}) on {HOST}" in said["agent"]
     assert said["agent"].count("error: ") == 1 and "Traceback" not in said["agent"]
+    assert launches["leaves"].returncode == 1
+    missing = f"NotMetError: rank 1 on {HOST} ended before all ranks had met: it did not come"
+    assert said["leaves"].count(missing) == 1, said["leaves"]
     assert launches["SIGKILL"].returncode == 1
     assert said["SIGKILL"].count(f"error: rank 1 on {HOST} {KILLED}") == 1
     root = said["SIGKILL"].partition("Root Cause")[2]
