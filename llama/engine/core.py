@@ -22,7 +22,7 @@ from llama.model.transformer import Transformer
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
 
-_Started = tuple[list[Scheduled], Callable[[], list[RowResults]]]  # a step, and what waits for it
+_Started = tuple[list[Scheduled], Callable[[], RowResults]]  # a step, and what waits for it
 
 
 @dataclass
@@ -161,7 +161,7 @@ class EngineCore:
             self._in_flight = None  # nobody wants what it computes
         return list(dict.fromkeys(moved))
 
-    def _update(self, scheduled: list[Scheduled], results: list[RowResults]) -> list[Sequence]:
+    def _update(self, scheduled: list[Scheduled], results: RowResults) -> list[Sequence]:
         """Give the sequences what a step came to; those that ended while it ran are left out."""
         live = [item for item in scheduled if not item.sequence.finished]
         self.scheduler.update(scheduled, results)

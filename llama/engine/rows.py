@@ -39,14 +39,10 @@ class Tokens:
     logprobs: list[float] = field(default_factory=list)
     tops: list[TopLogprobs] = field(default_factory=list)
 
-    def take(self, count: int, start: int) -> "Tokens":
-        end = start + count
-        return Tokens(self.ids[start:end], self.logprobs[start:end], self.tops[start:end])
-
 
 @dataclass(slots=True)
 class RowResults:
-    """What one sequence gets of a step: sampled: of its SAMPLE rows; scored: of its SCORE rows."""
+    """What a step came to: of all SAMPLE rows and of all SCORE rows, in the order of its items."""
 
     sampled: Tokens
     scored: Tokens

@@ -1,6 +1,6 @@
 """From what the scheduler chose to sampled ids: packs one flat batch, runs the model, samples.
 
-In: `Scheduled` items. Out: the `RowResults` of each, the same on every rank. It owns the KV
+In: `Scheduled` items. Out: their `RowResults`, the same on every rank. It owns the KV
 cache. `start` begins a step, and what it returns waits for the device: once, where ids and
 log-probabilities come over together. Scoring prompts waits in `start`, once per _SCORED_ROWS rows.
 On a GPU without the kernel for sampling, rows with top_p, top_k or min_p cost two more waits.
@@ -19,7 +19,7 @@ from torch import Tensor
 from llama.device import current
 from llama.engine.constraints import TokenMask, TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
-from llama.engine.rows import RowKind, RowResults, Tokens
+from llama.engine.rows import RowKind, RowResults, Tokens, TopLogprobs
 from llama.engine.sampler import (
     Sampled,
     needs_top_only,
@@ -81,7 +81,7 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         """Begin a step; what is returned waits until its output is on the host.
 
         Steps run in the order of the calls.
@@ -91,7 +91,7 @@ class ModelRunner:
         with current(self.kv_cache.device):
             return self._start(scheduled)
 
-    def _start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+    def _start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         sampling = [item.sequence for item in scheduled if item.num_samples]
         mask = self._token_masks.start(sampling)
         is_greedy, scored = needs_top_only(sampling), Tokens()
@@ -100,14 +100,14 @@ class ModelRunner:
             hidden = self._hidden(scheduled)
             scored = self._score(scheduled, hidden[len(sampling) :])
             if not sampling:
-                return lambda: _results(scheduled, Tokens(), scored)
+                return lambda: RowResults(Tokens(), scored)
             sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, mask)
         columns = self._columns(sampled, sampling, is_greedy)
         if self.async_scheduling:
             self._last_ids[: len(sampling)] = columns[:, 0]
             self._last_rows = {seq: row for row, seq in enumerate(sampling)}
         read = _to_host(columns)
-        return lambda: _results(scheduled, _tokens(read()), scored)
+        return lambda: RowResults(_tokens(read()), scored)
 
     def _replayed(
         self,
@@ -188,16 +188,17 @@ class ModelRunner:
         """The known tokens behind the rows (R, E) that score. Chunk by chunk, since a row of logits
         is far wider than a row of hidden states."""
         wanted = [(x, offsets) for x in scheduled if (offsets := x.offsets(RowKind.SCORE))]
-        found = Tokens([x.sequence.tokens[x.start + i + 1] for x, rows in wanted for i in rows])
+        ids = [x.sequence.tokens[x.start + i + 1] for x, rows in wanted for i in rows]
+        logprobs, tops = list[float](), list[TopLogprobs]()
         k = max((x.sequence.params.prompt_logprobs or 0 for x, _ in wanted), default=0)
-        for start in range(0, len(found.ids), _SCORED_ROWS):
+        for start in range(0, len(ids), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
-            target = on_device_of(hidden, found.ids[rows])
+            target = on_device_of(hidden, ids[rows])
             scored = Sampled(target, *score(self.model.logits(hidden[rows]), target, k))
             part = _tokens(_to_host(self._columns(scored, [], is_greedy=False))())
-            found.logprobs += part.logprobs
-            found.tops += part.tops
-        return found
+            logprobs += part.logprobs
+            tops += part.tops
+        return Tokens(ids, logprobs, tops)
 
     def _columns(self, sampled: Sampled, sampling: list[Sequence], is_greedy: bool) -> Tensor:
         """(B, 1), (B, 2) or (B, 2 + 2K) int32: ids, log-probabilities, top ids and theirs.
@@ -257,18 +258,6 @@ def _tokens(columns: Tensor) -> Tokens:
     rows = zip(columns[:, 2 : 2 + k].tolist(), _as_floats(columns[:, 2 + k :]), strict=True)
     tops = [list(zip(*row, strict=True)) for row in rows]
     return Tokens(ids, [value for (value,) in _as_floats(columns[:, 1:2])], tops)
-
-
-def _results(scheduled: list[Scheduled], sampled: Tokens, scored: Tokens) -> list[RowResults]:
-    """To each item what its rows came to; both are in the order of the items."""
-    results, num_sampled, num_scored = [], 0, 0
-    for item in scheduled:
-        samples, scores = item.num_samples, len(item.offsets(RowKind.SCORE))
-        results.append(
-            RowResults(sampled.take(samples, num_sampled), scored.take(scores, num_scored))
-        )
-        num_sampled, num_scored = num_sampled + samples, num_scored + scores
-    return results
 
 
 def _as_floats(bits: Tensor) -> list[list[float]]:

@@ -36,6 +36,10 @@ class Scheduled:
     def num_samples(self) -> int:
         return 1 if self.rows is SAMPLE_ONE else len(self.offsets(RowKind.SAMPLE))
 
+    @property
+    def num_scores(self) -> int:
+        return 0 if self.rows is SAMPLE_ONE else len(self.offsets(RowKind.SCORE))
+
 
 class Scheduler:
     """At most `max_batch_size` sequences and `token_budget` tokens per step, on a page pool."""
@@ -85,18 +89,22 @@ class Scheduler:
             budget -= count
         return sorted(chosen, key=lambda item: item.count > 1)
 
-    def update(self, scheduled: list[Scheduled], results: list[RowResults]) -> None:
+    def update(self, scheduled: list[Scheduled], results: RowResults) -> None:
         """After a step: each sequence takes its results; what ended is let go.
 
         What ended while the step ran gets nothing of it. Pages are let go at once, even where the
         step after it has begun: what is written there next is written by a later step.
         """
-        for item, result in zip(scheduled, results, strict=True):
-            seq = item.sequence
+        num_sampled = num_scored = 0
+        for item in scheduled:
+            seq, samples, scores = item.sequence, item.num_samples, item.num_scores
+            num_sampled, num_scored = num_sampled + samples, num_scored + scores
             if seq.finished:
                 continue
-            seq.take(result)
-            if not item.num_samples and item.start + item.count == seq.max_len:
+            if scores:
+                seq.take_scored(results.scored, range(num_scored - scores, num_scored))
+            seq.take_sampled(results.sampled, range(num_sampled - samples, num_sampled))
+            if item.start + item.count == seq.max_len and not samples:
                 seq.finish_reason = "length"  # the prompt filled it: it was only scored
             if seq.finished:
                 self._leave(seq)

@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from llama.engine.rows import SAMPLE_ONE, RowKind, RowResults, Rows, TopLogprobs
+from llama.engine.rows import SAMPLE_ONE, RowKind, Rows, Tokens, TopLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,14 +161,18 @@ class Sequence:
             rows.append(Rows(RowKind.SCORE, range(first, min(count, self.num_prompt - 1 - start))))
         return tuple(x for x in rows if x.offsets)
 
-    def take(self, results: RowResults) -> None:
-        """What a step came to. One entry per chosen token: the id that stops it has one too."""
-        scored, sampled = results.scored, results.sampled
-        self.prompt_logprobs += scored.logprobs
-        self.prompt_top_logprobs += (top[: self.params.prompt_logprobs] for top in scored.tops)
-        for i, token in enumerate(sampled.ids):
+    def take_scored(self, tokens: Tokens, rows: range) -> None:
+        """Those of its prompt in `rows` of what a step scored."""
+        for i in rows:
+            self.prompt_logprobs.append(tokens.logprobs[i])
+            self.prompt_top_logprobs.append(tokens.tops[i][: self.params.prompt_logprobs])
+
+    def take_sampled(self, tokens: Tokens, rows: range) -> None:
+        """Those in `rows` of what a step chose. The id that stops it has an entry, too."""
+        for i in rows:
+            token = tokens.ids[i]
             self.num_pending -= 1
             if self.params.logprobs is not None and token >= 0:
-                self.logprobs.append(sampled.logprobs[i])
-                self.top_logprobs.append(sampled.tops[i][: self.params.logprobs])
+                self.logprobs.append(tokens.logprobs[i])
+                self.top_logprobs.append(tokens.tops[i][: self.params.logprobs])
             self.append(token)

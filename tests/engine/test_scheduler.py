@@ -208,7 +208,7 @@ def test_a_failing_runner_leaves_an_empty_engine(monkeypatch, moment):
     def fail() -> NoReturn:
         raise MemoryError("no room")
 
-    def start(scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+    def start(scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         return fail() if moment == "start" else fail
 
     monkeypatch.setattr(tried.runner, "start", start)
@@ -248,11 +248,11 @@ def test_a_step_is_started_before_the_last_one_is_read():
     read: list[int] = []
     start = tried.runner.start
 
-    def watched(scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+    def watched(scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         number, output = len(started), start(scheduled)
         started.append(len(read))
 
-        def wait() -> list[RowResults]:
+        def wait() -> RowResults:
             read.append(number)
             return output()
 

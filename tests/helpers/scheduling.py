@@ -1,6 +1,7 @@
 """An engine with a made-up model, and a look into the scheduler: who was preempted?"""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from llama.engine.core import EngineCore
@@ -31,7 +32,7 @@ class FakeRunner:
         self.computed = 0
         self.budgets: list[int] = []
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         ids = []
         self.budgets.append(sum(item.count for item in scheduled))
         counts = [item.count for item in scheduled]
@@ -47,7 +48,7 @@ class FakeRunner:
                 assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
             ids.append([next_token(tokens)] * item.num_samples)
         self.last = {x.sequence: i[0] for x, i in zip(scheduled, ids, strict=True) if i}
-        return lambda: [RowResults(Tokens(found), Tokens()) for found in ids]
+        return lambda: RowResults(Tokens(list(chain.from_iterable(ids))), Tokens())
 
     def known(self, seq: Sequence) -> list[int]:
         """A pending token is one that the step before this one sampled."""

@@ -6,6 +6,7 @@ The checkpoint, the engine and the app are real; only the ids that are sampled c
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -32,11 +33,11 @@ class Script:
         self.ids: list[int] = []
         self.async_scheduling = False
 
-    def start(self, scheduled: list[Scheduled]) -> Callable[[], list[RowResults]]:
+    def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         sequences = [item.sequence for item in scheduled]
         ids = [[self.ids[len(x.tokens) - x.num_prompt]] for x in sequences]
         given = [found[: x.num_samples] for found, x in zip(ids, scheduled, strict=True)]
-        return lambda: [RowResults(Tokens(found), Tokens()) for found in given]
+        return lambda: RowResults(Tokens(list(chain.from_iterable(given))), Tokens())
 
     def close(self) -> None:
         pass
