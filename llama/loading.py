@@ -85,16 +85,8 @@ def load_model(
             dtype, quantize = None, dtype  # as it was written before there was quantize=
         chosen_dtype = pick_dtype(dtype, chosen_device)
         weights.check_quantize(quantize, chosen_dtype, chosen_device)
-        checkpoint = find(path_like("ckpt_dir", ckpt_dir))
-        params, longest = checkpoint.params, checkpoint.params.longest_context
-        params.check_ranks(parallel.size)
-        tokenizer_file = path_like("tokenizer_path", tokenizer_path or checkpoint.tokenizer_path())
-        tokenizer = load_tokenizer(tokenizer_file, params)
-        if seq_len is not None and seq_len > longest:
-            raise ValueError(
-                f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
-                "with that or less"
-            )
+        checkpoint, tokenizer = _look_at(ckpt_dir, tokenizer_path, parallel.size, seq_len)
+        params = checkpoint.params
         allowed = gpu.asked_for()
         native.asked_for()  # a wrong name is told before weights are read
         compared = {
@@ -105,9 +97,9 @@ def load_model(
             "dtype": chosen_dtype,
             "quantize": quantize,
             "device": chosen_device.type,
+            **{f"{name} of the checkpoint": value for name, value in vars(params).items()},
         }
-        sizes = {f"{name} of the checkpoint": value for name, value in vars(params).items()}
-        must_match += [f"{name}={value}" for name, value in (compared | sizes).items()]
+        must_match += [f"{name}={value}" for name, value in compared.items()]
     with parallel.agree("the weights", world=True) as must_match:
         must_match += checkpoint.samples() if parallel.world is not None else []
     if chosen_device.type == "cpu":
@@ -118,16 +110,41 @@ def load_model(
         memory = Memory.of(
             checkpoint, parallel.size, chosen_device, chosen_dtype, quantize, free, batch_size
         )
-        seq_len, num_pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, longest)
+        seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, params.longest_context)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=seq_len, max_batch_size=batch_size)
         model = Transformer(args, parallel=parallel, device=chosen_device, dtype=chosen_dtype)
         model.use_kernels(kernels)
-        shows = parallel.global_rank == 0 and sys.stderr.isatty()
-        pack = functools.partial(model.pack, quantize=quantize)
-        check = LoadCheck(checkpoint, tells=parallel.global_rank == 0).check if verify else None
-        reader.load(checkpoint, model, check=check, filled=pack, progress=shows)
-    return Loaded(model, tokenizer, num_pages, checkpoint.is_guard)
+        _fill(model, checkpoint, quantize, verify)
+    return Loaded(model, tokenizer, pages, checkpoint.is_guard)
+
+
+def _look_at(
+    ckpt_dir: str, tokenizer_path: str | None, ranks: int, seq_len: int | None
+) -> tuple[Checkpoint, Tokenizer]:
+    """A checkpoint and its tokenizer, which `ranks` ranks can load; no weight is read."""
+    checkpoint = find(path_like("ckpt_dir", ckpt_dir))
+    checkpoint.params.check_ranks(ranks)
+    tokenizer_file = path_like("tokenizer_path", tokenizer_path or checkpoint.tokenizer_path())
+    longest = checkpoint.params.longest_context
+    if seq_len is not None and seq_len > longest:
+        raise ValueError(
+            f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
+            "with that or less"
+        )
+    return checkpoint, load_tokenizer(tokenizer_file, checkpoint.params)
+
+
+def _fill(model: Transformer, checkpoint: Checkpoint, quantize: str | None, verify: bool) -> None:
+    """Read this rank's weights, each checked if `verify`, and packed once it is whole."""
+    is_first = model.parallel.global_rank == 0
+    reader.load(
+        checkpoint,
+        model,
+        check=LoadCheck(checkpoint, tells=is_first).check if verify else None,
+        filled=functools.partial(model.pack, quantize=quantize),
+        progress=is_first and sys.stderr.isatty(),
+    )
 
 
 def default_batch_size(device: torch.device) -> int:
