@@ -38,7 +38,11 @@ BATCHES = [  # (tokens before, new tokens) of each sequence: decode, prefill, bo
 
 
 def make_model(
-    *, int8: bool = False, ranks: int = 1, packed: bool = True, dtype: torch.dtype = torch.bfloat16
+    *,
+    quantize: str | None = None,
+    ranks: int = 1,
+    packed: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Transformer:
     """With two ranks, the share of rank 1; what it would sum with its peer, it doubles."""
     parallel = ModelParallel(rank=ranks - 1, size=ranks)
@@ -50,7 +54,7 @@ def make_model(
         scale = 0.1 if weight.dim() == 2 else 1.0
         weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
     if packed:
-        model.pack(quantize="int8" if int8 else None)
+        model.pack(quantize=quantize)
     return model
 
 
@@ -103,12 +107,12 @@ def calls(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("int8", [False, True])
-def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, int8, ranks):
-    model = make_model(int8=int8, ranks=ranks)
+@pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
+def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, quantize, ranks):
+    model = make_model(quantize=quantize, ranks=ranks)
     for sequences in BATCHES:
         wanted = run_modules(model, sequences)
-        assert "layers_bf16" not in calls and calls.count("linear_int8" if int8 else "linear_bf16")
+        assert "layers_bf16" not in calls and "linear_packed" in calls
         for threads in (1, 3):
             calls.clear()
             torch.set_num_threads(threads)  # conftest puts it back
@@ -140,7 +144,8 @@ def op_stack(monkeypatch) -> list[OpLayers]:
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_the_sequence_of_ops_gives_the_bytes_of_the_modules(op_stack, kind, ranks):
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-    model = make_model(int8=kind == "int8", ranks=ranks, packed=kind != "fp32", dtype=dtype)
+    quantize = "int8" if kind == "int8" else None
+    model = make_model(quantize=quantize, ranks=ranks, packed=kind != "fp32", dtype=dtype)
     model.use_kernels(OP_STACK)
     for sequences in BATCHES[2:7]:
         wanted = run_modules(model, sequences)

@@ -106,10 +106,10 @@ class NativeLayers:
         rows = []  # as `Layer` in layers.cpp, each half of one
         for sublayer in sublayers:
             norm, pair = sublayer.norm, (sublayer.first, sublayer.second)
-            addresses = [x.native_addresses() for x in pair]
-            if not _is_plain(norm.weight, (p.dim,)) or norm.eps != self._eps or None in addresses:
+            matrices = [x.native_matrix() for x in pair]
+            if not _is_plain(norm.weight, (p.dim,)) or norm.eps != self._eps or None in matrices:
                 raise ValueError("these weights are not for the CPU's kernels")
-            rows.append([norm.weight.data_ptr(), *chain.from_iterable(filter(None, addresses))])
+            rows.append([norm.weight.data_ptr(), *chain.from_iterable(filter(None, matrices))])
         has_odd_rows = any(size % 32 for size in (p.head_dim, p.dim, p.ffn_dim))
         if has_odd_rows or p.head_dim > MAX_HEAD_DIM or p.n_heads % p.n_kv_heads:
             raise ValueError("these sizes are not for the CPU's kernels")

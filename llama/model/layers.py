@@ -7,6 +7,7 @@ Meta's name. Column-, row- and vocabulary-parallel layers follow Megatron-LM (Sh
 Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model dim.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -52,9 +53,13 @@ def unfilled(
 
 
 class Matrix(WatchedModule):
-    """A weight (N, K) in some format; state dicts show it plain."""
+    """A weight (N, K) in some format; state dicts show it plain.
+
+    `names`: of the tensors of Meta's checkpoint that it is made of, one below the other.
+    """
 
     weight: Weight
+    names: Sequence[str] = ()
 
     def __init__(self, n_out: int, n_in: int) -> None:
         super().__init__()

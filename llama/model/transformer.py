@@ -8,12 +8,14 @@ and K kv heads of this rank, D head dim, F ffn of this rank, V vocabulary, P pag
 page, M pages per sequence, L layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from llama import weights
 from llama.device import use_huge_pages, zeros
 from llama.model.args import ModelArgs
 from llama.model.execution import Executor, LayerExecution, SubLayer
@@ -36,6 +38,7 @@ from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.weights import PlainWeight
+from llama.weights.coded import Coded
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
@@ -111,6 +114,8 @@ class Transformer(nn.Module):
     is allocated.
     """
 
+    quantization: str | None = None  # the format that the weights were rounded to, if they were
+
     def __init__(
         self,
         params: ModelArgs,
@@ -139,12 +144,22 @@ class Transformer(nn.Module):
             for name, weight in list(module.named_parameters(recurse=False)):
                 setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
                 use_huge_pages(getattr(module, name))  # before the first touch, which settles it
+        self._name_matrices()
         self._tie()
         self.register_load_state_dict_post_hook(_tie_again)
         sizes = params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
         # (max_seq_len, D/2) complex64, whatever the weights' type
         self.freqs_cis = precompute_freqs_cis(*sizes).to(device)
         self._raw_pages: Tensor | None = None  # of `forward`, made at its first call
+
+    def _name_matrices(self) -> None:
+        modules = dict(self.named_modules())
+        for path, module in modules.items():
+            if isinstance(module, Matrix):
+                block, _, own = path.rpartition(".")
+                fused = getattr(modules[block], "fused", None) == own
+                rows = modules[block].rows if fused else [own]
+                module.names = [f"{block}.{name}.weight".removeprefix(".") for name in rows]
 
     def blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, layer) for layer in self.layers]
@@ -168,19 +183,28 @@ class Transformer(nn.Module):
         """Meta's name of each weight -> the view that holds this rank's share of it."""
         return {name: share for _, slots in self.loading_order() for name, share in slots.items()}
 
-    def pack(self, part: nn.Module | None = None, *, quantize: str | None = None) -> None:
+    def pack(
+        self,
+        part: nn.Module | None = None,
+        coded: Mapping[str, Coded] = MappingProxyType({}),
+        *,
+        quantize: str | None = None,
+    ) -> None:
         """Put one part of `loading_order`, or all, in the format asked for, once it is filled; by
-        default in this machine's fastest. The views of `loading_order` are invalid afterwards."""
+        default in this machine's fastest. The views of `loading_order` are invalid afterwards.
+
+        coded: of matrices that were not filled, by the first of their names.
+        """
+        self.quantization = quantize or self.quantization
         for module in (part or self).modules():
-            if isinstance(module, Linear):
-                module.pack(quantize)
+            if isinstance(module, Matrix) and module.names[0] in coded:
+                module.weight = weights.packed(coded[module.names[0]])
+                if self.params.tied_output and module is self.tok_embeddings:
+                    self.output.weight = module.weight
+            elif isinstance(module, Linear):
+                module.pack(weights.of_output(quantize) if module is self.output else quantize)
             if module is self.output:
                 self._tie()
-
-    @property
-    def quantization(self) -> str | None:
-        """The format that the weights were rounded to, if they were."""
-        return self.output.weight.quantization
 
     def _tie(self) -> None:
         """One weight for both ends, where the checkpoint has one."""

@@ -27,12 +27,16 @@ def scale_frequencies(frequencies: Tensor, factor: float) -> Tensor:
     return frequencies * (keep + (1 - keep) / factor)
 
 
-def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float | None) -> Tensor:
-    """Complex unit numbers (length, D/2): row p rotates each pair of a head at position p."""
+def rope_frequencies(head_dim: int, theta: float, factor: float | None) -> Tensor:
+    """(D/2) float32: by how much each pair of a head turns per position."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
-    if factor is not None:
-        frequencies = scale_frequencies(frequencies, factor)
+    return frequencies if factor is None else scale_frequencies(frequencies, factor)
+
+
+def precompute_freqs_cis(head_dim: int, length: int, theta: float, factor: float | None) -> Tensor:
+    """Complex unit numbers (length, D/2): row p rotates each pair of a head at position p."""
+    frequencies = rope_frequencies(head_dim, theta, factor)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 

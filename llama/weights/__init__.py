@@ -10,14 +10,23 @@ import torch
 from torch import Tensor
 
 from llama.device import dtype_name
+from llama.ops.cpu import native
 from llama.weights.blocks import BlockedWeight
-from llama.weights.int8 import Int8Weight
+from llama.weights.bytes import BytesWeight, Fp8Weight
+from llama.weights.coded import Coded
+from llama.weights.groups import GroupedWeight
+from llama.weights.nibbles import NibblesWeight
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
-__all__ = ["QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "packed"]
+__all__ = [
+    "QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "of_output", "packed",
+]  # fmt: skip
 
-QUANTIZED: dict[str, type[Weight]] = {"int8": Int8Weight}  # by the name that `quantize=` takes
+QUANTIZED: dict[str, type[Weight]] = {  # by the name that `quantize=` takes
+    "int8": BytesWeight, "fp8": Fp8Weight, "int4": NibblesWeight,
+}  # fmt: skip
+_OF_CODES: tuple[type[GroupedWeight], ...] = (NibblesWeight, BytesWeight, Fp8Weight)
 
 
 def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -30,6 +39,11 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
         raise ValueError(
             f"quantize={name!r} is for device='cpu', not {device.type}: use dtype='bf16'"
         )
+    if name == "int4" and native.kernels() is None:
+        raise ValueError(
+            f"quantize={name!r} needs this project's CPU kernels, which do not run here "
+            "(`llama doctor` tells why): use int8"
+        )
     if dtype not in QUANTIZED[name].dtypes:
         raise ValueError(
             f"quantize={name!r} is for dtype='bf16', not {dtype_name(dtype)}: leave dtype out"
@@ -37,14 +51,23 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
     return name
 
 
-def packed(plain: Tensor, quantize: str | None = None) -> Weight:
+def of_output(quantize: str | None) -> str | None:
+    """What the output, and an embedding tied to it, are rounded to: never to less than 8 bits."""
+    return "int8" if quantize == "int4" else quantize
+
+
+def packed(matrix: Tensor | Coded, quantize: str | None = None) -> Weight:
     """A matrix (N, K) in the format that was asked for, or else in this machine's fastest.
 
-    What does not fit a format stays as it is. `plain` must not be used afterwards.
+    What does not fit a format stays as it is; codes that fit none become bf16. A plain matrix must
+    not be used afterwards. quantize: of a plain one.
     """
+    if isinstance(matrix, Coded):
+        format = next((x for x in _OF_CODES if x.takes(matrix)), None)
+        return format.of(matrix) if format else packed(matrix.plain(torch.bfloat16))
     wanted = (BlockedWeight,) if quantize is None else (QUANTIZED[quantize], BlockedWeight)
-    kind = next((kind for kind in wanted if kind.fits(plain)), PlainWeight)
-    return kind.pack(plain)
+    kind = next((kind for kind in wanted if kind.fits(matrix)), PlainWeight)
+    return kind.pack(matrix)
 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype, quantize: str | None) -> int:

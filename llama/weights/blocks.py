@@ -6,7 +6,7 @@ are compared with a plain loop at first use, and not used if they differ or if L
 them. A row of x gives the same bytes alone as in any batch, on any number of threads.
 """
 
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -34,15 +34,9 @@ def can_pack(plain: Tensor) -> bool:
 
 
 class BlockedWeight(Weight):
-    """values: (N/32, K/2, 32, 2) bf16. A format of other numbers in such blocks is a subclass, and
-    says by `product` and `tensors` which kernel reads what."""
+    """values: (N/32, K/2, 32, 2) bf16. A format of other numbers in such blocks is a subclass."""
 
     dtypes = (torch.bfloat16,)
-    product: ClassVar[str] = "linear_bf16"
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values,)
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -77,28 +71,28 @@ class BlockedWeight(Weight):
         out = torch.empty(*x.shape[:-1], n, dtype=dtype)
         m = out.numel() // n
         room = workspace("linear_workspace", m, k, torch.get_num_threads())
-        native.call(self.product, x, *self.tensors, out, room, m, n, k, dtype is torch.float32)
+        matrix = torch.tensor(self.native_matrix())
+        native.call("linear_packed", x, matrix, out, room, m, n, k, dtype is torch.float32)
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
+        return self.packed_rows(ids)
+
+    def packed_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the values."""
         # A pair is moved as one number: (..., K/2, 1), then (..., K).
         pairs = self.values.view(torch.int32 if self.values.itemsize == 2 else torch.int16)
         return pairs[ids // N_BLOCK, :, ids % N_BLOCK].view(self.values.dtype).flatten(-2)
 
-    def unpacked(self) -> Tensor:
-        """The numbers as (N, K), a copy."""
-        return self.values.data.transpose(1, 2).reshape(self.shape)
-
     def exact(self) -> Tensor:
         """The float32 numbers (N, K) that it stands for."""
-        return self.unpacked().float()
+        return self.plain().float()
 
     def plain(self) -> Tensor:
-        return self.unpacked()
+        return self.values.data.transpose(1, 2).reshape(self.shape)
 
-    def native_addresses(self) -> tuple[int, int] | None:
-        values, scales = (*map(Tensor.data_ptr, self.tensors), 0)[:2]
-        return values, scales
+    def native_matrix(self) -> list[int]:
+        return [self.values.data_ptr(), 0, 0, 0, 0, 0, self.shape[1]]
 
 
 def in_blocks(plain: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ class Weight(nn.Module):
     `shape` is (N, K), whatever the shape of the tensors. A model's state dict shows it plain.
     """
 
-    quantization: ClassVar[str | None] = None  # of `quantize=`; None where no number is rounded
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of matrices that it can be made from
     values: nn.Parameter
 
@@ -65,9 +64,9 @@ class Weight(nn.Module):
         """This format with other numbers, (N, K) of any float type."""
         return self.pack(torch.empty(plain.shape, dtype=self.dtypes[0]).copy_(plain))
 
-    def native_addresses(self) -> tuple[int, int] | None:
-        """Of its numbers and its scales (0: none), as `Matrix` in layers.cpp has them; None where
-        those kernels cannot read it."""
+    def native_matrix(self) -> list[int] | None:
+        """As `Matrix` in kernels.h has it; None where the CPU's kernels cannot read it. The
+        addresses are of tensors that live as long as this does."""
         return None
 
     @property

@@ -100,6 +100,20 @@ def test_the_variable_names_one_body_or_none(fresh, monkeypatch):
         native.asked_for()
 
 
+def test_the_fastest_body_comes_first(monkeypatch):
+    """Each on a CPU that has all of its flags; bf16 pairs not on Intel's that hide their tiles."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    pairs = next(x for x in build.INSTRUCTION_SETS if x.name == "avx512_bf16")
+    for flags, first in [
+        (build.INSTRUCTION_SETS[0].needs | pairs.slow_on, "amx"), (pairs.needs, "avx512_bf16"),
+        (pairs.needs | pairs.slow_on, "avx512"), (pairs.needs | {"avx512_fp16"}, "avx512_bf16"),
+        (AVX2.needs, "avx2"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(native, "cpu_flags", lambda flags=flags: flags)
+        assert native.asked_for()[0].name == first
+        assert {x.name for x in native.asked_for()} >= {first, "avx2"}
+
+
 @needs_kernels
 def test_built_once_and_again_only_when_something_changed(stub, capfd):
     native.load(stub, AVX2)

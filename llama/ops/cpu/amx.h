@@ -56,18 +56,49 @@ inline void fill_tiles(const uint16_t* x, uint16_t* to, long rows, long height, 
       std::memcpy(to + i * height + r * TILE_K, x + r * k + i, 2 * TILE_K);
 }
 
-// Some k of a weight block, as bf16.
-template <class Kind> void widen_block(const char* from, uint16_t* to, long k) {
+// bf16 as they are, rows that are scaled after the product, or weights that are made before it.
+constexpr bool has_groups(const Weight& weight) {
+  return weight.per_group > 1 || weight.group < weight.k;
+}
+
+// LANES rows of pairs of numbers -> of weights, rounded to bf16.
+inline Pairs scaled(Pairs numbers, Floats scale, Floats offset) {
+  const Words words = (Words)numbers;
+  return (Pairs)to_bf16(first_of(words) * scale + offset, second_of(words) * scale + offset);
+}
+
+// Some k of a weight block, from k = `begin` on, as bf16.
+template <class Kind>
+void widen_block(const Weight& weight, const Parameters& parameters, const char* from, uint16_t* to,
+                 long begin, long count) {
+  constexpr long STEP_K = 2 * Kind::PAIRS;
   finish_stores();  // and loads, of what was there before
-  for (long i = 0; i < k * N_BLOCK; i += 2 * LANES)
-    store(to + i, Kind::pairs(from + i * Kind::BYTES));
+  const Kind kind(weight.table);
+  if (!has_groups(weight)) unpack<Kind>(weight, from, to, count);
+  alignas(64) float scales[2 * N_BLOCK] = {};
+  for (long k = begin, stop; has_groups(weight) && k < begin + count; k = stop) {
+    const long group = k / weight.group;
+    stop = std::min((group + 1) * weight.group, begin + count);
+    parameters.unpack(group, group + 1, scales);
+    for (long row = 0; row < N_BLOCK; row += LANES) {
+      const Floats scale = load<Floats>(scales + row), offset = load<Floats>(scales + N_BLOCK + row);
+      for (long i = k - begin; i < stop - begin; i += STEP_K)
+        for (int j = 0; j < Kind::PAIRS; j++)
+          store(to + (i + 2 * j) * N_BLOCK + 2 * row,
+                scaled(kind.pairs(from + i * K_BYTES<Kind> + row * Kind::ROW_BYTES, j), scale,
+                       offset));
+    }
+  }
   finish_stores();
 }
 
-// Some steps over k of a weight block, and what comes later, of which each step fetches a part.
+// Some steps over k of a weight block, from k = `begin` on, and what comes later, of which each step
+// fetches a part.
 struct Steps {
+  const Weight& weight;
+  Parameters parameters;
   const char *weights, *next;
-  long count, fetched;
+  long begin, count, fetched;
   bool is_near;  // to be fetched into L1, and not L2
 };
 
@@ -98,10 +129,10 @@ void multiply(const uint16_t* x, long height, long apart, Steps steps, float* su
   }
   for (long i = 0; i < steps.count; i++, x += height * TILE_K) {
     fetch(steps.next + i * steps.fetched, steps.fetched, steps.is_near);
-    const char* w = steps.weights + i * TILE_K * N_BLOCK * Kind::BYTES;
+    const char* w = steps.weights + i * TILE_K * K_BYTES<Kind>;
     alignas(64) uint16_t wide[TILE_K * N_BLOCK];
-    if (Kind::BYTES == 1) {
-      widen_block<Kind>(w, wide, TILE_K);
+    if (!IS_BF16<Kind>) {
+      widen_block<Kind>(steps.weight, steps.parameters, w, wide, steps.begin + i * TILE_K, TILE_K);
       w = (const char*)wide;
     }
     _tile_loadd(6, w, 4 * N_BLOCK);
@@ -132,9 +163,12 @@ inline bool product_is_right() {
   for (long i = 0; i < ROWS * K; i += TILE_ROWS * K)
     fill_tiles(x + i, tiles + i, TILE_ROWS, TILE_ROWS, K, K);
   configure(TILE_ROWS);
+  const Weight weight{{(const char*)block, nullptr, nullptr, Matrix::BF16, 0, 0, K}, N_BLOCK, K};
   for (long i = 0; i < K; i += TILE_K)
     multiply<Bf16, 2>(tiles + i * TILE_ROWS, TILE_ROWS, TILE_ROWS * K,
-                      {(const char*)(block + i * N_BLOCK), nullptr, 1, 0, false}, sums, i == 0);
+                      {weight, Parameters(weight, 0), (const char*)(block + i * N_BLOCK), nullptr,
+                       i, 1, 0, false},
+                      sums, i == 0);
   _tile_release();
   bool is_right = true;
   for (long r = 0; r < ROWS; r++)
@@ -181,34 +215,45 @@ struct PackedX {
 };
 
 // Row blocks of x, of one tile or two, times a group of weight blocks -> the rows of 32 sums of one
-// weight block after another, in `totals`. `group` is the first weight block.
+// weight block after another, in `totals`. `first_block` is the first weight block.
 template <class Kind>
 void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts& row_blocks,
-                         long from, long to, const char* group, long blocks, float* totals) {
-  constexpr long BYTES = N_BLOCK * Kind::BYTES;  // per k
+                         long from, long to, const Weight& weight, long first_block, long blocks,
+                         float* totals) {
   const long k = packed_x.k, height = packed_x.height, first = row_blocks.first(from);
   const long rows = (row_blocks.first(to) - first) * height;
+  const char* group = weight.data + first_block * k * K_BYTES<Kind>;
   const bool is_alone = packed_x.tiles <= 2, is_near = is_alone && height <= L1_PREFETCH_ROWS;
-  const bool is_shared = Kind::BYTES == 1 && to - from > 1;  // then int8 is widened once for all
-  alignas(64) uint16_t wide[Kind::BYTES == 1 ? TILE_K_BLOCK * N_BLOCK : 1];
+  const bool is_shared = !IS_BF16<Kind> && to - from > 1;  // then it is widened once for all
+  alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : TILE_K_BLOCK * N_BLOCK];
   for (long begin = 0; begin < k; begin += packed_x.depth)
     for (long block = 0; block < blocks; block++) {
+      const Parameters parameters(weight, first_block + block);
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
-      const char* weights = group + (block * k + begin) * BYTES;
-      const char* next = group + (begin + packed_x.depth) * BYTES;
-      if (is_alone) next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * BYTES);
-      else if (block + 1 < blocks) next = weights + k * BYTES;
-      const long fetched = TILE_K * BYTES / (to - from);
-      if (is_shared) widen_block<Kind>(weights, wide, count_k);
+      const char* weights = group + (block * k + begin) * K_BYTES<Kind>;
+      const char* next = group + (begin + packed_x.depth) * K_BYTES<Kind>;
+      if (is_alone) next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>);
+      else if (block + 1 < blocks) next = weights + k * K_BYTES<Kind>;
+      const long fetched = TILE_K * K_BYTES<Kind> / (to - from);
+      if (is_shared) widen_block<Kind>(weight, parameters, weights, wide, begin, count_k);
       for (long b = from; b < to; b++, next += fetched * steps) {
         const long tile = row_blocks.first(b), pair = row_blocks.size(b) == 2;
-        const Steps todo{is_shared ? (const char*)wide : weights, next, steps, fetched, is_near};
+        const Steps todo{weight, parameters, is_shared ? (const char*)wide : weights, next, begin,
+                         steps,  fetched,    is_near};
         const auto run = is_shared ? (pair ? multiply<Bf16, 2> : multiply<Bf16, 1>)
                                    : (pair ? multiply<Kind, 2> : multiply<Kind, 1>);
         run(x + packed_x.at(tile, begin), height, height * count_k, todo,
             totals + (block * rows + (tile - first) * height) * N_BLOCK, begin == 0);
       }
     }
+}
+
+// Rows of 32 sums, where a weight has one scale a row.
+inline void scale_rows(const Weight& weight, long block, long rows, float* sums) {
+  alignas(64) float scales[2 * N_BLOCK];
+  Parameters(weight, block).unpack(0, 1, scales);
+  for (long row = 0; row < rows; row++)
+    for (long i = 0; i < N_BLOCK; i++) *sums++ *= scales[i];
 }
 
 // As multiply_all() in linear.cpp, which has vectors.
@@ -222,23 +267,29 @@ void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight&
                      x.tiles > 2 ? std::clamp(blocks / (4 * member.threads()), 1L, N_GROUP) : 1);
   alignas(64) float totals[N_GROUP * M_BLOCK * N_BLOCK];
   bool is_configured = false;
+  const auto rows_of = [&](long from, long to) {
+    return (row_blocks.first(to) - row_blocks.first(from)) * height;
+  };
   // One M block after another with the same group: its weights come from memory once.
   const auto compute = [&](long item) {
     const long group = item / m_blocks.count, m_block = item % m_blocks.count;
-    const char* weights = weight.data + groups.first(group) * N_BLOCK * x.k * Kind::BYTES;
-    const char* rows = packed();
+    const long from = m_blocks.first(m_block), to = m_blocks.first(m_block + 1);
+    const long first = groups.first(group), rows = rows_of(from, to);
+    const char* packed_rows = packed();
     if (!is_configured) configure(height);
     is_configured = true;
-    group_sums_in_tiles<Kind>((const uint16_t*)rows, x, row_blocks, m_blocks.first(m_block),
-                              m_blocks.first(m_block + 1), weights, groups.size(group), totals);
+    group_sums_in_tiles<Kind>((const uint16_t*)packed_rows, x, row_blocks, from, to, weight, first,
+                              groups.size(group), totals);
+    for (long p = 0; p < groups.size(group) && weight.per_group && !has_groups(weight); p++)
+      scale_rows(weight, first + p, rows, totals + p * rows * N_BLOCK);
   };
   const auto write_out = [&](long item) {
     const long group = item / m_blocks.count, m_block = item % m_blocks.count;
-    const long tile = row_blocks.first(m_blocks.first(m_block)), row = tile * TILE_ROWS;
-    const long rows = (row_blocks.first(m_blocks.first(m_block + 1)) - tile) * height;
+    const long row = row_blocks.first(m_blocks.first(m_block)) * TILE_ROWS;
+    const long rows = rows_of(m_blocks.first(m_block), m_blocks.first(m_block + 1));
     for (long r = 0; r < std::min(rows, x.m - row); r++)  // a row's blocks are neighbours
       for (long p = 0; p < groups.size(group); p++)
-        write(out, weight, totals + (p * rows + r) * N_BLOCK, row + r, row + r + 1,
+        write(out, weight.n, totals + (p * rows + r) * N_BLOCK, row + r, row + r + 1,
               (groups.first(group) + p) * N_BLOCK);
   };
   member.run(m_blocks.count * groups.count, compute, write_out);

@@ -28,11 +28,13 @@ _LINK = "-shared -s -nodefaultlibs -lc".split()
 
 
 class InstructionSet(NamedTuple):
-    """One body of the kernels: how it is compiled, and the /proc/cpuinfo flags that it needs."""
+    """One body of the kernels: how it is compiled, and the /proc/cpuinfo flags that it needs; and
+    flags of CPUs on which others are faster."""
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
+    slow_on: frozenset[str] = frozenset()
 
 
 _AVX2 = InstructionSet(
@@ -46,7 +48,12 @@ _AVX512 = InstructionSet(
     _AVX2.needs | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 )
 _AVX512_BF16 = InstructionSet(
-    "avx512_bf16", (*_AVX512.flags, "-mavx512bf16"), _AVX512.needs | {"avx512_bf16"}
+    "avx512_bf16",
+    (*_AVX512.flags, "-mavx512bf16"),
+    _AVX512.needs | {"avx512_bf16"},
+    # Sapphire Rapids and later Intels, where a virtual machine hides their tiles: a product of bf16
+    # pairs takes as long as four of floats. (AMD's CPUs have no arch_capabilities.)
+    frozenset({"avx512_fp16", "arch_capabilities"}),
 )
 _AMX = InstructionSet(
     "amx",

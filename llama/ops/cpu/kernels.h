@@ -19,10 +19,19 @@ struct Heads {
 void rope_and_store(const uint16_t* qkv, const float* freqs_cis, uint16_t* pages, int64_t slot,
                     uint16_t* queries, const Heads& heads);
 
-// linear.cpp: a packed weight (n, k), int8 where it has scales (n).
-struct Weight {
-  const char* data;
-  const float* scales;
+// linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
+// describes it in seven numbers.
+struct Matrix {
+  enum Numbers { BF16, INT8, FP8, NIBBLES };
+  enum ParameterType { FLOAT32, FLOAT16, SCALED_INT8 };
+  const char *data, *parameters;  // no parameters: the numbers are the weights
+  const float* table;             // 16 numbers, for nibbles
+  int64_t numbers, parameter_type;
+  int64_t per_group;  // parameters of a group: a scale, or a scale and an offset
+  int64_t group;      // how many neighbouring k share them
+};
+
+struct Weight : Matrix {
   long n, k;
 };
 

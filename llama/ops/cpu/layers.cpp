@@ -13,10 +13,7 @@ constexpr long SILU_STEP = 1024;  // numbers of a piece
 // A row of the table of the weights.
 struct Layer {
   const uint16_t* attention_norm;
-  struct Matrix {
-    const char* data;
-    const float* scales;
-  } wqkv, wo;
+  Matrix wqkv, wo;
   const uint16_t* ffn_norm;
   Matrix w13, w2;
 };
@@ -74,10 +71,6 @@ struct Call {
   float eps;
 };
 
-Weight weight_of(const Layer::Matrix& matrix, long n, long k) {
-  return {matrix.data, matrix.scales, n, k};
-}
-
 void run_attention(Worker& member, const Call& call, long l) {
   const Layer& layer = call.layers[l];
   const Scratch& s = call.scratch;
@@ -88,21 +81,21 @@ void run_attention(Worker& member, const Call& call, long l) {
   const long half = heads.num_slots * a.kv_heads * a.dim;
   uint16_t* pages = call.kv_cache + 2 * half * l;
   a.keys = pages, a.values = pages + half;
-  linear(member, {call.x, rows, layer.attention_norm, call.eps}, weight_of(layer.wqkv, all, dim),
+  linear(member, {call.x, rows, layer.attention_norm, call.eps}, {layer.wqkv, all, dim},
          {s.qkv, Outputs::BF16}, s.linear);
   member.run(rows, [&](long row) {
     rope_and_store(s.qkv + row * all, call.freqs_cis + row * a.dim, pages, call.slots[row],
                    s.queries + row * q, heads);
   });
   attend(member, a);
-  linear(member, {s.attended, rows}, weight_of(layer.wo, dim, q), call.out, s.linear);
+  linear(member, {s.attended, rows}, {layer.wo, dim, q}, call.out, s.linear);
 }
 
 void run_feed_forward(Worker& member, const Call& call, long l) {
   const Layer& layer = call.layers[l];
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim, ffn = call.sizes.ffn;
-  linear(member, {call.x, rows, layer.ffn_norm, call.eps}, weight_of(layer.w13, 2 * ffn, dim),
+  linear(member, {call.x, rows, layer.ffn_norm, call.eps}, {layer.w13, 2 * ffn, dim},
          {s.gate_up, Outputs::BF16}, s.linear);
   const long steps = (ffn + SILU_STEP - 1) / SILU_STEP;
   member.run(rows * steps, [&](long piece) {
@@ -110,7 +103,7 @@ void run_feed_forward(Worker& member, const Call& call, long l) {
     const uint16_t* gate = s.gate_up + row * 2 * ffn + begin;
     silu_mul(gate, gate + ffn, s.gated + row * ffn + begin, std::min(SILU_STEP, ffn - begin));
   });
-  linear(member, {s.gated, rows}, weight_of(layer.w2, dim, ffn), call.out, s.linear);
+  linear(member, {s.gated, rows}, {layer.w2, dim, ffn}, call.out, s.linear);
 }
 
 }  // namespace
@@ -129,7 +122,7 @@ long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long
   return cutter.bytes();
 }
 
-// Halves `first` to `last` of the layers in the table (L, 10). x and out (T, E): a half's result is
+// Halves `first` to `last` of the layers in the table (L, 30). x and out (T, E): a half's result is
 // added to x where out is x; else it is written to out, and there is one half. freqs_cis
 // (T, D/2, 2), kv_cache (L, 2, P, S, K, D), slots (T), table (B, M), query_starts (B + 1),
 // seq_lens (B).

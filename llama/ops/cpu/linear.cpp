@@ -7,7 +7,6 @@
 // M and any number of threads: a row of x gives the same bytes alone as in any batch. AMX tiles
 // (amx.h) add in another order than vectors; so they do all products with a weight, or none.
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "packed_weight.h"
@@ -18,11 +17,19 @@
 
 namespace {
 
-// One K block of a weight block: the weights, what to prefetch, and how many bytes of that at each
-// pair of k, since all row blocks together fetch it once.
+// One K block of a weight block, from k = `begin` to `end`: the weights, what to prefetch, and how
+// many bytes of that at each step, since all row blocks together fetch it once.
 struct WeightBlock {
+  const Weight& weight;
+  const float* scales;  // and offsets (groups, 2, 32), of the group that `begin` is in and on
   const char *weights, *next;
-  long pairs, fetched;
+  long fetched, begin, end;
+};
+
+// What a row block of x leaves: 32 sums a row, over the group that is not complete yet, and over
+// those that are.
+struct Sums {
+  float *group, *totals;
 };
 
 template <int R> void fetch(const char* line) {
@@ -32,33 +39,73 @@ template <int R> void fetch(const char* line) {
     __builtin_prefetch(line, 0, 2);  // into L2
 }
 
-// R rows of x as (K/2, R) pairs, times one K block of a weight block, onto R rows of 32 sums.
-template <class Kind, int R> void tile(const Pair* x, WeightBlock k_block, float* totals) {
-  constexpr long STEP = 2 * N_BLOCK * Kind::BYTES;  // from one pair of k to the next
-  for (int first = 0; first < N_BLOCK; first += 2 * LANES) {
-    Floats sums[R][2];
-    for (int r = 0; r < R; r++) std::memcpy(sums[r], totals + r * N_BLOCK + first, sizeof sums[r]);
-    const char *w = k_block.weights + first * 2 * Kind::BYTES, *next = k_block.next;
-    for (const Pair *in = x, *end = x + k_block.pairs * R; in < end; in += R, w += STEP) {
-      fetch<R>(next);
-      if constexpr (STEP > 64) fetch<R>(next + k_block.fetched / 2);
-      next += k_block.fetched;
-      const Pairs left = Kind::pairs(w), right = Kind::pairs(w + LANES * 2 * Kind::BYTES);
+// A group is complete: its sums, of R rows of x and 2 LANES rows of the weight, go to the totals,
+// and begin again from zero. x_sums (R): of x over this group, where there are offsets. Inlined, so
+// that the sums stay in their registers.
+template <int R>
+[[gnu::always_inline]] inline void add_group(Floats (&sums)[R][2], const float* scales,
+                                             const float* x_sums, bool has_offsets, float* totals) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    const Floats scale = load<Floats>(scales + half * LANES);
+    const Floats offset = load<Floats>(scales + N_BLOCK + half * LANES);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        multiply_add(sums[r][0], left, in[r]);
-        multiply_add(sums[r][1], right, in[r]);
-      }
+    for (int r = 0; r < R; r++) {
+      Floats total = load<Floats>(totals + r * N_BLOCK + half * LANES);
+      add_product(total, sums[r][half], scale);
+      if (has_offsets) add_product(total, offset, x_sums[r]);
+      store(totals + r * N_BLOCK + half * LANES, total);
+      sums[r][half] = Floats{};
     }
-    for (int r = 0; r < R; r++) std::memcpy(totals + r * N_BLOCK + first, sums[r], sizeof sums[r]);
   }
 }
 
-using Tile = void (*)(const Pair*, WeightBlock, float*);
+// R rows of x as (K/2, R) pairs, times one K block of a weight block. x_sums (G, R): x over each
+// group.
+template <class Kind, int R>
+void tile(const Pair* x, const float* x_sums, const WeightBlock& block, Sums to) {
+  const Kind kind(block.weight.table);
+  const long width = block.weight.group;
+  for (int first = 0; first < N_BLOCK; first += 2 * LANES) {
+    Floats sums[R][2];
+    for (int r = 0; r < R; r++) std::memcpy(sums[r], to.group + r * N_BLOCK + first, sizeof sums[r]);
+    const char *w = block.weights + first * Kind::ROW_BYTES, *next = block.next;
+    const Pair* in = x;
+    const float *scales = block.scales + first, *x_sums_of = x_sums + block.begin / width * R;
+    long group_end = (block.begin / width + 1) * width;
+    for (long k = block.begin, stop; k < block.end; k = stop) {
+      stop = std::min(group_end, block.end);
+      for (const Pair* end = in + (stop - k) / 2 * R; in < end; w += Kind::STEP) {
+        fetch<R>(next);
+        if constexpr (Kind::STEP > 64) fetch<R>(next + block.fetched / 2);
+        next += block.fetched;
+#pragma GCC unroll 4
+        for (int j = 0; j < Kind::PAIRS; j++, in += R) {
+          const Pairs left = kind.pairs(w, j), right = kind.pairs(w + LANES * Kind::ROW_BYTES, j);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++) {
+            multiply_add(sums[r][0], left, in[r]);
+            multiply_add(sums[r][1], right, in[r]);
+          }
+        }
+      }
+      if (stop < group_end || !block.weight.per_group) continue;
+      add_group<R>(sums, scales, x_sums_of, block.weight.per_group > 1, to.totals + first);
+      scales += 2 * N_BLOCK, x_sums_of += R, group_end += width;
+    }
+    for (int r = 0; r < R; r++) std::memcpy(to.group + r * N_BLOCK + first, sums[r], sizeof sums[r]);
+  }
+}
+
+using Tile = void (*)(const Pair*, const float*, const WeightBlock&, Sums);
 
 template <class Kind, int... R> Tile pick(long rows, std::integer_sequence<int, R...>) {
   static constexpr Tile TILES[] = {tile<Kind, R + 1>...};
   return TILES[rows - 1];
+}
+
+template <class Kind> Tile pick(long rows) {
+  return pick<Kind>(rows, std::make_integer_sequence<int, ROWS>());
 }
 
 // A row block of x, bf16 (R, K) -> (K/2, R) pairs, for k from begin to end.
@@ -67,59 +114,107 @@ void pack_rows(const uint16_t* x, Pair* to, long rows, long k, long begin, long 
     for (long i = begin; i < end; i += 2) to[i / 2 * rows + r] = load_pair(x + r * k + i);
 }
 
-// Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, in `totals`.
-template <class Kind>
-void block_sums(const Pair* x, const Parts& row_blocks, long from, long to, const char* block,
-                long k, float* totals) {
-  const long first_row = row_blocks.first(from);
-  std::memset(totals, 0, (row_blocks.first(to) - first_row) * N_BLOCK * sizeof(float));
-  for (long begin = 0; begin < k; begin += K_BLOCK) {
-    const long pairs = (k - begin < K_BLOCK ? k - begin : K_BLOCK) / 2;
-    const long fetched = 2 * N_BLOCK * Kind::BYTES / (to - from);
-    const char* weights = block + begin * N_BLOCK * Kind::BYTES;
-    const bool is_near = to - from == 1 && row_blocks.size(from) <= L1_PREFETCH_ROWS;
-    const char* next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * N_BLOCK * Kind::BYTES);
-    for (long b = from; b < to; b++) {
-      const long row = row_blocks.first(b), rows = row_blocks.size(b);
-      const WeightBlock k_block{weights, next + (b - from) * fetched * pairs, pairs, fetched};
-      pick<Kind>(rows, std::make_integer_sequence<int, ROWS>())(
-          x + row * (k / 2) + begin / 2 * rows, k_block, totals + (row - first_row) * N_BLOCK);
-    }
+// The sum of `count` bf16, a multiple of 16.
+float sum_of_row(const uint16_t* x, long count) {
+  typedef uint32_t Words8 __attribute__((vector_size(32)));
+  typedef float Floats8 __attribute__((vector_size(32)));
+  Floats8 first = {}, second = {};
+  for (long i = 0; i < count; i += 16) {
+    const Words8 words = load<Words8>(x + i);
+    first += (Floats8)(words << 16);
+    second += (Floats8)(words & 0xffff0000u);
   }
+  first += second;
+  return ((first[0] + first[4]) + (first[1] + first[5])) +
+         ((first[2] + first[6]) + (first[3] + first[7]));
 }
 
-// The layout of x as packed pairs: the row blocks one after the other, each (K/2, R).
+// The layout of x as packed pairs: the row blocks one after the other, each (K/2, R); and behind
+// them, where a weight has offsets, the sums over each group of k, (G, R) of each row block.
 struct PackedPairs {
-  long k;
+  long m, k, group;
   Parts row_blocks, m_blocks, k_blocks;
-  PackedPairs(long m, long k)
-      : k(k), row_blocks(m, ROWS), m_blocks(row_blocks.count, M_BLOCK / ROWS),
-        k_blocks(k / 2, K_BLOCK / 2) {}
+  PackedPairs(long m, const Weight& weight)
+      : m(m), k(weight.k), group(weight.per_group > 1 ? weight.group : 0), row_blocks(m, ROWS),
+        m_blocks(row_blocks.count, M_BLOCK / ROWS), k_blocks(k / 2, K_BLOCK / 2) {}
 
   long pieces() const { return row_blocks.count * k_blocks.count; }
   void pack(const uint16_t* x, char* to, long piece) const {
     const long block = piece / k_blocks.count, k_block = piece % k_blocks.count;
-    const long row = row_blocks.first(block), begin = 2 * k_blocks.first(k_block);
-    pack_rows(x + row * k, (Pair*)to + row * (k / 2), row_blocks.size(block), k, begin,
+    const long row = row_blocks.first(block), rows = row_blocks.size(block);
+    const long begin = 2 * k_blocks.first(k_block);
+    pack_rows(x + row * k, (Pair*)to + row * (k / 2), rows, k, begin,
               begin + 2 * k_blocks.size(k_block));
+    if (group) sum_groups(x, to, row, rows, k_block);
+  }
+
+  const Pair* pairs(const char* packed, long row, long rows, long begin) const {
+    return (const Pair*)packed + row * (k / 2) + begin / 2 * rows;
+  }
+  float* sums(const char* packed, long row) const {
+    return (float*)(packed + m * k * sizeof(float)) + (group ? row * (k / group) : 0);
+  }
+
+ private:
+  void sum_groups(const uint16_t* x, char* to, long row, long rows, long k_block) const {
+    const long groups = k / group, end = (k_block + 1) * groups / k_blocks.count;
+    for (long g = k_block * groups / k_blocks.count; g < end; g++)
+      for (long r = 0; r < rows; r++)
+        sums(to, row)[g * rows + r] = sum_of_row(x + (row + r) * k + g * group, group);
   }
 };
+
+// Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, which it returns.
+// Several row blocks have the numbers unpacked once: the same numbers, so the same sums.
+template <class Kind>
+const float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
+                        const Weight& weight, long block, float (*memory)[M_BLOCK * N_BLOCK]) {
+  alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : K_BLOCK * N_BLOCK];
+  alignas(64) float scales[IS_BF16<Kind> ? 1 : (K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK];
+  const long first_row = x.row_blocks.first(from), row_blocks = to - from, k = weight.k;
+  const long bytes = (x.row_blocks.first(to) - first_row) * N_BLOCK * sizeof(float);
+  const bool is_unpacked = !IS_BF16<Kind> && row_blocks > 1;
+  const bool is_near = row_blocks == 1 && x.row_blocks.size(from) <= L1_PREFETCH_ROWS;
+  const long fetched = (is_unpacked ? 2 * K_BYTES<Kind> : Kind::STEP) / row_blocks;
+  const long steps_of = is_unpacked ? 2 : 2 * Kind::PAIRS;  // k of a step
+  std::memset(memory[0], 0, bytes);
+  if (weight.per_group) std::memset(memory[1], 0, bytes);
+  const Parameters parameters(weight, block);
+  WeightBlock part{weight, scales, nullptr, nullptr, fetched, 0, 0};
+  for (; part.begin < k; part.begin = part.end) {
+    part.end = std::min(part.begin + K_BLOCK, k);
+    const char* weights = weight.data + (block * k + part.begin) * K_BYTES<Kind>;
+    if (is_unpacked) unpack<Kind>(weight, weights, wide, part.end - part.begin);
+    parameters.unpack(part.begin / weight.group, part.end / weight.group, scales);
+    part.weights = is_unpacked ? (const char*)wide : weights;
+    part.next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>);
+    for (long b = from; b < to; b++) {
+      const long row = x.row_blocks.first(b), rows = x.row_blocks.size(b);
+      const long at = (row - first_row) * N_BLOCK;
+      (is_unpacked ? pick<Bf16>(rows) : pick<Kind>(rows))(
+          x.pairs(packed, row, rows, part.begin), x.sums(packed, row), part,
+          {memory[0] + at, memory[1] + at});
+      part.next += fetched * ((part.end - part.begin) / steps_of);
+    }
+  }
+  return memory[weight.per_group ? 1 : 0];
+}
 
 // packed() gives the packed rows; it is called by each thread, when it comes to its first piece.
 template <class Kind, class Packed>
 void multiply_all(Worker& member, const PackedPairs& x, Packed packed, const Weight& weight,
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK;
-  alignas(64) float totals[M_BLOCK * N_BLOCK];
+  alignas(64) float memory[2][M_BLOCK * N_BLOCK];
+  const float* sums = nullptr;
   const auto compute = [&](long item) {
-    const long m_block = item / blocks, column = item % blocks * N_BLOCK;
-    block_sums<Kind>((const Pair*)packed(), x.row_blocks, x.m_blocks.first(m_block),
-                     x.m_blocks.first(m_block + 1),
-                     weight.data + column * weight.k * Kind::BYTES, weight.k, totals);
+    const long m_block = item / blocks;
+    sums = block_sums<Kind>(x, packed(), x.m_blocks.first(m_block), x.m_blocks.first(m_block + 1),
+                            weight, item % blocks, memory);
   };
   const auto write_out = [&](long item) {
     const long m_block = item / blocks, column = item % blocks * N_BLOCK;
-    write(out, weight, totals, x.row_blocks.first(x.m_blocks.first(m_block)),
+    write(out, weight.n, sums, x.row_blocks.first(x.m_blocks.first(m_block)),
           x.row_blocks.first(x.m_blocks.first(m_block + 1)), column);
   };
   member.run(x.m_blocks.count * blocks, compute, write_out);
@@ -127,8 +222,9 @@ void multiply_all(Worker& member, const PackedPairs& x, Packed packed, const Wei
 
 long align(long bytes) { return (bytes + 63) & -64; }
 
-// Rows packed for a product, and before that normalised: two places in a workspace.
-long packed_bytes(long m, long k) { return align(m * k * sizeof(float)); }
+// Rows packed for a product, with their sums over groups, and before that normalised: two places in
+// a workspace.
+long packed_bytes(long m, long k) { return align(m * (k + k / LEAST_GROUP) * sizeof(float)); }
 long rows_bytes(long m, long k) { return packed_bytes(m, k) + align(m * k * 2); }
 
 // Few rows are normalised and packed by each thread for itself: it takes less than to wait.
@@ -168,31 +264,7 @@ void linear_of(Worker& member, const Rows& x, const Weight& weight, const Output
   if (weight.k % TILE_K == 0 && tiles_work())
     return product<Kind>(member, x, PackedX(x.count, weight.k), weight, out, workspace);
 #endif
-  product<Kind>(member, x, PackedPairs(x.count, weight.k), weight, out, workspace);
-}
-
-constexpr long PAD = 64;  // bytes between rows of workspace, or all fall into one set of a cache
-
-// Bytes of workspace that one thread packs in: 32 rows of `row_bytes`.
-long pack_bytes(long row_bytes) { return N_BLOCK * (row_bytes + PAD); }
-
-// 32 rows of `count` pairs, in the workspace -> pairs of rows, one cache line per row at a time.
-template <class Pair> void transpose(const char* rows, Pair* to, long count) {
-  constexpr long LINE = 64 / sizeof(Pair);
-  const long stride = count * sizeof(Pair) + PAD;
-  for (long begin = 0; begin < count; begin += LINE)
-    for (long i = begin; i < begin + LINE && i < count; i++)
-      for (long row = 0; row < N_BLOCK; row++)
-        to[i * N_BLOCK + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
-}
-
-// A row of k bf16 -> int8 in units of its scale, which is returned: the largest becomes 127.
-float quantize(const uint16_t* row, int8_t* to, long k) {
-  uint16_t largest = 0;  // without their signs, bf16 are in the order of their bits
-  for (long i = 0; i < k; i++) largest = std::max<uint16_t>(largest, row[i] & 0x7fff);
-  const float scale = widen(largest) / 127, unit = scale == 0 ? 1 : scale;
-  for (long i = 0; i < k; i++) to[i] = (int8_t)std::nearbyint(widen(row[i]) / unit);
-  return scale;
+  product<Kind>(member, x, PackedPairs(x.count, weight), weight, out, workspace);
 }
 
 }  // namespace
@@ -202,55 +274,22 @@ long linear_bytes(long m, long k, long threads) {
 }
 
 void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
-  const auto run = weight.scales ? linear_of<Int8> : linear_of<Bf16>;
-  run(member, x, weight, out, workspace);
+  constexpr decltype(&linear_of<Bf16>) RUN[] = {linear_of<Bf16>, linear_of<Int8>, linear_of<Fp8>,
+                                                linear_of<Nibbles>};
+  RUN[weight.numbers](member, x, weight, out, workspace);
 }
 
 extern "C" {
 
-// Bytes of workspace for pack_bf16 (row_bytes = 2 k) and pack_int8 (row_bytes = k).
-long pack_workspace(long row_bytes, long threads) { return threads * pack_bytes(row_bytes); }
-
-// weight (n, k) is packed in place.
-void pack_bf16(char* weight, char* workspace, long n, long k, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (long block = 0; block < n / N_BLOCK; block++) {
-    char* own = workspace + omp_get_thread_num() * pack_bytes(2 * k);
-    char* rows = weight + block * N_BLOCK * 2 * k;
-    for (long r = 0; r < N_BLOCK; r++)
-      std::memcpy(own + r * (2 * k + PAD), rows + r * 2 * k, 2 * k);
-    transpose(own, (uint32_t*)rows, k / 2);
-  }
-}
-
-// weight (n, k) -> values, packed, and scales (n).
-void pack_int8(const uint16_t* weight, int8_t* values, float* scales, char* workspace, long n,
-               long k, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (long block = 0; block < n / N_BLOCK; block++) {
-    char* own = workspace + omp_get_thread_num() * pack_bytes(k);
-    for (long row = 0; row < N_BLOCK; row++) {
-      const long n = block * N_BLOCK + row;
-      scales[n] = quantize(weight + n * k, (int8_t*)own + row * (k + PAD), k);
-    }
-    transpose(own, (uint16_t*)(values + block * N_BLOCK * k), k / 2);
-  }
-}
-
-// Bytes of workspace for linear_bf16 and linear_int8.
+// Bytes of workspace for linear_packed.
 long linear_workspace(long m, long k, long threads) { return linear_bytes(m, k, threads); }
 
 // x (m, k) is bf16; out (m, n) too, or float32 if is_wide; n is a multiple of 32, k of 2.
-void linear_int8(const uint16_t* x, const char* weight, const float* scales, void* out,
-                 char* workspace, long m, long n, long k, bool is_wide, int threads) {
+void linear_packed(const uint16_t* x, const int64_t* matrix, void* out, char* workspace, long m,
+                   long n, long k, bool is_wide, int threads) {
   const Outputs outputs = {out, is_wide ? Outputs::FLOAT32 : Outputs::BF16};
   run_team(threads, [&](Worker& member) {
-    linear(member, {x, m}, {weight, scales, n, k}, outputs, workspace);
+    linear(member, {x, m}, {*(const Matrix*)matrix, n, k}, outputs, workspace);
   });
-}
-
-void linear_bf16(const uint16_t* x, const char* weight, void* out, char* workspace, long m, long n,
-                 long k, bool is_wide, int threads) {
-  linear_int8(x, weight, nullptr, out, workspace, m, n, k, is_wide, threads);
 }
 }

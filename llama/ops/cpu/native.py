@@ -61,6 +61,7 @@ def asked_for() -> list[InstructionSet]:
     """The bodies that may run, the fastest first: all that this CPU can, or what the variable
     names. ValueError if that is not one of them."""
     supported = [x for x in INSTRUCTION_SETS if cpu_flags() >= x.needs]
+    supported.sort(key=lambda x: bool(x.slow_on) and cpu_flags() >= x.slow_on)
     name = os.environ.get(VARIABLE, "")
     named = [x for x in supported if x.name == name]
     if name not in ("", "none") and not named:
@@ -177,10 +178,12 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     ),
     "pack_workspace": (int, (int, int)),
     "pack_bf16": (None, (_BF16, _U8, int, int)),
-    "pack_int8": (None, (_BF16, torch.int8, _F32, _U8, int, int)),
+    "pack_rows": (None, (_BF16, Tensor, _F32, _U8, int, int)),
+    "pack_nibbles": (None, (_U8, torch.int32, int, int)),
+    "pack_scales": (None, (_F32, _U8, _I64, int, int, int)),
+    "pack_int4": (None, (_BF16, torch.int32, Tensor, int, int)),
     "linear_workspace": (int, (int, int, int)),
-    "linear_bf16": (None, (_BF16, _BF16, Tensor, _U8, int, int, int, bool)),
-    "linear_int8": (None, (_BF16, torch.int8, _F32, Tensor, _U8, int, int, int, bool)),
+    "linear_packed": (None, (_BF16, _I64, Tensor, _U8, int, int, int, bool)),
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
     "layers_bf16": (
         None,

@@ -1,15 +1,26 @@
-// What the products with packed weights share: the layout of a weight, its vectors, block sizes.
+// What the products with packed weights share: the layouts of a weight, its vectors, block sizes.
 // linear.cpp multiplies in vectors, amx.h in tiles.
 //
-// The layout is VNNI-2, blocked by N: 32 rows of the weight (N, K) stay in their place in memory,
-// but reordered so that one vector holds the same two k of neighbouring rows, (N/32, K/2, 32, 2).
-// For K = 4,
+// All layouts are blocked by N: 32 rows of the weight (N, K) stay in their place in memory, but
+// reordered so that one vector holds the same few k of neighbouring rows.
+//
+// bf16, and bytes at half the size, lie as VNNI-2 has it, (N/32, K/2, 32, 2). For K = 4,
 //     row 0: a0 a1 a2 a3,  row 1: b0 b1 b2 b3,  ...  is stored as
 //     a0 a1 b0 b1 c0 c1 ... | a2 a3 b2 b3 c2 c3 ...
 // The CPU's own product of bf16 pairs takes such a vector as it is; without one, a shift makes
-// floats of the even k, and a mask of the odd. int8 weights lie in the same order at half the size;
-// a row's sum is multiplied by its scale.
+// floats of the even k, and a mask of the odd.
+//
+// Nibbles lie as words of 8 k, (N/32, K/8, 32): the low half of a word holds, from its low end, the
+// codes of k 0, 2, 4, 6, and the high half those of 1, 3, 5, 7. So the word shifted by 4 j ends, in
+// both halves, with the codes of the pair 2 j, 2 j + 1. A code is the place of a number in a table.
+//
+// A weight is its number, or a group of k of a row has a scale, or a scale and an offset: (N/32, G,
+// 1 or 2, 32), see Parameters. The sum over a group is multiplied by the scale, and the offset by
+// the sum of the group's x: no weight is rounded. With tiles it is, to bf16, if there is more than
+// one scale a row.
 #pragma once
+#include <type_traits>
+
 #include "kernels.h"
 #include "vectors.h"
 
@@ -17,32 +28,35 @@ namespace {
 
 constexpr int N_BLOCK = 32;
 constexpr long K_BLOCK = 1024;  // k of a pass over x: 64 KiB of a weight block, which L2 holds
+constexpr long LEAST_GROUP = 16;  // how many k share parameters; any other number is its multiple
 constexpr long M_BLOCK = 256;   // rows of x, about, that share one pass over a weight block
 // Up to 4 rows are bound by memory: they prefetch 4 KiB ahead into L1 (one Zen 4 core, M = 1: 29
 // GB/s, without 24). More rows prefetch the next K block into L2 (M = 8: 25 GB/s, without 21).
 constexpr int L1_PREFETCH_ROWS = 4;
 constexpr long PREFETCH_BYTES = 4096;
 
-// What the two kinds of weight differ in: how many bytes a number has, and how LANES rows of two
-// neighbouring k are made of them.
+// What the kinds of numbers differ in. A step is the PAIRS of neighbouring k that lie together, with
+// STEP bytes for all 32 rows; `pairs` makes LANES rows of one of these pairs from where they begin,
+// ROW_BYTES a row. All numbers of a kind are bf16.
 struct Bf16 {
-  static constexpr long BYTES = 2;
-  static Pairs pairs(const char* w) { return load_pairs(w); }
+  static constexpr long PAIRS = 1, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
+  explicit Bf16(const float*) {}
+  Pairs pairs(const char* w, int) const { return load_pairs(w); }
 };
 
-#if defined(__AVX512BF16__)
 struct Int8 {
-  static constexpr long BYTES = 1;
+  static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
+  explicit Int8(const float*) {}
+#if defined(__AVX512BF16__)
   static __m512 widened(const char* w) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
   }
-  static Pairs pairs(const char* w) { return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w)); }
-};
+  Pairs pairs(const char* w, int) const {
+    return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w));
+  }
 #else
-struct Int8 {
-  static constexpr long BYTES = 1;
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  static Pairs pairs(const char* w) {  // gcc makes poor code of a portable conversion
+  Pairs pairs(const char* w, int) const {  // gcc makes poor code of a portable conversion
 #if defined(__AVX512F__)
     const __m512i both = _mm512_cvtepi16_epi32(load<__m256i>(w));
     const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
@@ -53,17 +67,134 @@ struct Int8 {
     return {(Floats)_mm256_cvtepi32_ps((__m256i)even), (Floats)_mm256_cvtepi32_ps((__m256i)odd)};
 #endif
   }
-};
 #endif
+};
 
-// The 32 sums of rows `from` to `to`, columns from `column` on, to outputs of n columns; int8 has
-// one scale per column.
+// e4m3. Its bits, the sign apart, are those of a float16 that is 2^8 times smaller, subnormals too:
+// the scales have the 2^8.
+struct Fp8 {
+  static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
+  explicit Fp8(const float*) {}
+  Pairs pairs(const char* w, int) const {
+#if defined(__AVX512F__)
+    const __m512i halves = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load<__m256i>(w)), 7);
+    const __m512i bits = _mm512_and_si512(halves, _mm512_set1_epi16((short)0xbfff));
+    const Floats lower = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+    const Floats upper = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+#else
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(w)), 7);
+    const __m256i bits = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
+    const Floats lower = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+    const Floats upper = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+#endif
+#if defined(__AVX512BF16__)
+    return _mm512_cvtne2ps_pbh((__m512)upper, (__m512)lower);
+#else
+    return {every_second_of(lower, upper, 0, Lanes()), every_second_of(lower, upper, 1, Lanes())};
+#endif
+  }
+};
+
+struct Nibbles {
+  static constexpr long PAIRS = 4, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
+#if defined(__AVX512BF16__)
+  __m512i table;  // twice, as five bits are looked at, and nothing need be masked
+  explicit Nibbles(const float* numbers)
+      : table((__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(numbers), _mm512_loadu_ps(numbers))) {}
+  Pairs pairs(const char* w, int j) const {
+    return (__m512bh)_mm512_permutexvar_epi16((__m512i)(load<Words>(w) >> 4 * j), table);
+  }
+#elif defined(__AVX512F__)
+  __m512 table;
+  explicit Nibbles(const float* numbers) : table(_mm512_loadu_ps(numbers)) {}
+  Floats number(Words words, int shift) const {
+    return (Floats)_mm512_permutexvar_ps((__m512i)(words >> shift), table);
+  }
+  Pairs pairs(const char* w, int j) const {
+    const Words words = load<Words>(w);
+    return {number(words, 4 * j), number(words, 16 + 4 * j)};
+  }
+#else
+  __m256i lower, upper;  // bytes of the numbers as bf16, the 16 twice
+  explicit Nibbles(const float* numbers) {
+    uint8_t bytes[2][32];
+    for (int i = 0; i < 32; i++) {
+      const uint16_t bits = to_bf16(numbers[i % 16]);
+      bytes[0][i] = (uint8_t)bits, bytes[1][i] = bits >> 8;
+    }
+    lower = load<__m256i>(bytes[0]), upper = load<__m256i>(bytes[1]);
+  }
+  // Of a word, j and j + 2 look up the same bytes, and take every second of them.
+  Pairs pairs(const char* w, int j) const {
+    const __m256i codes = (__m256i)(load<Words>(w) >> 4 * (j % 2) & 0x0f0f0f0f);
+    const Words low = (Words)_mm256_shuffle_epi8(lower, codes);
+    const Words high = (Words)_mm256_shuffle_epi8(upper, codes);
+    const __m256i odd_bytes = _mm256_set1_epi16((short)0xff00);
+    return pairs_of((Words)_mm256_blendv_epi8((__m256i)(j < 2 ? low : low >> 8),
+                                              (__m256i)(j < 2 ? high << 8 : high), odd_bytes));
+  }
+#endif
+};
+
+template <class Kind> constexpr bool IS_BF16 = std::is_same_v<Kind, Bf16>;
+
+// Bytes of one k of a weight block.
+template <class Kind> constexpr long K_BYTES = Kind::STEP / (2 * Kind::PAIRS);
+
+// The parameters of a weight block: as floats, as float16, or, for each 8 groups, a float16 per
+// parameter and row, and then whole numbers from -128 to 127, that it is multiplied with.
+struct Parameters {
+  const char* data;
+  int type, count;
+
+  Parameters(const Weight& weight, long block)
+      : type((int)weight.parameter_type), count((int)weight.per_group) {
+    const long numbers = weight.k / weight.group * count * N_BLOCK;
+    const long bytes = type == Matrix::FLOAT32   ? 4 * numbers
+                       : type == Matrix::FLOAT16 ? 2 * numbers
+                                                 : numbers + numbers / 4;
+    data = weight.parameters + block * bytes;
+  }
+
+  // Those of some groups as floats (last - first, 2, 32): scales, and offsets if there are.
+  void unpack(long first, long last, float* to) const {
+    if (!count) return;
+    const auto run = type == Matrix::FLOAT32   ? &Parameters::unpack_as<Matrix::FLOAT32>
+                     : type == Matrix::FLOAT16 ? &Parameters::unpack_as<Matrix::FLOAT16>
+                                               : &Parameters::unpack_as<Matrix::SCALED_INT8>;
+    (this->*run)(first, last, to);
+  }
+
+ private:
+  template <int TYPE> void unpack_as(long first, long last, float* to) const {
+    const long width = count * N_BLOCK;  // of a group
+    for (long group = first; group < last; group++, to += 2 * N_BLOCK)
+      for (long i = 0; i < width; i += LANES) {
+        const char* eight = data + group / 8 * 10 * width;
+        store(to + i, TYPE == Matrix::FLOAT32   ? load<Floats>(data + 4 * (group * width + i))
+                      : TYPE == Matrix::FLOAT16 ? load_float16(data + 2 * (group * width + i))
+                                                : load_float16(eight + 2 * i) *
+                                                      load_int8(eight + (2 + group % 8) * width + i));
+      }
+  }
+};
+
+// A whole number of steps, from k = `begin` on, as bf16 in the layout of bf16: only the numbers.
+template <class Kind>
+void unpack(const Weight& weight, const char* from, uint16_t* to, long count) {
+  const Kind kind(weight.table);
+  for (const char* end = from + count * K_BYTES<Kind>; from < end; from += Kind::STEP)
+    for (int j = 0; j < Kind::PAIRS; j++)
+      for (long row = 0; row < N_BLOCK; row += LANES, to += 2 * LANES)
+        store_exact(to, kind.pairs(from + row * Kind::ROW_BYTES, j));
+}
+
+// The 32 sums of rows `from` to `to`, columns from `column` on, to outputs of n columns.
 template <Outputs::Kind KIND>
-void write_as(void* data, long n, const float* sums, const float* scales, long from, long to,
-              long column) {
+void write_as(void* data, long n, const float* sums, long from, long to, long column) {
   for (long row = from; row < to; row++)
     for (long at = row * n + column, i = 0; i < N_BLOCK; i++, at++) {
-      const float value = *sums++ * (scales ? scales[column + i] : 1);
+      const float value = *sums++;
       uint16_t* narrow = (uint16_t*)data + at;
       if (KIND == Outputs::FLOAT32)
         ((float*)data)[at] = value;
@@ -74,12 +205,11 @@ void write_as(void* data, long n, const float* sums, const float* scales, long f
     }
 }
 
-inline void write(const Outputs& out, const Weight& weight, const float* sums, long from, long to,
-                  long column) {
+inline void write(const Outputs& out, long n, const float* sums, long from, long to, long column) {
   const auto run = out.kind == Outputs::BF16      ? write_as<Outputs::BF16>
                    : out.kind == Outputs::FLOAT32 ? write_as<Outputs::FLOAT32>
                                                   : write_as<Outputs::ADDED>;
-  run(out.data, weight.n, sums, weight.scales, from, to, column);
+  run(out.data, n, sums, from, to, column);
 }
 
 }  // namespace

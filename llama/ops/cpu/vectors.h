@@ -49,6 +49,52 @@ inline uint16_t to_bf16(float value) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// LANES float16, or whole numbers of one byte, as floats.
+inline Floats load_float16(const void* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#endif
+}
+// Rounded to float16, which it returns.
+inline Floats store_float16(void* to, Floats v) {
+#if defined(__AVX512F__)
+  store(to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  store(to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#endif
+  return load_float16(to);
+}
+inline Floats rounded_to_float16(Floats v) {
+  char memory[2 * LANES];
+  return store_float16(memory, v);
+}
+inline Floats load_int8(const void* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#else
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#endif
+}
+
+// One rounding, and the same wherever it is inlined: of `sum += a * b` the compiler may round either
+// product where it knows that the sum is another one.
+inline void add_product(Floats& sum, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  sum = (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+  sum = (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#endif
+}
+inline void add_product(Floats& sum, Floats a, float b) {
+#if defined(__AVX512F__)
+  add_product(sum, a, (Floats)_mm512_set1_ps(b));
+#else
+  add_product(sum, a, (Floats)_mm256_set1_ps(b));
+#endif
+}
+
 // Two neighbouring numbers of each of LANES rows, and of one row that all are multiplied with. The
 // CPU's own product of bf16 pairs takes them as they lie.
 #if defined(__AVX512BF16__)
@@ -57,6 +103,7 @@ typedef uint32_t Pair;
 
 inline Pairs load_pairs(const void* from) { return load<Pairs>(from); }
 inline Pair load_pair(const uint16_t* from) { return load<Pair>(from); }
+inline void store_exact(void* to, Pairs pairs) { store(to, pairs); }
 
 inline void multiply_add(Floats& sum, Pairs a, Pair b) {
   sum = (Floats)_mm512_dpbf16_ps((__m512)sum, a, (__m512bh)_mm512_set1_epi32(b));
@@ -69,15 +116,16 @@ struct Pair {
   float first, second;
 };
 
-inline Pairs load_pairs(const void* from) {
-  const Words words = load<Words>(from);
-  return {first_of(words), second_of(words)};
-}
+inline Pairs pairs_of(Words words) { return {first_of(words), second_of(words)}; }
+inline Pairs load_pairs(const void* from) { return pairs_of(load<Words>(from)); }
 inline Pair load_pair(const uint16_t* from) { return {widen(from[0]), widen(from[1])}; }
+inline void store_exact(void* to, Pairs pairs) {  // of numbers that are bf16
+  store(to, (Words)pairs.first >> 16 | (Words)pairs.second);
+}
 
 inline void multiply_add(Floats& sum, Pairs a, Pair b) {
-  sum += a.first * b.first;
-  sum += a.second * b.second;
+  add_product(sum, a.first, b.first);
+  add_product(sum, a.second, b.second);
 }
 #endif
 
@@ -108,6 +156,12 @@ Vector lower_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
 template <class Vector, uint32_t... I>
 Vector upper_of(Vector a, Vector b, std::integer_sequence<uint32_t, I...>) {
   return __builtin_shuffle(a, b, Words{(LANES / 2 + I / 2 + I % 2 * LANES)...});
+}
+
+// Every second lane of both vectors, from the first or (odd: 1) the second on.
+template <class Vector, uint32_t... I>
+Vector every_second_of(Vector a, Vector b, uint32_t odd, std::integer_sequence<uint32_t, I...>) {
+  return __builtin_shuffle(a, b, Words{2 * I...} + odd);
 }
 
 inline float largest_of(Floats v) {

@@ -1,0 +1,94 @@
+"""One byte a weight, in blocks as bf16 has them: whole numbers from -128 to 127, or e4m3.
+
+In: a `Coded` of such numbers, or bf16 that is rounded at load, with a scale a row. The largest
+number of a row then becomes 127, or 448; int8 is off by at most half of the row's scale.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from llama.ops.cpu import native
+from llama.weights.blocks import N_BLOCK, in_blocks, workspace
+from llama.weights.coded import Coded
+from llama.weights.groups import GroupedWeight, huge_empty, pack_scales
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+_ROWS = 4096  # that are rounded at once
+
+
+class BytesWeight(GroupedWeight):
+    """values: (N/32, K/2, 32, 2) int8."""
+
+    kind = 1
+
+    @classmethod
+    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
+        return n * k + 4 * n
+
+    @classmethod
+    def can_hold(cls, table: Tensor) -> bool:
+        first, count = float(table[0]), len(table)
+        in_range = first.is_integer() and -128 <= first <= 128 - count
+        return in_range and torch.equal(table, first + torch.arange(count))
+
+    @classmethod
+    def of(cls, coded: Coded) -> Self:
+        values = _in_layout(coded.codes).view(torch.int8).add_(int(coded.table[0]))
+        return cls(coded.shape, values, pack_scales(coded))
+
+    @classmethod
+    def pack(cls, plain: Tensor) -> Self:
+        n, k = plain.shape
+        if native.kernels() is None:
+            scale, units = _units(plain, 127)
+            codes = (plain.float() / units).round() + 128
+            return cls.of(Coded(codes.byte(), torch.arange(-128.0, 128), scale))
+        values = huge_empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.int8)
+        scales = torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
+        room = workspace("pack_workspace", k, torch.get_num_threads())
+        native.call("pack_rows", plain, values, scales, room, n, k)
+        return cls((n, k), values, scales)
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        return self.packed_rows(ids).float()
+
+
+class Fp8Weight(BytesWeight):
+    """values: (N/32, K/2, 32, 2) e4m3. The kernels take 2^-8 of them, so the scales are larger."""
+
+    kind = 2
+
+    @classmethod
+    def can_hold(cls, table: Tensor) -> bool:
+        return torch.equal(table.nan_to_num(), _E4M3.float().nan_to_num())
+
+    @classmethod
+    def of(cls, coded: Coded) -> Self:
+        values = _in_layout(coded.codes).view(_E4M3.dtype)
+        return cls(coded.shape, values, pack_scales(coded, 2**-8))
+
+    @classmethod
+    def pack(cls, plain: Tensor) -> Self:
+        scale, units = _units(plain, 448)
+        pieces = zip(plain.split(_ROWS), units.split(_ROWS), strict=True)
+        codes = torch.cat([(rows / unit).to(_E4M3.dtype) for rows, unit in pieces])
+        return cls.of(Coded(codes.view(torch.uint8), _E4M3.float(), scale))
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        return super().numbers(ids) * 2**-8
+
+
+def _units(plain: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """(N, K) -> the scale of each row (N, 1), by which its largest number becomes `largest`; and
+    what to divide by, where it is 0 too."""
+    scale = plain.abs().amax(1, keepdim=True).float() / largest
+    return scale, scale.masked_fill(scale == 0, 1)
+
+
+def _in_layout(codes: Tensor) -> Tensor:
+    """Codes (N, K) -> (N/32, K/2, 32, 2), the same bytes."""
+    n, k = codes.shape
+    values = huge_empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.uint8)
+    return values.copy_(in_blocks(codes.contiguous()))

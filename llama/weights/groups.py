@@ -1,0 +1,120 @@
+"""What the formats of codes share: scales and offsets, in the order in which the CPU reads them.
+
+In: a `Coded`. Out: a weight of which each group of neighbouring k has a scale, or a scale and an
+offset, and is number * scale + offset; the numbers are the subclass's. Nothing is rounded but on a
+CPU with AMX, which takes the weights of rows with several groups in bf16. The kernels are those of
+linear.cpp, with the promises of `llama.weights.blocks`; packed_weight.h has the layouts.
+
+Shapes: N outputs, K inputs, G groups of K / G.
+"""
+
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from llama.device import use_huge_pages
+from llama.ops.cpu import native
+from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack
+from llama.weights.coded import Coded
+
+_LEAST_GROUP = 16  # as in packed_weight.h
+EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, then a byte for each
+
+
+class GroupedWeight(BlockedWeight):
+    """values: codes in blocks, as the subclass has them; scales: (N/32, G, 1 or 2, 32) float32 or
+    float16, or the same numbers as (N/32, G/8, 1 or 2 times EIGHT) bytes; table: what the codes of
+    nibbles stand for."""
+
+    kind: ClassVar[int]  # Matrix::Numbers in kernels.h
+    scales: Tensor
+
+    def __init__(
+        self, shape: tuple[int, int], values: Tensor, scales: Tensor, table: Tensor | None = None
+    ) -> None:
+        super().__init__(shape, values)
+        self.register_buffer("scales", scales, persistent=False)
+        self.table = torch.zeros(16)
+        if table is not None:
+            self.table[: len(table)] = table.bfloat16()
+
+    @classmethod
+    def can_hold(cls, table: Tensor) -> bool:
+        """Whether it has codes for these numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, coded: Coded) -> Self:
+        """What it `takes`, in this format."""
+        raise NotImplementedError
+
+    @classmethod
+    def takes(cls, coded: Coded) -> bool:
+        """Whether it can hold these very weights, and the CPU's kernels read them."""
+        (n, k), is_here = coded.shape, coded.codes.device.type == "cpu" and native.kernels()
+        fits = n % N_BLOCK == 0 and k % 8 == 0 and coded.group % _LEAST_GROUP == 0
+        return bool(fits and is_here) and cls.can_hold(coded.table)
+
+    @classmethod
+    def fits(cls, plain: Tensor) -> bool:
+        return can_pack(plain)
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        """ids (...) -> rows (..., K) float32, before they are scaled."""
+        raise NotImplementedError
+
+    def exact_rows(self, ids: Tensor) -> Tensor:
+        """ids (...) -> rows (..., K) float32: the product is rounded, then the sum."""
+        blocks, places = (ids // N_BLOCK).unique(return_inverse=True)
+        scales = _unpack_scales(self.scales[blocks])[places, :, :, ids % N_BLOCK]
+        rows = self.numbers(ids).unflatten(-1, (scales.shape[-2], -1)) * scales[..., :1]
+        return (rows + scales[..., 1:] if scales.shape[-1] > 1 else rows).flatten(-2)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.exact_rows(ids).bfloat16()
+
+    def exact(self) -> Tensor:
+        return self.exact_rows(torch.arange(self.shape[0]))
+
+    def plain(self) -> Tensor:
+        return self.exact().bfloat16()
+
+    def native_matrix(self) -> list[int]:
+        addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
+        groups, per_group = _unpack_scales(self.scales[:1]).shape[1:3]
+        types = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
+        scale_type = types.index(self.scales.dtype)
+        return [*addresses, self.kind, scale_type, per_group, self.shape[1] // groups]
+
+
+def pack_scales(coded: Coded, unit: float = 1) -> Tensor:
+    """Its scales in units, and its offsets, in the smallest type that changes none."""
+    parts = [coded.scale / unit] if coded.offset is None else [coded.scale / unit, coded.offset]
+    scales = torch.stack(parts, -1).unflatten(0, (-1, N_BLOCK)).permute(0, 2, 3, 1).contiguous()
+    if torch.equal(scales.half().float(), scales):
+        return scales.half()
+    blocks, groups, per_group, _ = scales.shape
+    if groups % 8 == 0 and native.kernels() is not None:  # those of the k-quants
+        eights = torch.empty(blocks, groups // 8, per_group * EIGHT, dtype=torch.uint8)
+        is_same = torch.ones((), dtype=torch.int64)
+        native.call("pack_scales", scales, eights, is_same, blocks, groups, per_group)
+        return eights if is_same else scales
+    return scales
+
+
+def _unpack_scales(scales: Tensor) -> Tensor:
+    """(blocks, G, 1 or 2, 32) float32."""
+    if scales.dtype is not torch.uint8:
+        return scales.float()
+    units, codes = scales.unflatten(-1, (10, -1)).split([2, 8], -2)
+    units = units.flatten(-2).view(torch.float16).unflatten(-1, (1, -1, N_BLOCK))
+    codes = codes.view(torch.int8).unflatten(-1, (-1, N_BLOCK))
+    return (units.float() * codes).flatten(1, 2)
+
+
+def huge_empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Memory for the values."""
+    values = torch.empty(shape, dtype=dtype)
+    use_huge_pages(values)  # before the first touch, which settles it
+    return values

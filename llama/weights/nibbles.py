@@ -1,0 +1,64 @@
+"""Four bits a weight: codes of up to 16 numbers, in words of 8 k, and a scale or more a group.
+
+In: a `Coded` of such a table, whose numbers are taken in bf16 (those of all formats but nf4 are
+such); or bf16 that is rounded at load, in groups of 32: offset + scale * code, with the least
+squared error that a search finds (pack.cpp).
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from llama.ops.cpu import native
+from llama.weights.blocks import N_BLOCK
+from llama.weights.coded import Coded
+from llama.weights.groups import EIGHT, GroupedWeight, huge_empty, pack_scales
+
+_GROUP = 32  # of a matrix that is rounded, as in pack.cpp
+_SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)  # of 8 k in a word
+
+
+class NibblesWeight(GroupedWeight):
+    """values: (N/32, K/8, 32) int32."""
+
+    kind = 3
+
+    @classmethod
+    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
+        return n * k // 2 + _scales_of_rounded(n, k, "meta").nbytes
+
+    @classmethod
+    def fits(cls, plain: Tensor) -> bool:
+        return super().fits(plain) and plain.shape[1] % _GROUP == 0 and native.kernels() is not None
+
+    @classmethod
+    def pack(cls, plain: Tensor) -> Self:
+        n, k = plain.shape
+        values = huge_empty(n // N_BLOCK, k // 8, N_BLOCK, dtype=torch.int32)
+        scales = _scales_of_rounded(n, k)
+        native.call("pack_int4", plain, values, scales, n, k)
+        return cls((n, k), values, scales, torch.arange(16.0))
+
+    @classmethod
+    def can_hold(cls, table: Tensor) -> bool:
+        return len(table) <= 16
+
+    @classmethod
+    def of(cls, coded: Coded) -> Self:
+        n, k = coded.shape
+        values = huge_empty(n // N_BLOCK, k // 8, N_BLOCK, dtype=torch.int32)
+        native.call("pack_nibbles", coded.codes.contiguous(), values, n, k)
+        return cls((n, k), values, pack_scales(coded), coded.table)
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        words = self.values[ids // N_BLOCK, :, ids % N_BLOCK]
+        return self.table[(words[..., None] >> _SHIFTS & 15).flatten(-2)]
+
+
+def _scales_of_rounded(n: int, k: int, device: str = "cpu") -> Tensor:
+    """Room for a scale and an offset a group: 10 bits each where there are eights of groups."""
+    blocks, groups = n // N_BLOCK, k // _GROUP
+    if groups % 8:
+        return torch.empty(blocks, groups, 2, N_BLOCK, dtype=torch.float16, device=device)
+    return torch.empty(blocks, groups // 8, 2 * EIGHT, dtype=torch.uint8, device=device)

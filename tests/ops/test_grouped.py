@@ -1,0 +1,161 @@
+"""Weights of 4 and 8 bits against the numbers of a file, and against float64, in each body."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.ops.cpu import native
+from llama.weights import PlainWeight, check_quantize, packed
+from llama.weights.bytes import BytesWeight, Fp8Weight
+from llama.weights.coded import Coded
+from llama.weights.groups import GroupedWeight
+from llama.weights.nibbles import NibblesWeight
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+TABLES = {
+    "symmetric": torch.arange(-8.0, 8), "unsigned": torch.arange(16.0),
+    "curved": torch.tensor(IQ4).float(), "bytes": torch.arange(-128.0, 128),
+    "six bits": torch.arange(-32.0, 32), "e4m3": E4M3,
+}  # fmt: skip
+FORMATS = [  # table, (N, K), group, offsets, what its scales are kept in: bytes are k-quants'
+    ("symmetric", (64, 1056), 32, False, torch.float16),  # Q4_0
+    ("unsigned", (64, 1056), 32, True, torch.float16),  # Q4_1
+    ("unsigned", (64, 1024), 32, True, torch.uint8),  # Q4_K
+    ("curved", (32, 2048), 32, False, torch.uint8),  # IQ4_XS
+    ("unsigned", (96, 1024), 128, True, torch.float32),  # AWQ
+    ("symmetric", (32, 3072), 3072, False, torch.float32),
+    ("six bits", (64, 2048), 16, False, torch.uint8),  # Q6_K
+    ("six bits", (64, 2080), 16, False, torch.float32),
+    ("bytes", (64, 576), 192, True, torch.float16),  # groups over the edge of a K block
+    ("bytes", (64, 3072), 1536, False, torch.float32),
+    ("e4m3", (96, 1088), 1088, False, torch.float32),
+    ("e4m3", (32, 2048), 1024, False, torch.float32),
+]
+
+
+def coded(name: str, shape: tuple[int, int], group: int, offsets: bool, kept: torch.dtype) -> Coded:
+    random = torch.Generator().manual_seed(3)
+    (n, k), table = shape, TABLES[name]
+    codes = torch.randint(0, len(table), shape, dtype=torch.uint8, generator=random)
+    if name == "e4m3":
+        codes[codes & 127 == 127] = 0x39  # the two that are no numbers
+    scales = torch.rand(2, n, k // group, generator=random) / 50 + 1e-3
+    if kept is torch.uint8:  # whole numbers of a float16 that 8 groups share
+        units = (scales[..., ::8] / 64).half().float().repeat_interleave(8, -1)
+        scales = units * torch.randint(-127, 128, scales.shape, generator=random)
+    scale, offset = scales.half().float() if kept is torch.float16 else scales
+    return Coded(codes, table, scale, -offset if offsets else None)
+
+
+def rows(m: int, k: int) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+
+def check(held: GroupedWeight, weight: Tensor, x: Tensor, *, is_rounded: bool) -> Tensor:
+    """Sums within what float32 additions lose; or, with tiles, bf16 weights."""
+    out = held.linear(x, torch.float32)
+    size = x.double().abs() @ weight.double().abs().T
+    off = (out - x.double() @ weight.double().T).abs()
+    assert (off <= size * (2**-8 if is_rounded else 2e-6)).all()
+    return out
+
+
+@pytest.mark.parametrize("which", FORMATS, ids=str)
+def test_a_product_is_that_with_the_weights_of_the_file(kernels, request, which):
+    file = coded(*which)
+    held, weight = packed(file), file.plain()
+    assert isinstance(held, GroupedWeight)
+    assert torch.equal(held.exact(), weight)  # to the bit: no value is changed
+    assert held.scales.dtype is which[-1]
+    x, groups = rows(300, weight.shape[1]), file.scale.shape[1] + 2 * (file.offset is not None)
+    is_rounded = "amx" in request.node.callspec.params["kernels"] and groups > 1
+    whole = check(held, weight, x, is_rounded=is_rounded)
+    for m in (1, 2, 5, 14, 15, 16, 33, 257):  # alone as in any batch
+        assert torch.equal(held.linear(x[:m], torch.float32), whole[:m]), m
+    torch.set_num_threads(3)  # conftest puts it back
+    assert torch.equal(held.linear(x, torch.float32), whole)
+    torch.set_num_threads(1)
+    ids = torch.tensor([[0, 31], [weight.shape[0] - 1, 5]])
+    assert torch.equal(held.rows(ids), weight[ids].bfloat16())
+
+
+def test_codes_lie_as_packed_weight_describes(kernels):
+    """The word of a row, and the bytes that scales take."""
+    codes = (torch.arange(64 * 256) % 8).view(64, 256).byte()
+    scale = torch.full((64, 8), 0.25)
+    held = packed(Coded(codes, torch.arange(-8.0, 8), scale))
+    assert isinstance(held, NibblesWeight)
+    assert held.values[1, 3, 7].item() == 0x75316420 and held.values.shape == (2, 32, 32)
+    assert held.scales.dtype is torch.float16 and held.scales.shape == (2, 8, 1, 32)
+    odd = packed(Coded(codes, torch.arange(-8.0, 8), scale + 2**-20))
+    assert odd.scales.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"codes": (33, 64)}, {"codes": (32, 60)}, {"group": 8},
+        {"table": torch.linspace(0, 1, 17)}, {"table": torch.arange(200.0)},
+    ],
+    ids=["rows", "columns", "group", "fractions", "range"],
+)  # fmt: skip
+def test_codes_that_fit_no_format_become_bf16(changes, kernels):
+    asked: dict[str, Any] = {"codes": (32, 64), "group": 32, "table": TABLES["bytes"]} | changes
+    n, k = asked["codes"]
+    codes = torch.randint(0, len(asked["table"]), (n, k), dtype=torch.uint8)
+    file = Coded(codes, asked["table"], torch.ones(n, k // min(asked["group"], k // 2)))
+    held = packed(file)
+    assert not isinstance(held, GroupedWeight)
+    assert torch.equal(held.plain(), file.plain(torch.bfloat16))
+
+
+def test_without_kernels_codes_become_bf16(no_kernels):
+    file = coded(*FORMATS[0])
+    held = packed(file)
+    assert isinstance(held, PlainWeight) and torch.equal(held.plain(), file.plain(torch.bfloat16))
+
+
+def least_squares(plain: Tensor) -> Tensor:
+    """Groups of 32 by the smallest and the largest number: what a search has to beat."""
+    groups = plain.float().unflatten(1, (-1, 32))
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).masked_fill(high == low, 1)
+    return (((groups - low) / scale).round() * scale + low).flatten(1)
+
+
+@pytest.mark.parametrize(("k", "bits"), [(512, 4.625), (96, 5)])
+def test_four_bits_are_closer_than_those_between_the_extremes(kernels, k, bits):
+    plain = rows(64, k) * torch.logspace(-3, 1, 64)[:, None].bfloat16()
+    plain[3], plain[4], plain[5, :32] = 0, 0.5, -0.25
+    held = packed(plain.clone(), "int4")
+    assert type(held) is NibblesWeight
+    assert held.nbytes * 8 == bits * 64 * k == 8 * NibblesWeight.num_bytes(64, k, plain.dtype)
+    exact, weight = held.exact(), plain.float()
+    assert (exact[3] == 0).all() and torch.allclose(exact[4], weight[4], rtol=2e-3)
+    assert torch.allclose(exact[5, :32], weight[5, :32], rtol=1e-2)
+    ours, theirs = ((x - weight).square().sum(1) for x in (exact, least_squares(plain)))
+    assert ours[6:].sum() < 0.9 * theirs[6:].sum() and (ours[6:] < 1.1 * theirs[6:]).all()
+    check(held, held.exact(), rows(20, k), is_rounded=True)
+
+
+def test_fp8_is_off_by_a_sixteenth_at_most(kernels):
+    plain = rows(64, 128)
+    held = packed(plain.clone(), "fp8")
+    assert type(held) is Fp8Weight and held.nbytes == Fp8Weight.num_bytes(64, 128, plain.dtype)
+    off = (held.exact() - plain.float()).abs()
+    largest = plain.float().abs().amax(1, keepdim=True)
+    assert (off <= plain.float().abs() / 16 + largest / 448 / 1024).all()
+    assert torch.allclose(held.exact().abs().amax(1, keepdim=True), largest, rtol=1e-6)
+    check(held, held.exact(), rows(20, 128), is_rounded=False)
+
+
+def test_four_bits_need_the_kernels(no_kernels):
+    told = "quantize='int4' needs this project's CPU kernels"
+    with pytest.raises(ValueError, match=told):
+        check_quantize("int4", torch.bfloat16, torch.device("cpu"))
+    assert check_quantize("int8", torch.bfloat16, torch.device("cpu")) == "int8"
+    assert type(packed(rows(32, 64), "int8")) is BytesWeight
+    assert native.kernels() is None
