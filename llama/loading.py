@@ -15,7 +15,7 @@ from llama.checkpoint import reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
-from llama.checks import number, path_like, whole_number
+from llama.checks import brief, number, path_like, whole_number
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model.args import ModelArgs
@@ -34,18 +34,21 @@ _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 @dataclass(frozen=True)
 class Loaded:
     """One rank's model with its tokenizer, and how many pages its KV cache has. is_guard: it is
-    Llama Guard, which has no tools."""
+    Llama Guard, which has no tools. file_type: what a file of quantized weights is called."""
 
     model: Transformer
     tokenizer: Tokenizer
     num_pages: int
     is_guard: bool = False
+    file_type: str | None = None
 
     def describe(self, *, has_graphs: bool = False) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
         params, device = self.model.params, self.model.norm.weight.device
         dtype = self.model.norm.weight.dtype
         name = self.model.quantization or dtype_name(dtype)
+        if self.file_type not in (None, name):
+            name += f" from {self.file_type}"
         tokens = self.num_pages * PAGE_SIZE
         sequences = self.num_pages // pages_for(params.max_seq_len)
         return (
@@ -70,6 +73,8 @@ def load_model(
     kv_bytes: int | None,
     timeout_s: float,
     verify: bool,
+    speculate: str | None = None,
+    speculate_tokens: int = 7,
 ) -> Loaded:
     """The arguments are those of `Llama.build`; the sizes chosen are in the model's params."""
     chosen_device = pick_device(device)
@@ -81,12 +86,17 @@ def load_model(
         batch_size = batch_size or default_batch_size(chosen_device)
         kv_bytes = whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True)
         whole_number("seed", seed, 0, 2**63 - 1)
+        whole_number("speculate_tokens", speculate_tokens, 1, 64)
+        if speculate not in (None, "lookup"):
+            raise ValueError(f"speculate={brief(speculate)}: give 'lookup', or None")
         if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
             dtype, quantize = None, dtype  # as it was written before there was quantize=
         chosen_dtype = pick_dtype(dtype, chosen_device)
         weights.check_quantize(quantize, chosen_dtype, chosen_device)
         checkpoint, tokenizer = _look_at(ckpt_dir, tokenizer_path, parallel.size, seq_len)
-        params = checkpoint.params
+        params, is_default = checkpoint.params, dtype in (None, "auto") and quantize is None
+        if is_default and stays_in_codes(checkpoint, chosen_device):
+            checkpoint = replace(checkpoint, in_codes=True)
         allowed = gpu.asked_for()
         native.asked_for()  # a wrong name is told before weights are read
         compared = {
@@ -95,8 +105,11 @@ def load_model(
             "kv_cache_memory_bytes": kv_bytes,
             "seed": seed,
             "dtype": chosen_dtype,
-            "quantize": quantize,
+            "quantize": checkpoint.file_type if checkpoint.in_codes else quantize,
             "device": chosen_device.type,
+            "torch": torch.__version__,
+            "speculate": speculate,
+            "speculate_tokens": speculate_tokens,
             **{f"{name} of the checkpoint": value for name, value in vars(params).items()},
         }
         must_match += [f"{name}={value}" for name, value in compared.items()]
@@ -116,7 +129,7 @@ def load_model(
         model = Transformer(args, parallel=parallel, device=chosen_device, dtype=chosen_dtype)
         model.use_kernels(kernels)
         _fill(model, checkpoint, quantize, verify)
-    return Loaded(model, tokenizer, pages, checkpoint.is_guard)
+    return Loaded(model, tokenizer, pages, checkpoint.is_guard, checkpoint.file_type)
 
 
 def _look_at(
@@ -145,6 +158,13 @@ def _fill(model: Transformer, checkpoint: Checkpoint, quantize: str | None, veri
         filled=functools.partial(model.pack, quantize=quantize),
         progress=is_first and sys.stderr.isatty(),
     )
+    if checkpoint.in_codes:
+        model.quantization = checkpoint.file_type
+
+
+def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
+    """Whether a device multiplies with the matrices of a file as they are there."""
+    return checkpoint.is_quantized and device.type == "cpu" and native.kernels() is not None
 
 
 def default_batch_size(device: torch.device) -> int:

@@ -18,6 +18,8 @@ from typing import Any, Literal, TypedDict, get_args
 import tiktoken
 
 from llama.checkpoint.downloads import read_small, shown
+from llama.checkpoint.gguf import is_gguf, read_header
+from llama.checks import brief
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
 
@@ -46,14 +48,16 @@ _FIRST = {
     "3.1": (_BEGIN, _END, None, None, "<|finetune_right_pad_id|>", "<|step_id|>", _START_HEADER,
             _END_HEADER, _EOM, _EOT, _PYTHON_TAG, "<|image|>"),
 }  # fmt: skip
+_GGUF_PRE = ("llama-bpe", "llama3", "llama-v3")  # what a GGUF file calls Llama 3's pattern
+_NORMAL = 1  # the type of its tokens that are not special
 _USED = (_BEGIN, _END, _START_HEADER, _END_HEADER, _EOT, _EOM, _PYTHON_TAG)  # by the runtime
 
 
 class Tokenizer:
     """Byte-pair encoding with Llama 3's pattern and special tokens.
 
-    Reads `tokenizer.model` (a line for each token: base64, rank), or Hugging Face's
-    `tokenizer.json`, whose special tokens keep the names that they have there. The special ids
+    Reads `tokenizer.model` (a line for each token: base64, rank), Hugging Face's `tokenizer.json`,
+    or a GGUF file; the special tokens of these two keep the names that they have there. Special ids
     follow the ranks, however many there are. `llama_3_0` takes the special tokens of the first
     release, which had no `<|eom_id|>` and no `<|python_tag|>`. Raises OSError where the file cannot
     be read, ValueError where it is not a sound Llama 3 tokenizer, or of the other release.
@@ -72,13 +76,11 @@ class Tokenizer:
 
     def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
         path, release = Path(model_path), "3.0" if llama_3_0 else "3.1"
-        data = _read(path)
-        if path.suffix == ".json" or data.startswith(b"{"):
-            ranks, names = _parse_tokenizer_json(path, data)
-            _check_special_names(path, names, release)
-        else:
-            ranks = _parse_ranks(path, data)
+        ranks, names = _parse(path)
+        if names is None:
             names = _special_names(self.num_reserved_special_tokens, release)
+        else:
+            _check_special_names(path, names, release)
         _check_ranks(path, ranks)
         self.special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
         self.model = tiktoken.Encoding(
@@ -191,6 +193,16 @@ def _read(path: Path) -> bytes:
     return read_small(path)
 
 
+def _parse(path: Path) -> tuple[dict[bytes, int], list[str] | None]:
+    """A file's ranks, and the names of its special tokens in the order of ids, if it has them."""
+    if is_gguf(path):
+        return _parse_gguf(path)
+    data = _read(path)
+    if path.suffix == ".json" or data.startswith(b"{"):
+        return _parse_tokenizer_json(path, data)
+    return _parse_ranks(path, data), None
+
+
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
     """Parse tiktoken's format: a line for each token, base64 and rank."""
     if data[:1] == data[2:3] == b"\n":  # protobuf: field 1, length, field 1
@@ -228,13 +240,42 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> tuple[dict[bytes, int], li
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"
             f" {error}): download it again"
         ) from None
+    return ranks, _added_names(path, ranks, added)
+
+
+def _added_names(path: Path, ranks: dict[bytes, int], added: dict[int, str]) -> list[str]:
     ids = sorted(added)
     if ids != list(range(len(ranks), len(ranks) + len(ids))):
         raise ValueError(
             f"{path}: the added tokens' ids must be {len(ranks)} and up without a gap, after the"
             f" vocabulary's; got {ids[:5]} ... {ids[-1:]}: not a Llama 3 tokenizer"
         )
-    return ranks, [added[i] for i in ids]
+    return [added[i] for i in ids]
+
+
+def _parse_gguf(path: Path) -> tuple[dict[bytes, int], list[str]]:
+    """Return a GGUF file's ranks, which are the ids of its tokens, and its special names."""
+    metadata, byte_of = read_header(path).metadata, byte_alphabet()
+    keys = ("model", "pre", "tokens", "token_type", "merges")
+    model, pre, tokens, types, merges = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+    if model != "gpt2" or pre not in _GGUF_PRE or not tokens:
+        raise ValueError(
+            f"{path} has no tokenizer of Llama 3 (tokenizer.ggml.model is {brief(model)}, .pre is "
+            f"{brief(pre)}): give tokenizer_path, such as a tokenizer.model"
+        )
+    try:
+        added = {i: tokens[i] for i, kind in enumerate(types or ()) if kind != _NORMAL}
+        normal = {token: i for i, token in enumerate(tokens) if i not in added}
+        ranks = {bytes([byte_of[c] for c in token]): i for token, i in normal.items()}
+        made = [normal[merge.replace(" ", "", 1)] for merge in merges or ()]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not the file of a byte-level BPE ({type(error).__name__}: "
+            f"{brief(str(error))}): download it again"
+        ) from None
+    if made != sorted(made):
+        raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
+    return ranks, _added_names(path, ranks, added)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""Write a checkpoint again: Meta's in another number of shards, or in the other layout.
+"""Write a checkpoint again: Meta's in another number of shards, or in another layout.
 
-In: a folder that `find` understands. Out: a new folder, complete or not there at all, with the same
-values. Each file is first put together in scratch files on the same disk, so that memory holds one
-tensor at most, and a laptop converts a model larger than its memory.
+In: what `find` understands. Out: a new folder, complete or not there at all, with the same values,
+those of a quantized GGUF file in bfloat16. Each file is first put together in scratch files on the
+same disk, so that memory holds one tensor at most, and a laptop converts a model larger than that.
 """
 
 import os
@@ -50,7 +50,7 @@ def reshard(
     size = whole_number("model_parallel_size", model_parallel_size, 1, _MAX_SHARDS)
     checkpoint = find(ckpt_dir)
     if checkpoint.layout != "meta":
-        raise ValueError(f"{checkpoint.folder} is in Hugging Face's layout: convert it first")
+        raise ValueError(f"{checkpoint.weights_path} is not in Meta's layout: convert it first")
     checkpoint.params.check_ranks(size)
     copied = [checkpoint.params_path, *_tokenizer(checkpoint)]
     files: Files = {path.name: path for path in copied}
@@ -64,7 +64,7 @@ def convert(
     *,
     progress: bool = False,
 ) -> list[str]:
-    """Write Meta's layout as Hugging Face's, or Hugging Face's as Meta's (one shard).
+    """Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's (one shard).
 
     Hugging Face's folder has what `AutoTokenizer` and `AutoModelForCausalLM` of transformers read,
     the chat template among it; without a tokenizer in `ckpt_dir`, the weights and their config.
@@ -75,7 +75,7 @@ def convert(
     checkpoint = find(ckpt_dir)
     reader, tokenizer = CheckpointReader(checkpoint), _tokenizer(checkpoint)
     files: Files = {path.name: path for path in tokenizer}
-    if checkpoint.layout == "meta":
+    if checkpoint.layout != "hf":
         layout, weights = "hf", _hf_weights(reader)
         files = _hf_files(checkpoint, reader, weights, tokenizer)
     else:
@@ -137,7 +137,7 @@ def _hf_files(
         found = load_tokenizer(path, params)
         ids = special_ids(found)
         files["tokenizer.json"] = path if path.suffix == ".json" else tokenizer_json(found)
-        if path.suffix != ".json":
+        if path.name == "tokenizer.model":
             files["original/tokenizer.model"] = path
         config = tokenizer_config(found, params, is_guard=checkpoint.is_guard)
         files["tokenizer_config.json"] = config

@@ -1,7 +1,7 @@
-"""Files that were downloaded: is one what it should be, and what is said where it is not?
+"""Files that were downloaded: where they are; is one what it should be, and what if it is not?
 
-In: a path. Out: nothing, or the bytes of a small file, or an OSError or ValueError with the
-remedy. No file format is known here.
+In: a path, or the name of a model. Out: the model's folder, the bytes of a small file, or an
+OSError or ValueError with the remedy. No file format is known here, and no network is used.
 """
 
 import os
@@ -12,6 +12,26 @@ from pathlib import Path
 _HEAD_BYTES = 512  # enough to recognise what a server sends instead of a file
 _MOST_BYTES = 64 << 20  # of a file that is read whole: the largest tokenizer.json has 17 MB
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-z]", re.IGNORECASE)
+
+
+def repository(name: str | os.PathLike[str]) -> str:
+    """The hub's repository that a name stands for: ORG/NAME, or NAME alone for one of Meta's."""
+    return str(name) if "/" in str(name) else f"meta-llama/{name}"
+
+
+def hub_cache() -> Path:
+    """Hugging Face's cache, by its own variables: what other programs have fetched is there too."""
+    get = os.environ.get
+    home = get("HF_HOME") or get("XDG_CACHE_HOME", "~/.cache") + "/huggingface"
+    return Path(get("HF_HUB_CACHE") or home + "/hub").expanduser()
+
+
+def model_folder(name: str | os.PathLike[str]) -> Path:
+    """A folder as it is; for a model's name, where `llama download` has put it, if it has."""
+    folder, home = Path(name), hub_cache() / f"models--{repository(name).replace('/', '--')}"
+    if folder.exists() or not (commit := home / "refs" / "main").is_file():
+        return folder
+    return home / "snapshots" / commit.read_text()
 
 
 def check_download(path: Path) -> None:

@@ -1,16 +1,17 @@
 """One file of tensors, opened without reading it and without running anything in it; its bytes.
 
-In: a path to a .pth of torch.save or to a .safetensors. Out: its tensors by name, mapped from the
-file; and by several threads, in less time than the system takes to fault a mapped file in page by
-page, bytes of it in a tensor. To a GPU they go through two buffers of pinned memory: one is read
-into while the other is copied. A file that is neither (half a download, a pickle of something else)
-is a ValueError that names the file, its size and the remedy. What the tensors mean is not known
-here.
+In: a path to a .pth of torch.save, a .safetensors or a GGUF file. Out: its tensors by name, mapped
+from the file; and by several threads, in less time than the system takes to fault a mapped file in
+page by page, bytes of it in a tensor. To a GPU they go through two buffers of pinned memory: one is
+read into while the other is copied. What is none (half a download, a pickle of something else) is a
+ValueError that names the file, its size and the remedy. What the tensors mean is not known here.
 """
 
+import functools
 import os
 import zipfile
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,28 +20,51 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llama.checkpoint import gguf_blocks
 from llama.checkpoint.downloads import broken, check_download, check_utf8
+from llama.checkpoint.gguf import is_gguf, read_header
 from llama.checks import brief
 from llama.device import available_cores
+from llama.weights.coded import Coded
 
 _LEGACY_PTH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # how torch.save began before 1.6
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PIECE = 4 << 20  # bytes that a thread reads at a time
 _BUFFER = 64 << 20  # bytes of a buffer
 _MOST_THREADS = 16
 
 
+class Quantized(NamedTuple):
+    """A matrix (N, K) that a file holds in codes. read: its rows and columns from where to where,
+    unpacked on a device."""
+
+    kind: str
+    shape: torch.Size
+    read: Callable[[slice, slice, torch.device], Coded]
+
+
 class MappedTensor(NamedTuple):
-    """A tensor in a file: `data` is mapped, `offset` where it begins there, if that is known."""
+    """A tensor in a file: `data` is mapped, `offset` where it begins there, if that is known.
+
+    Where it is `quantized`, the data are bytes of its format.
+    """
 
     file: Path
     data: Tensor
     offset: int | None
+    quantized: Quantized | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.quantized.shape if self.quantized else self.data.shape
 
 
 def open_tensors(file: Path) -> dict[str, MappedTensor]:
     """The tensors of a file by name, mapped: nothing but names and shapes is read yet."""
     check_utf8(file)
     check_download(file)
+    if is_gguf(file):
+        return _open_gguf(file)
     tensors = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pth(file)
     regions = _mapped_regions(file)
     return {
@@ -55,6 +79,21 @@ def _open_safetensors(file: Path) -> dict[str, Tensor]:
             return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
     except SafetensorError as e:
         raise broken(file, f"is cut short or damaged ({first_line(e)})") from e
+
+
+def _open_gguf(file: Path) -> dict[str, MappedTensor]:
+    content = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    tensors = {}
+    for name, (shape, kind, offset, num_bytes) in read_header(file).tensors.items():
+        data, quantized = content[offset : offset + num_bytes], None
+        if kind.name in _GGUF_DTYPES:
+            data = data.view(_GGUF_DTYPES[kind.name]).view(shape)
+        else:
+            data = data.view(*shape[:-1], -1)
+            read = functools.partial(gguf_blocks.read, data, kind)
+            quantized = Quantized(kind.name, torch.Size(shape), read)
+        tensors[name] = MappedTensor(file, data, offset, quantized)
+    return tensors
 
 
 def _open_pth(file: Path) -> dict[str, Tensor]:

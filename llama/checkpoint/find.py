@@ -1,9 +1,9 @@
 """A folder that holds a model: which files are its weights, and what params.json says of it.
 
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
-Hugging Face's *.safetensors and config.json. Out: a `Checkpoint`. The JSON is read, and of Meta's
-files the names of their tensors. Which layout it is follows from the files there, never from a
-path's name.
+Hugging Face's *.safetensors and config.json, or a GGUF file, in any number of parts. Out: a
+`Checkpoint`. The JSON is read, of a GGUF file its header, and of Meta's files the names of their
+tensors. Which layout it is follows from the files there, never from a path's name.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama.checkpoint import huggingface
-from llama.checkpoint.downloads import broken, check_utf8, read_small, shown
+from llama.checkpoint import gguf, gguf_args, hf_quantized, huggingface
+from llama.checkpoint.downloads import broken, check_utf8, model_folder, read_small, shown
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checks import brief
 from llama.model.args import ModelArgs
@@ -34,12 +34,7 @@ _TOLD_BY = (
 )  # fmt: skip
 _MAX_BYTES = 4 * 2**20  # of one of these
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file with weights
-
-
-_GGUF = (
-    "is a GGUF file, llama.cpp's format, which this runtime does not read: give the folder of the "
-    "model's own weights, *.safetensors with config.json, or Meta's consolidated.*.pth"
-)
+_FETCH = "fetch a model: llama download NAME"
 
 
 @dataclass(frozen=True)
@@ -49,14 +44,38 @@ class Checkpoint:
     folder: Path  # where the weights lie
     params: ModelArgs
     shards: list[Path]  # in order
-    layout: str  # "meta" or "hf"
+    layout: str  # "meta", "hf" or "gguf"
+    header: gguf.Header | None = None  # of a GGUF file, or of its first part
+    quantization: dict[str, Any] | None = None  # config.json's quantization_config
+    in_codes: bool = False  # whether quantized matrices are held as the file has them
+
+    @property
+    def weights_path(self) -> Path:
+        """What the user knows the weights by: the folder, or the GGUF file, or its first part."""
+        return self.shards[0] if self.layout == "gguf" else self.folder
+
+    @property
+    def file_type(self) -> str | None:
+        """What people call a file of quantized weights: Q4_K_M, awq."""
+        if self.quantization is not None:
+            return str(self.quantization["quant_method"])
+        return None if self.header is None else self.header.file_type
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantization is not None or bool(self.header and self.header.is_quantized)
 
     @property
     def params_path(self) -> Path:
+        if self.layout == "gguf":
+            return self.weights_path
         return self.folder / ("params.json" if self.layout == "meta" else "config.json")
 
     def tokenizer_path(self) -> Path:
-        """tokenizer.model or tokenizer.json beside the weights. FileNotFoundError if neither is."""
+        """The GGUF file, or tokenizer.model or tokenizer.json beside the weights. FileNotFoundError
+        if neither is."""
+        if self.layout == "gguf":
+            return self.weights_path
         near = [self.folder, self.folder / "original"]
         if self.layout == "meta":  # Meta's downloads have one file for the sizes beside it
             near.append(self.folder.parent)
@@ -71,13 +90,16 @@ class Checkpoint:
 
     @property
     def is_guard(self) -> bool:
-        """Whether it is Llama Guard, by what lies beside the weights.
+        """Whether it is Llama Guard, by what lies beside the weights, or in the GGUF file.
 
         Llama Guard 3 has the sizes, the tensors and the tokenizer of the Llama that it was made
         from, and was trained to judge dialogs, not to call tools. The chat template, which holds
         its task, tells it, and the names that downloads have. A file that cannot be read tells
         nothing.
         """
+        if self.header is not None:
+            template = str(self.header.metadata.get("tokenizer.chat_template")).encode()
+            return bool(_GUARD_FILE.search(template) or _GUARD_FOLDER.search(self.header.file.name))
         folder = self.folder.absolute()
         model = folder.parent if folder.name == "original" else folder
         # Hugging Face's cache has models--meta-llama--Llama-Guard-3-8B/snapshots/HASH.
@@ -92,29 +114,37 @@ class Checkpoint:
 
 
 def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
-    """Find a checkpoint in a folder: Meta's there or in `original/`, else Hugging Face's.
+    """Find a checkpoint in a folder: Meta's there or in `original/`, else Hugging Face's, else the
+    one GGUF file; or in a GGUF file.
 
-    FileNotFoundError, NotADirectoryError or ValueError name what is missing or wrong and the
-    remedy.
+    In place of a folder, the name of a model that `llama download` has fetched. FileNotFoundError,
+    NotADirectoryError or ValueError name what is missing or wrong and the remedy.
     """
-    folder = Path(ckpt_dir)
+    folder = model_folder(ckpt_dir)
     check_utf8(folder)
     if not folder.exists():
-        raise FileNotFoundError(f"{folder} does not exist: give the folder that holds the weights")
+        raise FileNotFoundError(
+            f"{folder} does not exist: give the folder that holds the weights, or {_FETCH}"
+        )
     if not folder.is_dir():
-        if _is_gguf(folder):
-            raise ValueError(f"{folder} {_GGUF}")
-        raise NotADirectoryError(f"{folder} is a file: give the folder that holds the weights")
+        if gguf.is_gguf(folder):
+            return _find_gguf(folder)
+        raise NotADirectoryError(
+            f"{folder} is a file: give the folder that holds the weights, or a GGUF file"
+        )
     for place in (folder, folder / "original"):
         if any(place.glob("consolidated.*.pth")):
             return _find_meta(place)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return _find_hf(folder)
-    if gguf := next(filter(_is_gguf, sorted(folder.glob("*.gguf"))), None):
-        raise ValueError(f"{gguf} {_GGUF}")
+    if models := sorted({gguf.parts_of(path)[0] for path in folder.glob("*.gguf")}):
+        if len(models) > 1:
+            names = ", ".join(path.name for path in models[:8])
+            raise ValueError(f"{folder} holds {len(models)} models: give the path of one: {names}")
+        return _find_gguf(models[0])
     raise FileNotFoundError(
         f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
-        "*.safetensors is there; download the model into it"
+        f"*.safetensors nor *.gguf is there; {_FETCH}"
     )
 
 
@@ -140,8 +170,24 @@ def _find_meta(folder: Path) -> Checkpoint:
 
 def _find_hf(folder: Path) -> Checkpoint:
     path = folder / "config.json"
-    args = huggingface.args_of(_read_json(path), source=str(path))
-    return Checkpoint(folder, args, _hf_shards(folder), "hf")
+    config = _read_json(path)
+    args = huggingface.args_of(config, source=str(path))
+    quantization = config.get("quantization_config")
+    if quantization is None and (folder / "hf_quant_config.json").exists():
+        quantization = {"quant_method": "modelopt"}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method not in hf_quantized.METHODS:
+        raise ValueError(
+            f"{path}: quantization_config is of {brief(method)}, and this runtime reads "
+            f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
+        )
+    return Checkpoint(folder, args, _hf_shards(folder), "hf", quantization=quantization)
+
+
+def _find_gguf(path: Path) -> Checkpoint:
+    headers = gguf.read_headers(path)
+    files = [header.file for header in headers]
+    return Checkpoint(path.parent, gguf_args.args_of(headers), files, "gguf", headers[0])
 
 
 def _meta_shards(folder: Path) -> list[Path]:
@@ -159,7 +205,7 @@ def _meta_shards(folder: Path) -> list[Path]:
     if missing := [f"consolidated.{i:02d}.pth" for i in itertools.islice(absent, 16)]:
         raise FileNotFoundError(
             f"{folder} has shards up to {max(shards)}, but {', '.join(missing)} missing: "
-            "download the rest"
+            f"download the rest, or {_FETCH}"
         )
     return [shards[i] for i in sorted(shards)]
 
@@ -175,7 +221,8 @@ def _hf_shards(folder: Path) -> list[Path]:
     if missing := [path.name for path in shards if not path.exists()]:
         more = f" and {len(missing) - 8} more" if missing[8:] else ""
         raise FileNotFoundError(
-            f"{index} names {', '.join(missing[:8])}{more}, not there: download the rest"
+            f"{index} names {', '.join(missing[:8])}{more}, not there: download the rest, or "
+            f"{_FETCH}"
         )
     return shards
 
@@ -200,10 +247,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _is_gguf(path: Path) -> bool:
-    return _beginning(path, 4) == b"GGUF"
-
-
 def _sample(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -214,11 +257,11 @@ def _sample(path: Path) -> str:
     return f"{path.name}: {size} bytes, sample {digest.hexdigest()[:8]}"
 
 
-def _beginning(path: Path, size: int = _MAX_BYTES) -> bytes:
+def _beginning(path: Path) -> bytes:
     try:
         if not path.is_file():  # a pipe would be waited for
             return b""
         with path.open("rb") as file:
-            return file.read(size)
+            return file.read(_MAX_BYTES)
     except OSError:
         return b""

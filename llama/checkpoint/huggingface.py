@@ -1,7 +1,7 @@
 """Hugging Face's Llama config.json and row order, to Meta's and back.
 
 In: the contents of a config.json, or a `ModelArgs`. Out: the other. What this runtime does not
-compute (other activations, biases, other RoPE scalings, quantized weights) is an error here.
+compute (other activations, biases, other RoPE scalings) is an error here.
 It opens no files.
 """
 
@@ -68,11 +68,6 @@ def _check_kind(config: dict[str, Any]) -> None:
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) != wanted:
             raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
-    if config.get("quantization_config") is not None:
-        raise ValueError(
-            "quantization_config: these weights are quantized; get the model's bfloat16 or float16 "
-            "weights"
-        )
 
 
 def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:

@@ -5,7 +5,8 @@ copies and no others, and nothing in a file is run.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Size, Tensor, nn
@@ -13,29 +14,62 @@ from tqdm import tqdm
 
 from llama import weights as formats
 from llama.checkpoint import huggingface as hf
+from llama.checkpoint.downloads import broken
 from llama.checkpoint.files import FileReader, MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
+from llama.checkpoint.hf_quantized import gathered
 from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
 from llama.checks import brief
+from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
+from llama.ranks.collectives import ModelParallel
+from llama.weights.coded import Coded, joined
 
-_HARMLESS = ("rope.freqs", "rotary_emb.inv_freq")  # computed, not learned: some files carry them
+# Computed, not learned: some files carry them.
+_HARMLESS = ("rope.freqs", "rotary_emb.inv_freq", "rope_freqs.weight")
 _CPU = torch.device("cpu")
+_UNPACKED = 1 << 20  # numbers that are unpacked at a time
 
 
 def bytes_of(
     checkpoint: Checkpoint, size: int, dtype: torch.dtype, quantize: str | None = None
 ) -> int:
-    """Bytes of the weights that one of `size` ranks holds; reads no file.
+    """Bytes of the weights that one of `size` ranks holds, told without reading them.
 
-    An untied embedding is not quantized, and neither are norms.
+    An untied embedding is not rounded, and neither are norms. Where matrices stay in the codes of
+    their file, some rows of each are read and packed.
     """
+    if checkpoint.in_codes:
+        return _bytes_in_codes(checkpoint, size, dtype)
+    of_ends = formats.of_output(quantize)
+    ends = {"output.weight": of_ends, "tok_embeddings.weight": None}
+    if checkpoint.params.tied_output:
+        ends["tok_embeddings.weight"] = of_ends
     shapes = shard_shapes(checkpoint.params, size)
-    untied = () if checkpoint.params.tied_output else ("tok_embeddings.weight",)
     return sum(
-        formats.bytes_of(shape, dtype, None if name in untied else quantize)
-        for name, shape in shapes.items()
+        formats.bytes_of(shape, dtype, ends.get(name, quantize)) for name, shape in shapes.items()
     )
+
+
+def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
+    reader, parallel = CheckpointReader(checkpoint), ModelParallel(rank=0, size=size)
+    model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
+    total = 0.0
+    for module, shards in model.loading_order():
+        left = dict(shards)
+        for names in _matrices(module, shards):
+            most = math.lcm(32, checkpoint.params.head_dim)  # whole heads, and whole blocks
+            if (coded := reader.coded(names, 0, size, most)) is not None:
+                rows = sum(len(left.pop(name)) for name in names)
+                total += formats.packed(coded).nbytes * rows / coded.shape[0]
+        total += sum(shard.nbytes for shard in left.values())
+    return math.ceil(total)
+
+
+def _matrices(module: nn.Module, shards: dict[str, Tensor]) -> list[Sequence[str]]:
+    """The names of each matrix of a part of a model, if it is filled with that part."""
+    found = (part.names for part in module.modules() if isinstance(part, Matrix))
+    return [names for names in found if names[0] in shards]
 
 
 Shard = dict[str, MappedTensor]
@@ -57,8 +91,10 @@ class CheckpointReader:
         for shard in shards:
             if self.params.tied_output and is_tied(shard):
                 del shard["output.weight"]
-        if self.layout == "hf":  # each file holds some tensors, whole: together they are one shard
+        if self.layout != "meta":  # each file holds some tensors, whole: together, one shard
             shards = [_merged(shards)]
+        if checkpoint.quantization is not None:
+            shards = [gathered(shards[0], checkpoint.quantization)]
         _check(checkpoint, shards)
         names = {name: name_in(self.layout, name) for name in self.shapes}
         self.shards = [{name: shard[there] for name, there in names.items()} for shard in shards]
@@ -68,7 +104,9 @@ class CheckpointReader:
         return all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.shards[0][name].data.dtype
+        """Of the numbers; of those in codes, what they become where plain ones are wanted."""
+        tensor = self.shards[0][name]
+        return torch.bfloat16 if tensor.quantized else tensor.data.dtype
 
     def copy(
         self, name: str, into: Tensor, rank: int = 0, size: int = 1, layout: str = "meta"
@@ -80,6 +118,10 @@ class CheckpointReader:
         these are shards 2 and 3. On a GPU it is done in the order of the current stream.
         """
         fill, shape = self._fill(name, layout), self.shapes[name]
+        if self.shards[0][name].quantized is not None:
+            for row, coded in self._unpacked(name, rank, size, into.device, fill):
+                into[row : row + coded.shape[0]].copy_(coded.plain(into.dtype))
+            return
         dim, start, end = share(self.params, name, shape, rank, size)
         here = start
         for i, shard in enumerate(self.shards):
@@ -93,7 +135,7 @@ class CheckpointReader:
 
     def _fill(self, name: str, layout: str) -> Fill:
         """How a tensor's rows are filled with those of the files: as they are, or turned."""
-        if layout == self.layout or not name.endswith(ROTATED):
+        if (layout == "hf") == (self.layout == "hf") or not name.endswith(ROTATED):
             return Tensor.copy_
         return functools.partial(hf.copy_rows, head_dim=self.params.head_dim, to=layout)
 
@@ -111,13 +153,55 @@ class CheckpointReader:
         if not is_same:
             fill(into, raw)
 
+    def coded(
+        self, names: Sequence[str], rank: int = 0, size: int = 1, most_rows: int | None = None
+    ) -> Coded | None:
+        """What one of `size` ranks holds of tensors whose rows stand below one another, as the file
+        has it; None where they are not all in codes that can do so. On the CPU."""
+        if any(self.shards[0][name].quantized is None for name in names):
+            return None
+        return joined(
+            [
+                coded
+                for name in names
+                for _, coded in self._unpacked(
+                    name, rank, size, _CPU, self._fill(name, "meta"), most_rows
+                )
+            ]
+        )
+
+    def _unpacked(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        fill: Fill,
+        most_rows: int | None = None,
+    ) -> Iterator[tuple[int, Coded]]:
+        """A rank's share of a tensor in codes: some whole heads' rows at a time, in their order,
+        each with the number of its first."""
+        file, _, _, quantized = self.shards[0][name]
+        assert quantized is not None and len(self.shards) == 1, name
+        dim, *ends = share(self.params, name, quantized.shape, rank, size)
+        n, k = quantized.shape
+        rows, columns = (range(*ends), slice(0, k)) if dim == 0 else (range(n), slice(*ends))
+        rows = rows[:most_rows]
+        step = max(_UNPACKED // k // self.params.head_dim, 1) * self.params.head_dim
+        for i in range(0, len(rows), step):
+            some = rows[i : i + step]
+            coded = quantized.read(slice(some.start, some.stop), columns, device)
+            if not coded.is_finite():
+                raise broken(file, f"has a number or a scale of {name} that is not finite")
+            yield i, coded if fill is Tensor.copy_ else coded.in_order(fill)
+
 
 def load(
     checkpoint: Checkpoint,
     model: Transformer,
     *,
     check: Callable[[list[MappedTensor]], None] | None = None,
-    filled: Callable[[nn.Module], None] = lambda module: None,
+    filled: Callable[[nn.Module, dict[str, Coded]], None] = lambda module, coded: None,
     progress: bool = False,
 ) -> None:
     """Fill a model with its rank's shard of the weights, in the model's type and on its device.
@@ -126,8 +210,9 @@ def load(
     Every file is checked before anything is copied: ValueError names what is wrong. Host memory
     beside the model: none on a CPU, two buffers on a GPU. `check` is called with the tensors of all
     files that are copied next, on every rank with the same. `filled` is called with each module of
-    `model.loading_order` once it is whole, on a GPU once its bytes are on their way; `progress`
-    draws a bar on stderr.
+    `model.loading_order` once it is whole, on a GPU once its bytes are on their way, and with the
+    matrices that stay in codes, by the first of their names: those are not filled. `progress` draws
+    a bar on stderr.
 
     The values are compared with a checksum only by a `check`, such as that of `LoadCheck`. Of
     500 MB in the page cache, reading takes 0.5 s of CPU time and their CRC-32 another 0.4 s.
@@ -140,10 +225,15 @@ def load(
         for module, shards in model.loading_order():
             if check is not None:
                 check([files[name] for files in reader.shards for name in shards])
-            for name, shard in shards.items():
+            coded, left = {}, dict(shards)
+            for names in _matrices(module, shards) if checkpoint.in_codes else ():
+                if (codes := reader.coded(names, parallel.rank, parallel.size)) is not None:
+                    coded[names[0]] = codes
+                    bar.update(sum(left.pop(name).nbytes for name in names))
+            for name, shard in left.items():
                 reader.copy(name, shard, parallel.rank, parallel.size)
                 bar.update(shard.nbytes)
-            filled(module)
+            filled(module, coded)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -172,7 +262,7 @@ def _check(checkpoint: Checkpoint, shards: list[Shard]) -> None:
             f"{checkpoint.folder} has {len(shards)} shards, which do not fit {path.name}: {e}"
         ) from e
     wanted = {name_in(layout, name): shape for name, shape in shapes.items()}
-    sources = checkpoint.shards if layout == "meta" else [checkpoint.folder]
+    sources = checkpoint.shards if layout == "meta" else [checkpoint.weights_path]
     for source, shard in zip(sources, shards, strict=True):
         missing = [name for name in wanted if name not in shard]
         if missing:
@@ -194,14 +284,15 @@ def _check_tensor(name: str, tensor: MappedTensor, wanted: Size | None, source: 
             f"{file}: {brief(name)} has no place in the model that {source} describe: "
             + ("say there that the output is not tied" if output else "they do not fit together")
         )
-    if not data.is_floating_point() or data.itemsize < 2:
+    is_number = data.is_floating_point() and data.itemsize > 1
+    if not (is_number or (tensor.quantized and len(tensor.shape) == 2)):
         raise ValueError(
             f"{file}: {name} has type {data.dtype}: it looks quantized, and this runtime loads "
             "float32, bfloat16 and float16 weights"
         )
-    if data.shape != wanted:
+    if tensor.shape != wanted:
         raise ValueError(
-            f"{file}: {name} has shape {brief(tuple(data.shape))}, but {source} give "
+            f"{file}: {name} has shape {brief(tuple(tensor.shape))}, but {source} give "
             f"{tuple(wanted)}: they do not belong together, or shards are missing"
         )
 

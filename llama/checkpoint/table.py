@@ -1,4 +1,4 @@
-"""The tensors of a model: their names in both layouts, and the shape that each rank holds.
+"""The tensors of a model: their names in all layouts, and the shape that each rank holds.
 
 In: a `ModelArgs`. Out: names, shapes and ranges of rows. No file is opened, and no tensor or module
 is made: shapes follow from params.json and from one table, which load, reshard and convert all use.
@@ -36,6 +36,12 @@ TABLE = {  # by Meta's name; N is the number of a layer
     "output.weight": Entry("lm_head.weight", "VE", 0),
 }
 ROTATED = ("attention.wq.weight", "attention.wk.weight")  # rows in another order in the hf layout
+_GGUF = {  # what llama.cpp calls the parts that it does not call as Meta does
+    "tok_embeddings": "token_embd", "attention.wq": "attn_q", "attention.wk": "attn_k",
+    "attention.wv": "attn_v", "attention.wo": "attn_output", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up", "attention_norm": "attn_norm",
+    "norm": "output_norm",
+}  # fmt: skip
 _KV = ("attention.wk.weight", "attention.wv.weight")
 
 
@@ -44,9 +50,15 @@ def _entry(name: str) -> Entry:
 
 
 def name_in(layout: str, name: str) -> str:
-    """What a tensor of Meta's name is called in files of `layout`, "meta" or "hf"."""
+    """What a tensor of Meta's name is called in files of `layout`: "meta", "hf" or "gguf"."""
     number = name.split(".")[1]
-    return name if layout == "meta" else _entry(name).hf.replace("N", number)
+    if layout == "hf":
+        return _entry(name).hf.replace("N", number)
+    if layout == "gguf":
+        part = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
+        in_layer = f"blk.{number}." if name.startswith("layers.") else ""
+        return f"{in_layer}{_GGUF.get(part, part)}.weight"
+    return name
 
 
 def whole_shapes(params: ModelArgs) -> dict[str, Size]:

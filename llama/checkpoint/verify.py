@@ -49,7 +49,7 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
         lines.append(f"{path.name}: {size}{result}")
     numel = sum(shape.numel() for shape in weights.shapes.values())
     count = len(checkpoint.shards)
-    return [*lines, f"{checkpoint.folder}: complete, {numel:,} parameters in {count} file(s)"]
+    return [*lines, f"{checkpoint.weights_path}: complete, {numel:,} parameters in {count} file(s)"]
 
 
 class LoadCheck:

@@ -134,14 +134,6 @@ def test_a_small_file_that_is_huge_is_not_read(meta, hugging, name):
         Tokenizer(folder / name) if name == "tokenizer.model" else verify(folder)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_gguf_file_is_told_what_it_is(tmp_path, whole):
-    path = tmp_path / "llama-3.2-1b-q4.gguf"
-    path.write_bytes(b"GGUF\x03\0\0\0")
-    with pytest.raises(ValueError, match=r"q4\.gguf is a GGUF file.*give the folder of the model"):
-        find(path if whole else tmp_path)
-
-
 DEEP = "[" * 100_000
 HUGE = "k" * 10_000_000
 

@@ -88,7 +88,6 @@ def test_any_ffn_size_is_said_in_metas_terms():
         ({"attention_bias": True}, r"attention_bias is True"),
         ({"mlp_bias": True}, r"mlp_bias is True"),
         ({"head_dim": 8}, r"head_dim is 8"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config.*get the model's bfloat16"),
         ({"hidden_size": "64"}, r"hidden_size='64' must be a whole number"),
         ({"intermediate_size": None}, r"'intermediate_size' is missing"),
         ({"rms_norm_eps": None}, r"'rms_norm_eps' is missing"),

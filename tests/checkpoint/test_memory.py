@@ -1,15 +1,14 @@
 """Loading and converting take little memory beside the weights, measured in a process alone."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from helpers import warm
 from helpers.checkpoints import write_meta
-from helpers.launch import REPO
+from helpers.launch import environment
 from helpers.weights import PARAMS, shapes_of
 from llama.checkpoint import convert
 
@@ -77,11 +76,10 @@ def large(tmp_path_factory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_private_memory_is_the_rank_s_own_weights_and_one_tensor(large, tmp_path):
     """torch.load without mmap takes the file's size on every rank: 8 x 141 GB for a 70B."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(large), str(tmp_path)],
-        cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    (tmp_path / "measure.py").write_text(MEASURE)
+    program = [sys.executable, str(tmp_path / "measure.py"), str(large), str(tmp_path)]
+    run = warm.run(program, env=environment(OMP_NUM_THREADS="1"))
+    assert run.returncode == 0, run.stderr
     largest, slack = 8192 * 1024 * 4, 8 << 20
     lines = run.stdout.splitlines()
     assert len(lines) == 4, run.stdout

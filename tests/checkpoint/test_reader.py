@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.checkpoints import random_state, shard_of, write_meta
+from helpers.kernels import KERNELS_RUN
 from helpers.weights import PARAMS, STATE, change_json, change_shard, expect_shards, loaded
 from llama.checkpoint import convert, files
 from llama.checkpoint.files import FileReader
@@ -104,7 +105,8 @@ def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
     assert bytes_of(found, size, dtype) == sum(shard.nbytes for shard in shards)
 
 
-def test_bytes_of_int8_are_what_packing_leaves(tmp_path):
+@pytest.mark.parametrize("quantize", ["int8", "int4"] if KERNELS_RUN else ["int8"])
+def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
     """Norms and the embedding stay in bf16; a part is packed before the next one is read."""
     params = PARAMS | {"dim": 128, "vocab_size": 256}
     found = find(write_meta(tmp_path, params, random_state(params), 2))
@@ -114,16 +116,16 @@ def test_bytes_of_int8_are_what_packing_leaves(tmp_path):
         shard.zero_()
     loaded_so_far = []
 
-    def filled(module: torch.nn.Module) -> None:
+    def filled(module: torch.nn.Module, _: object) -> None:
         loaded_so_far.append([name for name, shard in whole.items() if shard.any()])
-        model.pack(module, quantize="int8")
+        model.pack(module, quantize=quantize)
 
     load(found, model, filled=filled)
     counts = [len(names) for names in loaded_so_far]
     assert counts == sorted(counts) and len(set(counts)) == len(counts) == 5  # 2 layers
     assert loaded_so_far[-1] == list(whole)
     held = [x.nbytes for x in (*model.parameters(), *model.buffers())]
-    assert bytes_of(found, 1, torch.bfloat16, "int8") == sum(held)
+    assert bytes_of(found, 1, torch.bfloat16, quantize) == sum(held)
 
 
 def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):

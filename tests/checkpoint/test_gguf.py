@@ -1,0 +1,399 @@
+"""GGUF files that llama.cpp's package `gguf` wrote: blocks, shares, tokenizer, bad files."""
+
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from helpers.checkpoints import shard_of, write_byte_tokenizer, write_meta
+from helpers.gguf_files import MIXED, PARAMS, SCALES, random_blocks, write_gguf
+from helpers.kernels import HAS_KERNELS
+from helpers.launch import DEMO
+from helpers.weights import expect_shards, from_hf, hf_model, loaded, scaled_rope
+from llama import Llama, Tokenizer
+from llama.checkpoint import gguf_blocks
+from llama.checkpoint.convert import convert, reshard
+from llama.checkpoint.find import find
+from llama.checkpoint.gguf import KINDS, Kind, read_header
+from llama.checkpoint.reader import bytes_of, load
+from llama.checkpoint.verify import verify
+from llama.model import Transformer
+from llama.model.layers import Matrix
+from llama.ranks.collectives import ModelParallel
+from llama.weights import packed
+from llama.weights.blocks import BlockedWeight
+from llama.weights.coded import Coded
+from llama.weights.groups import GroupedWeight
+
+PROMPTS = ["Once upon a time", "a"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The files that most tests read: one model in one file and in three parts, and its twin in
+    Meta's layout with the numbers that `gguf` reads."""
+    folder = tmp_path_factory.mktemp("gguf")
+    write_byte_tokenizer(folder)
+    vocabulary = folder / "tokenizer.model"
+    state = write_gguf(folder / "one.gguf", PARAMS, MIXED, tokenizer=vocabulary)
+    write_gguf(folder / "parts.gguf", PARAMS, MIXED, tokenizer=vocabulary, parts=3)
+    write_meta(folder / "meta", PARAMS, state, tokenizer=vocabulary)
+    return folder
+
+
+@pytest.fixture
+def copy(folder, tmp_path) -> Path:
+    """A file to break."""
+    return Path(shutil.copyfile(folder / "one.gguf", tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_each_kind_of_block_has_the_numbers_that_llama_cpp_reads(name):
+    (kind,) = (kind for kind in KINDS.values() if kind.name == name)
+    k = 3 * kind.block
+    rows = random_blocks(name, 32, k, std=1.0)
+    oracle = torch.from_numpy(gguf.quants.dequantize(rows, GGMLQuantizationType[name]))
+    data, device = torch.from_numpy(rows), torch.device("cpu")
+    whole = gguf_blocks.read(data, kind, slice(0, 32), slice(0, k), device)
+    assert torch.equal(whole.plain(), oracle)
+    for begin, end in ((0, kind.block), (kind.block, 2 * kind.block), (16, k - 48 % kind.block)):
+        some = gguf_blocks.read(data, kind, slice(3, 9), slice(begin, end), device)
+        assert torch.equal(some.plain(), oracle[3:9, begin:end]), (begin, end)
+
+
+def test_a_share_of_columns_reads_the_blocks_that_hold_it(monkeypatch):
+    seen = []
+    unpack = gguf_blocks._unpack
+
+    def watched(rows: torch.Tensor, kind: Kind) -> Coded:
+        seen.append(rows.shape)
+        return unpack(rows, kind)
+
+    monkeypatch.setattr(gguf_blocks, "_unpack", watched)
+    data = torch.from_numpy(random_blocks("Q4_K", 4, 1024, std=1.0))
+    rows, columns = slice(1, 3), slice(256 + 64, 512 + 32)
+    gguf_blocks.read(data, KINDS[12], rows, columns, torch.device("cpu"))
+    assert seen == [(2, 2 * 144)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_holds_its_slices_of_what_the_file_stands_for(folder, size):
+    """With 4 ranks, columns are cut inside blocks of 256."""
+    state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
+    for rank in range(size):
+        model = loaded(find(folder / "one.gguf"), rank, size)
+        expect_shards(model, state, PARAMS)
+
+
+def in_codes(path: Path, rank: int = 0, size: int = 1) -> Transformer:
+    """Loaded as a build does on the CPU where nothing else is asked for."""
+    found = replace(find(path), in_codes=True)
+    parallel = ModelParallel(rank=rank, size=size)
+    model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
+    load(found, model, filled=model.pack)
+    return model
+
+
+def expect_exact(model: Transformer, state: dict[str, torch.Tensor], params: dict) -> set[str]:
+    """Every matrix holds its rank's numbers, in float32; returns the classes of all."""
+    rank, size, kinds = model.parallel.rank, model.parallel.size, set()
+    for module in model.modules():
+        if isinstance(module, Matrix):
+            names = [name if name in state else "tok_embeddings.weight" for name in module.names]
+            shares = [shard_of(name, state[name], params, rank, size) for name in names]
+            assert torch.equal(cast(BlockedWeight, module.weight).exact(), torch.cat(shares)), names
+            kinds.add(type(module.weight).__name__)
+    return kinds
+
+
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+def test_scales_of_blocks_of_256_are_held_in_ten_bits(name):
+    """Those of Q6_K go from -128 to 127, times a number of either sign."""
+    (kind,) = (kind for kind in KINDS.values() if kind.name == name)
+    rows, columns = slice(0, 64), slice(0, 512)
+    data = torch.from_numpy(random_blocks(name, 64, 512, std=0.02))
+    coded = gguf_blocks.read(data, kind, rows, columns, torch.device("cpu"))
+    weight = cast(GroupedWeight, packed(coded))
+    assert weight.scales.dtype is torch.uint8
+    assert torch.equal(weight.exact(), coded.plain())
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
+    """4 bits in 4, the rest in bytes; wqkv, whose parts are of two kinds, in bytes."""
+    state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
+    for rank in range(size):
+        model = in_codes(folder / "one.gguf", rank, size)
+        assert expect_exact(model, state, PARAMS) == {"NibblesWeight", "BytesWeight"}
+        held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        found = replace(find(folder / "one.gguf"), in_codes=True)
+        assert bytes_of(found, size, torch.bfloat16) == held
+
+
+@needs_kernels
+def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(tmp_path):
+    tied, path = PARAMS | {"tied_output": True}, tmp_path / "model.gguf"
+    state = write_gguf(path, tied, {"attn_k": "BF16", "token_embd": "Q6_K"}, default="IQ4_NL")
+    model = in_codes(path)
+    assert model.output.weight is model.tok_embeddings.weight
+    block = model.blocks()[0]
+    names = [type(x.weight).__name__ for x in (model.output, block.feed_forward.w13)]
+    assert names == ["BytesWeight", "NibblesWeight"]
+    parts = [state[f"layers.0.attention.{x}.weight"] for x in ("wq", "wk", "wv")]
+    assert torch.equal(block.attention.wqkv.weight.plain(), torch.cat(parts).bfloat16())
+    held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    assert bytes_of(replace(find(path), in_codes=True), 1, torch.bfloat16) == held
+
+
+@pytest.mark.parametrize(
+    "name", ["one.gguf", "parts-00001-of-00003.gguf", "parts-00003-of-00003.gguf"]
+)
+def test_a_model_answers_as_the_same_numbers_in_metas_layout(folder, name):
+    llamas = [
+        Llama.build(str(folder / x), None, 128, 4, device="cpu", dtype="fp32")
+        for x in ("meta", name)
+    ]
+    a, b = (x.text_completion(PROMPTS, temperature=0, max_gen_len=8, logprobs=True) for x in llamas)
+    assert a == b
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_files_of_one_kind_load(tmp_path, kind):
+    state = write_gguf(tmp_path / "model.gguf", PARAMS, kind)
+    found = find(tmp_path)
+    assert found.file_type == kind
+    expect_shards(loaded(found), state, PARAMS)
+
+
+def test_a_build_says_what_the_file_is_and_reads_its_tokenizer(folder, tmp_path, capsys):
+    path = tmp_path / "model.gguf"
+    kinds = {"general.file_type": 15}
+    vocabulary = folder / "tokenizer.model"
+    write_gguf(path, PARAMS, MIXED, tokenizer=vocabulary, metadata=kinds)
+    llamas = []
+    for given, kind in (
+        (None, "Q4_K_M" if HAS_KERNELS else "bf16 from Q4_K_M"),
+        ("bf16", "bf16 from Q4_K_M"),
+        ("fp32", "fp32 from Q4_K_M"),
+    ):
+        llamas.append(Llama.build(str(tmp_path), None, 128, 4, device="cpu", dtype=given))
+        assert f"cpu, {kind}, model_parallel_size=1" in capsys.readouterr().out
+    as_it_is, _, exact = (
+        llama.text_completion(PROMPTS, 0, max_gen_len=1, logprobs=True, echo=True)
+        for llama in llamas
+    )
+    for one, other in zip(as_it_is, exact, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=0.3)
+
+
+def test_a_tied_model_with_scaled_rope(tmp_path):
+    """transformers knows llama3's frequencies; output.weight is left out."""
+    path, sizes = tmp_path / "model.gguf", {"hidden_size": 256, "num_attention_heads": 8}
+    plain, scaled = hf_model(**sizes), hf_model(**sizes, **scaled_rope(32.0))
+    turns = [x.model.rotary_emb.inv_freq for x in (plain, scaled)]
+    divisors = (turns[0] / turns[1]).numpy()
+    tied = PARAMS | {"tied_output": True}
+    state = write_gguf(path, tied, "Q8_0", rope_freqs__weight=divisors)
+    params = find(path).params
+    assert (params.rope_factor, params.tied_output) == (32.0, True)
+    expect_shards(loaded(find(path)), state, tied)
+    divisors[3] *= 1.001
+    write_gguf(path, tied, "Q8_0", rope_freqs__weight=divisors)
+    with pytest.raises(ValueError, match=r"model\.gguf: rope_freqs.weight does not hold the divi"):
+        find(path)
+
+
+def test_the_tokenizer_is_that_of_tokenizer_model(tmp_path):
+    params = PARAMS | {"vocab_size": 4096}
+    path, oracle = tmp_path / "model.gguf", Tokenizer(DEMO / "tokenizer.model", llama_3_0=True)
+    write_gguf(path, params | {"vocab_size": oracle.n_words}, tokenizer=DEMO / "tokenizer.model")
+    found = Tokenizer(path, llama_3_0=True)
+    assert found.model._mergeable_ranks == oracle.model._mergeable_ranks
+    assert found.special_tokens == oracle.special_tokens
+    assert found.stop_tokens == oracle.stop_tokens
+    text = "Ein Käse für 1234567 €, and it's\r\n\r\n  \t漢字 <|eot_id|>🧀"
+    ids = found.encode(text, bos=True, eos=True)
+    assert ids == oracle.encode(text, bos=True, eos=True) and found.decode(ids[1:-1]) == text
+
+
+def test_convert_writes_hugging_faces_layout(folder, tmp_path):
+    """And from there Meta's: the values are the file's, rounded to bf16."""
+    convert(folder / "one.gguf", tmp_path / "hf")
+    from_hf(tmp_path / "hf")
+    state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
+    rounded = {n: t.bfloat16() if t.dim() == 2 else t for n, t in state.items()}
+    expect_shards(loaded(find(tmp_path / "hf")), rounded, PARAMS)
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+    assert not (tmp_path / "hf" / "original").exists()  # the GGUF file is no tokenizer.model
+    convert(tmp_path / "hf", tmp_path / "meta")
+    expect_shards(loaded(find(tmp_path / "meta")), rounded, PARAMS)
+    with pytest.raises(ValueError, match=r"one\.gguf is not in Meta's layout: convert it first"):
+        reshard(folder / "one.gguf", tmp_path / "out", 2)
+
+
+def test_verify_says_what_is_there(folder):
+    lines = verify(folder / "one.gguf")
+    assert lines[0].startswith("one.gguf: 21 tensors")
+    assert lines[-1].startswith(f"{folder / 'one.gguf'}: complete, ")
+
+
+def test_a_folder_of_several_models_asks_which(folder):
+    with pytest.raises(ValueError, match=r"holds 2 models: give the path of one: one\.gguf, parts"):
+        find(folder)
+
+
+def test_a_missing_part_is_named(folder, tmp_path):
+    name = "parts-00001-of-00003.gguf"
+    shutil.copyfile(folder / name, tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"parts-00002-of-00003\.gguf and 1 more missing"):
+        find(tmp_path)
+    for i in (2, 3):  # parts that were renamed
+        shutil.copyfile(folder / name, tmp_path / f"parts-0000{i}-of-00003.gguf")
+    with pytest.raises(
+        ValueError, match=r"parts-00002-of-00003\.gguf says that it is part 0 .from 0. of 3"
+    ):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "qwen2", "a 'model' of the architecture 'qwen2'"),
+        ("general.type", "adapter", "a 'adapter' of the architecture 'llama'"),
+        ("llama.expert_count", 8, "llama.expert_count is 8"),
+        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type is 'yarn'"),
+        ("llama.attention.key_length", 64, "head_dim is 64"),
+        ("llama.attention.head_count", [8, 8], r"num_attention_heads=\(8, 8\) must be"),
+        ("llama.block_count", 3, r"blk\.2\.attn_q\.weight and 8 more missing"),
+        ("llama.feed_forward_length", 512, r"ffn_gate\.weight has shape \(768, 256\)"),
+        ("llama.attention.layer_norm_rms_epsilon", 0.0, "norm_eps=0.0 must be"),
+        ("general.alignment", 12, "general.alignment=12"),
+    ],
+)
+def test_another_model_is_refused_by_name(tmp_path, key, value, message):
+    write_gguf(tmp_path / "model.gguf", PARAMS, "Q8_0", metadata={key: value})
+    with pytest.raises(ValueError, match=rf"model\.gguf.*{message}"):
+        loaded(find(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokenizer.ggml.model", "llama", "no tokenizer of Llama 3 .*give tokenizer_path"),
+        ("tokenizer.ggml.pre", "smollm", "no tokenizer of Llama 3 .*is 'smollm'"),
+        ("tokenizer.ggml.merges", ["a b", "b c"], "not the file of a byte-level BPE"),
+        ("tokenizer.ggml.token_type", [3] + [1] * 511, "ids must be 511 and up without"),
+    ],
+)
+def test_another_tokenizer_is_refused(folder, tmp_path, key, value, message):
+    path, vocabulary = tmp_path / "model.gguf", folder / "tokenizer.model"
+    write_gguf(path, PARAMS, "Q8_0", tokenizer=vocabulary, metadata={key: value})
+    with pytest.raises(ValueError, match=rf"model\.gguf.*{message}"):
+        Tokenizer(path, llama_3_0=True)
+
+
+def test_merges_in_another_order_are_another_tokenizer(tmp_path):
+    """Its ranks are not its ids."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, PARAMS, tokenizer=DEMO / "tokenizer.model")
+    merges = read_header(path).metadata["tokenizer.ggml.merges"]
+    metadata = {"tokenizer.ggml.merges": [merges[1], merges[0]]}
+    write_gguf(path, PARAMS, tokenizer=DEMO / "tokenizer.model", metadata=metadata)
+    with pytest.raises(ValueError, match="its merges are not in the order of ids"):
+        Tokenizer(path, llama_3_0=True)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_scale_that_is_no_number_is_named(tmp_path, at):
+    """In the last block: all are looked at."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, PARAMS, "Q4_1")
+    info = read_header(path).tensors["blk.1.ffn_up.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.offset + info.num_bytes - 20 + at)
+        file.write(np.float16(np.nan).tobytes())
+    with pytest.raises(ValueError, match=r"model\.gguf.* a scale of .*1\.feed_forward\.w3\.weight"):
+        loaded(find(path))
+
+
+@pytest.mark.parametrize(("number", "name"), [(16, "IQ2_XXS"), (31, "Q4_0_4_4"), (39, "MXFP4")])
+def test_a_type_that_is_not_read_is_named_with_what_to_take(copy, number, name):
+    data = copy.read_bytes()
+    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 2 * 8
+    copy.write_bytes(data[:at] + number.to_bytes(4, "little") + data[at + 4 :])
+    message = rf"'blk\.0\.ffn_up\.weight' is of type {name}, .*take the model's file in Q4_K_M"
+    with pytest.raises(ValueError, match=message):
+        find(copy)
+
+
+HUGE = (2**63 + 5).to_bytes(8, "little")
+MANY = (2**31).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("number", [HUGE, MANY], ids=["of 2**63", "of 2**31"])
+@pytest.mark.parametrize(
+    ("before", "skip"),
+    [
+        (b"GGUF", 4),  # of tensors
+        (b"GGUF", 12),  # of pairs
+        (b"llama.block_count", -25),  # the length of a key
+        (b"tokenizer.ggml.model", 4),  # the length of a text
+        (b"tokenizer.ggml.tokens", 8),  # of an array of texts
+        (b"tokenizer.ggml.tokens", 16),  # the length of its first
+        (b"tokenizer.ggml.token_type", 8),  # of an array of numbers
+        (b"token_embd.weight", 4),  # of the columns of a tensor
+        (b"token_embd.weight", 24),  # where it begins
+    ],
+)
+def test_a_number_beyond_the_file_is_an_error_at_once(copy, before, skip, number):
+    data = copy.read_bytes()
+    at = data.index(before) + len(before) + skip
+    copy.write_bytes(data[:at] + number + data[at + 8 :])
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"model\.gguf .*is (damaged|cut short)"):
+        read_header(copy)
+    assert time.process_time() - began < 1
+
+
+def test_whatever_a_header_says_is_read_or_refused_with_the_file_s_name(copy):
+    """Cut at any byte, or some bytes changed, in the header of a good file."""
+    draw, good = random.Random(0), copy.read_bytes()
+    length = min(info.offset for info in read_header(copy).tensors.values())
+    refused = 0
+    for i in range(300):
+        data = bytearray(good[:length])
+        if i % 2:
+            del data[draw.randrange(length) :]
+        else:
+            for _ in range(draw.choice((1, 2, 8))):
+                data[draw.randrange(length)] = draw.choice((0, 1, 0x7F, 0xFF, draw.randrange(256)))
+            data += good[length:]
+        copy.write_bytes(data)
+        try:
+            assert not find(copy).is_guard
+            Tokenizer(copy, llama_3_0=True)
+        except (ValueError, OSError) as e:
+            refused += 1
+            assert "model.gguf" in str(e) and len(str(e)) < 2000, e
+    assert refused > 150
+
+
+def test_llama_guard_is_known_by_its_template(tmp_path):
+    template = "Task ... <BEGIN UNSAFE CONTENT CATEGORIES> ..."
+    write_gguf(tmp_path / "m.gguf", PARAMS, metadata={"tokenizer.chat_template": template})
+    assert find(tmp_path).is_guard
+    write_gguf(tmp_path / "m.gguf", PARAMS, metadata={"tokenizer.chat_template": "Task"})
+    assert not find(tmp_path).is_guard
