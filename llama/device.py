@@ -57,7 +57,8 @@ def _pick_gpu(device: torch.device) -> torch.device:
         raise ValueError(f"device='{device}', but torch finds no CUDA GPU: use device='cpu'")
     count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     # Slurm, for example, shows each task one GPU of its own, which has the number 0 in every task.
-    one_per_task = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    is_task = "CUDA_VISIBLE_DEVICES" in os.environ and "LLAMA_LAUNCHER" not in os.environ
+    one_per_task = count == 1 and is_task
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.index is not None and num_local > 1 and not one_per_task:
         raise ValueError(
@@ -67,10 +68,11 @@ def _pick_gpu(device: torch.device) -> torch.device:
     index = device.index
     if index is None:
         index = 0 if one_per_task else rank
-    if index >= count:
+    highest = index if one_per_task else max(index, num_local - 1)  # the same on every rank
+    if highest >= count:
         raise ValueError(
-            f"this process needs GPU {index}, but torch finds {count}, numbered from 0: "
-            "start fewer processes with --nproc_per_node, or name another device"
+            f"this machine needs GPU {highest}, but torch finds {count}, numbered from 0: start "
+            "fewer ranks (--ranks; --nproc_per_node of torchrun), or name another device"
         )
     return torch.device("cuda", index)
 

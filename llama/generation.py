@@ -127,13 +127,17 @@ class Llama:
         timeout_s: float = 600.0,
         verify: bool = False,
         mute_ranks: bool = True,
+        speculate: str | None = None,
+        speculate_tokens: int = 7,
     ) -> "Llama":
         """Load a checkpoint, on one process or on all that torchrun started.
 
         Args:
             ckpt_dir: a folder with Meta's consolidated.NN.pth and params.json, in any number of
-                shards, or with Hugging Face's *.safetensors and config.json.
-            tokenizer_path: tokenizer.model or tokenizer.json. Default: the one beside the weights.
+                shards, or with Hugging Face's *.safetensors and config.json; or a GGUF file, or a
+                folder of one; or the name of a model that `llama download` has fetched.
+            tokenizer_path: tokenizer.model, tokenizer.json or a GGUF file. Default: the one beside
+                the weights, or in them.
             max_seq_len: the most tokens of prompt and answer. Default: the model's limit, at most
                 8,192, or what fits the memory.
             max_batch_size: how many sequences run at once; more wait. Default: 32, on CUDA 256.
@@ -142,16 +146,22 @@ class Llama:
                 the second call, and the same when the program is run again.
             device: "cuda", "mps" or "cpu". Default: the first of these that there is.
             dtype: "bf16", "fp16", "fp32", or the names that torch has for them. Default, also by
-                "auto": bf16 where the device has it, else fp16.
-            quantize: a format that matrices are rounded to while they are loaded. "int8", on the
-                CPU: half the memory of bf16, with a scale per row; the rest is bf16. The older
-                dtype="int8" means the same.
+                "auto": bf16 where the device has it, else fp16; on the CPU, quantized matrices stay
+                as their file has them, unless "bf16" is given.
+            quantize: a format that matrices are rounded to while they are loaded, on the CPU.
+                "int8" and "fp8" take half the memory of bf16, with a scale per row; "int4" less
+                than a third, with a scale and an offset for each 32, and the output's matrix in
+                int8. The rest is bf16. The older dtype="int8" means the same.
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
             timeout_s: the longest wait for another rank, in seconds.
             verify: compare the weights in .pth files with their CRC-32 while they are loaded; a
                 warning names files without one, such as *.safetensors. See `llama verify`.
             mute_ranks: drop what ranks but 0 print to `sys.stdout`, until `close`; not stderr.
+            speculate: "lookup" guesses the next tokens from what the request's text has had, and
+                lets one step verify several. Answers keep their bits in the CPU's kernels (bf16 and
+                quantized), and come sooner where they repeat the prompt. Not on CUDA, for now.
+            speculate_tokens: the most that are guessed at once.
 
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
         are read. The docstring of the class says what changes in the process.
@@ -170,9 +180,18 @@ class Llama:
             kv_bytes=kv_cache_memory_bytes,
             timeout_s=timeout_s,
             verify=verify,
+            speculate=speculate,
+            speculate_tokens=speculate_tokens,
         )
+        guessed = speculate_tokens if speculate else 0
         with loaded.model.parallel.agree("the KV cache", world=True):
-            llama = Llama(loaded.model, loaded.tokenizer, seed=seed, num_pages=loaded.num_pages)
+            llama = Llama(
+                loaded.model,
+                loaded.tokenizer,
+                seed=seed,
+                num_pages=loaded.num_pages,
+                speculate_tokens=guessed,
+            )
         llama.is_guard = loaded.is_guard
         llama._announce(loaded, time.perf_counter() - began, mute_ranks)
         return llama
@@ -184,8 +203,10 @@ class Llama:
         *,
         seed: int = 1,
         num_pages: int | None = None,
+        speculate_tokens: int = 0,
     ) -> None:
-        """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens."""
+        """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens.
+        speculate_tokens: the most that are guessed at once; 0 guesses none."""
         args = model.params
         self.model = model
         self.tokenizer = tokenizer
@@ -198,7 +219,9 @@ class Llama:
         recorder = recorder_for(model, PAGE_SIZE)
         self.has_graphs = recorder is not None
         self.llm_engine = LLMEngine(
-            EngineCore.for_model(model, num_pages=num_pages, recorder=recorder),
+            EngineCore.for_model(
+                model, num_pages=num_pages, recorder=recorder, speculate_tokens=speculate_tokens
+            ),
             tokenizer,
             max_seq_len=args.max_seq_len,
             seed=seed,

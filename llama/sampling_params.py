@@ -108,7 +108,7 @@ class StructuredOutput:
     json_object: True; the answer is any JSON object.
     regex: the answer matches it as a whole (the syntax of Rust's regex, without look-around).
     choice: the answer is one of these texts.
-    grammar: the answer is a sentence of this Lark grammar, in llguidance's dialect.
+    grammar: the answer is a sentence of this grammar, in Lark (llguidance's) or GBNF (llama.cpp's).
 
     The names are vLLM's. A `FieldError` names the field.
     """

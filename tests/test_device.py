@@ -248,6 +248,19 @@ def test_the_device_of_a_rank(cuda, monkeypatch, gpus, device, variables, picked
         (0, 1.5, {}, "device=1.5 is not a device"),
         (2, "cuda:2", {}, "needs GPU 2, but torch finds 2"),
         (1, "cuda", {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "--nproc_per_node"),
+        # Of ranks that are too many, rank 0 says so, too; no task has a GPU of its own here.
+        (2, "cuda", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "needs GPU 3, but torch finds 2"),
+        (
+            1,
+            "cuda",
+            {
+                "LOCAL_WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "CUDA_VISIBLE_DEVICES": "0",
+                "LLAMA_LAUNCHER": "1",
+            },
+            "needs GPU 1, but torch finds 1, .*--ranks",
+        ),
         (4, "cuda:0", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "2"}, "use device='cuda', and each"),
     ],
 )

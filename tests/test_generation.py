@@ -30,7 +30,7 @@ from llama.model.layers import Linear
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.weights import check_quantize
-from llama.weights.int8 import Int8Weight
+from llama.weights.bytes import BytesWeight
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -421,7 +421,7 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
 def test_answers_of_the_kernels_are_the_same_to_the_bit_alone_and_in_a_batch(
     make_checkpoint, dtype, monkeypatch
 ):
@@ -454,7 +454,7 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     small, exact = models
     for module in exact.modules():
         if isinstance(module, Linear):
-            rounded = Int8Weight.pack(module.weight.plain().bfloat16())
+            rounded = BytesWeight.pack(module.weight.plain().bfloat16())
             module.weight.values.copy_(rounded.exact())
     small.pack(quantize="int8")
     sizes = {w.dtype: w.numel() for w in small.parameters() if w.dim() > 1}
@@ -487,7 +487,7 @@ def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ({"quantize": "int7"}, "quantize='int7': give one of int8, or None"),
+        ({"quantize": "int7"}, "quantize='int7': give one of int8, fp8, int4, or None"),
         ({"quantize": 8}, "quantize=8: give one of"),
         ({"quantize": "int8", "dtype": "fp32"}, "quantize='int8' is for dtype='bf16', not fp32"),
         ({"quantize": "int8", "dtype": "int8"}, "dtype='int8': give one of bf16, fp16, fp32"),

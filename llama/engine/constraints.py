@@ -1,7 +1,8 @@
 """The tokens that constrained sequences may get next, found in a thread while the model runs.
 
-In: sequences with a `Constraint`. Out: logits in which every other token is -inf. It knows no
-grammar: a constraint sets a bit for each token that it allows.
+In: sequences with a `Constraint`; where a step verifies drafts, one for each row. Out: logits in
+which every other token is -inf. It knows no grammar: a constraint sets a bit for each token that it
+allows.
 
 Shapes: B rows, one a sequence; C of them constrained; V vocabulary.
 """
@@ -9,6 +10,8 @@ Shapes: B rows, one a sequence; C of them constrained; V vocabulary.
 import math
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -49,15 +52,23 @@ class TokenMasks:
             return None
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="llama-constraints")
-        asked = [(seq.constraint, seq.output) for seq in (sequences[row] for row in rows)]
-        return TokenMask(rows, self._pool.submit(self._fill, asked))
+        asked = []
+        for constraint, group in groupby(
+            (sequences[row] for row in rows), attrgetter("constraint")
+        ):
+            first, *ahead = group  # the rows of one sequence
+            drafts = ahead[-1].tokens[len(first.tokens) :] if ahead else []
+            asked.append((constraint, first.output, drafts))
+        return TokenMask(rows, self._pool.submit(self._fill, asked, len(rows)))
 
-    def _fill(self, asked: list) -> np.ndarray:
+    def _fill(self, asked: list, num_rows: int) -> np.ndarray:
         """(C, words) int32. A constraint that fails allows nothing: only its own sequence ends."""
-        bits = np.zeros((len(asked), self._words), np.int32)
-        for row, (constraint, output) in zip(bits, asked, strict=True):
+        bits, end = np.zeros((num_rows, self._words), np.int32), 0
+        for constraint, output, drafts in asked:
+            end += 1 + len(drafts)
+            rows = bits[end - 1 - len(drafts) : end]
             try:
-                constraint.fill_allowed(output, row)
+                constraint.fill_allowed(output, drafts, rows)
             except Exception:  # a bug in it must not end the step of the others
-                row.fill(0)
+                rows.fill(0)
         return bits

@@ -8,15 +8,17 @@ one thread at a time may use it: `llama.requests` makes text of ids and orders t
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llama.engine.graphs import Recorder
+from llama.engine.graphs import Recorder, is_decode
 from llama.engine.pages import PagePool
 from llama.engine.rows import RowResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence
+from llama.engine.speculative import Drafter, RankZeroDrafter, Speculator
 from llama.model.transformer import Transformer
 
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
@@ -32,6 +34,9 @@ class Stats:
     steps: int = 0
     prompt_tokens: int = 0  # computed, so without those that were cached
     generated_tokens: int = 0
+    drafts: int = 0  # sequences of a step that had some
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_seconds: float = 0.0
     generate_seconds: float = 0.0
 
@@ -39,18 +44,29 @@ class Stats:
         if not scheduled:
             return
         self.steps += 1
-        self.generated_tokens += sum(item.num_samples for item in scheduled)
+        rows = sum(item.num_samples for item in scheduled)
+        drafted = [x for x in scheduled if x.num_samples > 1] if rows > len(scheduled) else []
+        num_drafts, accepted = (
+            sum(x.count - 1 for x in drafted),
+            sum(len(x.drafts) for x in drafted),
+        )
+        self.generated_tokens += rows - num_drafts + accepted
+        self.drafts += len(drafted)
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += accepted
         self.prompt_tokens += sum(
             max(0, min(item.count, item.sequence.num_prompt - item.start)) for item in scheduled
         )
-        if any(item.count > 1 for item in scheduled):
+        if not drafted and any(item.count > 1 for item in scheduled):
             self.prompt_seconds += seconds
         else:
             self.generate_seconds += seconds
 
 
 class EngineCore:
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, drafter: Drafter | None = None
+    ) -> None:
         if scheduler.token_budget < scheduler.max_batch_size:
             raise ValueError(
                 f"a token budget of {scheduler.token_budget} per step cannot serve "
@@ -58,6 +74,7 @@ class EngineCore:
             )
         self.runner = runner
         self.scheduler = scheduler
+        self.drafter = drafter
         self.stats = Stats()
         self._in_flight: _Started | None = None  # begun, and not read yet
 
@@ -71,10 +88,13 @@ class EngineCore:
         token_budget: int | None = None,
         async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
+        speculate_tokens: int = 0,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
 
-        async_scheduling, recorder: those of `ModelRunner`.
+        async_scheduling, recorder: those of `ModelRunner`. speculate_tokens: the most drafts of a
+        sequence in a step; there are none with async scheduling, where the host does not know the
+        last token when a step begins.
         """
         batch_size = model.params.max_batch_size
         scheduler = Scheduler(
@@ -89,7 +109,13 @@ class EngineCore:
             async_scheduling=async_scheduling,
             recorder=recorder,
         )
-        return cls(runner, scheduler)
+        if speculate_tokens and runner.async_scheduling:
+            warnings.warn("speculate has no effect on CUDA yet: steps overlap there", stacklevel=3)
+            speculate_tokens = 0
+        drafter: Drafter | None = Speculator(speculate_tokens) if speculate_tokens else None
+        if drafter is not None and model.parallel.size > 1:
+            drafter = RankZeroDrafter(drafter, model.parallel)
+        return cls(runner, scheduler, drafter)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. ValueError if it could not fit the pages even alone."""
@@ -144,6 +170,10 @@ class EngineCore:
         try:
             due = [] if self._in_flight is None else [self._in_flight]
             self._in_flight = None
+            if self.drafter is not None and scheduled and is_decode(scheduled):
+                sequences = [item.sequence for item in scheduled]
+                drafts = self.drafter.draft(sequences, self.stats.generate_seconds)
+                self.scheduler.add_drafts(scheduled, drafts)
             if scheduled:
                 started = scheduled, self.runner.start(scheduled)
                 for item in scheduled:

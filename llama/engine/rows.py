@@ -5,7 +5,8 @@ a `RowKind`; the scheduler says which rows want which, the runner computes them,
 takes its results. Ints in ranges; no torch.
 
 Example: of a prompt of 5 tokens that is scored, the step computes all. Rows 0 to 3 are SCORE, each
-for the token behind it; row 4 is SAMPLE, for the token that is not there yet.
+for the token behind it; row 4 is SAMPLE, for the token that is not there yet. With two drafts
+behind the last token of a sequence, the step computes three rows, and all are SAMPLE.
 """
 
 from dataclasses import dataclass, field

@@ -93,6 +93,8 @@ class ModelRunner:
 
     def _start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         sampling = [item.sequence for item in scheduled if item.num_samples]
+        if scheduled[-1].drafts:  # those with more than one token come last
+            sampling = _with_drafts(scheduled)
         mask = self._token_masks.start(sampling)
         is_greedy, scored = needs_top_only(sampling), Tokens()
         sampled = self._replayed(scheduled, sampling, is_greedy, mask)
@@ -164,6 +166,7 @@ class ModelRunner:
         for item in scheduled:
             seq, first = item.sequence, len(tokens)
             tokens += seq.tokens[item.start : item.start + item.count]
+            tokens += item.drafts
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
                 tokens.append(0)
@@ -230,6 +233,15 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
+
+
+def _with_drafts(scheduled: list[Scheduled]) -> list[Sequence]:
+    """Of each row that samples: its sequence as it is there, with the drafts before it."""
+    return [
+        item.sequence.ahead(item.drafts[:depth]) if depth else item.sequence
+        for item in scheduled
+        for depth in range(item.num_samples)
+    ]
 
 
 def _to_host(x: Tensor) -> Callable[[], Tensor]:

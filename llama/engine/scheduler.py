@@ -9,6 +9,7 @@ Ints in lists; no torch. Only the order of arrival decides, so all ranks decide 
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,13 +21,16 @@ from llama.engine.sequence import Sequence, no_pages
 @dataclass(slots=True)
 class Scheduled:
     """`count` tokens of a sequence from `start` on, the first that were not computed, and which of
-    them want a result. Those that sample are its last known ones.
+    them want a result. Those that sample are its last known one, and the drafts behind it.
+
+    drafts: guesses of its next tokens, which the step verifies; after it, those that were right.
     """
 
     sequence: Sequence
     start: int
     count: int
     rows: tuple[Rows, ...]
+    drafts: Seq[int] = ()
 
     def offsets(self, kind: RowKind) -> range:
         """Of the rows that want this kind of result."""
@@ -89,6 +93,24 @@ class Scheduler:
             budget -= count
         return sorted(chosen, key=lambda item: item.count > 1)
 
+    def add_drafts(self, scheduled: list[Scheduled], drafts: list[list[int]]) -> None:
+        """Have the step verify guesses of what comes next, one list for each of the items, which
+        have a single token each. They take no page from any sequence, and are cut to what fits."""
+        budget = self.token_budget - len(scheduled)
+        for item, draft in zip(scheduled, drafts, strict=True):
+            seq = item.sequence
+            draft = draft[: min(budget, seq.max_len - len(seq.tokens) - 1)]
+            room = len(seq.pages) * self.pool.page_size - seq.num_computed
+            while room < len(draft) and self.pool.num_free and not self.waiting:
+                seq.pages.append(self.pool.allocate())
+                room += self.pool.page_size
+            if draft := draft[:room]:
+                item.drafts, item.count = draft, 1 + len(draft)
+                item.rows = (Rows(RowKind.SAMPLE, range(item.count)),)
+                seq.num_computed += len(draft)
+                budget -= len(draft)
+        scheduled.sort(key=lambda item: item.count > 1)
+
     def update(self, scheduled: list[Scheduled], results: RowResults) -> None:
         """After a step: each sequence takes its results; what ended is let go.
 
@@ -103,11 +125,29 @@ class Scheduler:
                 continue
             if scores:
                 seq.take_scored(results.scored, range(num_scored - scores, num_scored))
-            seq.take_sampled(results.sampled, range(num_sampled - samples, num_sampled))
+            rows = range(num_sampled - samples, num_sampled)
+            if item.drafts:
+                rows = self._verified(item, results.sampled.ids, rows)
+            seq.take_sampled(results.sampled, rows)
+            if item.drafts:
+                self._offer(seq)
             if item.start + item.count == seq.max_len and not samples:
                 seq.finish_reason = "length"  # the prompt filled it: it was only scored
             if seq.finished:
                 self._leave(seq)
+
+    def _verified(self, item: Scheduled, ids: list[int], rows: range) -> range:
+        """The rows whose tokens count: the first, and the one behind each draft that was chosen
+        itself. What was computed behind the last of these drafts is computed again."""
+        seq, drafts, right = item.sequence, item.drafts, 0
+        while right < len(drafts) and ids[rows[right]] == drafts[right] not in seq.stop_ids:
+            right += 1
+        seq.num_drafted += len(drafts)
+        seq.num_accepted += right
+        seq.num_pending -= len(drafts) - right
+        seq.num_computed -= len(drafts) - right
+        item.drafts = drafts[:right]
+        return rows[: right + 1]
 
     def clear(self) -> None:
         """Forget every sequence and every page, as after a step that broke off."""
@@ -131,6 +171,7 @@ class Scheduler:
         for seq in self.live():
             assert 0 <= seq.num_computed <= seq.num_known <= seq.max_len, vars(seq)
             assert seq.num_computed <= len(seq.pages) * self.pool.page_size, vars(seq)
+            assert seq.num_offered * self.pool.page_size <= seq.num_computed, vars(seq)
 
     def _schedule(self, seq: Sequence, count: int) -> Scheduled:
         """Its pages that this step fills can be found from now on, by what is admitted after it.
@@ -141,14 +182,20 @@ class Scheduler:
         step looks at it again.
         """
         start = seq.num_computed
-        if self.pool.reuse:
-            known = min(start + count, len(seq.tokens))
-            before, after = max(start - 1, 0) // self.pool.page_size, known // self.pool.page_size
-            for i in range(before, after):
-                self.pool.cache(seq.pages[i], self._hashes(seq, after)[i])
         rows = seq.rows_of(start, count)
         seq.num_computed += count
+        if (seq.num_offered + 1) * self.pool.page_size <= seq.num_computed:
+            self._offer(seq)
         return Scheduled(seq, start, count, rows)
+
+    def _offer(self, seq: Sequence) -> None:
+        """Let its full pages be found, of tokens that are known and computed."""
+        if not self.pool.reuse:
+            return
+        full = min(seq.num_computed, len(seq.tokens)) // self.pool.page_size
+        for i in range(seq.num_offered, full):
+            self.pool.cache(seq.pages[i], self._hashes(seq, full)[i])
+        seq.num_offered = full
 
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running, if all its known tokens have room now.
@@ -164,6 +211,7 @@ class Scheduler:
         self.pool.incref(found)
         seq.pages.extend(found)
         seq.num_computed = len(found) * self.pool.page_size
+        seq.num_offered = len(found)
         assert self._grow(seq, seq.num_new), "admitted without room"
         if not seq.num_output:
             seq.num_cached = seq.num_computed
@@ -208,4 +256,4 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)
         seq.pages = no_pages()
-        seq.num_computed = 0
+        seq.num_computed = seq.num_offered = 0

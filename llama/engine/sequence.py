@@ -6,8 +6,10 @@ the known tokens; when it has, one token is sampled. It is pending until the hos
 next step may begin before that: the device knows it.
 """
 
+import copy
 import functools
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,11 +65,16 @@ class Constraint(Protocol):
 
     failure: str | None
 
-    def fill_allowed(self, output: list[int], bits: "np.ndarray") -> None:
-        """Set bit t % 32 of bits[t // 32] (int32) if token t may follow the output, else clear it.
+    def fill_allowed(self, output: list[int], drafts: list[int], bits: "np.ndarray") -> None:
+        """Set bit t % 32 of bits[j, t // 32] (int32) if token t may follow the output and the first
+        j drafts, else clear it; behind a draft that may not follow, clear all.
 
         output: the generated tokens; those of the call before are its beginning.
         """
+
+    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+        """Tokens that may follow the output: those that must, and true; where none must, as much
+        of the guess as may, and false."""
 
 
 def no_pages() -> "array[int]":
@@ -88,6 +95,9 @@ class Sequence:
     num_computed: int = 0  # leading tokens whose keys and values are in pages, or will be
     num_pending: int = 0  # tokens behind these that are sampled and not read yet: 0 or 1
     num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    num_offered: int = 0  # leading pages that others can find by their hashes
+    num_drafted: int = 0  # guesses of its next tokens that steps have verified
+    num_accepted: int = 0  # those of them that were right
     pages: "array[int]" = field(default_factory=no_pages)  # int64: the runner copies it as it is
     page_hashes: list[bytes] = field(default_factory=list)  # of its full pages, in order
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
@@ -148,6 +158,12 @@ class Sequence:
             self.tokens.append(token)
             if len(self.tokens) == self.max_len:
                 self.finish_reason = "length"
+
+    def ahead(self, drafts: Seq[int]) -> "Sequence":
+        """A copy for the sampler to read: this sequence as it is once these drafts are accepted."""
+        view = copy.copy(self)
+        view.tokens = [*self.tokens, *drafts]
+        return view
 
     def rows_of(self, start: int, count: int) -> tuple[Rows, ...]:
         """What it asks of a step that computes its next `count` tokens, from `start` on: the last

@@ -7,6 +7,7 @@ after the tokens so far, a bit for each token that may follow. What has been com
 import contextlib
 import functools
 import json
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +27,12 @@ _COMPILE_FUEL, _STEP_FUEL, _STATES = 200_000, 50_000, 50_000
 # The package's own 50,000 end the answers of an object of 400 properties after their first brace.
 # It makes 20,000 in a millisecond, and its limit for one row keeps wider objects out.
 _STEP_ITEMS = 500_000
-# Between the tokens of JSON: bounded, or a small model never ends its blanks.
-_WHITESPACE = r"\n?[ \t]{0,32}"
+# Between the tokens of JSON: a small model that may write more blanks writes little else, and one
+# that may write none does not end its numbers.
+_WHITESPACE = " ?"
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+# A backslash, or a character of which the package's conversion would lose a leading zero.
+_ESCAPE = re.compile(r"(\\\\)|\\u0([1-9a-f][\da-f]{2}|0[89a-f][\da-f])", re.IGNORECASE)
 _MISSING = (
     "structured_output needs the package llguidance: pip install 'llama[serve]', or in a checkout "
     "pip install -e '.[serve]'"
@@ -46,19 +51,40 @@ class Matcher:
         self._num_consumed = 0
         self.failure: str | None = None
 
-    def fill_allowed(self, output: list[int], bits: np.ndarray) -> None:
-        """bits (ceil(V / 32)) int32: bit t % 32 of word t // 32 is set if token t may follow.
+    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
+        """bits (1 + drafts, ceil(V / 32)) int32: bit t % 32 of word t // 32 of row j is set if t
+        may follow the output and the first j drafts; none is, behind one that may not follow.
 
         output: the sequence's tokens so far, of which those of the last call are a beginning.
         """
         bits.fill(0)
-        new = output[self._num_consumed :]
-        if not new or self._matcher.consume_tokens(new):
-            self._num_consumed = len(output)
-            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._consume(output)
+        # A copy takes a microsecond; to go back fails where a rule has max_tokens or stop.
+        ahead = self._matcher.deep_copy() if drafts else self._matcher
+        for row, token in zip(bits, [*drafts, None], strict=True):
+            if not ahead.is_error():
+                ahead.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if ahead.is_error():
+                self.failure = _first_line(ahead.get_error())
+                row.fill(0)
+            if token is None or not row[token // 32] >> token % 32 & 1:
+                break
+            ahead.consume_token(token)
+
+    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+        """The tokens that must follow the output, and true; else as much of the guess as may.
+        There may be other ways to write what must follow, so these tokens are guesses, too."""
+        self._consume(output)
         if self._matcher.is_error():
-            self.failure = _first_line(self._matcher.get_error())
-            bits.fill(0)
+            return [], False
+        if forced := self._matcher.compute_ff_tokens():
+            return forced, True
+        return guess[: self._matcher.validate_tokens(guess)], False
+
+    def _consume(self, output: list[int]) -> None:
+        if new := output[self._num_consumed :]:
+            self._matcher.consume_tokens(new)
+            self._num_consumed = len(output)
 
 
 class GrammarCompiler:
@@ -132,13 +158,25 @@ def _grammar(form: StructuredOutput) -> str:
     if form.regex:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar:
-        return LLMatcher.grammar_from_lark(form.grammar)
+        return LLMatcher.grammar_from_lark(_lark(form.grammar))
     if form.choice:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     schema = '{"type": "object"}' if form.json_object else str(form.json)
     options: JsonCompileOptions = {"whitespace_pattern": _WHITESPACE}
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark as it is, or one in GBNF as Lark; ValueError says what is wrong with it."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(_ESCAPE.sub(lambda x: x[1] or chr(int(x[2], 16)), grammar))
+    except Exception as e:  # the package raises Exception itself, too
+        raise ValueError(f"as GBNF: {e}") from None
 
 
 def _first_line(error: str) -> str:

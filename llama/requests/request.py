@@ -6,6 +6,7 @@ It knows neither threads nor the model.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,11 +24,14 @@ FORM_STOPPED = "structured_output is too large to go on with ({why}): ask for a 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request; cached: prompt tokens that were computed for an earlier one."""
+    """Tokens of one request; cached: prompt tokens that were computed for an earlier one; draft:
+    guesses of the next token, and accepted ones, which were right."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    draft_tokens: int = field(default=0, compare=False)  # answers do not depend on them
+    accepted_tokens: int = field(default=0, compare=False)
 
     @property
     def total_tokens(self) -> int:
@@ -45,6 +49,8 @@ class Answer:
     pieces: list[str] = field(default_factory=list)  # of text, in order
     num_read: int = 0  # output tokens that are decoded
     num_taken: int = 0  # pieces that an output has carried
+    first_token_ts: float = 0.0  # when its first token was read, by time.monotonic; 0: not yet
+    last_token_ts: float = 0.0
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None  # None, "stop", "length", "abort" or "error"
     stop_reason: str | int | None = None  # the string or the id that stopped it
@@ -52,6 +58,9 @@ class Answer:
     def read(self) -> None:
         """Decode the new tokens; a stop string ends the answer, whose text ends before it."""
         seq = self.sequence
+        if self.num_read < seq.num_output:
+            self.last_token_ts = time.monotonic()
+            self.first_token_ts = self.first_token_ts or self.last_token_ts
         while self.num_read < seq.num_output and self.stop_reason is None:
             if seq.logprobs:
                 self.cumulative_logprob += seq.logprobs[self.num_read]
@@ -83,7 +92,7 @@ class CompletionOutput:
     the request's last output. token_ids: without a stop token. logprobs: where they were asked for,
     one dict per token, id -> log-probability, of the token itself and of the likeliest.
     finish_reason: None, "stop", "length", "abort" or "error"; stop_reason: the string or the id
-    that stopped it.
+    that stopped it. decode_s: seconds from its first token to its latest, as the engine had them.
     """
 
     def __init__(self, index: int, answer: Answer) -> None:
@@ -94,6 +103,7 @@ class CompletionOutput:
             None if answer.params.logprobs is None else answer.cumulative_logprob
         )
         self._answer = answer
+        self.decode_s = answer.last_token_ts - answer.first_token_ts
         self._num_tokens = answer.num_read
         self._taken, answer.num_taken = answer.num_taken, len(answer.pieces)
         self._num_pieces = len(answer.pieces)
@@ -154,6 +164,8 @@ class RequestOutput:
             prompt_tokens=self._first.num_prompt,
             completion_tokens=sum(answer.num_read for answer in answers),
             cached_tokens=self._first.num_cached,
+            draft_tokens=sum(answer.sequence.num_drafted for answer in answers),
+            accepted_tokens=sum(answer.sequence.num_accepted for answer in answers),
         )
 
     @property

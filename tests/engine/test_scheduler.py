@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.scheduling import VOCAB, engine, next_token, sequence, watch_releases
+from helpers.scheduling import VOCAB, RandomDrafts, engine, next_token, sequence, watch_releases
 from llama.engine.pages import PagePool, page_hash
 from llama.engine.rows import RowResults
 from llama.engine.scheduler import Scheduled
@@ -39,12 +39,14 @@ requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10))  # prompt,
     st.booleans(),
     st.booleans(),
     st.sets(st.integers(0, VOCAB - 1), max_size=1),
+    st.one_of(st.none(), st.randoms(use_true_random=False)),
 )
-def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, ahead, stops):
+def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse, ahead, stops, rng):
     """Random arrivals, lengths, budgets and page counts, preemption included: each sequence comes
     to exactly what it would alone, and the pool ends as it began. Ahead of the device too, where a
-    step is scheduled before the tokens of the last one are known."""
-    tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead)
+    step is scheduled before the tokens of the last one are known; or else with random drafts."""
+    tried = engine(num_pages, 4, batch, max(budget, batch), reuse, ahead and rng is None)
+    tried.drafter = rng and RandomDrafts(rng)
     stop_ids = frozenset(stops)
     pending = sorted(
         ((when, sequence(prompt, count, stop_ids)) for prompt, count, when in arrivals),

@@ -1,5 +1,6 @@
 """An engine with a made-up model, and a look into the scheduler: who was preempted?"""
 
+import random
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -38,27 +39,46 @@ class FakeRunner:
         counts = [item.count for item in scheduled]
         assert counts == sorted(counts, key=lambda c: c > 1), "single tokens come first"
         for item in scheduled:
-            seq, tokens = item.sequence, self.known(item.sequence)
+            seq, tokens = item.sequence, self.known(item)
             for p in range(item.start, item.start + item.count):
                 self.slots[self.slot(seq, p)] = tuple(tokens[: p + 1])
                 self.computed += 1
         for item in scheduled:  # after all writes: a page shared by mistake would show
-            seq, tokens = item.sequence, self.known(item.sequence)
+            seq, tokens = item.sequence, self.known(item)
             for p in range(item.start + item.count):
                 assert self.slots[self.slot(seq, p)] == tuple(tokens[: p + 1]), "foreign page"
-            ids.append([next_token(tokens)] * item.num_samples)
+            first = len(tokens) - len(item.drafts)
+            ids.append([next_token(tokens[: first + row]) for row in range(item.num_samples)])
         self.last = {x.sequence: i[0] for x, i in zip(scheduled, ids, strict=True) if i}
         return lambda: RowResults(Tokens(list(chain.from_iterable(ids))), Tokens())
 
-    def known(self, seq: Sequence) -> list[int]:
+    def known(self, item: Scheduled) -> list[int]:
         """A pending token is one that the step before this one sampled."""
-        return seq.tokens + ([self.last[seq]] if seq.num_pending else [])
+        seq = item.sequence
+        return [*seq.tokens, *([self.last[seq]] if seq.num_pending else []), *item.drafts]
 
     def close(self) -> None:
         pass
 
     def slot(self, seq: Sequence, p: int) -> int:
         return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
+
+
+class RandomDrafts:
+    """Guesses of the made-up model's tokens, of any length; some are right."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
+        return [self.guess(list(seq.tokens)) for seq in sequences]
+
+    def guess(self, tokens: list[int]) -> list[int]:
+        known = len(tokens)
+        for _ in range(self.rng.choice((0, 0, 1, 5, 9))):
+            is_right = self.rng.random() < 0.8
+            tokens.append(next_token(tokens) if is_right else self.rng.randrange(VOCAB))
+        return tokens[known:]
 
 
 class FakeEngine(EngineCore):

@@ -72,13 +72,14 @@ class ScriptedServer:
         *,
         connect: Callable[[Any], Any] = openai_client,
         http: Any = httpx,
+        lenient: bool = False,
     ) -> Any:
         """What `work(client)` returns. connect: makes the client of a client of this module."""
 
         async def run() -> Any:
             service = Service("tiny", Limits(), tool_format)
             service.start(self.llama)
-            transport = http.ASGITransport(make_app(service))
+            transport = http.ASGITransport(make_app(service, lenient=lenient))
             async with http.AsyncClient(transport=transport) as connection:
                 try:
                     return await asyncio.wait_for(work(connect(connection)), 60)

@@ -1,0 +1,303 @@
+"""Speculation changes no bit: runs with drafts against runs without, on the CPU."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import random_state
+from helpers.kernels import KERNELS_RUN
+from helpers.prompts import prompts_of
+from llama import Llama, ModelArgs, SamplingParams, Transformer
+from llama.cli import COMMANDS
+from llama.cli.chat.conversation import TurnStats
+from llama.cli.flags import read
+from llama.cli.model import figures, load
+from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.speculative import Lookup, Speculator
+from llama.ops.batch import Batch
+from llama.requests.request import Request
+from llama.server.metrics import ActiveRequest, Metrics
+
+needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
+def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, kernels):
+    """Around the edge of a part of the context (256 keys), for every length of a draft."""
+    sizes = {"dim": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": num_kv_heads}
+    args = ModelArgs(**sizes, vocab_size=128, multiple_of=32, max_seq_len=320)
+    model = Transformer(args, dtype=torch.bfloat16)
+    state = random_state(vars(args))
+    for name, share in model.named_shards().items():
+        share.copy_(state[name])
+    model.pack(quantize=quantize)
+    tokens = torch.randint(128, (272,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = model.new_kv_cache(20, 16)
+
+    def logits(start: int, count: int) -> torch.Tensor:
+        """(count, V), of tokens behind `start` others whose keys and values are in the cache."""
+        new = tokens[start : start + count]
+        ids, batch = Batch.pack(
+            new, [start], [count], [range(20)], 16, range(count), torch.device("cpu")
+        )
+        with torch.inference_mode():
+            return model.logits(model.hidden_states(ids, batch, cache))
+
+    logits(0, 255)
+    alone = torch.cat([logits(i, 1) for i in range(255, 272)])
+    for context in range(255, 259):
+        for drafts in range(1, 14):
+            first = context - 255
+            found = logits(context, 1 + drafts)
+            assert found.equal(alone[first : first + 1 + drafts]), (context, drafts)
+
+
+SCHEMA = {"type": "object", "properties": {"identifier_of_it": {"type": "integer"}},
+          "required": ["identifier_of_it"]}  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2, "stop_token_ids": list(range(97, 117))},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 12, "min_p": 0.01},
+    {"temperature": 0.4, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "logprobs": 0},
+    {"temperature": 0.5, "bad_words": ["a", "xy"], "logit_bias": {65: 5.0, 120: 6.0, 121: 5.0}},
+    {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 1.0, "stop": ["a", "e", "i"], "min_tokens": 5},
+    {"temperature": 1.0, "stop_token_ids": list(range(60)), "min_tokens": 9},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 1.0, "n": 2, "best_of": 4},
+    {"temperature": 0.0, "structured_output": {"json": SCHEMA}},
+    {"temperature": 1.0, "structured_output": {"regex": "(ab|ac)*d"}, "logprobs": 1},
+    {"temperature": 1.0, "structured_output": {"grammar": 'start: g "x"\ng[max_tokens=9]: /.*/'}},
+]
+PROMPTS = prompts_of([5 + 3 * i for i in range(len(SETTINGS))], seed=30)
+
+
+class Drafts:
+    """Guesses of a kind, from what each sequence came to without any."""
+
+    def __init__(self, kind: str, truth: dict[tuple, list[int]]) -> None:
+        self.kind, self.truth, self.rng = kind, truth, random.Random(5)
+
+    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
+        return [getattr(self, self.kind)(self.rest(seq), seq) for seq in sequences]
+
+    def rest(self, seq: Sequence) -> list[int]:
+        return self.truth[key(seq)][len(seq.tokens) :]
+
+    def oracle(self, rest: list[int], seq: Sequence) -> list[int]:
+        return rest[:7]
+
+    def wrong(self, rest: list[int], seq: Sequence) -> list[int]:
+        return [(token + 1) % 256 for token in rest[:5]]
+
+    def some(self, rest: list[int], seq: Sequence) -> list[int]:
+        count = self.rng.randint(0, 9)
+        return [x if self.rng.random() < 0.8 else self.rng.randrange(256) for x in rest[:count]]
+
+    def stop_ids(self, rest: list[int], seq: Sequence) -> list[int]:
+        return [*rest[:2], min(seq.stop_ids), *rest[2:5]]
+
+    def too_long(self, rest: list[int], seq: Sequence) -> list[int]:
+        return rest + [65] * 500
+
+
+def key(seq: Sequence) -> tuple:
+    return tuple(seq.tokens[: seq.num_prompt]), seq.seed
+
+
+def requests_of(llama: Llama) -> Iterator[Request]:
+    for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        params = SamplingParams(max_tokens=40, seed=i, **settings)
+        yield llama.llm_engine.prepare("", prompt, params, index=i)
+
+
+def answers(llama: Llama, requests: list[Request]) -> list[tuple]:
+    """All that a client can see of each."""
+    joined: dict[tuple[int, int], str] = {}
+    last = {}
+    for output in llama.llm_engine.stream(requests):
+        llama.engine.scheduler.check()
+        last[output.index] = output
+        for answer in output.outputs:
+            place = output.index, answer.index
+            joined[place] = joined.get(place, "") + answer.new_text
+    seen: list[tuple] = []
+    for index, output in sorted(last.items()):
+        seen.append((output.error, output.usage, output.prompt_logprobs))
+        for a in output.outputs:
+            assert joined[index, a.index] == a.text
+            seen.append((a.text, a.token_ids, a.logprobs, a.cumulative_logprob))
+            seen.append((a.finish_reason, a.stop_reason))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain(make_checkpoint) -> tuple[Llama, list[tuple], dict[tuple, list[int]]]:
+    """A model in bf16, what it answers without drafts, and the tokens of each sequence."""
+    folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32: what the kernels take
+    llama = Llama.build(str(folder), None, 128, 8, device="cpu", dtype="bf16")
+    requests = list(requests_of(llama))
+    found = answers(llama, requests)
+    sequences = [answer.sequence for request in requests for answer in request.answers]
+    ends = [[] if seq.stop_id is None else [seq.stop_id] for seq in sequences]
+    truth = {key(seq): seq.tokens + end for seq, end in zip(sequences, ends, strict=True)}
+    assert {"stop", "length"} <= {seq.finish_reason for seq in sequences}
+    return llama, found, truth
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_pages", [300, 9])
+@pytest.mark.parametrize("kind", ["oracle", "wrong", "some", "stop_ids", "too_long", "lookup"])
+def test_drafts_change_no_answer(kind, num_pages, plain):
+    """Text, ids, the bits of log-probabilities, reasons, usage: in a batch that the pages hold, and
+    in one that they do not hold."""
+    model, found, truth = plain
+    llama = Llama(model.model, model.tokenizer, num_pages=num_pages)
+    core = llama.engine
+    core.drafter = Speculator(7) if kind == "lookup" else Drafts(kind, truth)
+    assert answers(llama, list(requests_of(llama))) == found
+    assert core.stats.draft_tokens > (20 if kind == "lookup" else 100)
+    assert bool(core.scheduler.num_preemptions) == (num_pages < 99)
+    if kind in ("oracle", "wrong") and num_pages > 99:
+        assert core.stats.steps < 40 if kind == "oracle" else core.stats.accepted_tokens == 0
+    assert core.scheduler.pool.num_free == num_pages
+
+
+@needs_kernels
+def test_drafts_leave_the_cache_as_it_would_be(plain):
+    """The bytes of all keys and values that count, and the pages that a later prompt finds."""
+    model = plain[0]
+    truth: dict[tuple, list[int]] = {}
+    found = []
+    for kind in (None, "some", "oracle"):
+        llama = Llama(model.model, model.tokenizer, num_pages=40)
+        core = llama.engine
+        core.drafter = None if kind is None else Drafts(kind, truth)
+        seq = Sequence(list(PROMPTS[0]), TokenParams(temperature=0.7), 100, seed=1)
+        core.add(seq)
+        while len(seq.tokens) < 80:
+            core.step()
+        pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, D)
+        slots = pages.flatten(2, 3)[:, :, : min(seq.num_computed, 79)].clone()
+        while core.has_unfinished():
+            core.step()
+        truth[key(seq)] = seq.tokens
+        assert core.stats.generated_tokens == 100 - seq.num_prompt
+        found.append((slots, seq.tokens, set(core.scheduler.pool._page_of), core.stats.steps))
+    (slots, tokens, hashes, steps), *with_drafts = found
+    assert len(hashes) == 6
+    for other in with_drafts:
+        assert other[0].equal(slots) and other[1:3] == (tokens, hashes) and other[3] < steps / 2
+
+
+def longest_match(text: list[int]) -> int:
+    """By definition: the most tokens at the end that also occur somewhere before, 16 at most."""
+    for length in range(min(16, len(text) - 1), 0, -1):
+        ends = range(length, len(text))
+        if any(text[end - length : end] == text[-length:] for end in ends):
+            return length
+    return 0
+
+
+@pytest.mark.parametrize("vocab", [2, 9, 3000])
+def test_look_up_finds_where_the_end_of_a_text_occurred(vocab):
+    rng = random.Random(vocab)
+    lookup, text, num_longest = Lookup(), list[int](), 0
+    for _ in range(150):
+        new = [rng.randrange(vocab) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.3 and len(text) > 9:
+            at = rng.randrange(len(text) - 8)
+            new = text[at : at + 8]
+        text += new
+        lookup.extend(new)
+        guess, length = lookup.guess(5), min(lookup.length, 16) if lookup.source >= 0 else 0
+        assert length <= longest_match(text) and bool(length) == (text[-1] in text[:-1])
+        num_longest += length == longest_match(text)
+        if length:
+            source = lookup.source
+            assert text[source - length : source] == text[-length:] and len(guess) == 5
+            followed = text[source:] + guess
+            assert guess == followed[:5]
+    assert num_longest > 140 or vocab < 3000  # where no token has many places
+
+
+def drafted(costs: float, batch: int, repeats: float) -> list[int]:
+    """How many tokens a Speculator drafts in the first, second and third 100 steps. One more row
+    adds so much to a step of one; so much of the texts repeats what was before, the rest is new."""
+    rng, speculator, seconds, counts = random.Random(1), Speculator(7), 0.0, list[int]()
+    sequences = [Sequence([*range(50)] * 2, TokenParams(), 10**6) for _ in range(batch)]
+    while len(counts) < 300:
+        drafts = speculator.draft(sequences, seconds)
+        counts.append(sum(map(len, drafts)))
+        seconds += 0.01 * (1 + costs * (batch + counts[-1]))
+        for seq, draft in zip(sequences, drafts, strict=True):
+            for guess in [*draft, -1]:
+                place = len(seq.tokens)
+                seq.tokens.append(place % 50 if rng.random() < repeats else 60 + place)
+                if seq.tokens[-1] != guess:
+                    break
+    return [sum(counts[i : i + 100]) for i in (0, 100, 200)]
+
+
+def test_a_draft_is_as_long_as_it_pays():
+    """Where rows are nearly free a text that repeats itself gets the most, and one that repeats
+    itself less gets some; where they cost a step each it gets none."""
+    assert drafted(0.01, 1, repeats=1.0)[2] > 650 and drafted(0.01, 8, repeats=1.0)[2] > 5000
+    assert drafted(0.01, 1, repeats=0.6)[2] > 100 and drafted(10.0, 1, repeats=0.6)[2] < 60
+    assert max(drafted(1.0, 32, repeats=0.3)) < 50
+
+
+def test_what_has_ended_is_forgotten():
+    """Outputs hold their sequences for as long as their reader likes."""
+    speculator, ended = Speculator(7), []
+    for i in range(100):
+        seq = Sequence([i] * 9, TokenParams(), 50)
+        speculator.draft([seq], 0.01 * i)
+        seq.finish_reason = "stop"
+        ended.append(seq)
+    assert len(speculator._states) < 20
+
+
+@needs_kernels
+def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
+    """The answers are those of a model that does not, and come in fewer steps; the log, /metrics
+    and the lines of figures say how many tokens were guessed, and how many were right."""
+    folder, _, _ = make_checkpoint(seed=24, dim=128)
+    options = read("llama", COMMANDS["chat"], [str(folder), "--max_seq_len", "128"], {
+        "LLAMA_SPECULATE": "lookup", "LLAMA_DEVICE": "cpu", "LLAMA_DTYPE": "bf16",
+    })  # fmt: skip
+    fast = load(options)
+    prompt = (PROMPTS[3] * 4)[:60]
+    bias = dict.fromkeys(PROMPTS[3], 12.0)
+    params = SamplingParams(temperature=0, max_tokens=60, logit_bias=bias, ignore_eos=True)
+    outputs = []
+    for llama in (fast, plain[0]):
+        before = llama.engine.stats.steps
+        request = llama.llm_engine.prepare("", prompt, params)
+        (output,) = llama.llm_engine.run([request])
+        outputs.append((output.outputs[0].token_ids, llama.engine.stats.steps - before))
+        if llama is fast:
+            assert 0 < output.usage.accepted_tokens <= output.usage.draft_tokens
+            usage, stats = output.usage, llama.engine.stats
+            assert usage.accepted_tokens == stats.accepted_tokens
+            with caplog.at_level("INFO", "llama.server"):
+                ActiveRequest("id", [request]).log()
+    assert outputs[0][0] == outputs[1][0] and outputs[0][1] < outputs[1][1] * 0.8
+    right, guessed = usage.accepted_tokens, usage.draft_tokens
+    assert f"60 generated ({guessed} drafted, {right} accepted), ended" in caplog.text
+    assert f"| {right} of {guessed} guessed |" in figures(fast)
+    assert TurnStats(1.0, 2.0, usage).describe(None).endswith(f" | {right} of {guessed} guessed")
+    metrics = Metrics()
+    metrics.add_engine(fast, lambda: 0)
+    counted = {"drafts": stats.drafts, "draft_tokens": guessed, "accepted_tokens": right}
+    for name, value in counted.items():
+        line = f"llama:spec_decode_num_{name}_total {float(value)}"
+        assert line in metrics.text().decode().splitlines()
+    with pytest.raises(ValueError, match="speculate='model': give 'lookup', or None"):
+        Llama.build(str(folder), speculate="model")
