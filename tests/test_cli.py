@@ -202,7 +202,9 @@ print(codes, "torch" in sys.modules)
     ]
 
 
-@pytest.mark.parametrize(("word", "remedy"), [("run", "llama chat DIR"), ("pull", "hf download")])
+@pytest.mark.parametrize(
+    ("word", "remedy"), [("run", "llama chat DIR"), ("pull", "llama download NAME")]
+)
 def test_commands_of_other_programs_say_what_to_do(word, remedy, capsys):
     assert main([word, "llama3.2"]) == 2
     assert f"error: there is no command {word}: " in (said := capsys.readouterr().err)
@@ -321,9 +323,14 @@ def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
         (["chat", "--device", "abacus"], 1, "device='abacus' is not a device"),
         (["chat", "--seed", "-1"], 2, "seed=-1 must be"),
         (["batch", "/nowhere", "out"], 2, "No such file or directory: '/nowhere'"),
+        (["serve", "--ranks", "0"], 2, "--ranks: '0' is not a whole number from 1 to 1024"),
+        (["chat", "--ranks", "2", "--url", "http://localhost:1"], 2, "leave out --ranks"),
+        (["chat", "--ranks", "3"], 2, "--ranks 3 starts ranks, and by WORLD_SIZE=2 torchrun has"),
     ],
 )
-def test_a_mistake_is_one_line(words, code, told, capfd):
+def test_a_mistake_is_one_line(words, code, told, capfd, monkeypatch):
+    if "WORLD_SIZE" in told:
+        monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(words) == code
     out, err = capfd.readouterr()
     assert not out and err.startswith("error: ") and told in err and err.count("\n") == 1

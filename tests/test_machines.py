@@ -87,6 +87,7 @@ def test_a_group_that_spans_machines_talks_through_gloo_alone(make_checkpoint, t
 def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeypatch):
     """Each agent in a network namespace of its own, with a link of 1 ms between them."""
     monkeypatch.setenv("PYTHONPATH", str(REPO))
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     folder, delay_s = make_checkpoint(seed=5)[0], 1e-3
     work = [*jobs(folder, None), {"do": "half_round_trip", "folder": str(folder)}]
     (tmp_path / "jobs.json").write_text(json.dumps(work))

@@ -25,9 +25,10 @@ from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabPar
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
 from llama.weights import PlainWeight
-from llama.weights.int8 import Int8Weight
+from llama.weights.bytes import BytesWeight
 
 PROMPTS = prompts_of([3, 17, 9, 30, 5, 2], seed=20)
+REPEATED = [prompt * 8 for prompt in PROMPTS[:3]]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "fewer_files", "folder": kv2},
             {"do": "verified", "folder": str(damaged)},
             {"do": "other_weights", "folders": [kv2, str(sharded["other"])]},
+            {"do": "other_torch", "folder": kv2},
             {"do": "generate", "folder": kv2, "prompts": PROMPTS, **GREEDY},
         ],
         "requests": [
@@ -108,6 +110,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "gathered", "folder": kv4},
             {"do": "shares_memory", "folder": kv4, "prompts": PROMPTS},
             {"do": "one_shot_sums", "folder": kv4},
+            {"do": "speculated", "folder": kv4, "prompts": REPEATED},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -165,13 +168,14 @@ def test_what_differs_between_ranks_is_an_error_on_each(sharded, two_ranks):
     folder missing on one rank: an error on both ranks that names the cause, and the same Llama
     answers afterwards."""
     for rank, results in enumerate(two_ranks["differ"]):
-        _, different, one_bad, unlike, fewer, damaged, weights, after = results
+        _, different, one_bad, unlike, fewer, damaged, weights, library, after = results
         assert "the prompts or parameters differ between rank 0 and rank 1" in different["error"]
         kind = ("RankError: rank 1 failed: ", "")[rank]
         assert one_bad["error"].startswith(f"{kind}ValueError: prompt 0 has 0 tokens")
         for error, what, values in (
             (unlike["error"], "the arguments of Llama.build", ["max_seq_len=64", "max_seq_len=65"]),
             (weights["error"], "the weights", ["consolidated.00.pth: .*, sample .*"] * 2),
+            (library["error"], "the arguments of Llama.build", ["torch=2.10", "torch=2.11"]),
         ):
             first, other = values
             assert re.search(rf"{what} differ .* 0 \({first}\) and rank 1 \({other}\)", error)
@@ -223,6 +227,14 @@ def test_rank_0_leads_and_the_others_follow(sharded, two_ranks):
     assert then == after and following == [None, after]
 
 
+def test_rank_0_drafts_for_all_ranks(sharded, two_ranks):
+    """Where every rank makes the calls, and where rank 0 leads."""
+    llama = Llama.build(str(sharded["kv4"]), None, 256, 4, dtype="fp32", device="cpu")
+    wanted = llama.generate(REPEATED, 60, 0.0)[0]
+    (*answers, drafted), following = (rank[7]["result"] for rank in two_ranks["samples"])
+    assert answers == [wanted, wanted] and following == [wanted, None, drafted] and drafted > 20
+
+
 def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
     """build mutes stdout on the other ranks, unless it is told not to; each `close` undoes one."""
     heard = ["two", "one", "none"]
@@ -265,26 +277,36 @@ def test_one_process_has_groups_without_a_port(variables):
     assert out.stderr == ""
 
 
-def test_torchrun_example_on_two_cpu_ranks():
-    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model.
+def test_torchrun_example_on_two_cpu_ranks(tmp_path):
+    """torchrun_examples/two_cpu_ranks.sh as a user runs it, with the demo model, to the last of
+    Python's own end; torchrun is started so that it costs little.
 
     A GPU in the machine, which two ranks cannot share, is none of its business.
     """
+    started = tmp_path / "started"
+    (tmp_path / "torchrun").write_text(
+        f"""#!/bin/sh
+        printf '%s\\t' "$PWD" "$OMP_NUM_THREADS" "$@" >> {started}; echo >> {started}"""
+    )
+    (tmp_path / "torchrun").chmod(0o755)
     script = REPO / "torchrun_examples" / "two_cpu_ranks.sh"
-    bin_dir = str(Path(sys.executable).parent)
-    one_gpu = REPO / "tests" / "programs" / "one_gpu"
-    env = environment(
-        PATH=f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
-        PYTHONPATH=f"{one_gpu}{os.pathsep}{REPO}",
-    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(script), "--dtype", "fp32", "--temperature", "0"]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The capital of France is Paris." in done.stdout
-    assert done.stdout.count("| ranks 2 | float32") == 2
-    assert done.stdout.count("Loaded in ") == 2
+    subprocess.run(command, env={**os.environ, "PATH": path}, timeout=60, check=True)
+    shown = ""
+    for line in started.read_text().splitlines():
+        folder, threads, *words, _ = line.split("\t")
+        env = environment(
+            PYTHONPATH=f"{PROGRAMS / 'one_gpu'}{os.pathsep}{REPO}",
+            OMP_NUM_THREADS=threads,
+            WARM_END="",
+        )
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
+        done = warm.run(torchrun, env=env, cwd=folder, timeout=240)
+        assert done.returncode == 0, done.stderr
+        shown += done.stdout
+    assert "The capital of France is Paris." in shown
+    assert shown.count("| ranks 2 | float32") == shown.count("Loaded in ") == 2
 
 
 def test_layers_split_over_ranks_are_the_whole_layer():
@@ -314,7 +336,7 @@ def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
     """The scales of a rank are those of its own rows. Exact: each sum is of a number and zeros."""
     weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     tokens = torch.tensor([0, 127, 64, 63, 5])
-    whole = Int8Weight.pack(weight)
+    whole = BytesWeight.pack(weight)
     embedded = []
     for rank in range(2):
         parallel = ModelParallel(rank=rank, size=2)

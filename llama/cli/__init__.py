@@ -15,6 +15,7 @@ from typing import Any
 
 import llama
 from llama.cli import commands, ranks
+from llama.cli.download import download
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, HelpWanted, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 from llama.cli.serve import serve
@@ -25,7 +26,7 @@ COMMANDS = {
     "chat": Command(
         "Talk with a model in the terminal; in a pipe, one question per line.",
         {
-            **BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None,
+            **BUILD_FLAGS, "ranks": 1, "max_batch_size": 1, **SAMPLING_FLAGS, "system": None,
             **_CLIENT_FLAGS,
         },
         ["ckpt_dir"],
@@ -33,14 +34,14 @@ COMMANDS = {
         [
             "llama chat",
             'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
-            "torchrun --nproc_per_node 8 -m llama chat Meta-Llama-3-70B-Instruct",
+            "llama chat Meta-Llama-3-70B-Instruct --ranks 8",
             "llama chat --url http://localhost:8000",
         ],
     ),
     "complete": Command(
         "Continue a text; the continuation streams to standard output.",
         {
-            **BUILD_FLAGS, "max_batch_size": 1, **SAMPLING_FLAGS,
+            **BUILD_FLAGS, "ranks": 1, "max_batch_size": 1, **SAMPLING_FLAGS,
             "prompt": None, "prompt_file": None,
         },
         ["ckpt_dir"],
@@ -55,7 +56,7 @@ COMMANDS = {
         "Answer each line of a file into another file; flags are for lines that do not say.",
         {
             "in_file": REQUIRED, "out_file": REQUIRED, "resume": False,
-            **BUILD_FLAGS, **SAMPLING_FLAGS,
+            **BUILD_FLAGS, "ranks": 1, **SAMPLING_FLAGS,
             **_CLIENT_FLAGS, "concurrency": 16, "retry_s": 600.0,
         },
         ["in_file", "out_file"],
@@ -73,15 +74,26 @@ COMMANDS = {
             "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
             "allow_origin": None, "served_model_name": None, "max_queue": 1024,
             "max_wait_s": 600.0, "max_connections": 4096, "max_per_address": None,
-            "drain_s": 20.0, "tool_format": None,
-            **BUILD_FLAGS,
+            "drain_s": 20.0, "tool_format": None, "lenient": False,
+            "fastchat_controller": None, "worker_address": None,
+            **BUILD_FLAGS, "ranks": 1,
         },
         ["ckpt_dir"],
         serve,
         [
             "llama serve",
             "llama serve Meta-Llama-3-8B-Instruct --port 8080",
-            "torchrun --nproc_per_node 8 -m llama serve Meta-Llama-3-70B-Instruct",
+            "llama serve Meta-Llama-3-70B-Instruct --ranks 8",
+        ],
+    ),
+    "download": Command(
+        "Fetch a model from Hugging Face's hub; other commands take its name for a folder.",
+        {"name": REQUIRED, "file": None},
+        ["name"],
+        download,
+        [
+            "HF_TOKEN=hf_... llama download Llama-3.2-1B-Instruct",
+            "llama download ORG/NAME --file NAME-Q4_K_M.gguf",
         ],
     ),
     "verify": Command(
@@ -99,7 +111,7 @@ COMMANDS = {
         ["llama reshard Meta-Llama-3-70B one-shard --model_parallel_size 1"],
     ),
     "convert": Command(
-        "Write Meta's layout as Hugging Face's, or Hugging Face's as Meta's, into a new folder.",
+        "Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's, anew.",
         {"ckpt_dir": REQUIRED, "out_dir": REQUIRED},
         ["ckpt_dir", "out_dir"],
         commands.convert,
@@ -107,21 +119,20 @@ COMMANDS = {
     ),
     "doctor": Command(
         "Show what this machine offers and what stands in the way; 1 if something does.",
-        {"ckpt_dir": None, "device": None, "model_parallel_size": None},
+        {"ckpt_dir": None, "device": None, "ranks": 1},
         ["ckpt_dir"],
         commands.doctor,
         [
             "llama doctor",
             "llama doctor Meta-Llama-3-8B",
-            "torchrun --nproc_per_node 2 -m llama doctor Meta-Llama-3-8B",
+            "llama doctor Meta-Llama-3-8B --ranks 2",
         ],
     ),
 }  # fmt: skip
 
 _ELSEWHERE = {  # what other programs call it -> what to do here
     "run": "`llama chat DIR` talks with a model, `llama serve DIR` serves it",
-    "pull": "fetch the weights with `hf download NAME --local-dir DIR`, of the package "
-    "huggingface_hub, then `llama chat DIR`",
+    "pull": "`llama download NAME` fetches a model, and `llama chat NAME` talks with it",
 }
 
 _ABOUT = """\
@@ -131,8 +142,8 @@ commands (llama COMMAND --help lists the flags of one):
 {commands}
 
 Without a folder of weights, chat, complete and batch use the demo model. A flag may also be given
-as a variable: LLAMA_TEMPERATURE=0 for --temperature 0; a flag on the command line wins. Under
-torchrun, rank 0 alone prints: torchrun --nproc_per_node 8 -m llama chat DIR
+as a variable: LLAMA_TEMPERATURE=0 for --temperature 0; a flag on the command line wins. With
+--ranks 8, or under torchrun --nproc_per_node 8 -m llama, rank 0 alone reads and prints.
 
 exit codes:
   0    done; batch: each line has its record, which may be an error
@@ -193,7 +204,9 @@ def _run_command(name: str, words: Sequence[str]) -> int:
         raise UsageError(f"there is no command {name}{likely}")
     command = COMMANDS[name]
     assert command.function is not None
-    return command.function(read(f"llama {name}", command, words, os.environ))
+    options = read(f"llama {name}", command, words, os.environ)
+    code = ranks.start_ranks(options)
+    return command.function(options) if code is None else code
 
 
 def _check_is_ours() -> None:

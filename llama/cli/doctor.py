@@ -1,9 +1,8 @@
 """`llama doctor`: what this machine offers, and what stands in the way. Prints; changes nothing.
 
 Each check gives lines of (name, fact) and says by `problem` that something must be mended. The
-kernels may be compiled for this, as they would be by the first model. Under torchrun each rank
-makes the checks of its own; rank_report.py has what concerns several ranks,
-environment_checks.py what concerns the machine.
+kernels may be compiled for this, as they would be by the first model. Under torchrun rank 0 prints,
+for as many ranks as there are. What stops ranks is in environment_checks.py.
 """
 
 import argparse
@@ -13,6 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -21,10 +21,9 @@ import torch
 
 import llama.device
 from llama.checkpoint.find import Checkpoint, find
-from llama.cli import rank_report
 from llama.cli.environment_checks import Fact, environment_facts, problem, thread_facts
 from llama.cli.ranks import global_rank
-from llama.loading import Memory, default_batch_size
+from llama.loading import Memory, default_batch_size, stays_in_codes
 from llama.ops.cpu import native
 from llama.ops.triton import selfcheck_cache
 from llama.ranks.groups import started_processes
@@ -37,8 +36,7 @@ _T = TypeVar("_T")
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the facts; 1 if there is a problem among them. Rank 0 prints those of all ranks."""
-    own: list[Fact] = []
+    """Print the facts; 1 if there is a problem among them."""
     code = 0
     num_ranks, of_ranks = _tried("ranks", started_processes, 1)
     device, of_device = _tried(
@@ -58,11 +56,7 @@ def doctor(options: argparse.Namespace) -> int:
             yield from _checkpoint(options.ckpt_dir, device, num_ranks)
 
     for fact in facts():
-        own.append(fact)
         code |= _show(fact)
-    if num_ranks > 1:
-        for fact in rank_report.report(own, device, options.model_parallel_size):
-            code |= _show(fact)
     return 0 if global_rank() else code
 
 
@@ -160,8 +154,10 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
         return
     args = found.params
     size = sum(path.stat().st_size for path in found.shards)
-    layout = {"meta": "Meta's layout", "hf": "Hugging Face's layout"}[found.layout]
-    yield Fact("checkpoint", f"{found.folder}: {layout}, {len(found.shards)} file(s), {size:,} B")
+    layout = {"meta": "Meta's layout", "hf": "Hugging Face's layout", "gguf": "GGUF"}[found.layout]
+    yield Fact(
+        "checkpoint", f"{found.weights_path}: {layout}, {len(found.shards)} file(s), {size:,} B"
+    )
     yield Fact(
         "model",
         f"dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads over {args.kv_heads} "
@@ -172,40 +168,29 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
 
 
 def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterator[Fact]:
-    """A row for each number of ranks: weights of one rank, and tokens of KV cache beside them."""
-    on_cpu = device.type == "cpu"
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_cpu else 1
-    machines = max(1, num_ranks // num_local) if on_cpu else 1
-    free = llama.device.free_bytes(device) * num_local  # of the machine, or of each rank's GPU
-    whose = "this machine for its ranks" if on_cpu else "each rank's GPU, as on this one"
-    yield Fact("fits", f"{free / 2**30:.1f} GiB free on {whose}; of one rank:")
-    any_fits = False
-    for ranks in sorted({1, 2, 4, 8, num_ranks}):
-        own = free // -(-ranks // machines) if on_cpu else free
-        text, fits = _row(found, ranks, device, own)
-        any_fits |= fits
-        yield Fact("fits", f"{ranks:>3} rank{'s' if ranks > 1 else ' '}  {text}")
-    if not any_fits:
-        more = "" if on_cpu else " for the 1, 2, 4 or 8 ranks above"
+    """For so many ranks: the weights of one, and the KV cache that has room beside them."""
+    try:
+        found.params.check_ranks(num_ranks)
+    except ValueError as e:
+        yield problem("fits", str(e))
+        return
+    free = llama.device.free_bytes(device)  # of a rank
+    formats = [None, *QUANTIZED] if device.type == "cpu" else [None]
+    ways = {name or "bf16": (found, name) for name in formats}
+    if stays_in_codes(found, device):
+        ways = {found.file_type or "": (replace(found, in_codes=True), None), **ways}
+    needs = {
+        name: Memory.of(
+            files, num_ranks, device, torch.bfloat16, quantize, free, default_batch_size(device)
+        )
+        for name, (files, quantize) in ways.items()
+    }
+    for name, memory in needs.items():
+        room = f"KV cache {memory.kv_tokens:,} tokens" if memory.kv_tokens else "does not fit"
+        yield Fact("fits", f"{name:<6} {memory.weights / 2**30:6.2f} GiB a rank, {room}")
+    if not any(memory.kv_tokens for memory in needs.values()):
         yield problem(
             "fits",
-            f"the weights and a KV cache have no room{more}: a larger machine, or several "
-            "(torchrun --nnodes), or a smaller model",
+            f"the weights and a KV cache have no room in {free / 2**30:.1f} GiB a rank: take more "
+            "ranks or machines (torchrun --nnodes), or a smaller model",
         )
-
-
-def _row(found: Checkpoint, ranks: int, device: torch.device, free: int) -> tuple[str, bool]:
-    """The text of one row, and whether any type fits."""
-    try:
-        found.params.check_ranks(ranks)
-    except ValueError as e:
-        return str(e).partition(":")[0], False
-    cells, fits, batch_size = [], False, default_batch_size(device)
-    for quantize in (None, *QUANTIZED) if device.type == "cpu" else (None,):
-        memory = Memory.of(found, ranks, device, torch.bfloat16, quantize, free, batch_size)
-        weights, tokens = memory.weights, memory.kv_tokens
-        cache = f"KV cache {tokens:>11,} tokens" if tokens else "does not fit".rjust(27)
-        size = f"{weights / 2**30:.2f} GiB" if weights >= 2**30 else f"{weights / 2**20:.1f} MiB"
-        cells.append(f"{quantize or 'bf16'} {size:>10}, {cache}")
-        fits |= tokens > 0
-    return "   ".join(cells), fits

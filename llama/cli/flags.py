@@ -67,10 +67,12 @@ def within(low: int, high: int) -> Callable[[str], int]:
 _LENGTH = "what fits; in a chat 4096; with the demo model 512"
 
 FLAGS = {
-    "ckpt_dir": Flag(str, "DIR", "folder of the weights", "the demo model"),
+    "ckpt_dir": Flag(str, "DIR", "folder of the weights, or a GGUF file", "the demo model"),
     "tokenizer_path": Flag(str, "FILE", "tokenizer file", "the one beside the weights"),
     "in_file": Flag(str, "IN", "prompts or OpenAI batch requests, one per line"),
     "out_file": Flag(str, "OUT", "results, one JSON record per line"),
+    "name": Flag(str, "NAME", "a model: ORG/NAME, or one of Meta's alone: Llama-3.2-1B"),
+    "file": Flag(str, "FILE", "of a model's files this GGUF file alone", "its safetensors"),
     "out_dir": Flag(str, "OUT", "folder to write; it must not exist yet"),
     "prompt": Flag(str, "TEXT", "text to continue", "that of prompt_file"),
     "prompt_file": Flag(str, "FILE", "file of the text to continue", "standard input, as with -"),
@@ -83,20 +85,23 @@ FLAGS = {
     "max_batch_size": Flag(int, "N", "sequences that run at once; more wait", "what fits"),
     "kv_cache_memory_bytes": Flag(int, "N", "bytes of the KV cache on each rank", "what fits"),
     "model_parallel_size": Flag(int, "N", "ranks that share one model", "all that were started"),
+    "ranks": Flag(within(1, 1024), "N", "processes of this machine that share the work"),
     "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
     "dtype": Flag(str, "NAME", "bf16, fp16 or fp32", "bf16 if the device has it"),
-    "quantize": Flag(str, "NAME", "round the weights at load: int8, on the CPU", "as they are"),
+    "quantize": Flag(
+        str, "NAME", "round the weights at load: int8, fp8, int4 (CPU)", "as they are"
+    ),
     "verify": Flag(bool, "", "compare the weights with their checksums while they are loaded"),
+    "speculate": Flag(str, "NAME", "guess tokens ahead: lookup, from what the text has", "none"),
+    "speculate_tokens": Flag(int, "N", "the most tokens that are guessed at once"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),
     "model": Flag(str, "NAME", "of the server's models, this one", "its first"),
     "concurrency": Flag(int, "N", "requests under way at the server at once"),
     "retry_s": Flag(float, "S", "seconds that a failed request to the server is tried again"),
     "resume": Flag(bool, "", "add the results that OUT does not have yet"),
-    "model_path": Flag(str, "DIR", "ckpt_dir, as FastChat names it", "ckpt_dir"),
-    "model_names": Flag(str, "A,B", "names that clients ask for", "the name of the folder"),
-    "controller_address": Flag(str, "URL", "where FastChat's controller is"),
-    "worker_address": Flag(str, "URL", "where the controller finds this worker", "host and port"),
+    "fastchat_controller": Flag(str, "URL", "FastChat's controller, to be its worker", "none"),
+    "worker_address": Flag(str, "URL", "where that controller finds this server", "host and port"),
     "host": Flag(str, "HOST", "address to listen on"),
     "port": Flag(within(0, 65_535), "N", "port to listen on; 0 takes a free one"),
     "api_key": Flag(
@@ -114,11 +119,8 @@ FLAGS = {
     "tool_format": Flag(
         str, "NAME", "of tool calls: llama3.1, llama3.2 or none", "that of the generation"
     ),
+    "lenient": Flag(bool, "", "leave out fields that cannot be honoured, and say so in a header"),
     "drain_s": Flag(float, "S", "seconds that running requests get after a signal"),
-    "no_register": Flag(bool, "", "serve without a controller"),
-    "limit_worker_concurrency": Flag(within(1, 10**6), "N", "requests that run at once; more wait"),
-    "stream_interval": Flag(within(1, 10**6), "N", "tokens between two parts of a stream"),
-    "conv_template": Flag(str, "NAME", "chat template: llama-3, or raw for none"),
 }
 
 

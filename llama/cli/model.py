@@ -26,6 +26,8 @@ BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defa
     "quantize": None,
     "timeout_s": 600.0,
     "verify": False,
+    "speculate": None,
+    "speculate_tokens": 7,
 }
 SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
 
@@ -43,7 +45,7 @@ def demo_dir() -> str:
             return str(folder)
     raise FileNotFoundError(
         f"this installation has no demo model (looked for {' and '.join(map(str, DEMO_DIRS))}): "
-        "give the folder of other weights"
+        "give the folder of other weights, or fetch a model: llama download NAME"
     )
 
 
@@ -88,8 +90,9 @@ def figures(llama: Any) -> str:
     prompt = _rate(stats.prompt_tokens, stats.prompt_seconds)
     generated = _rate(stats.generated_tokens, stats.generate_seconds)
     ranks = parallel.size * parallel.data_size
+    drafted = f" | {stats.accepted_tokens} of {stats.draft_tokens} guessed" * bool(stats.drafts)
     return (
-        f"load {llama.load_seconds:.2f} s | prompt {prompt} | generated {generated} "
+        f"load {llama.load_seconds:.2f} s | prompt {prompt} | generated {generated}{drafted} "
         f"| ranks {ranks} | {dtype}"
     )
 

@@ -4,6 +4,7 @@ In: the function that does the work. Out: its exit code, once the process groups
 mistake of the user's is one line on stderr; a traceback is a bug of ours.
 """
 
+import argparse
 import contextlib
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 from llama.cli.flags import HelpWanted, UsageError
 from llama.ranks.errors import NotMetError, RankError
+from llama.ranks.launch import LAUNCHER, launch
 from llama.ranks.signals import DRAIN_S, SIGNALS
 from llama.ranks.watch import Watch
 
@@ -35,6 +37,20 @@ def say(line: str) -> None:
     if global_rank() == 0:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
+
+
+def start_ranks(options: argparse.Namespace) -> int | None:
+    """With --ranks: run this command line in so many processes, to their exit code. None: this one
+    is alone, or a rank. UsageError beside torchrun or --url."""
+    count = getattr(options, "ranks", 1)
+    if count == 1 or LAUNCHER in os.environ:
+        return None
+    if size := os.environ.get("WORLD_SIZE"):
+        words = f"--ranks {count} starts ranks, and by WORLD_SIZE={size} torchrun has started some"
+        raise UsageError(f"{words}: leave out --ranks and LLAMA_RANKS, or unset WORLD_SIZE")
+    if getattr(options, "url", None):
+        raise UsageError("with --url one process is enough: leave out --ranks and LLAMA_RANKS")
+    return launch(sys.orig_argv[1:], count)
 
 
 def run(work: Callable[[], int | None], error_code: int = 1) -> int:

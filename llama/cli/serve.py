@@ -15,6 +15,7 @@ from llama.cli.model import demo_dir, load
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.ranks.signals import SIGNALS
 
+_INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's own, with its default
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/,\s]+")  # RFC 6454: scheme, host, port
 
 
@@ -33,15 +34,16 @@ def serve(options: argparse.Namespace) -> int:
     try:
         if server is not None:
             server.start()
-            say(f"listening on http://{options.host}:{server.port}; loading {name}")
+            say(f"listening on {_url(options.host, server.port)}; loading {name}")
         llama = llama or load(options)
         remedy = "and start a server for each replica"
         check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
+        SIGNALS.has_begun = True  # on every rank
 
         def work() -> None:
             assert server is not None
             server.open(llama)
-            say(f"ready: {name} at http://{options.host}:{server.port}/v1")
+            say(f"ready: {name} at {_url(options.host, server.port)}/v1")
             with SIGNALS.taken_alone(*signals):
                 server.serve(options.drain_s)
 
@@ -89,6 +91,8 @@ def _listen(options: argparse.Namespace, name: str) -> Any:
         limits=limits,
         tool_format=tool_format,
         allowed_origins=_origins(options),
+        host_routes=_fastchat(options),
+        lenient=options.lenient,
     )
 
 
@@ -101,6 +105,36 @@ def _origins(options: argparse.Namespace) -> list[str]:
                 "http://localhost:3000"
             )
     return origins
+
+
+def _fastchat(options: argparse.Namespace) -> Any:
+    """Makes the routes of a FastChat worker, where a controller is given."""
+    text = os.environ.get(_INTERVAL_VARIABLE, "45")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{_INTERVAL_VARIABLE}={text!r} must be a whole number of seconds")
+    for name in ("fastchat_controller", "worker_address"):
+        url = getattr(options, name) or "http://"
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"--{name} {url} must begin with http:// or https://")
+    if options.fastchat_controller is None:
+        return lambda service, port: None
+    if options.host in ("", "0.0.0.0", "::") and not options.worker_address:
+        raise UsageError(
+            f"--host {options.host} is every address of this machine: give the one that FastChat "
+            "reaches it by, as in --worker_address http://10.0.0.2:8000"
+        )
+    from llama.compat.fastchat import FastChatWorker
+
+    def routes(service: Any, port: int) -> Any:
+        address = (options.worker_address or _url(options.host, port)).rstrip("/")
+        controller = options.fastchat_controller.rstrip("/")
+        return FastChatWorker(service, controller, address, int(text)).router()
+
+    return routes
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _keys(options: argparse.Namespace) -> list[str]:

@@ -26,6 +26,7 @@ from fairscale.nn.model_parallel import initialize as fs_init
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.errors import RankError
+from llama.ranks.launch import STORE_FD
 from llama.ranks.one_shot import OneShot
 from llama.ranks.peers import Peers
 from llama.ranks.rendezvous import Rendezvous, Store
@@ -64,7 +65,8 @@ def connect(
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
         raise ValueError(
             f"model_parallel_size={size!r} does not divide the {world_size} processes that were "
-            f"started: launch with torchrun --nproc_per_node a multiple of it, or leave it out"
+            "started: start a multiple of it (--ranks; --nproc_per_node of torchrun), or leave it "
+            "out"
         )
     if world_size == 1:
         _join_alone()
@@ -215,9 +217,11 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> dist.Sto
     is_ours = rank == 0 and not is_agents
     if not is_ours:
         rendezvous.wait_for_listener((host, port), is_agents)
+    fd = os.environ.pop(STORE_FD, "") if is_ours else ""
     store: dist.Store = dist.TCPStore(
-        host, port, is_master=is_ours, timeout=limit, wait_for_workers=False, multi_tenant=True
-    )
+        host, port, is_master=is_ours, timeout=limit, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=int(fd) if fd else None,
+    )  # fmt: skip
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if count != "0" and on_one_machine:

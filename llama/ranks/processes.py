@@ -14,8 +14,11 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from llama.ranks.errors import say
 
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes): linux/pidfd.h, from Linux 6.15 on
 _PIDFD_INFO_EXIT = 1 << 3
@@ -139,6 +142,25 @@ def describe_end(status: int | None) -> str:
     if number:
         return f"was ended by {signal.Signals(number).name}"
     return f"ended with exit code {status >> 8} while the others were still working"
+
+
+@contextlib.contextmanager
+def or_exit(last_words: bytes, before: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """A block without which this process could stay for ever: if it raises, the process ends.
+
+    last_words need no memory; the rest is said where there is some.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            os.write(2, last_words)
+            say(traceback.format_exc())
+        with contextlib.suppress(BaseException):
+            exit_now(1, before)
+        os._exit(1)
 
 
 def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from llama.ranks import processes
+from llama.ranks.launch import agent
 from llama.ranks.peers import PeerInfo, Peers
 
 TICK_S = 0.5  # between two beats, and two looks of the watch at the clock
@@ -127,14 +129,17 @@ class Rendezvous:
         """
         self._claim = json.dumps([self.peers.own.rank, cause, grace_s])
         self._is_wanted.set()
-        end = time.monotonic() + SILENCE_S
+        first = self.peers.all.get(0)  # where the store is, if it is not torchrun's
+        is_stopped = first is not None and first.stopped_s > 0
+        end = time.monotonic() + (4 * POLL_S if is_stopped else SILENCE_S)
         while not self._first_claim and self._is_talking() and time.monotonic() < end:
             time.sleep(POLL_S / 5)
         if self._first_claim:
             return self._first_claim == self._claim
-        if self.read_at or "TORCHELASTIC_RUN_ID" not in os.environ:
+        if self.read_at or not agent():
             return self.peers.is_first
-        return os.environ.get("LOCAL_RANK") == "0"
+        own, local = self.peers.own.rank, int(os.environ.get("LOCAL_RANK", "0"))
+        return own == min(processes.ranks_started_by(agent()), default=own - local)
 
     def _is_talking(self) -> bool:
         return bool(self._prefix) and self._thread.is_alive() and not self._error

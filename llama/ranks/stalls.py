@@ -1,4 +1,4 @@
-"""A step that does not end: which rank is it that the others wait for?
+"""A step that does not end: which rank is it that the others wait for, or which one has left?
 
 In: what each rank last said of where it is. Out: the name of the one at fault, or None where all
 wait alike.
@@ -33,6 +33,15 @@ def stack_of(thread: int | None) -> str:
     """The Python stack of a thread, as in a traceback."""
     frame = sys._current_frames().get(thread or 0)
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (ended)"
+
+
+def find_left_early(peers: Peers, group: range) -> str:
+    """What to say where a rank of the group has left in order, else nothing."""
+    for rank in group:
+        peer = peers.all.get(rank)
+        if peer is not None and peer.has_left:
+            return f"the script of {peer.name} ended while the others were still working"
+    return ""
 
 
 def find_stalled_rank(

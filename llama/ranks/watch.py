@@ -34,10 +34,11 @@ from types import TracebackType
 
 from llama.ranks import processes
 from llama.ranks.errors import NotMetError, say
+from llama.ranks.launch import LAUNCHER, agent
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import GRACE_S, POLL_S, SILENCE_S, TICK_S, Rendezvous
 from llama.ranks.signals import SIGNALS
-from llama.ranks.stalls import find_stalled_rank, rank_state, stack_of
+from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state, stack_of
 
 LATER_S = 5.0  # a collective, or the kernel, gives up later than the watch, which can say why
 _UNWIND_S = 2.0  # for the rank that failed to leave its `finally` blocks; for others to follow it
@@ -70,7 +71,7 @@ class Watch(threading.Thread):
         self._stops = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self._agent = agent()
         self._all_there_at = time.monotonic()  # while they meet: the processes torchrun started
         self._hook = sys.excepthook
         self._note_at = time.monotonic() + _NOTE_S
@@ -176,26 +177,8 @@ class Watch(threading.Thread):
         It returns, so that the caller's `finally` blocks run; the process ends soon, whatever they
         do; at once, where memory is out, so that it cannot even say why: the others see its end.
         """
-        with self._or_end():
+        with processes.or_exit(self._last_words, self.before_end):
             self._fail(error, during, has_trace)
-
-    @contextlib.contextmanager
-    def _or_end(self) -> Iterator[None]:
-        """A block without which this process could stay for ever: if it raises, the process ends.
-
-        Its first words need no memory; the rest is said where there is some.
-        """
-        try:
-            yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            with contextlib.suppress(BaseException):
-                os.write(2, self._last_words)
-                say(traceback.format_exc())
-            with contextlib.suppress(BaseException):
-                self._exit(1)
-            os._exit(1)
 
     def _fail(self, error: BaseException, during: str, has_trace: bool) -> None:
         """A RuntimeError may be what gloo raises when another rank is gone: wait for the cause."""
@@ -212,7 +195,7 @@ class Watch(threading.Thread):
         """Return where no other rank is the cause of an error, else when it is known."""
         end = time.monotonic() + GRACE_S + SILENCE_S * self.peers.are_spread
         while time.monotonic() < end and not self._is_known.wait(POLL_S):
-            if cause := self._left_early():
+            if cause := find_left_early(self.peers, self.group):
                 self._report(cause)
 
     def _report(self, cause: str, trace: str = "", *, is_own: bool = False) -> None:
@@ -242,15 +225,15 @@ class Watch(threading.Thread):
         self._wake()
 
     @property
-    def _has_agent(self) -> bool:
-        return self._agent == os.getppid()
+    def _has_torchrun(self) -> bool:
+        return self._agent == os.getppid() and LAUNCHER not in os.environ
 
     def _grace(self, seconds: float) -> float:
         """How long to wait for torchrun to end this rank; by hand, there is nobody to wait for."""
-        return seconds if self._has_agent else 0.0
+        return seconds if self._has_torchrun else 0.0
 
     def run(self) -> None:
-        with self._or_end():
+        with processes.or_exit(self._last_words, self.before_end):
             self._watch()
 
     def _watch(self) -> None:
@@ -288,7 +271,8 @@ class Watch(threading.Thread):
         if self._agent not in (0, os.getppid()):
             if SIGNALS.stop_since is not None:  # a second signal ended it
                 self._exit(1)
-            agent = f"torchrun (process {self._agent}) on {self.peers.own.host}"
+            name = "llama --ranks" if LAUNCHER in os.environ else "torchrun"
+            agent = f"{name} (process {self._agent}) on {self.peers.own.host}"
             yield f"{agent}, which started these ranks, {processes.describe_end(None)}"
         for peer in self.peers.local:
             if not peer.has_left and peer.gone_at is not None:
@@ -353,19 +337,11 @@ class Watch(threading.Thread):
     def _overdue(self, now: float) -> Iterator[str]:
         """Why a block that waits for other ranks takes too long."""
         for what, since, limit_s in list(self._busy.values()):
-            cause = self._left_early()
+            cause = find_left_early(self.peers, self.group)
             if cause and now - since > _UNWIND_S:
                 yield cause
             elif now - since > limit_s and (name := self._find_stalled(since + limit_s)):
                 yield f"{name}: the others waited {limit_s:g} s in {what} {_LIMIT_WORDS}"
-
-    def _left_early(self) -> str:
-        """What to say where a rank of the group has left in order, else nothing."""
-        for rank in self.group:
-            peer = self.peers.all.get(rank)
-            if peer is not None and peer.has_left:
-                return f"the script of {peer.name} ended while the others were still working"
-        return ""
 
     def _find_stalled(self, overdue: float) -> str | None:
         """The rank that is elsewhere, and what it does; None where all are in the same place."""
@@ -406,7 +382,7 @@ class Watch(threading.Thread):
         if self._kills_survivors:
             self.peers.outlive(_UNWIND_S)
             self.peers.kill()
-        elif self.peers.own.rank == 0 and not self._has_agent:
+        elif self.peers.own.rank == 0 and not self._has_torchrun:
             self.peers.outlive(GRACE_S)
         self._exit(1)
 

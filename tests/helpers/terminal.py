@@ -24,9 +24,8 @@ class Session:
     and Ctrl-C is a signal to the foreground group unless the script sees to it."""
 
     def __init__(self, *flags: str, ranks: int = 1, **variables: str) -> None:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         self.start(
-            sys.executable, *(torchrun if ranks > 1 else []), str(REPO / "scripts/chat.py"),
+            sys.executable, str(REPO / "scripts/chat.py"), "--ranks", str(ranks),
             "--temperature=0", "--dtype=fp32", "--device=cpu", *flags, **variables,
         )  # fmt: skip
 

@@ -3,13 +3,16 @@
 In: what subprocess.Popen takes. Out: a Popen of a process of one's own, with the files, folder,
 environment and arguments that were asked for; torchrun starts its ranks so, too, and a program with
 WARM_CHILDREN in its environment what it starts. What differs from a fresh start: the modules are
-there already, and all forks have one hash seed. What is not imitated (`-c`, flags of Python, other
-commands, other systems than Linux) starts as ever. It must not know what the programs do.
+there already, and all forks have one hash seed; at the end the modules are not taken down, which
+would be 0.25 s of each fork, unless the program has WARM_END in its environment. What is not
+imitated (`-c`, flags of Python, other commands but `ip netns exec`, other systems than Linux)
+starts as ever. It must not know what the programs do.
 
 A fork's parent would be the process that forks. So that forks twice, the one between ends, and its
 child falls to this process, which is the nearest "subreaper" for that moment (prctl(2)).
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -27,12 +30,15 @@ import tempfile
 import termios
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent.parent
 _AGENT = ["-m", "torch.distributed.run"]
-_PR_SET_CHILD_SUBREAPER = 36
+_IN_SPACE = ["ip", "netns", "exec"]  # a network namespace
+_PR_SET_CHILD_SUBREAPER, _CLONE_NEWNET = 36, 0x40000000
+_Fresh = subprocess.Popen  # which a test may replace by the one below
 _start = threading.Lock()  # one start at a time: `subreaper` is of the whole process
 
 
@@ -43,9 +49,10 @@ class Popen(subprocess.Popen):
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
     ) -> None:
         words = [os.fspath(word) for word in args] if not isinstance(args, str) else [args]
+        space, words = (words[3], words[4:]) if words[:3] == _IN_SPACE else ("", words)
         program = words[2:] if words[1:2] == ["-u"] else words[1:]
         is_ours = words[0] == sys.executable and program[:1] and sys.platform == "linux"
-        if not is_ours or preexec_fn or pass_fds or (program[0][0] == "-" and program[0] != "-m"):
+        if not is_ours or preexec_fn or (program[0][0] == "-" and program[0] != "-m"):
             return super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
             )
@@ -55,9 +62,11 @@ class Popen(subprocess.Popen):
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(os.environ if env is None else env),
             "session": rest[14],
+            "space": space,
+            "pass_fds": list(pass_fds),
         }
         files = [0 if ends[0] == -1 else ends[0], 1 if ends[3] == -1 else ends[3]]
-        files.append(2 if ends[5] == -1 else ends[5])
+        files += [2 if ends[5] == -1 else ends[5], *pass_fds]
         self.pid = _forked(asked, files)
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
@@ -89,7 +98,7 @@ class _Server:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-start-")
         self.path = os.path.join(self._folder.name, "socket")
-        self._process = subprocess.Popen(
+        self._process = _Fresh(
             [sys.executable, __file__, self.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # without Ctrl-C
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -113,7 +122,7 @@ def close() -> None:
 
 
 def _forked(asked: dict[str, Any], files: list[int]) -> int:
-    """The pid of a child of this process that does what is asked, with three open files."""
+    """The pid of a child of this process that does what is asked, with these open files."""
     prctl = ctypes.CDLL(None).prctl
     with _start, socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ.get("LLAMA_WARM_SOCKET") or _server().path)
@@ -138,7 +147,7 @@ def _serve(listener: socket.socket, parent: int) -> tuple[dict[str, Any], list[i
             os.waitpid(between, 0)
             connection.close()  # only now: its child has its new parent
             continue
-        _, files, _, _ = socket.recv_fds(connection, 1, 3)
+        _, files, _, _ = socket.recv_fds(connection, 1, 8)
         text = b"".join(iter(functools.partial(connection.recv, 65536), b""))
         between = os.getpid()
         if pid := os.fork():
@@ -156,13 +165,19 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
     """Run a program as Python would: its files, folder, environment, threads, path and words."""
     import torch
 
-    for number, opened in enumerate(files):
+    apart = [fcntl.fcntl(opened, fcntl.F_DUPFD, 100) for opened in files]  # from the wanted ones
+    for opened in files:
+        os.close(opened)
+    for opened, number in zip(apart, [0, 1, 2, *asked["pass_fds"]], strict=True):
         os.dup2(opened, number)
         os.close(opened)
     if asked["session"]:
         os.setsid()
         with contextlib.suppress(OSError):  # it is no terminal, or another's
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if asked["space"]:
+        with open(f"/run/netns/{asked['space']}") as space:
+            assert ctypes.CDLL(None).setns(space.fileno(), _CLONE_NEWNET) == 0
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
@@ -178,17 +193,43 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     words = asked["words"]
-    if words[:2] == _AGENT or "WARM_CHILDREN" in os.environ:
+    sys.path[:0] = added
+    with contextlib.suppress(ModuleNotFoundError):
+        import sitecustomize  # noqa: F401
+    sys.orig_argv[:] = [sys.executable, *words]
+    if words[:2] == _AGENT or "--ranks" in words or "WARM_CHILDREN" in os.environ:
         _start_children_so()
     if words[0] == "-m":
-        sys.path[:] = [asked["cwd"], *added, *sys.path]
+        sys.path.insert(0, asked["cwd"])
         sys.argv[:] = words[1:]
-        sys.modules.pop(words[1], None)  # runpy would warn
+        if not hasattr(sys.modules.get(words[1]), "__path__"):
+            sys.modules.pop(words[1], None)  # runpy would warn
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[:] = [os.path.dirname(os.path.abspath(words[0])), *added, *sys.path]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
         sys.argv[:] = words
         runpy.run_path(words[0], run_name="__main__")
+
+
+def _run(asked: dict[str, Any], files: list[int]) -> None:
+    """Run a program, and end as Python does: threads, exit handlers, files; without the rest, but
+    where there was an error, or a file cannot be written."""
+    code = 0
+    try:
+        _become(asked, files)
+    except SystemExit as stop:
+        if not isinstance(stop.code, int | None):
+            raise
+        code = stop.code or 0
+    if "WARM_END" not in os.environ:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        gc.collect()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code & 0xFF)
+    sys.exit(code)
 
 
 def _start_children_so() -> None:
@@ -208,8 +249,7 @@ def _start_children_so() -> None:
             os.rmdir(folder)
             os._exit(0)
         os.environ.pop("LLAMA_WARM_SOCKET", None)
-        _become(*asked)
-        sys.exit()
+        _run(*asked)
     os.close(parent)
     listener.close()
     os.environ["LLAMA_WARM_SOCKET"] = path
@@ -228,17 +268,25 @@ def _main(path: str) -> None:
     sys.path[:] = sys.path[1:]  # without this file's folder
     sys.path.insert(0, str(REPO))
 
+    import torch.distributed.run  # noqa: F401
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    import llama.cli.client
     import llama.cli.serve
     import llama.generation
     import llama.ranks
     import llama.server.process  # noqa: F401
 
+    # For its log, torchrun asks for a caller's name by inspect.stack(), which reads every module.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     sys.path.remove(str(REPO))
+    for library in weakref.finalize._registry:  # type: ignore[attr-defined]
+        library.atexit = False  # torch would take its operators apart in each fork
     gc.freeze()  # or each collection would copy the pages of all these objects
     print("ready", flush=True)
     asked = _serve(listener, 0)
     if asked is not None:
-        _become(*asked)
+        _run(*asked)
 
 
 if __name__ == "__main__":

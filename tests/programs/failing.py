@@ -1,9 +1,10 @@
 """What ranks/test_failures.py runs: ranks that fail, stall or leave, by torchrun or forked here.
 
-A case is {"world", "fault", "rank", "when", "timeout_s"}. Under torchrun one case is given as JSON.
-Without it, the argument is a file of cases: torch is imported once, and each case gets forked
-ranks, three cases at a time. Each leaves NAME.json: exit statuses (null: still there after 60
-seconds, and killed), what the ranks wrote to stderr, and the seconds from the fault to the end.
+A case is {"world", "fault", "rank", "when", "timeout_s"}. Under torchrun one case is given as JSON,
+and so it is after --ranks, for a launch of two. Else the argument is a file of cases: torch is
+imported once, and each case gets forked ranks, three cases at a time. Each leaves NAME.json: exit
+statuses (null: still there after 60 seconds, and killed), what the ranks wrote to stderr, and the
+seconds from the fault to the end.
 """
 
 import json
@@ -23,6 +24,7 @@ from llama import Llama
 from llama.cli.batch.job import run_batch
 from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.ranks import processes
+from llama.ranks.launch import launch
 from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.signals import SIGNALS
 
@@ -219,6 +221,8 @@ def main(cases_file: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--ranks":  # the case of a launch, as that of torchrun
+        sys.exit(launch([__file__, *sys.argv[2:]], 2))
     if "RANK" in os.environ:  # under torchrun
         work(json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
     else:

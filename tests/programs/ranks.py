@@ -90,6 +90,12 @@ def build_unlike(folder: str) -> None:
     Llama.build(folder, None, 64 + RANK, 1, dtype="fp32", device="cpu")
 
 
+def other_torch(folder: str) -> None:
+    """Each rank has another version of torch."""
+    with mock.patch("torch.__version__", f"2.{10 + RANK}"):
+        Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu")
+
+
 def other_weights(folders: list[str]) -> None:
     """Each rank has weights of its own, of the same shapes."""
     Llama.build(folders[RANK], None, 64, 1, dtype="fp32", device="cpu")
@@ -271,6 +277,18 @@ def samples(folder: str, prompts: list) -> list:
     with contextlib.suppress(ValueError, RankError):
         llama.generate([[]] if RANK else prompts, 8, 1.0, 1.0)
     return [first, llama.generate(prompts, 8, 1.0, 1.0)[0]]
+
+
+def speculated(folder: str, prompts: list) -> list:
+    """Every rank calls, then rank 0 leads, with drafts of rank 0: the answers, and how many drafts
+    each rank has verified."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        llama = Llama.build(
+            folder, None, 256, 4, dtype="fp32", device="cpu", mute_ranks=False, speculate="lookup"
+        )
+    called = llama.generate(prompts, 60, 0.0)[0]
+    found = llama.lead(lambda: llama.generate(prompts, 60, 0.0)[0])
+    return [called, found, llama.engine.stats.draft_tokens]
 
 
 def speak(folder: str) -> list[str]:

@@ -6,6 +6,7 @@ torchrun. No time is asserted but 60 seconds, which tell a hang from an end.
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -252,25 +253,33 @@ def test_a_signal_lets_a_chat_finish_its_answer(ended):
     assert "cut at max_gen_len | " in done["said"] and "Traceback" not in done["said"]
 
 
-def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
-    """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
-    own summary names it, too, and not a rank that ended because of it. A rank that leaves before
-    it comes, with 0, is no failure to torchrun: the others see that its process is gone."""
+def launched(
+    folder: str, mark: Path, before: list[str], after: list[str], **cases: tuple[int, str]
+) -> tuple[dict[str, warm.Popen], dict[str, str]]:
+    """Ranks that the words before and after the program start, for each fault (its rank, when):
+    the launches, which are over, and what was said."""
     launches = {}
-    cases = ("agent", 0, "idle"), ("SIGKILL", 1, "decode"), ("leaves", 1, "before")
     leaving = ["--no-python", "sh", "-c", 'test $RANK = 1 || exec "$0" "$@"', sys.executable]
-    for fault, rank, when in cases:
-        case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60}
+    for fault, (rank, when) in cases.items():
+        case = {"fault": fault, "rank": rank, "when": when, "timeout_s": 60, "world": 2}
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-            *(leaving if fault == "leaves" else []),
-            str(PROGRAMS / "failing.py"), json.dumps(case), folder, str(tmp_path / "mark"),
+            sys.executable, *before, *(leaving if fault == "leaves" else []),
+            str(PROGRAMS / "failing.py"), *after, json.dumps(case), folder, str(mark),
         ]  # fmt: skip
         launches[fault] = warm.Popen(
             command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
     # The pipe ends when the last process that could write to it is gone.
-    said = {fault: launch.communicate(timeout=100)[1] for fault, launch in launches.items()}
+    return launches, {fault: x.communicate(timeout=100)[1] for fault, x in launches.items()}
+
+
+def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
+    """Where torchrun is killed, its idle ranks end and say why. Where a rank is killed, torchrun's
+    own summary names it, too, and not a rank that ended because of it. A rank that leaves before
+    it comes, with 0, is no failure to torchrun: the others see that its process is gone."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    cases = {"agent": (0, "idle"), "SIGKILL": (1, "decode"), "leaves": (1, "before")}
+    launches, said = launched(folder, tmp_path / "mark", torchrun, [], **cases)
     assert launches["agent"].returncode == -signal.SIGKILL
     assert f"torchrun (process {launches['agent'].pid}) on {HOST}" in said["agent"]
     assert said["agent"].count("error: ") == 1 and "Traceback" not in said["agent"]
@@ -281,3 +290,67 @@ def test_torchrun_and_its_ranks_end_together(folder, tmp_path):
     assert said["SIGKILL"].count(f"error: rank 1 on {HOST} {KILLED}") == 1
     root = said["SIGKILL"].partition("Root Cause")[2]
     assert "rank      : 1 (" in root and "exitcode  : -9" in root
+
+
+def test_ranks_without_torchrun_end_together(folder, tmp_path):
+    """Where their launcher is killed, or rank 0, which has torch's store. One message is said, and
+    nothing else."""
+    cases = {"agent": (1, "idle"), "SIGKILL": (0, "decode")}
+    launches, said = launched(folder, tmp_path / "mark", [], ["--ranks"], **cases)
+    assert {fault: x.returncode for fault, x in launches.items()} == {"agent": -9, "SIGKILL": 137}
+    started = f"error: llama --ranks (process {launches['agent'].pid}) on {HOST}, which started"
+    assert said["agent"].startswith(started) and said["agent"].count("\n") == 1
+    assert said["SIGKILL"].count("error: ") == 1  # beside torch's stack, which is off in a launch
+    assert said["SIGKILL"].endswith(f"error: rank 0 on {HOST} {KILLED}\n")
+
+
+LAUNCH = """
+import sys
+from llama.ranks import launch
+launch._FOLLOW_S = 1
+sys.exit(launch.launch(["-c", *sys.argv[1:]], 3))
+"""
+CHILD = """
+import json, os, signal, socket, sys, time
+rank, how, terms = int(os.environ["RANK"]), sys.argv[1], []
+signal.signal(signal.SIGTERM, lambda *_: terms.append(time.time()))
+socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 5).close()
+got = sys.stdin.read()  # rank 0's ends when the others have said this
+line = json.dumps([rank, os.environ["TORCH_CPP_LOG_LEVEL"], got, os.getpid()])
+os.write(1, line.encode() + b"\\n")  # whole
+if how == "fails" and not rank:
+    sys.exit(3)
+while how != "ends" and not (terms and how != "killed" and time.time() > terms[0] + 0.5):
+    time.sleep(0.01)
+sys.exit(len(terms) - 1 if terms else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("ends", 0, ""),
+        ("signalled", 0, ""),
+        ("fails", 3, ""),
+        ("killed", 137, f"error: rank 1 {KILLED}; others had not ended 1 s later\n"),
+    ],
+)
+def test_a_launch_ends_with_the_code_of_the_work(how, code, said):
+    """Rank 0 alone reads standard input. SIGTERM comes once to each rank, from outside or once
+    rank 0 has failed. Where ranks do not heed it, or the death of one, they are killed."""
+    words = [sys.executable, "-c", LAUNCH, CHILD, how]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(words, env=environment(), text=True, **pipes) as process:
+        assert process.stdin and process.stdout and process.stderr
+        others = sorted(json.loads(process.stdout.readline()) for _ in range(2))
+        process.stdin.write("typed")
+        process.stdin.close()
+        first = json.loads(process.stdout.readline())
+        told = [line[:3] for line in (first, *others)]
+        assert told == [[0, "ERROR", "typed"], [1, "ERROR", ""], [2, "ERROR", ""]]
+        if how == "signalled":
+            process.terminate()
+        if how == "killed":
+            os.kill(others[0][3], signal.SIGKILL)
+        assert process.wait(LIMIT_S) == code
+        assert process.stderr.read() == said

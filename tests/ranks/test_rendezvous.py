@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from llama.ranks import processes
 from llama.ranks import rendezvous as rendezvous_module
 from llama.ranks.peers import Peers
 from llama.ranks.rendezvous import Rendezvous
@@ -119,3 +120,32 @@ def test_what_is_silent_is_named():
         one._thread.start()
         wait_until(zero.failure)
         assert zero.failure().startswith("rank 1 of 2 did not come to store:1 within 0.3 s; ")
+
+
+def test_the_first_claim_does_not_wait_for_a_store_whose_rank_is_stopped(monkeypatch):
+    """Rank 0 has the store where torchrun has not. Nobody could say why the job ends for as long
+    as that is silent."""
+    monkeypatch.setattr(rendezvous_module, "SILENCE_S", 20.0)
+    store = DictStore()
+    with ranks_of(store, ["a", "a"]) as found:
+        for one in found:
+            one.start()
+        assert all(one.has_met.wait(60) for one in found)
+        found[1].peers.all[0].stopped_s = 3.1
+        with store.lock:  # so that it does not answer
+            began = time.monotonic()
+            found[1].claim("rank 0 was stopped", 0.0)
+            assert time.monotonic() - began < 10
+
+
+def test_one_rank_says_why_where_there_is_no_store(monkeypatch):
+    """The lowest that runs of those that one process has started, as rank 0 may be gone before it
+    has made the store."""
+    monkeypatch.setenv("LLAMA_LAUNCHER", "1")
+    monkeypatch.setattr(processes, "ranks_started_by", lambda pid: {1, 2} if pid == 1 else set())
+    store = DictStore()
+    monkeypatch.setattr(store, "add", lambda *_: 1 / 0)
+    with ranks_of(store, ["a", "a", "a"]) as found:
+        for one in found:
+            one.start()
+        assert [one.claim("rank 0 has ended", 0.0) for one in found[1:]] == [True, False]

@@ -110,6 +110,20 @@ def _open_files(
         pass  # no rank has the output open any more: the next job can lock it
 
 
+def prepare_line(llama: Llama, line: Line, body: OpenAIRequest) -> Request:
+    """What a line asks of the engine. Without a seed it has that of its number, as if all lines
+    were one call: neither resuming nor another process changes an answer."""
+    name, engine = f"line-{line.number}", llama.llm_engine
+    if body.chat:
+        prompt = body.chat_ids(llama.tokenizer, llama.tool_format)
+        request = engine.prepare(name, prompt, body.chat_params(llama.tool_format))
+    else:
+        request = engine.prepare(name, body.prompts[0], body.params)
+    if request.seed is None:
+        request.set_seed(derived_seed(llama.seed, line.number - 1))
+    return request
+
+
 @dataclass
 class EngineAnswers:
     """Lines answered by the engine of this process, as many at once as its batch has room for."""
@@ -134,16 +148,9 @@ class EngineAnswers:
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         body = read_request(fields, self.defaults)
-        name, tool_format = f"line-{line.number}", self.llama.tool_format
-        if body.chat:
-            prompt = body.chat_ids(self.llama.tokenizer, tool_format)
-            request = self.llama.llm_engine.prepare(name, prompt, body.chat_params(tool_format))
-        else:
-            request = self.llama.llm_engine.prepare(name, body.prompts[0], body.params)
-        if request.seed is None:  # as if all lines were one call: resuming changes no answer
-            request.set_seed(derived_seed(self.llama.seed, line.number - 1))
+        request = prepare_line(self.llama, line, body)
         self.llama.llm_engine.submit([request])
-        self.running[name] = line, custom_id, body, request
+        self.running[request.request_id] = line, custom_id, body, request
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
         """One step of the engine. Its records are written before the next one."""

@@ -51,9 +51,11 @@ class TurnStats(NamedTuple):
         if not self.usage.prompt_tokens:
             return speed  # a server does not count the tokens of an answer that was stopped
         of_context = "" if context is None else f" of {context}"
+        usage = self.usage
+        guessed = f" | {usage.accepted_tokens} of {usage.draft_tokens} guessed"
         return (
-            f"{speed} | context {self.usage.total_tokens}{of_context} tokens, "
-            f"{self.usage.cached_tokens} from cache"
+            f"{speed} | context {usage.total_tokens}{of_context} tokens, "
+            f"{usage.cached_tokens} from cache{guessed * bool(usage.draft_tokens)}"
         )
 
 

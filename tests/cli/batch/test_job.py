@@ -197,7 +197,8 @@ def test_the_first_result_comes_before_the_last_line(llama, tmp_path):
 
 
 def resident_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+    with open("/proc/self/statm", "rb", buffering=0) as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1e6
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
@@ -338,8 +339,9 @@ def test_replicas_share_the_lines(undisturbed, checkpoint_dir):
 def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
     """Model-parallel: one writes, and the results are those of one process."""
     out = undisturbed / "mp2"
-    program = script(undisturbed / "in", out, "--ckpt_dir", checkpoint_dir[0], *SIZES)[1:]
-    done = torchrun(2, *program, "--temperature", "1")
+    program = script(undisturbed / "in", out, "--ckpt_dir", checkpoint_dir[0], *SIZES)
+    words = [*map(str, program), "--temperature", "1", "--ranks", "2"]
+    done = warm.run(words, env=environment(), timeout=240)
     assert done.returncode == 0, done.stderr
     assert "results added 90, errors in it 1" in done.stderr
     assert records(out) == records(undisturbed / "whole")

@@ -161,7 +161,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "tools": []}, "'tools' cannot be used in a completion request"),
     ({"messages": HELLO, "tools": [NOW]}, "tools cannot be used with this model"),
     ({"messages": []}, "messages must be a list of at least one"),
-    ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0]: unknown role 'boss'"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role must be one of"),
     ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content must be a str, or a"),
     (openai({"prompt": "x"}, method="GET"), "method='GET' must be POST"),
     (openai({"prompt": "x"}, url="/v1/embeddings"), "url='/v1/embeddings' must be /v1/chat/"),

@@ -99,8 +99,8 @@ def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
         assert (job.returncode, "stopped by a signal" in told) == (0, True), told
         before = len(of_file(out))
         assert 30 <= before < NUM_LINES
-        job = start_job(tmp_path, url, "--resume")
-        wait_for_lines(out, before + 3, job)
+        job = start_job(tmp_path, url, "--resume", "--concurrency", "1")
+        wait_for_lines(out, before + 1, job)
         server.process.kill()
         server.process.wait()
         assert job.poll() is None and len(of_file(out)) < NUM_LINES

@@ -1,5 +1,6 @@
-"""The chat as a person has it: scripts/chat.py in a pseudo-terminal, alone and under torchrun."""
+"""The chat as a person has it: scripts/chat.py in a pseudo-terminal, alone and on two ranks."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_what_is_typed_during_an_answer(sessions, demo):
 
 @pytest.mark.slow
 def test_a_chat_on_two_ranks(sessions, demo, tmp_path):
-    """The same talk; and Ctrl-C, which would end torchrun if it were a signal, ends the chat in
+    """The same talk; and Ctrl-C, which would end the ranks if it were a signal, ends the chat in
     order."""
     session = Session(ranks=2)
     sessions.append(session)
@@ -118,3 +119,15 @@ def test_a_chat_on_two_ranks(sessions, demo, tmp_path):
     session.expect("Ctrl-C again")
     session.at_prompt(CTRL_C)
     assert session.ended() == 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_the_terminal_as_it_was(sessions):
+    """It could not put it right itself, and a shell takes what it finds for the user's wish."""
+    session = Session(ranks=2)
+    sessions.append(session)
+    session.expect("\n> ")
+    files = Path(f"/proc/{session.process.pid}/task").glob("*/children")
+    first, _ = sorted(int(pid) for file in files for pid in file.read_text().split())[-2:]
+    os.kill(first, signal.SIGKILL)
+    assert session.ended() == 128 + signal.SIGKILL

@@ -1,0 +1,211 @@
+"""`llama download` against a hub on loopback: what comes, where it is found, and what may go wrong.
+
+huggingface_hub fetches, and says where its cache is.
+"""
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.constants
+import pytest
+
+from helpers.hub import COMMIT, Hub, run_hub
+from helpers.launch import DEMO, environment
+from llama.checkpoint.convert import convert
+from llama.checkpoint.downloads import hub_cache, model_folder
+from llama.checkpoint.find import find
+from llama.cli import main
+from llama.compat.vllm import EngineArgs
+
+NAME = "Llama-3.2-1B-Instruct"
+REPO = f"meta-llama/{NAME}"
+META = {f"original/{path.name}": path.read_bytes() for path in DEMO.iterdir()}
+COMPLETE = ["--prompt", "Once upon a time", "--temperature", "0", "--max_gen_len", "8"]
+COMPLETE += ["--max_seq_len", "64", "--device", "cpu", "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, bytes]:
+    """As Meta's repositories have them: both layouts, and what no program needs."""
+    folder = tmp_path_factory.mktemp("hub") / "hf"
+    convert(DEMO, folder)
+    found = {path.name: path.read_bytes() for path in folder.glob("*.*")}
+    found["generation_config.json"] = b'{"temperature": 0.6}'
+    return found | META | {"README.md": b"#", "original/orig_params.json": b"{}", "a.gguf": b"GGUF"}
+
+
+@pytest.fixture
+def hub(files, tmp_path, monkeypatch) -> Iterator[Hub]:
+    for name in (
+        *(name for name in os.environ if name.startswith(("HF_", "LLAMA_"))),
+        "WORLD_SIZE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # read at its import
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    with run_hub(Hub(REPO, files)) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield running
+    signal.signal(signal.SIGINT, before)
+
+
+def here(repo: str = REPO) -> set[str]:
+    folder = hub_cache() / f"models--{repo.replace('/', '--')}" / "snapshots" / COMMIT
+    return {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
+
+
+def test_a_model_comes_once_and_every_command_finds_it_by_its_name(hub, files, capfd, monkeypatch):
+    assert main(["complete", NAME, *COMPLETE]) == 1
+    assert f"{NAME} does not exist: give the folder" in (said := capfd.readouterr().err)
+    assert "or fetch a model: llama download NAME" in said
+    assert main(["download", NAME]) == 0
+    unwanted = {"README.md", "a.gguf", "original/params.json", "original/orig_params.json",
+                "original/consolidated.00.pth"}  # fmt: skip
+    assert here() == files.keys() - unwanted
+    folder, following = capfd.readouterr().out.splitlines()
+    assert Path(folder) == model_folder(REPO) and following == f"next: llama chat {NAME}"
+    assert {name for name, _ in hub.sent} == here() and len(hub.sent) == len(here())
+    assert main(["download", REPO]) == 0 and len(hub.sent) == len(here()), "it came twice"
+    monkeypatch.delenv("HF_ENDPOINT")  # nothing below asks a hub
+    texts = []
+    for name in (NAME, REPO, str(DEMO)):
+        capfd.readouterr()
+        assert main(["complete", name, *COMPLETE]) == 0
+        texts.append(capfd.readouterr().out)
+    assert texts == [texts[0]] * 3 and len(texts[0]) > 8
+    assert find(NAME).tokenizer_path().name == "tokenizer.model"
+    assert EngineArgs(REPO).default_params().temperature == 0.6
+
+
+def test_metas_layout_where_it_is_alone(hub):
+    hub.files = META
+    assert main(["download", NAME]) == 0 and here() == META.keys()
+    assert find(NAME).layout == "meta"
+
+
+def test_metas_layout_where_another_program_has_fetched_it(hub):
+    pth = "original/consolidated.00.pth"
+    huggingface_hub.snapshot_download(
+        REPO, allow_patterns=pth, cache_dir=hub_cache(), endpoint=hub.url
+    )
+    assert main(["download", NAME]) == 0
+    assert here() >= {pth, "original/params.json"} and "model.safetensors" not in here()
+    assert find(NAME).layout == "meta" and len(hub.sent) == len(here())
+
+
+def test_a_gguf_file_and_all_of_its_parts(hub, capfd):
+    parts = [f"q8/m-{i:05d}-of-00002.gguf" for i in (1, 2)]
+    hub.files = dict.fromkeys(("m-Q4_K_M.gguf", "m-Q8_0.gguf", *parts), b"GGUF")
+    for words, message in (
+        ([], r"original/\*\.pth; give --file, one of m-Q4_K_M\.gguf, m-Q8_0\.gguf, q8/m-00001"),
+        (["--file", "m-Q4.gguf"], r"it has no m-Q4\.gguf; give --file, one of m-Q4_K_M\.gguf, m-Q"),
+    ):
+        assert main(["download", NAME, *words]) == 1
+        assert re.search(message, capfd.readouterr().err)
+    assert main(["download", NAME, "--file", "m-Q4_K_M.gguf"]) == 0 and here() == {"m-Q4_K_M.gguf"}
+    assert main(["verify", NAME]) == 1  # a file of four bytes: but it was found
+    assert "m-Q4_K_M.gguf" in capfd.readouterr().err
+    assert main(["download", NAME, "--file", parts[1]]) == 0
+    path, following = capfd.readouterr().out.splitlines()
+    assert path == str(model_folder(NAME) / parts[0]) and following == f"next: llama chat {path}"
+    assert here() == {"m-Q4_K_M.gguf", *parts}
+
+
+def test_a_cut_connection_goes_on_where_it_was(hub, files, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 20)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    hub.cut = {"model.safetensors": 5_000_000}
+    assert main(["download", NAME]) == 0
+    asked = [first for name, first in hub.sent if name == "model.safetensors"]
+    assert asked == [0, 4 << 20]
+    assert (model_folder(NAME) / "model.safetensors").read_bytes() == files["model.safetensors"]
+
+
+def test_half_a_download_is_told_and_completed(hub, capfd):
+    assert main(["download", NAME]) == 0
+    (model_folder(NAME) / "model.safetensors").resolve().unlink()
+    (model_folder(NAME) / "model.safetensors").unlink()
+    hub.sent.clear()
+    assert main(["verify", NAME]) == 1
+    assert "holds no weights" in (said := capfd.readouterr().err) and "llama download NAME" in said
+    assert main(["download", NAME]) == 0 and hub.sent == [("model.safetensors", 0)]
+    assert main(["verify", NAME]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "message"),
+    [
+        ([NAME], {"token": "hf_a"}, rf"accept its licence at http://\S+/{REPO} and set HF_TOKEN"),
+        ([NAME], {"HF_TOKEN": "hf_b"}, "Invalid credentials in Authorization header; then: llama"),
+        (["Llama3.2-1b-instruct"], {}, rf"none, .* HF_TOKEN: did you mean {NAME}\?; then"),
+        (["other/model"], {}, r"http://\S+ has none.*; of Meta's: Meta-Llama-3-8B-Ins.*3\.3"),
+        ([NAME], {"HF_ENDPOINT": "http://127.0.0.1:9"}, f"{REPO} is not downloaded: .*refused; th"),
+        ([NAME], {"HF_HUB_CACHE": "/proc/none"}, "is not downloaded: .* '/proc/none'; then: llama"),
+        ([NAME], {"WORLD_SIZE": "2"}, "one process downloads for all ranks: start it without tor"),
+        ([], {}, "NAME is missing"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line_that_says_what_to_type(
+    hub, monkeypatch, capfd, words, environ, message
+):
+    hub.token = environ.pop("token", environ.get("HF_TOKEN") and "hf_a")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["download", *words]) in (1, 2)
+    out, err = capfd.readouterr()
+    last = err.splitlines()[-1]  # before it, the package's bar
+    assert re.search(message, last), last
+    assert not out and last.startswith("error: ")
+
+
+def test_no_room_no_weights_no_package(hub, monkeypatch, capfd):
+    huge = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: huge)
+    assert main(["download", NAME]) == 1
+    assert "where 1,000 are free: make room, or set HF_HUB_CACHE" in capfd.readouterr().err
+    hub.files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    assert main(["download", NAME]) == 1
+    assert "it has no model*.safetensors or original/*.pth; then" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["download", NAME]) == 2
+    assert "pip install 'llama[download]'" in capfd.readouterr().err
+    assert not hub.sent
+
+
+def test_ctrl_c_ends_it_at_once_and_leaves_no_part(hub):
+    """The package's threads would go on for hours, or leave gigabytes of parts."""
+    hub.held = {"model.safetensors": 5_000_000}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llama", "download", NAME], env=environment(), stderr=subprocess.PIPE
+    )
+    parts = hub_cache() / f"models--meta-llama--{NAME}" / "blobs"
+    end = time.monotonic() + 60
+    while ("model.safetensors", 0) not in hub.sent and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(parts.glob("*.incomplete"))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130 and not list(parts.glob("*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"XDG_CACHE_HOME": "/x"}, {"HF_HOME": "~/h"}, {"HF_HOME": "/h", "HF_HUB_CACHE": "~/c"}],
+    ids=str,
+)
+def test_the_cache_is_where_other_programs_look(given, monkeypatch):
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    theirs = runpy.run_path(huggingface_hub.constants.__file__)["HF_HUB_CACHE"]
+    assert str(hub_cache()) == theirs

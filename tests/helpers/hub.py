@@ -1,0 +1,99 @@
+"""A hub of models on loopback: the routes of huggingface.co that huggingface_hub asks for files.
+
+In: the files of one repository. Out: its address. It can be gated, refuse a token, and cut a
+connection once, or hold it. What was asked is kept.
+"""
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "c0ffee" * 6 + "c0ff"
+
+
+@dataclass
+class Hub:
+    repo: str
+    files: dict[str, bytes]
+    token: str | None = None  # what its files need
+    cut: dict[str, int] = field(default_factory=dict)  # file -> bytes before the connection ends
+    held: dict[str, int] = field(default_factory=dict)  # file -> bytes before nothing more comes
+    ended: threading.Event = field(default_factory=threading.Event)
+    sent: list[tuple[str, int]] = field(default_factory=list)  # file, its first byte
+    url: str = ""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, self.path.partition("?")[0]
+        given = self.headers.get("Authorization", "Bearer ").removeprefix("Bearer ")
+        if given not in ("", hub.token):
+            self._refuse(401, "", "Invalid credentials in Authorization header")
+        elif path in (f"/api/models/{hub.repo}", f"/api/models/{hub.repo}/revision/main"):
+            listed = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
+            self._answer(json.dumps({"id": hub.repo, "sha": COMMIT, "siblings": listed}).encode())
+        elif path == f"/api/models/{hub.repo}/tree/{COMMIT}":
+            self._answer(json.dumps([
+                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                for name, data in hub.files.items()
+            ]).encode())  # fmt: skip
+        elif path.startswith("/api/"):
+            self._refuse(401, "RepoNotFound", "Repository not found")
+        elif hub.token != given and hub.token is not None:
+            self._refuse(401, "GatedRepo", f"Access to model {hub.repo} is restricted.")
+        else:
+            self._file(path.removeprefix(f"/{hub.repo}/resolve/{COMMIT}/"))
+
+    do_HEAD = do_GET
+
+    def _file(self, name: str) -> None:
+        data = self.hub.files[name]
+        first = int(self.headers.get("Range", "bytes=0-")[6:].rstrip("-"))
+        headers = {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT}
+        cut = None
+        if self.command == "GET":
+            self.hub.sent.append((name, first))
+            cut = self.hub.cut.pop(name, self.hub.held.get(name))
+            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+        self._answer(data[first:], 206 if first else 200, cut, headers)
+        if cut is not None and name in self.hub.held:
+            self.hub.ended.wait(60)
+
+    def _answer(
+        self, data: bytes, status: int = 200, cut: int | None = None, headers: dict | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data[:cut])
+        self.close_connection = cut is not None
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self._answer(b"", status, headers={"X-Error-Code": code, "X-Error-Message": message})
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+@contextlib.contextmanager
+def run_hub(hub: Hub) -> Iterator[Hub]:
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield hub
+        hub.ended.set()
+        server.shutdown()
