@@ -76,6 +76,13 @@ class JsonSchema(Fields):
     description: str | None = None
     strict: bool | None = None
 
+    def form(self, place: str) -> StructuredOutput:
+        """FieldError, where the schema is none, with its place."""
+        try:
+            return StructuredOutput(json=self.json_schema)
+        except FieldError as e:
+            raise e.at(place) from None
+
 
 class ResponseFormat(Fields):
     """OpenAI's form of an answer."""
@@ -89,10 +96,7 @@ class ResponseFormat(Fields):
             return StructuredOutput(json_object=True) if self.type == "json_object" else None
         if self.json_schema is None:
             raise FieldError("response_format", f"response_format.json_schema{_NO_SCHEMA}")
-        try:
-            return StructuredOutput(json=self.json_schema.json_schema)
-        except FieldError as e:
-            raise FieldError("response_format", f"response_format: {e}") from None
+        return self.json_schema.form("response_format.json_schema.schema")
 
 
 ResponseFormatField = Annotated[

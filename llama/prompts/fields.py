@@ -1,7 +1,8 @@
 """Objects of JSON that others write: the base of their models, and the words of their errors.
 
 In: dicts, lists and plain values. Out: frozen models, or a `FieldError` that names the place of
-what is wrong as the caller wrote it. It knows no field of any API.
+what is wrong as the caller wrote it; a lenient reader leaves out what has no use here, and says so.
+It knows no field of any API.
 """
 
 import heapq
@@ -14,14 +15,17 @@ from pydantic import (
     Discriminator,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, PydanticOmit
 
 from llama.checks import FieldError, FieldTypeError, brief
 
 _T = TypeVar("_T")
+UNUSED = object()  # marks a field whose other values a lenient reader leaves out
+_LeftOut = list[tuple[Any, str | None]]  # objects, or a field of each
 _MOST_NAMED = 8  # fields in one error
 _MOST_READ = 1000  # errors of one value
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
@@ -61,24 +65,41 @@ class Fields(BaseModel):
     )
     unknown_words: ClassVar[str] = ": {names} cannot be used: leave it out"
     known_names: ClassVar[frozenset[str]]
+    unused_names: ClassVar[frozenset[str]]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.known_names = frozenset(each.alias or name for name, each in cls.model_fields.items())
+        named = {each.alias or name: each for name, each in cls.model_fields.items()}
+        cls.known_names = frozenset(named)
+        cls.unused_names = frozenset(name for name in named if UNUSED in named[name].metadata)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _without_null(cls, value: Any) -> Any:
-        """What is not null. An unknown name may be any text: pydantic's own error of a half
+    def _read_given(cls, value: Any, read: Any, info: ValidationInfo) -> Any:
+        """Of what is not null. An unknown name may be any text: pydantic's own error of a half
         surrogate does not name it."""
         if not isinstance(value, dict):
-            return value
+            return read(value)
         given = {name: each for name, each in value.items() if each is not None}
-        if unknown := given.keys() - cls.known_names:
-            first = heapq.nsmallest(_MOST_NAMED, map(str, unknown))
-            names = ", ".join(map(brief, first)) + ", ..." * (len(unknown) > len(first))
+        left_out: _LeftOut | None = info.context
+        unused = given.keys() - cls.known_names
+        if unused and left_out is None:
+            first = heapq.nsmallest(_MOST_NAMED, map(str, unused))
+            names = ", ".join(map(brief, first)) + ", ..." * (len(unused) > len(first))
             raise wrong(cls.unknown_words.format(names=names), first[0])
-        return given
+        try:
+            found = read({name: each for name, each in given.items() if name not in unused})
+        except ValidationError as e:
+            if left_out is None:
+                raise
+            at_fault = {each["loc"][0] for each in e.errors(include_url=False) if each["loc"]}
+            if not at_fault or not at_fault <= cls.unused_names:
+                raise
+            unused |= at_fault
+            found = read({name: each for name, each in given.items() if name not in unused})
+        if left_out is not None:
+            left_out += [(value, name) for name in unused]
+        return found
 
 
 def wrong(words: str, field: str = "") -> PydanticCustomError:
@@ -103,19 +124,55 @@ def said(words: str, *, of_parts: bool = False) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _unless_other_type(value: Any, read: Any, info: ValidationInfo) -> Any:
+    try:
+        return read(value)
+    except ValidationError as e:
+        left_out: _LeftOut | None = info.context
+        kinds = {each["type"] for each in e.errors() if each["loc"] in ((), ("type",))}
+        if left_out is None or not kinds & {"union_tag_invalid", "literal_error", "wrong"}:
+            raise
+        left_out.append((value, None))
+        raise PydanticOmit from None
+
+
+SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
+"""Of the objects of a list: a lenient reader leaves out those of a type that is not known."""
+
+
 def chosen_by(kind: Callable[[Any], str | None], words: str) -> Discriminator:
     """Of a union of types with tags: `kind` says which one a value must have; in `words`, where it
     has none."""
     return Discriminator(kind, custom_error_type="not_chosen", custom_error_message=words)
 
 
-def read_as(adapter: TypeAdapter[_T], given: Any, root: str = "") -> _T:
+def read_as(
+    adapter: TypeAdapter[_T], given: Any, root: str = "", ignored: list[str] | None = None
+) -> _T:
     """What is given, as this type; `FieldError` where it is none. root: its name, where it is a
-    part of a body."""
+    part of a body. ignored: of a lenient reader; gets the places of what it left out."""
+    left_out: _LeftOut | None = None if ignored is None else []
     try:
-        return adapter.validate_python(given)
+        value = adapter.validate_python(given, context=left_out)
     except ValidationError as e:
         raise field_error(e, given, root) from None
+    if left_out and ignored is not None:
+        ignored += sorted(_places(left_out, given))
+    return value
+
+
+def _places(left_out: _LeftOut, given: Any) -> Iterator[str]:
+    """tools[0], messages[1].name"""
+    names: dict[int, set[str | None]] = {}
+    for value, name in left_out:
+        names.setdefault(id(value), set()).add(name)
+    todo: list[tuple[list[str | int], Any]] = [([], given)]
+    while todo:
+        path, value = todo.pop()
+        for name in names.get(id(value), ()):
+            yield _joined(path if name is None else [*path, name])
+        inside = value.items() if isinstance(value, dict) else enumerate(value)
+        todo += [([*path, key], each) for key, each in inside if isinstance(each, dict | list)]
 
 
 def field_error(error: ValidationError, given: Any, root: str = "") -> FieldError:
@@ -167,9 +224,11 @@ def _words(error: ErrorDetails, wanted: str) -> str:
     if kind in _WORDS:
         size = len(value) if kind == "too_long" else 0
         return _WORDS[kind].format(**context, value=brief(value), size=size, said=error["msg"])
+    if kind == "union_tag_not_found":
+        return f".{context['discriminator'][1:-1]} is needed"
     if kind == "union_tag_invalid":
-        name = context["discriminator"].strip("'")
-        return f".{name} must be one of {context['expected_tags']}, got {brief(context['tag'])}"
+        name, found = context["discriminator"][1:-1], brief(context["tag"])
+        return f".{name} must be one of {context['expected_tags']}, got {found}"
     if wanted:
         return f" must be {wanted}, got {json_type(value)}"
     return f": {error['msg'][:1].lower()}{error['msg'][1:]}"

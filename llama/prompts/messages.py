@@ -5,6 +5,7 @@ text, and a call that is none, are errors that name the message. It knows no tok
 model can do.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,10 @@ from pydantic import (
     WrapValidator,
     field_validator,
 )
+from pydantic_core import from_json
 
-from llama.checks import brief
-from llama.prompts.fields import Fields, field_error, read_as, said, wrong
+from llama.prompts.fields import Fields, field_error, json_type, read_as, said, wrong
 
-ROLES = ("system", "user", "assistant", "ipython", "tool", "developer")
 _CONTENT = " must be a str, or a list of parts of type text"
 _CALL = (
     ": a tool call must be {'function': {'name': ..., 'arguments': ...}}, with arguments as a dict "
@@ -57,19 +57,24 @@ Content = Annotated[str | list[TextPart], said(_CONTENT, of_parts=True)]
 
 
 def _arguments(given: Any) -> Any:
-    """From JSON, as OpenAI's clients write them."""
+    """From JSON, as OpenAI's clients write them; text where the answer was cut off in them."""
     try:
         arguments = json.loads(given or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError) as e:
+        with contextlib.suppress(ValueError):
+            if isinstance(from_json(given, allow_partial=True), dict):
+                return given
         raise wrong(f": {type(e).__name__}: {e}") from None
     check_json(arguments)
+    if not isinstance(arguments, dict):
+        raise wrong(f" must be an object, got {json_type(arguments)}")
     return arguments
 
 
 class FunctionCall(Fields):
     name: str
     arguments: Annotated[
-        dict[str, Any],
+        dict[str, Any] | str,
         BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any]),
     ]
 
@@ -88,6 +93,9 @@ def _call(value: Any, read: Any) -> ToolCall:
         raise wrong(f"{_CALL} ({field_error(e, value, 'call')})") from None
 
 
+_NO_CALLS = said(" need the role assistant")
+
+
 class _Labelled(Fields):
     """The fields for which the format has no place: they are taken, and change nothing."""
 
@@ -95,7 +103,9 @@ class _Labelled(Fields):
 
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[Any] | None, Field(max_length=0), _NO_CALLS] = None
 
 
 class TextMessage(_Labelled):
@@ -128,26 +138,7 @@ class ToolMessage(_Labelled):
         return content
 
 
-def _of_known_role(message: Any) -> Any:
-    """What the models cannot say in words: which role it is, and what a role must have."""
-    if isinstance(message, Fields):
-        return message
-    if not isinstance(message, dict):
-        raise wrong(f" must be a dict of role and content, got {type(message).__name__}")
-    role, calls = message.get("role"), message.get("tool_calls")
-    if not isinstance(role, str) or role not in ROLES:
-        raise wrong(f": unknown role {brief(role)}: allowed are {', '.join(ROLES)}", "role")
-    if calls and role != "assistant":
-        raise wrong(": tool_calls need the role assistant", "tool_calls")
-    if message.get("content") is None and not calls and role not in ("tool", "ipython"):
-        raise wrong(f": content{_CONTENT}", "content")
-    return message if calls else {k: v for k, v in message.items() if k != "tool_calls"}
-
-
-ChatMessage = Annotated[
-    Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")],
-    BeforeValidator(_of_known_role),
-]
+ChatMessage = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Dialog = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 _DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(Dialog)
 

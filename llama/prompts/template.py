@@ -182,7 +182,8 @@ class _Reader:
         is_built_in = any(call.function.name in self._tools.built_in for call in calls)
         if self._format is ToolFormat.LLAMA_3_2 and not is_built_in:
             listed = ", ".join(_python_call(call) for call in calls)
-            turn = Turn("assistant", [f"[{listed}]"])
+            is_cut = isinstance(calls[-1].function.arguments, str)
+            turn = Turn("assistant", [f"[{listed}" if is_cut else f"[{listed}]"])
         elif self._format is ToolFormat.LLAMA_3_2 and len(calls) > 1:
             raise _error(i, "tool_calls: the call of a built-in tool stands alone")
         else:
@@ -197,7 +198,10 @@ class _Reader:
         name, arguments = call.function.name, call.function.arguments
         if name in self._tools.built_in:
             text = _built_in_call(name, arguments, i)
-            return Turn("assistant", [text], has_tag=True, ends_message=True)
+            ends_message = not isinstance(arguments, str)
+            return Turn("assistant", [text], has_tag=True, ends_message=ends_message)
+        if isinstance(arguments, str):
+            return Turn("assistant", [f'{{"name": {_to_json(name)}, "parameters": {arguments}'])
         text = f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}'
         ends_message = bool(self._tools.built_in)  # as the template has it
         return Turn("assistant", [text], ends_message=ends_message)
@@ -233,8 +237,11 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _built_in_call(name: str, arguments: dict[str, Any], message: int) -> str:
+def _built_in_call(name: str, arguments: dict[str, Any] | str, message: int) -> str:
     key = "code" if name == CODE else "query"
+    if isinstance(arguments, str):  # the answer was cut off in them
+        text = arguments.removeprefix(f'{{"{key}": ')
+        return text if name == CODE else f"{name}.call(query={text}"
     if arguments.keys() != {key} or not isinstance(arguments[key], str):
         raise _error(message, f"the arguments of {name} must be one text, {key!r}")
     if name == CODE:
@@ -245,6 +252,8 @@ def _built_in_call(name: str, arguments: dict[str, Any], message: int) -> str:
 def _python_call(call: ToolCall) -> str:
     """f(a=1, b="x"); f(**{"a b": 1}) where a name is no keyword."""
     name, arguments = call.function.name, call.function.arguments
+    if isinstance(arguments, str):  # the answer was cut off in them
+        return f"{name}(**{arguments}"
     if not all(map(is_keyword, arguments)):
         return f"{name}(**{_python(arguments)})"
     return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"

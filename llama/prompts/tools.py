@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, said, wrong
+from llama.prompts.fields import SKIP_OTHER_TYPES, Fields, said, wrong
 from llama.prompts.messages import check_json
 
 CODE = "code_interpreter"
@@ -156,11 +156,16 @@ class Function(Fields):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep(cls, value: Any, read: Any) -> "Function":
+    def _keep(cls, value: Any, read: Any) -> Self:
         """The prompt has the fields in the order in which the caller gave them."""
-        function: Function = read(value)
+        function: Self = read(value)
         if isinstance(value, dict):
             function._given = {name: each for name, each in value.items() if each is not None}
+        return function
+
+    def renamed(self, name: str) -> Self:
+        function = self.model_copy(update={"name": name})
+        function._given = self._given | {"name": name}
         return function
 
     def described(self) -> dict[str, Any]:
@@ -192,7 +197,8 @@ def _choice(value: Any, read: Any) -> Any:
         raise wrong(f" must be {words}") from None
 
 
-ToolList = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
+TOOLS: Any = Field(max_length=MOST_TOOLS, fail_fast=True)
+ToolList = Annotated[list[Annotated[Tool, SKIP_OTHER_TYPES]], TOOLS]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedFunction, WrapValidator(_choice)]
 
 
@@ -204,24 +210,19 @@ class ToolFields(Fields):
     parallel_tool_calls: bool | None = None
 
     def tool_request(self) -> Tools | None:
+        choice = self.tool_choice
+        wanted = choice.function if isinstance(choice, NamedFunction) else choice
         functions = [tool.function for tool in self.tools or ()]
-        choice, parallel = self.tool_choice, self.parallel_tool_calls
-        if isinstance(choice, NamedFunction):
-            return tool_request(functions, None, parallel, name=choice.function.name)
-        return tool_request(functions, choice, parallel)
+        return tool_request(functions, wanted, self.parallel_tool_calls)
 
 
 def tool_request(
-    functions: Sequence[Function],
-    choice: str | None = None,
-    parallel: bool | None = None,
-    *,
-    name: str | None = None,
+    functions: Sequence[Function], choice: str | FunctionName | None, parallel: bool | None
 ) -> Tools | None:
     """The tools that may be called; None where there are none, or the choice is "none": the prompt
-    does not name them then, so that no call is to be expected. name: of the one that must be
-    called. `FieldError` names the field."""
+    does not name them then, so that no call is to be expected. `FieldError` names the field."""
     names = [function.name for function in functions]
+    name = choice.name if isinstance(choice, FunctionName) else None
     for i, each in enumerate(names):
         if each in names[:i]:
             raise FieldError(

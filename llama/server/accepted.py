@@ -2,80 +2,58 @@
 
 In: the table below, which holds for every API. Out: the base of the bodies' models. A field of a
 body is honoured, and then in the model of its API, or is in this table, or is an error that names
-it. A value that would change the answer is an error, too. The server's README has the same table.
+it. A value that would change the answer is an error, too. A lenient server leaves both out. The
+server's README has the same table.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import BeforeValidator, Field, create_model
 
-from llama.prompts.fields import Fields, said
+from llama.prompts.fields import UNUSED, Fields, said
 
-_NOT_STORED = said(" must be false: there is no stored state")
-_NOTHING: Any = Annotated[list[Any], Field(max_length=0)]
+_NO_NUMBER = BeforeValidator(lambda x: x if isinstance(x, bool) else str(x))  # 0 is equal to False
+_IS_FALSE: Any = Annotated[Literal[False], _NO_NUMBER]
+_NOT_STORED: Any = Annotated[_IS_FALSE, said(" must be false: there is no stored state")]
+_NO_LIST: Any = Annotated[list[Any], Field(max_length=0)]
+_IS_ONE: Any = Field(ge=1, le=1)
 
-
-def _number(value: float) -> Any:
-    return Annotated[
-        float,
-        Field(ge=value, le=value),
-        said(f"={{value}} must be {value}, which asks for nothing"),
-    ]
-
-
-class NoReasoning(Fields):
-    effort: Literal["none"] | None = None
-
-
-class NoThinking(Fields):
-    type: Literal["disabled"]
-
-
+_TEXTS = (
+    "model", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "request_id", "reasoning_effort", "verbosity",
+)  # fmt: skip
+_OBJECTS = (
+    "metadata",
+    "client_metadata",
+    "cache_control",
+    "reasoning",
+    "thinking",
+    "context_management",
+)
 LABELS: dict[str, Any] = {  # for the client's own books, or hints: any value of the type
-    "model": str,
-    "user": str,
-    "metadata": dict[str, Any],
-    "client_metadata": dict[str, Any],
-    "safety_identifier": str,
-    "prompt_cache_key": str,
-    "prompt_cache_retention": str,
-    "cache_prompt": bool,
-    "cache_control": dict[str, Any],
-    "request_id": str,
-    "include_reasoning": bool,
+    **dict.fromkeys(_TEXTS, str),
+    **dict.fromkeys(_OBJECTS, dict[str, Any]),
+    **dict.fromkeys(("cache_prompt", "include_reasoning"), bool),
 }
+_FALSE = (
+    "logprobs", "echo", "use_beam_search", "early_stopping", "return_token_ids",
+    "return_tokens_as_token_ids", "timings_per_token",
+)  # fmt: skip
 NOTHING_ASKED: dict[str, Any] = {  # the one value, or the few, that an answer has anyway
+    **dict.fromkeys(_FALSE, _IS_FALSE),
+    **dict.fromkeys(("store", "background"), _NOT_STORED),
+    **dict.fromkeys(("documents", "functions", "mcp_servers"), _NO_LIST),
+    **dict.fromkeys(("n", "best_of"), Annotated[int, _IS_ONE]),
+    **dict.fromkeys(("length_penalty", "typical_p"), Annotated[float, _IS_ONE]),
+    **dict.fromkeys(("priority", "mirostat"), Literal[0]),
+    "id_slot": Literal[-1],
+    "suffix": Literal[""],
     "service_tier": Literal["auto", "default", "standard_only"],
     "speed": Literal["standard"],
-    "store": Annotated[Literal[False], _NOT_STORED],
-    "background": Annotated[Literal[False], _NOT_STORED],
     "truncation": Literal["disabled"],
-    "verbosity": Literal["medium"],
     "modalities": Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)],
     "include": list[Literal["reasoning.encrypted_content"]],
-    "reasoning_effort": Literal["none"],
-    "reasoning": NoReasoning,
-    "thinking": NoThinking,
-    "echo": Literal[False],
-    "use_beam_search": Literal[False],
-    "early_stopping": Literal[False],
-    "return_token_ids": Literal[False],
-    "return_tokens_as_token_ids": Literal[False],
-    "timings_per_token": Literal[False],
-    "priority": Literal[0],
-    "mirostat": Literal[0],
-    "id_slot": Literal[-1],
-    "length_penalty": _number(1.0),
-    "typical_p": _number(1.0),
-    "suffix": Literal[""],
-    "documents": _NOTHING,
-    "functions": _NOTHING,
-    "mcp_servers": _NOTHING,
 }
-
-
-def _fields() -> dict[str, Any]:
-    return {name: (kind | None, None) for name, kind in (LABELS | NOTHING_ASKED).items()}
-
-
-AcceptedFields: Any = create_model("AcceptedFields", __base__=Fields, **_fields())
+_KINDS: dict[str, Any] = LABELS | NOTHING_ASKED
+_FIELDS: Any = {name: (Annotated[kind | None, UNUSED], None) for name, kind in _KINDS.items()}
+AcceptedFields: Any = create_model("AcceptedFields", __base__=Fields, **_FIELDS)

@@ -26,7 +26,7 @@ from llama.server import routes, tokens
 from llama.server.auth import AuthAndLimits
 from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError, first_name, log_refusal
-from llama.server.exchange import BodyMemory
+from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
@@ -39,13 +39,18 @@ def make_app(
     api_keys: Iterable[str] = (),
     loopback: bool = True,
     allowed_origins: Sequence[str] = (),
+    host_routes: APIRouter | None = None,
+    lenient: bool = False,
 ) -> ASGIApp:
     """The server's app. See `AuthAndLimits` for the keys and loopback. allowed_origins: web pages
-    from there may ask; "*" stands for all."""
+    from there may ask; "*" stands for all. host_routes: those of a host that has no key. lenient:
+    fields of a body that have no use here are left out, and named in a header, instead of an
+    error."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
+    app.state.lenient = lenient
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
-    own = (_status_routes(service), _page_route())
+    own = (_status_routes(service), _page_route(), host_routes or APIRouter())
     for router in (routes.routes(service), tokens.routes(service), *own):
         app.include_router(router)
     app.add_exception_handler(ApiError, _tell)
@@ -53,7 +58,8 @@ def make_app(
     app.add_exception_handler(HTTPException, _tell_http)
     app.add_exception_handler(ClientDisconnect, _tell_nobody)
     app.add_exception_handler(Exception, _tell_unexpected)
-    checked = AuthAndLimits(app, api_keys=api_keys, loopback=loopback)
+    no_key = {getattr(route, "path", "") for route in host_routes.routes} if host_routes else ()
+    checked = AuthAndLimits(app, api_keys=api_keys, loopback=loopback, open_paths=no_key)
     if not allowed_origins:
         return checked
     return CORSMiddleware(  # outside: a browser asks without a key first, and reads errors, too
@@ -61,7 +67,7 @@ def make_app(
         allow_origins=allowed_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
+        expose_headers=["X-Request-Id", "Retry-After", IGNORED],
     )
 
 
@@ -149,6 +155,8 @@ def _content_security_policy(page: str) -> str:
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
+        "trusted-types": "'none'",  # nothing makes HTML or script of text
+        "require-trusted-types-for": "'script'",
     }
     return "; ".join(f"{name} {source}" for name, source in allowed.items())
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llama.server.encoding import JsonResponse
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, log_refusal
 
-_OPEN = {"/health", "/ready"}  # a load balancer has no key
+_OPEN = frozenset({"/health", "/ready"})  # a load balancer has no key
 _PAGE = "/"
 # A browser asks for a password where it reads Basic, and would ask in the middle of the page, too,
 # if its requests got that: those name the field for the key.
@@ -29,11 +29,20 @@ class AuthAndLimits:
     """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", or from a
     browser as the password of HTTP's Basic scheme, if there are any.
     loopback: the server listens on this machine alone; then only its names are accepted as Host, so
-    that no web page can reach it by a name of its own (DNS rebinding)."""
+    that no web page can reach it by a name of its own (DNS rebinding). open_paths: they need no
+    key."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Iterable[str], loopback: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Iterable[str],
+        loopback: bool,
+        open_paths: Iterable[str] = (),
+    ) -> None:
         self._app = app
         self._api_keys = [key.encode() for key in api_keys]
+        self._open = _OPEN.union(open_paths)
         self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +73,7 @@ class AuthAndLimits:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise ApiError(400, "the Host header must name this machine: use localhost")
-        if not self._api_keys or path in _OPEN:
+        if not self._api_keys or path in self._open:
             return
         key = _key_of(headers)
         matches = [hmac.compare_digest(key, known) for known in self._api_keys]

@@ -4,10 +4,13 @@ Anthropic's Messages and OpenAI's Responses have answers of this form. The same 
 events of a stream and the whole answer. It knows no network, and no API's names.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.request import CompletionOutput, RequestOutput
@@ -33,6 +36,16 @@ class Block:
     @property
     def is_call(self) -> bool:
         return bool(self.call_id)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a call; where they were cut off, as far as they are whole."""
+        try:
+            found = from_json(self.text or "{}", allow_partial=True)
+            json.dumps(found, allow_nan=False)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 class BlockAnswer(ABC):

@@ -1,8 +1,8 @@
 """The connections of a server: how many there may be, and how long each may be silent.
 
 In: sockets that were accepted. Out: uvicorn's HTTP, on connections that cannot shut others out:
-beyond the limits, a new one gets 503; headers and bodies must come in time. uvicorn itself ends
-those that are idle after an answer, five seconds later.
+beyond the limits, a new one gets 503; headers and bodies must come in time, and answers be read.
+uvicorn itself ends those that are idle after an answer, five seconds later.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
 log = logging.getLogger("llama.server")
 HEAD_S = 30.0  # for a client to send its headers, from its connection on
 BODY_S = 65.0  # then, to send its body: a little longer than its route waits for it
+UNREAD_S = 60.0  # for a client to take some of the answer that waits for it
 _KEPT_BACK = 24  # descriptors: of connections that are being refused, of files, of the engine
 _LINGER_S = 0.5  # for a client to read why it is refused
 _LOG_S = 10.0  # between two lines of the log
@@ -104,9 +105,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._is_in_head, self._num_head_bytes = False, 0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # what the system does not take is unread
         self._address = self.client[0] if self.client else ""
         refusal = self._allowed.open(self._address)
         if refusal is None:
@@ -121,6 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._allowed.close(self._address)
         self._expect_nothing()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -147,6 +151,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._expect_nothing()
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_unread(self.transport.get_write_buffer_size() + 1)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        super().resume_writing()
+
+    def _end_unread(self, before: int) -> None:
+        """Look again later, or end it where nothing was taken of the bytes that waited before."""
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._unread = self.loop.call_later(UNREAD_S, self._end_unread, left)
+            return
+        log.warning("%s has read nothing for %.0f s of its answer: ended", self._address, UNREAD_S)
+        self.transport.abort()
 
     def _expect(self, what: str, limit_s: float) -> None:
         self._expect_nothing()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ from llama.server.openai.answers import Completion
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
 
+log = logging.getLogger("llama.server")
+IGNORED = "X-Ignored-Fields"  # of a response, where a lenient server left fields out
+_MOST_IGNORED = 16  # that it names
 _SMALL = 16 * 1024  # bytes of a body that is checked before anyone could notice
 _BODY_S = 60.0  # for a client to send its body
 # To read JSON holds every thread up: 100,000 lists or fields of objects take as long as a million
@@ -55,18 +59,25 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(body)
 
         async def answer(http: Request) -> Response:
-            return await self.endpoint(await _read_body(http, adapter), http)
+            ignored: list[str] | None = [] if http.app.state.lenient else None
+            body = await _read_body(http, adapter, ignored)
+            response: Response = await self.endpoint(body, http)
+            if ignored:
+                names = [ascii(name)[1:-1][:100] for name in ignored[:_MOST_IGNORED]]
+                response.headers[IGNORED] = ", ".join(names + ["..."][: len(ignored) - len(names)])
+                log.info("%s: %s: %s", http.state.request_id, IGNORED, response.headers[IGNORED])
+            return response
 
         return answer
 
 
-def body_router() -> APIRouter:
-    """A router whose routes have bodies."""
-    return APIRouter(route_class=BodyRoute, responses=_ERRORS)
+def body_router(lifespan: Any = None) -> APIRouter:
+    """A router whose routes have bodies. lifespan: FastAPI's."""
+    return APIRouter(route_class=BodyRoute, responses=_ERRORS, lifespan=lifespan)
 
 
-async def _read_body(http: Request, adapter: TypeAdapter[Any]) -> Any:
-    """The checked body; ApiError 400 names the field that is wrong.
+async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
+    """The checked body; ApiError 400 names the field that is wrong. ignored: see `read_as`.
 
     It must be declared as JSON: a browser sends any other kind to this machine for whatever page
     is open, without asking the server first (https://fetch.spec.whatwg.org, simple requests).
@@ -78,8 +89,8 @@ async def _read_body(http: Request, adapter: TypeAdapter[Any]) -> Any:
     with memory.of_one() as data:
         await _read_into(data, http, memory)
         if len(data) <= _SMALL:
-            return _checked(data, adapter)
-        return await asyncio.to_thread(_checked, data, adapter)
+            return _checked(data, adapter, ignored)
+        return await asyncio.to_thread(_checked, data, adapter, ignored)
 
 
 @dataclass
@@ -132,7 +143,7 @@ async def _read_into(data: bytearray, http: Request, memory: BodyMemory) -> None
         raise ApiError(408, f"the request did not come within {_BODY_S:.0f} s") from None
 
 
-def _checked(data: bytearray, adapter: TypeAdapter[Any]) -> Any:
+def _checked(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
     for sign, most in _MOST_SIGNS.items():
         if data.count(sign) > most:
             words = f"the request has more than {most} times {sign.decode()!r}: send less at once"
@@ -142,7 +153,7 @@ def _checked(data: bytearray, adapter: TypeAdapter[Any]) -> Any:
     except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {e}") from None
     try:
-        return read_as(adapter, body)
+        return read_as(adapter, body, ignored=ignored)
     except FieldError as e:
         if isinstance(body, dict) and e.field in body:  # a name, which may be any text
             raise ApiError(400, str(e), param=e.field) from None

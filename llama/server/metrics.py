@@ -46,14 +46,17 @@ class ActiveRequest:
     def log(self) -> None:
         """The line of a request that has ended."""
         firsts = [request.answers[0].sequence for request in self.requests]
+        drafted = sum(answer.sequence.num_drafted for answer in self.answers)
+        accepted = sum(answer.sequence.num_accepted for answer in self.answers)
         log.info(
-            "%s: %d, %d prompt tokens (%d cached), %d generated, ended by %s, first after %s, "
+            "%s: %d, %d prompt tokens (%d cached), %d generated%s, ended by %s, first after %s, "
             "%.3f s",
             self.request_id,
             self.status,
             sum(seq.num_prompt for seq in firsts),
             sum(seq.num_cached for seq in firsts),
             sum(answer.num_read for answer in self.answers),
+            f" ({drafted} drafted, {accepted} accepted)" if drafted else "",
             ",".join(dict.fromkeys(str(answer.finish_reason) for answer in self.answers)),
             "no token" if self.first_token_s is None else f"{self.first_token_s:.3f} s",
             time.monotonic() - self.began,
@@ -133,6 +136,9 @@ class _Engine(Collector):
             (counter, "num_preemptions", "Sequences put back.", scheduler.num_preemptions),
             (counter, "prompt_tokens", "Prompt tokens, without cached ones.", stats.prompt_tokens),
             (counter, "generation_tokens", "Generated tokens.", stats.generated_tokens),
+            (counter, "spec_decode_num_drafts", "Guesses of what comes next.", stats.drafts),
+            (counter, "spec_decode_num_draft_tokens", "Their tokens.", stats.draft_tokens),
+            (counter, "spec_decode_num_accepted_tokens", "Right ones.", stats.accepted_tokens),
         ):
             yield kind(f"llama:{name}", what, value=value)
         seconds = stats.prompt_seconds + stats.generate_seconds

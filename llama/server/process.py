@@ -11,10 +11,11 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
+from fastapi import APIRouter
 
 from llama.generation import Llama
 from llama.prompts import ToolFormat
@@ -42,6 +43,8 @@ class Server:
         limits: Limits,
         tool_format: ToolFormat | None = None,
         allowed_origins: Sequence[str] = (),
+        host_routes: Callable[[Service, int], APIRouter | None] = lambda service, port: None,
+        lenient: bool = False,
     ) -> None:
         loopback = is_loopback(host)
         if not loopback and not api_keys:
@@ -62,6 +65,8 @@ class Server:
                     api_keys=api_keys,
                     loopback=loopback,
                     allowed_origins=allowed_origins,
+                    host_routes=host_routes(self.service, self.port),
+                    lenient=lenient,
                 ),
                 http=protocol,
                 access_log=False,

@@ -6,9 +6,9 @@ model, and the parameters that a body asks for. It knows no API.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, create_model
+from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
 from llama.checks import FieldError
 from llama.prompts.fields import Fields, said
@@ -30,6 +30,9 @@ from llama.sampling_params import (
 OPENAI_NAMES = {each.name: each.name for each in dataclasses.fields(SamplingParams)}
 del OPENAI_NAMES["prompt_logprobs"], OPENAI_NAMES["structured_output"]
 OPENAI_NAMES["max_completion_tokens"] = "max_tokens"
+# Of the APIs with one answer, whose limit of tokens has a name of their own.
+_NOT_SHARED = {"n", "best_of", "logprobs", "max_tokens", "max_completion_tokens"}
+SHARED_NAMES = {own: name for own, name in OPENAI_NAMES.items() if own not in _NOT_SHARED}
 
 
 def _within(kind: type, low: float, high: float) -> Any:
@@ -59,7 +62,14 @@ _TYPES: dict[str, Any] = {
         name: _within(int, low, high) for name, (low, high, _) in (WHOLE_NUMBERS | NARROWED).items()
     },
     **{name: _within(float, low, high) for name, (low, high) in NUMBERS.items()},
+    "logprobs": Annotated[  # false: as a chat has it
+        _within(int, *WHOLE_NUMBERS["logprobs"][:2]) | Literal[False],
+        AfterValidator(lambda value: None if value is False else value),
+    ],
 }
+
+
+TokenLimit: Any = _TYPES["max_tokens"]
 
 
 class SamplingFields(Fields):
@@ -88,14 +98,9 @@ class SamplingFields(Fields):
         return {n: own for own, n in self.own_names.items() if getattr(self, own) is not None}
 
 
-def sampling_fields(own_names: Mapping[str, str], *, required: str = "") -> Any:
+def sampling_fields(own_names: Mapping[str, str]) -> Any:
     """A base for the model of a body that has these fields, of the types of the parameters."""
-    fields: dict[str, Any] = {own: _field(name, own == required) for own, name in own_names.items()}
+    fields: Any = {own: (_TYPES.get(name, bool) | None, None) for own, name in own_names.items()}
     model: Any = create_model("SamplingFields", __base__=SamplingFields, **fields)
     model.own_names = own_names
     return model
-
-
-def _field(name: str, is_required: bool) -> tuple[Any, Any]:
-    kind = _TYPES.get(name, bool)
-    return (kind, ...) if is_required else (kind | None, None)

@@ -29,7 +29,8 @@ CONTRAST = """(names) => {
 
 
 def settings(page: Any, **values: str) -> None:
-    page.click("#settings-button")
+    if not page.is_visible("#settings"):
+        page.click("#settings-button")
     for name, value in values.items():
         page.fill(f"#{name}", value)
     page.click("#settings-button")
@@ -41,8 +42,14 @@ def send(page: Any, text: str) -> None:
 
 
 def answer_of(page: Any) -> str:
+    """The text of the last answer, once it is complete."""
     page.wait_for_selector(f"{DONE}:last-child")
-    return page.text_content(f"{DONE}:last-child .text")
+    return page.text_content(f"{DONE}:last-child .answer")
+
+
+def show_tokens(page: Any) -> None:
+    """In place of the Markdown of the last answer, once it is complete."""
+    page.click(f"{DONE}:last-child [data-action=tokens][aria-pressed=false]")
 
 
 @contextmanager
@@ -59,8 +66,9 @@ def bodies_of(page: Any) -> Iterator[list[dict[str, Any]]]:
     page.remove_listener("request", note)
 
 
-def script(page: Any, *answers: list[dict[str, Any]] | str) -> None:
-    """The next answers of the server: the deltas of a chat, or the whole stream as text."""
+def script(page: Any, *answers: list[dict[str, Any]] | str, last: Any = None) -> None:
+    """The next answers of the server: the deltas of a chat, or the whole stream as text. last: the
+    chunk after each."""
     rest = iter(answers)
 
     def reply(route: Any) -> None:
@@ -71,6 +79,8 @@ def script(page: Any, *answers: list[dict[str, Any]] | str) -> None:
             {"choices": [{"index": 0, "delta": d, "finish_reason": None}]} for d in deltas
         ]
         events[-1]["choices"][0]["finish_reason"] = "stop"
+        if last is not None:
+            events.append(last)
         body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
         return route.fulfill(body=f"{body}data: [DONE]\n\n", content_type="text/event-stream")
 

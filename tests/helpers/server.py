@@ -41,8 +41,8 @@ def run_server(
 ) -> Iterator[RunningServer]:
     """Start a server and wait until it is ready; at the end it is killed, if it still runs.
 
-    It has one thread, unless `env` says otherwise: the demo model is faster so than on two. A
-    launcher is asked to end its ranks first: killed, it would leave them behind.
+    It has one thread, unless `env` says otherwise: the demo model is faster so than on two. What
+    started ranks is asked to end them first.
     """
     command = [sys.executable, *launcher, *program, "serve", "--port", "0", *flags]
     options: dict[str, Any] = {
@@ -60,7 +60,7 @@ def run_server(
         _wait_for(log, process, "(ready): ")
         yield server
     finally:
-        if launcher:
+        if launcher or "--ranks" in flags:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)

@@ -162,8 +162,8 @@ def test_logprobs_come_with_calls(server):
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([QUESTION, [*QUESTION, {"role": "king", "content": "x"}]], {},
-     "dialog 1, message 1: unknown role 'king'"),
-    ([QUESTION, [7]], {}, "dialog 1, message 0 must be a dict of role and content, got int"),
+     "dialog 1, message 1.role must be one of"),
+    ([QUESTION, [7]], {}, "dialog 1, message 0 must be an object, got a number"),
     ([[{"role": "user", "content": [{"type": "image_url"}]}]], {}, "dialog 0, message 0: content"),
     ([[{"role": "user", "content": "x", "a": 1}]], {}, r"message 0 has unknown keys \['a'\]"),
     ([[{"role": "assistant", "tool_calls": [{"function": {}}]}]], {}, "a tool call must be"),
@@ -178,7 +178,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([QUESTION], {"response_format": "json"}, "response_format.* must have the type"),
     ([QUESTION], {"response_format": {"type": "json_schema"}}, "an object with a schema"),
     ([QUESTION], {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
-     "response_format: structured_output.json=3"),
+     "response_format.json_schema.schema=3"),
     ([QUESTION], {"response_format": {"type": "json_object"}, "tools": [WEATHER],
                   "tool_choice": "required"}, "cannot have response_format beside it"),
 ]  # fmt: skip

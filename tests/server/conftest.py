@@ -17,7 +17,7 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")  # not longer: playwright's event loop lives in this thread
-def browser_context() -> Iterator[Any]:
+def browser() -> Iterator[Any]:
     """Headless Chromium, the system's own."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
@@ -27,10 +27,17 @@ def browser_context() -> Iterator[Any]:
         # not be waited for, and what its processes took not be counted.
         arguments = ["--no-sandbox", "--no-zygote"]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
-        context.set_default_timeout(60_000)
-        yield context
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def browser_context(browser) -> Iterator[Any]:
+    """Without chats of other tests."""
+    context = browser.new_context(viewport={"width": 1100, "height": 800}, has_touch=True)
+    context.set_default_timeout(60_000)
+    yield context
+    context.close()
 
 
 @pytest.fixture
@@ -66,4 +73,4 @@ def page(opened, server) -> Any:
 def llama_for_tools(make_checkpoint) -> Llama:
     """A tiny random model of Llama 3.1's kind, which knows tools."""
     folder, _, _ = make_checkpoint(use_scaled_rope=True)
-    return Llama.build(str(folder), max_seq_len=2048, max_batch_size=4, device="cpu")
+    return Llama.build(str(folder), max_seq_len=2048, max_batch_size=18, device="cpu")

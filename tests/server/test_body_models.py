@@ -216,7 +216,7 @@ def test_the_apis_agree_on_what_changes_nothing(client, document, path):
             num_read += found.status_code == 503
             assert is_valid(document, path, {**body, name: value}) == (found.status_code == 503)
         assert num_read == (1 if values is None else len(values)), name
-        for other in OTHERS:
+        for other in [*OTHERS, *([0, 0.0] if values and values[0] is False else [])]:
             if values is not None and not honours(model, name):
                 found = client.post(path, json={**body, name: other})
                 assert found.status_code == 400 and name in found.json()["error"]["message"]

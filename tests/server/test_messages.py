@@ -123,9 +123,8 @@ def test_the_client_sync_and_async(server):
         assert final.content[0].text == text == whole.content[0].text
         assert final.stop_reason == whole.stop_reason == "max_tokens"
         assert client.messages.count_tokens(model="demo", messages=STORY).input_tokens > 10
-        with pytest.raises(anthropic.BadRequestError, match="this model has no thinking") as error:
-            enabled: Any = {"type": "enabled", "budget_tokens": 1024}
-            client.messages.create(**asked, thinking=enabled)
+        with pytest.raises(anthropic.BadRequestError, match="'container' cannot be used") as error:
+            client.beta.messages.create(**asked, container="x")
         assert error.value.type == "invalid_request_error"
 
     async def ask() -> tuple[str, str]:
@@ -162,7 +161,7 @@ def test_what_coding_agents_send(server):
         "model": "demo",
         "system": [{"type": "text", "text": text, "cache_control": cached} for text in system],
         "messages": dialog,
-        "thinking": {"type": "adaptive", "budget_tokens": 0},
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
         "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14"],
     }
     more: Any = {

@@ -1,7 +1,7 @@
 """The page at `/`, in headless Chromium against a real server: what a person does and sees.
 
-Skipped where playwright or a Chromium is missing. Answers of tools come from a scripted stream, in
-OpenAI's shapes.
+Skipped where playwright or a Chromium is missing. Answers that a model would not give on demand
+come from a scripted stream, in OpenAI's shapes.
 """
 
 import json
@@ -20,7 +20,9 @@ from helpers.browser import (
     script,
     send,
     settings,
+    show_tokens,
 )
+from helpers.markdown import TEXTS, TREE, commonmark, in_one_form
 from helpers.server import run_server
 from helpers.web import web
 
@@ -29,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "llama/server/page.html"
 
 def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
     text = PAGE.read_text()
-    assert len(text.encode()) < 60_000
+    assert len(text.encode()) < 100 * 1024
     assert set(re.findall(r"https?://[^\s'\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
     found = web.get(server.url)
@@ -37,43 +39,179 @@ def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
     policy = found.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert policy.count("'sha256-") == 2 and "unsafe" not in policy
+    assert "require-trusted-types-for 'script'" in policy and "trusted-types 'none'" in policy
 
 
-def test_an_answer_streams_as_plain_text_and_says_what_it_took(page, server):
-    settings(page, temperature="0", max_tokens="24")
+def test_an_answer_streams_and_says_what_it_took(page, server):
+    settings(page, temperature="0", max_tokens="120")
     page.evaluate("""() => {
         window.lengths = new Set();
-        const note = () => lengths.add(document.querySelectorAll(".token").length);
+        const note = () => lengths.add(document.querySelector(".markdown")?.textContent.length);
         new MutationObserver(note).observe(document.querySelector("#log"),
-            { childList: true, subtree: true });
+            { childList: true, subtree: true, characterData: true });
     }""")
     question = "<b>Tell</b> <img src=x onerror=alert(1)> me a story about a cat"
     send(page, question)
     found = answer_of(page)
     assert len(page.evaluate("[...lengths]")) > 3, "the answer came in one piece"
     messages = [{"role": "user", "content": question}]
-    body = {"messages": messages, "max_tokens": 24, "temperature": 0, "top_p": 0.9}
+    body = {"messages": messages, "max_tokens": 120, "temperature": 0, "top_p": 0.9}
     wanted = web.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
-    assert found == wanted["choices"][0]["message"]["content"]
+    content = wanted["choices"][0]["message"]["content"]
+    assert found == " ".join(content.split())
+    show_tokens(page)
+    assert answer_of(page) == content
     assert page.text_content("article.user .text") == question
     assert page.query_selector("#log b, #log img") is None
     figures = page.inner_text(f"{DONE} .figures")
-    assert re.search(r"First token \d+\.\d\d s\s+[\d.]+ tokens/s\s", figures)
+    assert re.search(r"[\d.]+ tokens/s\s+First token \d+\.\d\d s\s", figures)
     assert f"{wanted['usage']['completion_tokens']} tokens" in figures
-    assert f"of {wanted['usage']['prompt_tokens']} prompt tokens cached" in figures
+    assert f"Prompt {wanted['usage']['prompt_tokens']}, " in figures and "cached" in figures
     # Nothing else can run here, nor be asked.
     page.evaluate("""() => {
         const other = document.createElement("script");
-        other.textContent = "window.isOpen = true";
+        other.append("window.isOpen = true");
         document.body.append(other);
     }""")
     assert page.evaluate("window.isOpen") is None
+    with pytest.raises(Exception, match="requires 'TrustedHTML'"):
+        page.evaluate("document.body.innerHTML = '<b>'")
+
+
+def test_the_speed_is_the_servers_own(page):
+    """All of an answer in one burst: here it took no time at all."""
+    usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+    last = {"choices": [], "usage": usage, "timings": {"predicted_per_second": 249.6}}
+    script(page, [{"content": word} for word in ("a", "b", "c")], last=last)
+    send(page, "Hello")
+    answer_of(page)
+    assert page.inner_text(f"{DONE} .figures").startswith("250 tokens/s")
+
+
+def test_markdown_means_what_commonmark_says(page):
+    for text in TEXTS:
+        assert in_one_form(page.evaluate(TREE, text)) == commonmark(text), text
+    links = (
+        "https://e.x/a_b. (see http://e.x/c(d)) xhttp://no [http://e.x](http://e.x/2) `http://no`"
+    )
+    hrefs = f"{TREE.rstrip('}').rstrip()}; return tree(box); }}"
+    ((_, _, nodes),) = page.evaluate(hrefs, links)
+    found = [node[1]["href"] for node in nodes if node[0] == "a"]
+    assert found == ["https://e.x/a_b", "http://e.x/c(d)", "http://e.x/2"]
+
+
+def test_a_growing_text_is_made_again_at_its_end_alone(page):
+    """What a text has become in the end does not depend on how it came, and what is done stays."""
+    grown = page.evaluate(
+        """(texts) => texts.map((text) => {
+            const [grown, whole] = [document.createElement("div"), document.createElement("div")];
+            const markdown = new Markdown(grown);
+            for (let i = 0; i < text.length; i++) markdown.show(text.slice(0, i), true);
+            markdown.show(text, false);
+            new Markdown(whole).show(text, false);
+            return grown.innerHTML === whole.innerHTML ? "" : text;
+        })""",
+        TEXTS,
+    )
+    assert [text for text in grown if text] == []
+    seen = page.evaluate("""async () => {
+        const parts = ["# Title", "Some **bold** text.", "```js\\nlet x;\\n```", "- a\\n- b", ""];
+        const text = parts.join("\\n\\n").repeat(40);
+        const node = document.createElement("div");
+        const markdown = new Markdown(node);
+        let touched = 0, flips = 0, replaced = 0;
+        const observer = new MutationObserver((records) => {
+            const done = [...node.children].slice(0, -2);
+            replaced += records.filter((r) => [...r.removedNodes].some((n) => n.localName)).length;
+            touched += records.filter((r) => done.some((d) => d.contains(r.target))).length;
+        });
+        observer.observe(node, { subtree: true, childList: true, characterData: true });
+        for (let i = 0; i < text.length; i += 7) {
+            const tags = [...node.children].map((child) => child.localName);
+            markdown.show(text.slice(0, i), true);
+            flips += tags.filter((tag, j) => node.children[j]?.localName !== tag).length;
+            await null;
+        }
+        return [touched, flips, replaced, node.children.length];
+    }""")
+    assert seen[:3] == [0, 0, 0] and seen[3] > 150
+
+
+HOSTILE = """\
+<script>hacked = 1</script><img src=x onerror="hacked = 1"><svg onload="hacked = 1">
+[a](javascript:hacked=1) [b](data:text/html,<script>hacked=1</script>) [c](vbscript:x) [d](//evil.x)
+[e]( JaVaScRiPt:hacked=1 ) [f](java&#115;cript:hacked=1) [g](\x01javascript:hacked=1) <javascript:x>
+![p](http://evil.x/p.png) ![q](data:image/svg+xml,<svg/onload=hacked=1>) [h](http://evil.x/"onclick="x)
+
+```"><img src=x onerror=hacked=1>
+</code></pre><script>hacked = 1</script>
+```
+
+| <img src=http://evil.x/t.png> | b |
+|---|---|
+| [x](javascript:hacked=1) | <iframe src=http://evil.x> |
+"""
+
+
+def test_no_text_can_run_or_load_anything(page, server):
+    asked: list[str] = []
+    page.context.on("request", lambda request: asked.append(request.url))
+    script(page, [{"content": HOSTILE}])
+    name = "<img src=x onerror=hacked=1>"
+    file = {"name": f"{name}.txt", "mimeType": "text/plain", "buffer": HOSTILE.encode()}
+    page.set_input_files("#files", file)
+    send(page, HOSTILE)
+    answer_of(page)
+    page.wait_for_selector("#chat-list .title")
+    chats = {"format": "llama chats", "chats": [{"title": name, "messages": [
+        {"role": "user", "content": HOSTILE, "files": [{"name": name, "text": HOSTILE}]},
+        {"role": "assistant", "content": HOSTILE, "figures": [name]},
+        {"role": "tool", "tool_call_id": name, "name": name, "content": HOSTILE}]}]}  # fmt: skip
+    page.set_input_files("#import-file", _json_file(chats))
+    page.click(f"#chat-list .title >> text={name}")
+    page.wait_for_selector("article.tool")
+    found = "#log :is(script, img, svg, iframe, object, embed, style, link, form, [style], [src])"
+    assert page.locator(found).count() == 0
+    assert (
+        page.evaluate("""[...document.querySelectorAll("#log *")].flatMap((node) =>
+        node.getAttributeNames().filter((name) => name.startsWith("on")))""")
+        == []
+    )
+    links = page.eval_on_selector_all("#log a", "(all) => all.map((a) => [a.protocol, a.rel])")
+    assert {tuple(link) for link in links} == {("http:", "noopener noreferrer")}
+    assert page.evaluate("[typeof hacked, location.pathname]") == ["undefined", "/"]
+    assert {url for url in asked if not url.startswith((server.url, "blob:"))} == set()
+
+
+def test_no_text_takes_long(page):
+    """Each would take minutes where the time were the square of the length."""
+    parts = "* ** _ ` `` [ ] ![ [a]( [a](< [a](b(  <http: &#1 | ~~ > - 1. *a_ **a* [[a]](b \\"
+    texts = [part.strip() * 30_000 for part in parts.split(" ") if part]
+    texts += ["> " * 20_000 + "a", "\n".join("  " * i + "- a" for i in range(400)), "a " * 60_000]
+    texts += ["|a" * 90 + "\n" + "|-" * 90 + "\n" + "|b\n" * 300, " " * 90_000 + "x", "`a" * 40_000]
+    texts += [
+        "[a]: b" + " " * 90_000 + "x",
+        "# #" + " #" * 40_000 + " x",
+        "https://" + "!" * 90_000,
+    ]
+    spent = page.evaluate(
+        """(texts) => texts.map((text) => {
+            const began = performance.now();
+            const markdown = new Markdown(document.createElement("div"));
+            markdown.show(text.slice(0, -9), true);
+            markdown.show(text, false);
+            return performance.now() - began;
+        })""",
+        texts,
+    )
+    assert max(spent) < 3000, texts[spent.index(max(spent))][:20]
 
 
 def test_stop_retry_and_edit(page, server):
-    settings(page, temperature="100", top_p="1")  # any token: the end of the answer is far away
+    # Any token: the end of the answer is far away, with this seed.
+    settings(page, temperature="100", top_p="1", seed="2")
     send(page, "Tell me a long story")
-    page.wait_for_function("() => document.querySelectorAll('.token').length > 4")
+    page.wait_for_function("() => document.querySelector('.markdown')?.textContent.length > 20")
     page.dispatch_event("#stop", "click")
     stopped = answer_of(page)
     assert stopped and "Stopped" in page.inner_text(f"{DONE} .figures")
@@ -87,6 +225,7 @@ def test_stop_retry_and_edit(page, server):
         first = answer_of(page)
         send(page, "And then?")
         page.wait_for_function("() => document.querySelectorAll('article.done').length === 2")
+        page.hover("article.user >> nth=0")
         page.click("article.user >> nth=0 >> text=Edit")
         assert page.evaluate("document.activeElement.value") == "Tell me a long story"
         page.keyboard.press("Escape")
@@ -105,13 +244,14 @@ def test_stop_retry_and_edit(page, server):
         {"role": "user", "content": "And then?"},
     ]
     assert edited == [system, {"role": "user", "content": "Tell me about a dog"}]
-    page.click("#clear")
+    page.click("#new-chat")
     assert page.locator("article").count() == 0 and page.is_visible("#hint")
 
 
 def test_a_token_shows_the_likeliest_others_and_is_continued_from(page, server):
     settings(page, temperature="0", max_tokens="16")
     send(page, "Tell me a story")
+    show_tokens(page)
     before = answer_of(page)
     tokens = page.eval_on_selector_all(f"{DONE} .token", "nodes => nodes.map(n => n.textContent)")
     assert "".join(tokens) == before
@@ -153,6 +293,7 @@ def test_what_is_no_text_cannot_be_continued_from(page):
     script(page, f": nothing yet\n\n{stream}data: [DONE]\n\n")
     send(page, "Hello")
     assert answer_of(page) == "🎈!"
+    show_tokens(page)
     assert page.locator(".token.scored").all_text_contents() == ["🎈", "!"]
     page.click(".token >> nth=1")
     rows = page.locator(".choices li button")
@@ -181,6 +322,7 @@ def test_tool_calls_stream_and_their_results_go_back(page):
     page.wait_for_selector("text=The tools are not JSON")
     assert page.evaluate("document.activeElement.id") == "tools"
     page.fill("#tools", json.dumps(weather))
+    page.press("#tools", "Escape")
     with bodies_of(page) as bodies:
         page.click("text=Retry")
         page.wait_for_selector("text=Calls weather")
@@ -260,6 +402,8 @@ def test_the_engine_tab_is_live_and_asks_only_while_it_is_shown(page, server):
 def test_everything_works_from_the_keyboard(page):
     press = page.keyboard.press
     focused = lambda: page.evaluate("document.activeElement.id")  # noqa: E731
+    page.wait_for_function("() => document.activeElement.id === 'message'")
+    page.focus("#chats-button")
     press("Tab")
     assert focused() == "settings-button"
     press("Enter")
@@ -269,22 +413,28 @@ def test_everything_works_from_the_keyboard(page):
         press("Tab")
     assert focused() == "max_tokens"
     page.keyboard.type("12")
-    page.focus("#settings-button")
     press("Enter")
+    assert focused() == "settings-button" and not page.is_visible("#settings")
     press("Tab")
     press("ArrowRight")
     assert focused() == "tab-completion" and page.is_visible("#completion")
     press("Home")
     assert focused() == "tab-chat" and page.is_visible("#chat")
     press("Tab")
-    assert focused() == "message"
+    assert focused() == "new-chat"
+    while focused() != "message":
+        press("Tab")
     page.keyboard.type("Hi")
     press("Shift+Enter")
     page.keyboard.type("you")
     press("Enter")
     first = answer_of(page)
     assert page.text_content("article.user .text") == "Hi\nyou"
-    for _ in range(3):
+    page.wait_for_selector("article.done [data-action=tokens]")
+    for _ in range(2):
+        press("Shift+Tab")
+    press("Enter")
+    for _ in range(4):
         press("Shift+Tab")
     assert "arrow keys" in page.evaluate("document.activeElement.ariaLabel")
     press("ArrowRight")
@@ -297,6 +447,12 @@ def test_everything_works_from_the_keyboard(page):
     press("Enter")
     press("Enter")
     assert answer_of(page) != first
+    page.focus("#chat-list .more")
+    press("Enter")
+    press("Enter")
+    page.keyboard.type("Greeting")
+    press("Enter")
+    page.wait_for_function("() => document.activeElement.textContent === 'Greeting'")
 
 
 def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
@@ -308,10 +464,12 @@ def test_a_server_with_a_key_asks_for_it_and_one_that_ended_is_named(opened):
         send(page, "Hello")
         page.wait_for_selector("text=The server asks for an API key.")
         page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        page.wait_for_function("() => document.activeElement.id === 'key'")
+        page.press("#key", "Escape")
         page.click("text=Retry")
         page.wait_for_selector("text=The server does not know this API key.")
-        page.fill("#key", "secret")
-        page.fill("#max_tokens", "4")
+        settings(page, key="secret", max_tokens="4")
         page.click("text=Retry")
         assert answer_of(page)
         stored = "[localStorage.length, document.cookie, sessionStorage.getItem('key')]"
@@ -334,7 +492,7 @@ def _by_a_proxy_that_has_the_key(page: Any) -> None:
     page.route(lambda url: url.endswith("/"), with_key)
 
 
-def test_a_browser_asks_for_the_key_as_a_password(browser_context):
+def test_a_browser_asks_for_the_key_as_a_password(browser):
     """Of the page alone; its requests then have the key, and those of other sites have not."""
     with run_server("--max_seq_len", "512", "--api_key", "a:s") as server:
         refused = web.get(server.url)
@@ -350,9 +508,7 @@ def test_a_browser_asks_for_the_key_as_a_password(browser_context):
             assert found.status_code == status, origin
         assert web.post(url, json=body, auth=("a:s", "")).status_code == 401
         assert web.get(url, headers={"Authorization": "Basic a:b"}).status_code == 401
-        context = browser_context.browser.new_context(
-            http_credentials={"username": "any", "password": "a:s"}
-        )
+        context = browser.new_context(http_credentials={"username": "any", "password": "a:s"})
         context.set_default_timeout(20_000)
         page = context.new_page()
         assert page.goto(server.url).status == 200
@@ -361,6 +517,220 @@ def test_a_browser_asks_for_the_key_as_a_password(browser_context):
         send(page, "Hello")
         assert answer_of(page)
         context.close()
+
+
+def _json_file(value: Any) -> dict[str, Any]:
+    data = json.dumps(value).encode()
+    return {"name": "chats.json", "mimeType": "application/json", "buffer": data}
+
+
+def _menu(page: Any, title: str, item: str) -> None:
+    page.click(f"#chat-list li:has-text('{title}') .more")
+    page.click(f"#menu >> text={item}")
+
+
+def _titles(page: Any, *wanted: str) -> None:
+    """Wait until these are the titles in the list."""
+    page.wait_for_function(
+        """(wanted) => {
+            const titles = [...document.querySelectorAll("#chat-list .title")].map((n) => n.title);
+            return JSON.stringify(titles) === JSON.stringify(wanted);
+        }""",
+        arg=list(wanted),
+    )
+
+
+def test_chats_are_kept_named_deleted_and_exported(page, server):
+    answers = [[{"content": f"**Answer** {i}"}] for i in range(4)]
+    script(page, *answers)
+    send(page, "First")
+    answer_of(page)
+    send(page, "First again")
+    page.wait_for_function("() => document.querySelectorAll('article.done').length === 2")
+    page.click("#new-chat")
+    assert page.locator("article").count() == 0
+    send(page, "Second\nline")
+    answer_of(page)
+    _titles(page, "Second", "First")
+    _menu(page, "First", "Rename")
+    page.keyboard.type("The <b>first")
+    page.keyboard.press("Enter")
+    _titles(page, "Second", "The <b>first")
+    page.reload()
+    page.wait_for_selector("article.user >> text=Second")
+    page.click("#chat-list .title >> text=The <b>first")
+    page.wait_for_function("() => document.querySelectorAll('article').length === 4")
+    assert page.locator(".markdown strong").count() == 2
+    with bodies_of(page) as bodies:
+        send(page, "More")
+        page.wait_for_selector("text=Answer 3")
+    said = [message["content"] for message in bodies[0]["messages"]]
+    assert said == ["First", "**Answer** 0", "First again", "**Answer** 1", "More"]
+    assert bodies[0]["messages"][1] == {"role": "assistant", "content": "**Answer** 0"}
+    with page.expect_download() as markdown:
+        _menu(page, "Second", "Export as Markdown")
+    assert markdown.value.suggested_filename == "Second.md"
+    lines = Path(markdown.value.path()).read_text().split("\n\n")
+    assert lines == ["# Second", "## You", "Second\nline", "## Model", "**Answer** 2\n"]
+    with page.expect_download() as exported:
+        page.click("#export-all")
+    file = Path(exported.value.path()).read_text()
+    for title in ("The <b>first", "Second"):
+        _menu(page, title, "Delete")
+    _titles(page)
+    page.click("#toast-undo")
+    _titles(page, "Second")
+    assert page.text_content("article.user .text") == "Second\nline"
+    page.set_input_files("#import-file", _json_file(json.loads(file)))
+    page.wait_for_selector("text=2 chats were imported.")
+    _titles(page, "The <b>first", "Second", "Second")
+    page.set_input_files("#import-file", _json_file({"format": "llama chats", "chats": [{}]}))
+    page.wait_for_selector("text=This is no file of chats")
+    page.reload()
+    _titles(page, "The <b>first", "Second", "Second")
+
+
+def test_an_answer_goes_on_while_another_chat_is_shown(page):
+    settings(page, temperature="100", top_p="1", max_tokens="450", seed="2")
+    send(page, "Long")
+    page.wait_for_selector(".busy >> text=Long")
+    page.click("#new-chat")
+    assert page.is_visible("#send") and not page.is_visible("#stop")
+    page.click("#chat-list >> text=Long")
+    assert page.is_visible("#stop")
+    page.wait_for_timeout(1000)
+    page.reload()
+    page.wait_for_selector("article.user >> text=Long")
+    assert answer_of(page), "what had come was kept"
+
+
+def test_two_tabs_do_not_destroy_each_others_chats(page, opened, server):
+    script(page, [{"content": "One"}], [{"content": "Three"}])
+    send(page, "Shared")
+    answer_of(page)
+    other = opened(server.url)
+    _titles(other, "Shared")
+    other.click("#chat-list >> text=Shared")
+    script(other, [{"content": "Two"}], [{"content": "Four"}])
+    send(other, "From the other tab")
+    page.wait_for_selector("text=Two")
+    page.evaluate("tabs.onmessage = null")  # as if the news came too late
+    other.click("article.user >> nth=1 >> text=Copy")
+    send(other, "Once more")
+    other.wait_for_selector("text=Four")
+    _titles(other, "Shared")
+    send(page, "At the same time")
+    page.wait_for_selector("text=Three")
+    _titles(other, "Shared (copy)", "Shared")
+    page.reload()
+    page.wait_for_selector("text=Three")
+    page.click("#chat-list .title[title=Shared]")
+    page.wait_for_selector("text=Four")
+    assert page.locator("article").count() == 6
+    _menu(page, "Shared (copy)", "Delete")
+    _titles(other, "Shared")
+
+
+def test_a_full_browser_says_so(page, server):
+    control = page.context.new_cdp_session(page)
+    control.send("Storage.overrideQuotaForOrigin", {"origin": server.url, "quotaSize": 1})
+    script(page, [{"content": "An answer"}], [{"content": "Another"}])
+    send(page, "Hello" * 1000)
+    assert answer_of(page) == "An answer"
+    page.wait_for_selector("#chat-problem >> text=This browser has no room left for chats")
+    control.send("Storage.overrideQuotaForOrigin", {"origin": server.url})
+    send(page, "Again")
+    page.wait_for_selector("text=Another")
+    page.wait_for_selector("#chat-list .title")
+    page.reload()
+    page.wait_for_selector("text=Another")
+    assert page.locator("article").count() == 4
+
+
+def test_text_files_are_attached(page):
+    script(page, [{"content": "Seen"}])
+    page.click("#attach")
+    many = {
+        "a.txt": b"one\n```\ntwo\n",
+        "b.csv": "\ufeffx,é\n".encode(),
+        "c.png": b"\x89PNG\0\xff",
+        "d.txt": b"x" * 1_000_001,
+        "e.md": b"gone",
+    }
+    page.set_input_files(
+        "#files", [{"name": name, "mimeType": "", "buffer": data} for name, data in many.items()]
+    )
+    page.wait_for_selector("#chat-problem >> text=c.png is no text")
+    assert "d.txt has 1.0 MB: a file may have 1.0 MB." in page.inner_text("#chat-problem")
+    page.get_by_label("Remove e.md").click()
+    page.evaluate("""() => {
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(new File(["dropped"], "f.txt"));
+        for (const type of ["dragover", "drop"]) {
+            document.body.dispatchEvent(
+                new DragEvent(type, { dataTransfer, bubbles: true, cancelable: true }));
+        }
+    }""")
+    page.wait_for_function("() => document.querySelectorAll('.chip').length === 3")
+    with bodies_of(page) as bodies:
+        send(page, "What is in them?")
+        answer_of(page)
+    parts = [part["text"] for part in bodies[0]["messages"][0]["content"]]
+    assert parts == [
+        "File a.txt:\n````\none\n```\ntwo\n````",
+        "File b.csv:\n```\nx,é\n```",
+        "File f.txt:\n```\ndropped\n```",
+        "What is in them?",
+    ]
+    assert page.locator(".chip").count() == 0
+    page.reload()
+    page.click("article.user summary >> text=b.csv")
+    assert page.is_visible("article.user pre >> text=x,é")
+    page.unroute("**/v1/chat/completions")
+    settings(page, max_tokens="2")
+    page.click("text=Retry")
+    assert answer_of(page), "the server takes them"
+
+
+def test_the_header_stays_and_the_page_does_not_jump(page):
+    page.set_viewport_size({"width": 360, "height": 500})
+    script(page, [{"content": "A line.\n\n" * 30}])
+    send(page, "Long")
+    answer_of(page)
+    grow = """() => {
+        const reply = chat.messages.at(-1);
+        reply.content += "\\n\\nMore.".repeat(9);
+        reply.draw();
+    }"""
+
+    def ends() -> tuple[float, float]:
+        head, composer = page.evaluate(
+            "['header', '#composer'].map((n) => document.querySelector(n).getBoundingClientRect())"
+        )
+        return head["top"], round(composer["bottom"])
+
+    for _ in range(2):
+        top = page.evaluate("scrollY")
+        page.evaluate(grow)
+        assert page.evaluate("hiddenBelow() < 8 && scrollY") > top + 100, "the answer is followed"
+        assert ends() == (0, 500)
+    page.evaluate("scrollBy(0, -120)")
+    page.wait_for_function("() => !isAtEnd")
+    top = page.evaluate("scrollY")
+    page.evaluate(grow)
+    assert page.evaluate("scrollY") == top, "who reads above is left there"
+    assert ends() == (0, 500)
+    page.click("#tab-engine")
+    page.click("#tab-chat")
+    assert page.evaluate("scrollY") == top
+    page.click("#to-end")
+    assert page.evaluate("hiddenBelow()") < 8
+    page.click("#chats-button")
+    assert page.evaluate("document.activeElement.id") == "new-chat"
+    assert page.evaluate("[document.querySelector('main').inert, root.scrollWidth]") == [True, 360]
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "chats-button"
+    page.wait_for_selector("#chats", state="hidden")
 
 
 def test_what_can_fail_says_so(page):
@@ -394,20 +764,20 @@ def test_the_layout_fits_the_screen_and_its_colours_can_be_read(page):
     """Wide and as a phone, light and dark. Contrast as WCAG has it: 4.5, 7 for most text."""
     settings(page, max_tokens="12", seed="1")
     send(page, "x" * 80 + " Tell me a story")
-    answer_of(page)
-    page.click("#settings-button")
+    show_tokens(page)
 
     def check(width: int) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         boxes = page.evaluate("""[...document.querySelectorAll("button, input, textarea, .choices")]
-            .filter((node) => node.checkVisibility()).map((node) => node.getBoundingClientRect())
-            .map((box) => [box.left, box.right, box.height])""")
-        assert all(left >= 0 and right <= width for left, right, _ in boxes)
-        assert all(height >= 24 for _, _, height in boxes), "large enough for a finger"
+            .filter((node) => node.checkVisibility({ visibilityProperty: true }))
+            .map((node) => [node.getBoundingClientRect(), node.outerHTML])
+            .map(([box, html]) => [box.left, box.right, box.height, html])""")
+        assert [box for box in boxes if box[0] < 0 or box[1] > width] == []
+        assert [box for box in boxes if box[2] < 24] == [], "large enough for a finger"
 
     for width, scheme in [(1100, "light"), (1100, "dark"), (360, "dark"), (360, "light")]:
         page.set_viewport_size({"width": width, "height": 740})
-        page.emulate_media(color_scheme=scheme)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
         back, text, *others = page.evaluate(CONTRAST, ["--text", "--soft", "--accent", "--bad"])
         assert (back < 0.1) == (scheme == "dark")
         assert text > 7 and min(others) > 4.5

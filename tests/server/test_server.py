@@ -152,11 +152,21 @@ def test_a_stream_is_the_answer_that_does_not_stream(server, body):
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     whole = web.post(server.url + path, json=body, timeout=60).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
+    began = time.monotonic()
     events = raw_events(server.url + path, body | options)
+    taken_ms = 1000 * (time.monotonic() - began)
     assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
     *chunks, usage = [json.loads(event) for event in events[:-1]]
     assert usage["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)
-    assert usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    count = usage["usage"]["completion_tokens"]
+    assert count == whole["usage"]["completion_tokens"]
+    if len(whole["choices"]) == 1:
+        timings = usage["timings"]
+        assert timings["predicted_n"] == count and taken_ms / 9 < timings["predicted_ms"] < taken_ms
+        rate = 1000 * (count - 1) / timings["predicted_ms"]
+        assert timings["predicted_per_second"] == pytest.approx(rate)
+    else:
+        assert "timings" not in usage, "of several answers there is no one speed"
     assert len({chunk["id"] for chunk in chunks}) == 1
     for choice in whole["choices"]:
         parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]

@@ -1,6 +1,7 @@
 """Servers on two and four ranks: the bytes of one process, whatever a request asks for."""
 
 import json
+import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -121,17 +122,23 @@ def of_one_process() -> list[Any]:
 @pytest.mark.dist
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
-    """Rank 0 leads: the same texts as of one process. After SIGTERM to torchrun, which then ends
-    with 1 whatever its ranks do, what runs is answered, and no rank complains. Four ranks get every
-    second request, of each API and each kind of step."""
+    """Rank 0 leads: the same texts as of one process. After SIGTERM, what runs is answered, no rank
+    complains, and nothing else is said; the exit code is 0, and torchrun's is 1 whatever its ranks
+    do. Four ranks get every second request, of each API and each kind of step."""
     every = slice(0, len(REQUESTS), size // 2)
     alone = [*of_one_process[every], *of_one_process[len(REQUESTS) :]]
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}")
-    with run_server(*FLAGS, launcher=launcher, env=environment()) as ranks:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
+    how: Any = {"launcher": launcher} if size == 4 else {}
+    flags = FLAGS if size == 4 else [*FLAGS, "--ranks", "2"]
+    with run_server(*flags, **how, env=environment()) as ranks:
         for found, wanted in zip(answers(ranks.url, REQUESTS[every]), alone, strict=True):
             assert_same(found, wanted)
+        _ends_in_order(ranks)
+        assert ranks.process.returncode == (size == 4)
         if size == 2:
-            _ends_in_order(ranks)
+            said = [line for line in ranks.log if not re.match(r"\d{4}-\d\d-\d\d .* INFO ", line)]
+            told = ["listening on ", "Loaded in ", "ready: ", "SIGTERM: "]
+            assert [line[: len(x)] for line, x in zip(said, told, strict=True)] == told
 
 
 def _ends_in_order(ranks: RunningServer) -> None:

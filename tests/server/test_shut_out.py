@@ -36,6 +36,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.fixture(scope="module")
 def url(demo) -> Iterator[str]:
     server = Server("demo", host="127.0.0.1", port=0, api_keys=[], limits=LIMITS)
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of all its connections
     server.start()
     server.service.start(demo)
     yield f"http://127.0.0.1:{server.port}"
@@ -93,7 +94,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(url, demo):
     body = {"prompt": ["x"] * count, "max_tokens": 60, "ignore_eos": True}
     thread = threading.Thread(target=lambda: large.append(ask(url, **body)))
     thread.start()
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         end = time.monotonic() + 30
         while client.get("/load").json()["server_load"] < count - 10:
             assert time.monotonic() < end
@@ -124,6 +125,28 @@ def test_silence_ends(url, connect, monkeypatch, sent):
     assert time.monotonic() - began < 4
     assert b"HTTP/1.1 408 Request Timeout\r\n" in answer
     assert ask(url).status_code == 200
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["never", "slowly"])
+def test_an_answer_that_is_not_read_ends(url, monkeypatch, caplog, reads):
+    """Its request is aborted. A client that reads slowly gets all of it."""
+    monkeypatch.setattr(connections, "UNREAD_S", 1.0)
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4, "stream": True}
+    text = json.dumps(body).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % len(text) + text)
+        got = b""
+        for _ in range(15):
+            time.sleep(0.2)
+            got += connection.recv(8192) if reads else b""
+        got += all_of(connection)
+    assert (b"data: [DONE]" in got) == reads
+    assert ("127.0.0.1 has read nothing for" in caplog.text) != reads
+    with httpx.Client(base_url=url) as client:
+        assert client.get("/load").json()["server_load"] == 0
 
 
 def test_connections_have_limits(url, connect, caplog):

@@ -4,6 +4,7 @@ The checkpoint, the engine and the app are real; only the ids that are sampled c
 """
 
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ from llama.prompts import ToolFormat, encode_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+SEARCH: Any = {"type": "function", "function": {"name": "brave_search"}}
 CODE: Any = {"type": "function", "function": {"name": "code_interpreter"}}
 QUESTION: Any = [{"role": "user", "content": "How is it in Zürich?"}]
 CALL = '{"name": "weather", "parameters": {"city": "Zürich 🌧"}}'
@@ -25,21 +27,28 @@ ZURICH = {"city": "Zürich 🌧"}
 class ChatServer(ScriptedServer):
     def chat(self, tool_format: ToolFormat | None = None, **body: Any) -> Any:
         """The whole answer; it must be what the chunks of a stream join to."""
-        body = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER], **body}
+        return self.chats(tool_format, [body])[0]
 
-        async def both(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+    def chats(self, tool_format: ToolFormat | None, bodies: list[dict[str, Any]]) -> list[Any]:
+        """As above, of several requests at once."""
+
+        async def both(client: openai.AsyncOpenAI, **body: Any) -> tuple[Any, list[Any]]:
             async def chunks() -> list[Any]:
                 stream = await client.chat.completions.create(**body, stream=True)
                 return [chunk async for chunk in stream]
 
-            whole, streamed = await asyncio.gather(client.chat.completions.create(**body), chunks())
-            return whole, streamed
+            return await asyncio.gather(client.chat.completions.create(**body), chunks())
 
-        whole, chunks = self.call(both, tool_format)
-        for choice in whole.choices:
-            parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-            check_stream(choice, parts)
-        return whole
+        async def all_of_them(client: openai.AsyncOpenAI) -> list[Any]:
+            common: Any = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER]}
+            return await asyncio.gather(*(both(client, **common | body) for body in bodies))
+
+        answers = self.call(all_of_them, tool_format)
+        for whole, chunks in answers:
+            for choice in whole.choices:
+                parts = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+                check_stream(choice, parts)
+        return [whole for whole, _ in answers]
 
 
 def check_stream(choice: Any, parts: list[Any]) -> None:
@@ -118,6 +127,58 @@ def test_words_and_calls_that_are_cut_off(server):
     assert json.dumps(ZURICH, ensure_ascii=False).startswith(arguments) and arguments
 
 
+@pytest.mark.parametrize(
+    ("tools", "text", "count"),
+    [
+        ([WEATHER], CALL, 45),
+        ([WEATHER, SEARCH], '<|python_tag|>brave_search.call(query="Züri")', 27),
+    ],
+)
+def test_a_call_that_was_cut_off_goes_back_in_as_its_text(server, tools, text, count):
+    """The prompt of the next turn has the tokens of the answer, as far as they came."""
+    server.says(text)
+    (choice,) = server.chat(max_tokens=count, tools=tools).choices
+    assert choice.message.tool_calls and choice.finish_reason == "length"
+    with pytest.raises(ValueError, match="Unterminated string"):
+        json.loads(choice.message.tool_calls[0].function.arguments)
+    dialog = [*QUESTION, choice.message.model_dump(exclude_none=True)]
+
+    async def prompt_of(messages: Any, client: openai.AsyncOpenAI) -> Any:
+        body = {"messages": messages, "tools": tools}
+        return await client.post("http://localhost/tokenize", body=body, cast_to=object)
+
+    before, after = (
+        server.call(functools.partial(prompt_of, messages))["tokens"]
+        for messages in (QUESTION, [*dialog, {"role": "user", "content": "Go on."}])
+    )
+    assert after[: len(before) + count] == before + server.script.ids[:count]
+    assert after[len(before) + count] == server.llama.tokenizer.eot_id
+    whole = server.chat(messages=dialog, tools=tools)  # and the chat takes it
+    assert whole.usage.prompt_tokens > len(before) + count
+
+
+@pytest.mark.parametrize(
+    ("calls", "wanted"),
+    [
+        (['{"city": "Zü'], '[weather(**{"city": "Zü<|eot_id|>'),
+        (['{"city": "B"}', "{"], '[weather(city="B"), weather(**{<|eot_id|>'),
+        (['{"city": "B"}', "{}"], '[weather(city="B"), weather()]<|eot_id|>'),
+    ],
+)
+def test_a_python_call_that_was_cut_off_goes_back_in(llama_for_tools, calls, wanted):
+    tokenizer = llama_for_tools.tokenizer
+    given = [{"function": {"name": "weather", "arguments": each}} for each in calls]
+    dialog = [*QUESTION, {"role": "assistant", "tool_calls": given}]
+    ids = encode_chat(
+        tokenizer,
+        dialog,
+        [WEATHER],
+        tool_format=ToolFormat.LLAMA_3_2,
+        add_generation_prompt=False,
+    )
+    assert tokenizer.decode(ids).endswith(f"<|end_header_id|>\n\n{wanted}")
+
+
 def test_the_dialog_goes_back_in(server):
     """The client's own message, with its calls, and their results: the ids are those of the
     format, and /tokenize and the chat agree."""
@@ -161,16 +222,23 @@ def test_a_forced_call_fits_its_schema_whatever_the_weights(server, tool_format)
     tools = [{"type": "function", "function": function}, WEATHER]
     strict = [{"type": "function", "function": {**function, "strict": True}}]
     named = {"type": "function", "function": {"name": "forecast"}}
+    bodies = [
+        {"seed": seed, "max_tokens": 150, **asked}
+        for seed in range(3)
+        for asked in (
+            {"tools": tools, "tool_choice": named},
+            {"tools": tools, "tool_choice": "required"},
+            {"tools": strict},
+        )
+    ]
     with server.random_model():
-        for seed in range(3):
-            few = {"seed": seed, "max_tokens": 150}
-            (one,) = server.chat(tool_format, tools=tools, tool_choice=named, **few).choices
-            (any_,) = server.chat(tool_format, tools=tools, tool_choice="required", **few).choices
-            (free,) = server.chat(tool_format, tools=strict, **few).choices
-            assert [name for name, _ in calls_of(one)] == ["forecast"]
-            assert (one.message.content, one.finish_reason) == (None, "tool_calls")
-            assert any_.message.tool_calls
-            assert any_.message.content is None or any_.finish_reason == "length"
-            whole = [c for c in (one, any_, free) if c.finish_reason == "tool_calls"]
-            for name, arguments in [pair for choice in whole for pair in calls_of(choice)]:
+        answers = [answer.choices[0] for answer in server.chats(tool_format, bodies)]
+    for one, any_ in zip(answers[::3], answers[1::3], strict=True):
+        assert [name for name, _ in calls_of(one)] == ["forecast"]
+        assert (one.message.content, one.finish_reason) == (None, "tool_calls")
+        assert any_.message.tool_calls
+        assert any_.message.content is None or any_.finish_reason == "length"
+    for choice in answers:
+        if choice.finish_reason == "tool_calls":
+            for name, arguments in calls_of(choice):
                 jsonschema.validate(arguments, FORECAST if name == "forecast" else SCHEMA)

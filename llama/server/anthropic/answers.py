@@ -3,10 +3,7 @@
 It knows no network, and runs nothing.
 """
 
-import json
 from typing import Any
-
-from pydantic_core import from_json
 
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.errors import ApiError, anthropic_body
@@ -84,14 +81,4 @@ def _content(block: Block) -> dict[str, Any]:
     if not block.is_call:
         return {"type": "text", "text": block.text}
     call_id = block.call_id.replace("call_", "toolu_", 1)  # as Anthropic's begin
-    return {"type": "tool_use", "id": call_id, "name": block.name, "input": _input(block.text)}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Arguments that were cut off, as far as they are whole; the client reads a stream so too."""
-    try:
-        found = from_json(arguments or "{}", allow_partial=True)
-        json.dumps(found, allow_nan=False)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return {"type": "tool_use", "id": call_id, "name": block.name, "input": block.arguments}

@@ -11,11 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, said
+from llama.prompts.fields import SKIP_OTHER_TYPES, UNUSED, Fields
 from llama.prompts.messages import text_of
 from llama.prompts.tools import (
-    MOST_TOOLS,
+    TOOLS,
     Function,
+    FunctionName,
     Parameters,
     ToolName,
     Tools,
@@ -24,9 +25,15 @@ from llama.prompts.tools import (
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
-from llama.server.openai.models import SchemaFormat, form_of
+from llama.server.openai.models import SchemaFormat
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
-from llama.server.sampling import SamplingFields, StopWords, sampling_fields
+from llama.server.sampling import (
+    SHARED_NAMES,
+    SamplingFields,
+    StopWords,
+    TokenLimit,
+    sampling_fields,
+)
 
 MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
 # In Anthropic's words, which agents look for: they shorten the dialog then.
@@ -43,7 +50,7 @@ class _Block(Fields):
 class TextBlock(_Block):
     type: Literal["text"]
     text: str
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+    citations: Annotated[list[Any] | None, Field(max_length=0), UNUSED] = None
 
 
 class ToolUse(_Block):
@@ -55,7 +62,18 @@ class ToolUse(_Block):
 
 
 _LIST: Any = Field(min_length=1, fail_fast=True)
+_QUICK: Any = Field(fail_fast=True)
 _Text = str | Annotated[list[TextBlock], _LIST]
+
+
+class ToolReference(_Block):
+    """A tool that a search has found: it is in the prompt already, so its name is enough."""
+
+    type: Literal["tool_reference"]
+    text: Annotated[str, Field(alias="tool_name")]
+
+
+_ResultBlock = Annotated[TextBlock | ToolReference, Field(discriminator="type")]
 
 
 class ToolResult(_Block):
@@ -63,7 +81,7 @@ class ToolResult(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[_ResultBlock], _QUICK] | None = None
     is_error: bool | None = None
 
     def value(self) -> Any:
@@ -104,16 +122,17 @@ _Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discr
 
 
 class InputTool(_Block):
-    """A function that the model may call, and hints that change nothing."""
+    """A function that the model may call, and hints that change nothing: all tools are in the
+    prompt, also those whose loading could wait."""
 
     name: ToolName
     input_schema: Parameters
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    eager_input_streaming: Literal[True] | None = None
+    defer_loading: bool | None = None
+    allowed_callers: Annotated[list[Literal["direct"]] | None, UNUSED] = None
+    eager_input_streaming: bool | None = None
 
     def function(self) -> Function:
         named = {"name": self.name, "description": self.description, "strict": self.strict}
@@ -126,48 +145,15 @@ class InputChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Fields):
-    """Thinking, which Llama does not: "adaptive" leaves it to the model."""
-
-    type: Annotated[
-        Literal["disabled", "adaptive"],
-        said(" must be 'disabled' or 'adaptive': this model has no thinking"),
-    ]
-    budget_tokens: int | None = None
-    display: str | None = None
-
-
-class ClearThinking(Fields):
-    """Of earlier turns: the prompt never has it, so there is none to clear."""
-
-    type: Annotated[
-        Literal["clear_thinking_20251015"],
-        said(" must be 'clear_thinking_20251015': shorten the dialog on your side"),
-    ]
-    keep: Any = None
-
-
-class ContextManagement(Fields):
-    edits: Annotated[list[ClearThinking], Field(fail_fast=True)] | None = None
-
-
 class OutputConfig(Fields):
-    """effort: Anthropic's default, what leaving it out means."""
+    """effort: a hint, as of thinking."""
 
     format: SchemaFormat | None = None
-    effort: Literal["high"] | None = None
+    effort: str | None = None
 
 
-_Sampling: Any = sampling_fields(
-    {
-        "max_tokens": "max_tokens",
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "stop_sequences": "stop",
-    },
-    required="max_tokens",
-)
+_OWN_NAMES = {"max_tokens": "max_tokens", "stop_sequences": "stop"}
+_Sampling: Any = sampling_fields(SHARED_NAMES | _OWN_NAMES)
 
 
 class CountBody(AcceptedFields, SamplingFields):
@@ -177,11 +163,9 @@ class CountBody(AcceptedFields, SamplingFields):
 
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     system: _Text | None = None
-    tools: Annotated[list[InputTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[InputTool, SKIP_OTHER_TYPES]], TOOLS] | None = None
     tool_choice: InputChoice | None = None
-    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    context_management: ContextManagement | None = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """As a chat; `defaults`: the parameters that the body does not give. A last message of the
@@ -190,9 +174,8 @@ class CountBody(AcceptedFields, SamplingFields):
         messages = dialog.messages()
         continues = messages[-1]["role"] == "assistant"
         wanted = None if self.output_config is None else self.output_config.format
-        place, form = "tools", None
-        if wanted is not None:
-            place, form = form_of(wanted, "output_config.format.schema")
+        place = "tools" if wanted is None else "output_config.format.schema"
+        form = None if wanted is None else wanted.form(place)
         tools = self._tool_request()
         if continues:
             _check_beginning(messages[-1], dialog.places[-1], form, tools)
@@ -227,22 +210,22 @@ class CountBody(AcceptedFields, SamplingFields):
         return dialog
 
     def _tool_request(self) -> Tools | None:
-        tools = [each.function() for each in self.tools or []]
-        wanted = self.tool_choice
+        tools, wanted = [each.function() for each in self.tools or []], self.tool_choice
         if wanted is None:
-            return tool_request(tools)
+            return tool_request(tools, None, None)
         if (wanted.type == "tool") != (wanted.name is not None):
             field = "tool_choice.name"
             raise FieldError(field, f"{field} is needed with the type 'tool', and only with it")
-        parallel = not wanted.disable_parallel_tool_use
-        return tool_request(tools, _CHOICES.get(wanted.type), parallel, name=wanted.name)
+        choice = FunctionName(name=wanted.name) if wanted.name else _CHOICES[wanted.type]
+        return tool_request(tools, choice, not wanted.disable_parallel_tool_use)
 
 
-class MessagesBody(CountBody, _Sampling):
+class MessagesBody(_Sampling, CountBody):
     """The body of /v1/messages."""
 
     own_names: ClassVar[Any] = _Sampling.own_names
 
+    max_tokens: TokenLimit
     stop_sequences: StopWords | None = None
     stream: bool | None = None
 

@@ -41,6 +41,14 @@ def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
+def _timings(answer: CompletionOutput) -> dict[str, float | None]:
+    """How fast an answer came, by the engine's clock, in the words of llama.cpp's server. Its first
+    token ends the reading of the prompt: the speed is that of the others."""
+    count, seconds = len(answer.token_ids), answer.decode_s
+    speed = (count - 1) / seconds if seconds else None
+    return {"predicted_n": count, "predicted_ms": 1000 * seconds, "predicted_per_second": speed}
+
+
 class Completion:
     """The response to a request: whole, or the chunks of one that streams, as its outputs come.
 
@@ -79,10 +87,13 @@ class Completion:
                 yield from self._next(choice, answer)
 
     def last(self) -> Iterator[dict[str, Any]]:
-        """After all outputs: the counts of tokens, if they were asked for."""
+        """After all outputs: the counts of tokens and their speed, if they were asked for."""
         if self._request.has_usage:
             outputs = list(self._latest.values())
-            yield {**self._head, "choices": [], "usage": _usage(outputs)}
+            chunk = {**self._head, "choices": [], "usage": _usage(outputs)}
+            if self._request.num_answers == 1:
+                chunk["timings"] = _timings(outputs[0].outputs[0])
+            yield chunk
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The last chunk where the answer ends by an error."""

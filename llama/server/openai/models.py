@@ -10,7 +10,7 @@ from pydantic import Field, Tag, TypeAdapter
 
 from llama.checks import FieldError
 from llama.prompts.chat import JsonSchema, ResponseFormatField
-from llama.prompts.fields import Fields, chosen_by, read_as
+from llama.prompts.fields import UNUSED, Fields, chosen_by, read_as
 from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
@@ -25,8 +25,8 @@ MOST_PROMPTS = 2048  # of one body, as OpenAI has it
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Annotated[Literal[False] | None, UNUSED] = None
+    continuous_usage_stats: Annotated[Literal[False] | None, UNUSED] = None
 
 
 class SchemaFormat(JsonSchema):
@@ -36,14 +36,6 @@ class SchemaFormat(JsonSchema):
 
 
 _Form = tuple[str, StructuredOutput | None]  # after the place in the body that gave it
-
-
-def form_of(schema: JsonSchema, place: str) -> _Form:
-    """The form of an answer that fits the schema, after its place in the body."""
-    try:
-        return place, StructuredOutput(json=schema.json_schema)
-    except FieldError as e:
-        raise e.at(place) from None
 
 
 class StructuredOutputs(Fields):
@@ -114,7 +106,7 @@ _TextSampling: Any = sampling_fields(OPENAI_NAMES)
 _ChatSampling: Any = sampling_fields(OPENAI_NAMES | {"top_logprobs": "logprobs"})
 
 
-class CompletionBody(_Body, _TextSampling):
+class CompletionBody(_TextSampling, _Body):
     """The body of /v1/completions."""
 
     unknown_words: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
@@ -139,7 +131,7 @@ class CompletionBody(_Body, _TextSampling):
         )
 
 
-class ChatBody(_Body, ToolFields, _ChatSampling):
+class ChatBody(ToolFields, _ChatSampling, _Body):
     """The body of /v1/chat/completions. top_logprobs: how many where logprobs is true."""
 
     unknown_words: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"

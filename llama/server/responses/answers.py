@@ -14,6 +14,8 @@ from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.models import ResponsesBody
 from llama.tokenizer import Tokenizer
 
+_EMPTY_TOOL = {"function": {"description": None, "parameters": None, "strict": False}}
+
 
 class ResponseAnswer(BlockAnswer):
     """A response, or the events of one that streams, for outputs as they come. Each has its type
@@ -24,6 +26,7 @@ class ResponseAnswer(BlockAnswer):
     ) -> None:
         super().__init__(request, tokenizer, meta)
         self._echo = _echo(body, request, meta)
+        self._callees = {each.function.name: each for each in body.callees()}
         self._number = 0
 
     def body(self) -> dict[str, Any]:
@@ -50,20 +53,23 @@ class ResponseAnswer(BlockAnswer):
             yield self._event("content_part.added", **self._at(block), part=_part(block))
 
     def grows(self, block: Block, text: str) -> Events:
-        if block.is_call:
+        if self._kind(block) == "function":
             yield self._event("function_call_arguments.delta", **self._at(block), delta=text)
-        else:
+        elif not block.is_call:
             yield self._event("output_text.delta", **self._at(block), delta=text, logprobs=[])
 
     def stops(self, block: Block) -> Events:
-        at = self._at(block)
-        if block.is_call:
-            whole = {"name": block.name, "arguments": block.text}
+        at, item, kind = self._at(block), self._item(block), self._kind(block)
+        if kind == "function":
+            whole = {"name": item["name"], "arguments": block.text}
             yield self._event("function_call_arguments.done", **at, **whole)
-        else:
+        elif kind == "custom":
+            yield self._event("custom_tool_call_input.delta", **at, delta=item["input"])
+            yield self._event("custom_tool_call_input.done", **at, input=item["input"])
+        elif not block.is_call:
             yield self._event("output_text.done", **at, text=block.text, logprobs=[])
             yield self._event("content_part.done", **at, part=_part(block))
-        yield self._event("output_item.done", output_index=block.index, item=self._item(block))
+        yield self._event("output_item.done", output_index=block.index, item=item)
 
     def last(self) -> Events:
         """After all outputs: the whole response."""
@@ -87,6 +93,10 @@ class ResponseAnswer(BlockAnswer):
         at = {"output_index": block.index, "item_id": self._item_id(block)}
         return at if block.is_call else {**at, "content_index": 0}
 
+    def _kind(self, block: Block) -> str:
+        """Of a call, the type of the tool."""
+        return self._callees[block.name].kind if block.is_call else ""
+
     def _item_id(self, block: Block) -> str:
         return f"{'fc' if block.is_call else 'msg'}_{self.meta.id}_{block.index}"
 
@@ -94,8 +104,7 @@ class ResponseAnswer(BlockAnswer):
         status = status or ("incomplete" if block.is_cut else "completed")
         item = {"id": self._item_id(block), "status": status}
         if block.is_call:
-            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-            return {**item, "type": "function_call", **call}
+            return {**item, "call_id": block.call_id, **self._callees[block.name].item(block)}
         return {**item, "type": "message", "role": "assistant", "content": [_part(block)]}
 
 
@@ -116,13 +125,11 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
 
 def _plain(fields: Fields) -> dict[str, Any]:
     """As the body has it."""
-    given = {name.rstrip("_"): value for name, value in fields}
-    return {name: value for name, value in given.items() if value is not None}
+    return fields.model_dump(by_alias=True, exclude_none=True)
 
 
 def _echo(body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> dict[str, Any]:
     """What a response says of its request."""
-    empty_tool = {"description": None, "parameters": None, "strict": False}
     form, choice = body.text and body.text.format, body.tool_choice
     params = request.params
     return {
@@ -143,7 +150,7 @@ def _echo(body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> di
         "temperature": params.temperature,
         "text": {"format": _plain(form) if form else {"type": "text"}},
         "tool_choice": _plain(choice) if isinstance(choice, Fields) else choice or "auto",
-        "tools": [empty_tool | _plain(tool) for tool in body.tools or []],
+        "tools": [_EMPTY_TOOL.get(tool.type, {}) | _plain(tool) for tool in body.tools or []],
         "top_p": params.top_p,
         "truncation": "disabled",
         "metadata": body.metadata or {},

@@ -1,0 +1,149 @@
+"""Fields that cannot be honoured: status 400, or left out and named where the server is lenient.
+
+The real routes, with a model that follows a script.
+"""
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.scripted import ScriptedServer
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT, TOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize"
+SAID: Any = [{"role": "user", "content": "How is it?"}]
+SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION: Any = {"name": "weather", "parameters": SCHEMA}
+TOOL: Any = {"type": "function", "function": FUNCTION}
+INPUT: Any = {"name": "weather", "input_schema": SCHEMA}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+FORM = {"type": "json_object"}
+
+# Path, body with what cannot be honoured, the names of that, the body without it.
+CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    (TEXT, {"prompt": "x", "suffix": "y", "topK": 1, "no": None}, "suffix, topK", {"prompt": "x"}),
+    (TEXT, {"prompt": "x", "a\n\u20ac": 1}, "a\\n\\u20ac", {"prompt": "x"}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "text", "text": "x", "cache_control": {}}]},
+                {**SAID[0], "audio": 1, "tool_calls": []},
+            ],
+            "tools": [{"type": "custom", "custom": {"name": "g"}}, {**TOOL, "x": 1}],
+            "store": True,
+            "reasoning_effort": "high",
+        },
+        "messages[0].content[0].cache_control, messages[1].audio, store, "
+        "tools[0], tools[1].x",
+        {"messages": [{"role": "system", "content": "x"}, *SAID], "tools": [TOOL]},
+    ),
+    (
+        RESPONSES,
+        {
+            "input": [{"role": "user", "content": "How is it?", "color": "red"}],
+            "tools": [{"type": "web_search"}, {"type": "function", **FUNCTION, "later": 1}],
+            "previous_response_id": "resp_1",
+            "truncation": "auto",
+            "text": {"verbosity": "low", "tone": "kind"},
+            "max_tool_calls": 3,
+        },
+        "input[0].color, max_tool_calls, previous_response_id, text.tone, tools[0], "
+        "tools[1].later, truncation",
+        {"input": "How is it?", "tools": [{"type": "function", **FUNCTION}]},
+    ),
+    (
+        MESSAGES,
+        {
+            "messages": [{"role": "user", "content": [
+                {"type": "text", "text": "How is it?", "citations": [{"a": 1}]}]}],
+            "max_tokens": 300,
+            "tools": [{**INPUT, "allowed_callers": ["code"]}, SEARCH],
+            "container": "c",
+            "n": 2,
+        },
+        "container, messages[0].content[0].citations, n, "
+        "tools[0].allowed_callers, tools[1]",
+        {"messages": SAID, "max_tokens": 300, "tools": [INPUT]},
+    ),
+    (COUNT, {"messages": SAID, "max_tokens": 5}, "max_tokens", {"messages": SAID}),
+    (TOKENIZE, {"prompt": "x", "Other": 7}, "Other", {"prompt": "x"}),
+]  # fmt: skip
+
+# What is wrong in a field that is honoured stays wrong; the lenient server does not hide it.
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    (TEXT, {"prompt": "x", "temperature": -1, "topK": 1}, "temperature=-1"),
+    (TEXT, {"topK": 1}, "prompt is needed"),
+    (CHAT, {"messages": SAID, "tools": [7], "x": 1}, "tools[0] must be an object"),
+    (CHAT, {"messages": SAID, "tools": [{"function": FUNCTION}]}, "tools[0].type is needed"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+    (CHAT, {"messages": SAID, "tools": [TOOL], "tool_choice": "sometimes"}, "'none', 'auto'"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0] must be"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"},
+     "there are no tools to call"),
+    (MESSAGES, {"messages": SAID, "max_tokens": 5, "tools": [{"name": "f"}]}, "input_schema is"),
+    (MESSAGES, {"messages": SAID, "max_tokens": 5, "stream": 1, "x": 1}, "stream must be"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scripted(llama_for_tools) -> ScriptedServer:
+    server = ScriptedServer(llama_for_tools)
+    server.says('It is fine. {"name": "weather", "parameters": {"city": "Bern"}}')
+    return server
+
+
+def ask(scripted: ScriptedServer, path: str, *bodies: Any, lenient: bool = True) -> list[Any]:
+    async def work(client: httpx.AsyncClient) -> list[Any]:
+        return [await client.post(f"http://localhost{path}", json=body) for body in bodies]
+
+    return scripted.call(work, connect=lambda client: client, lenient=lenient)
+
+
+def without_ids(found: Any) -> Any:
+    """Of one answer: what is the same when it comes again."""
+    if isinstance(found, list):
+        return [without_ids(each) for each in found]
+    changes = ("id", "created", "created_at", "call_id", "cached_tokens", "prompt_tokens_details")
+    if isinstance(found, dict):
+        return {k: without_ids(v) for k, v in found.items() if k not in changes}
+    return found
+
+
+@pytest.mark.parametrize(("path", "body", "names", "plain"), CASES)
+def test_what_cannot_be_honoured_is_left_out_and_named(scripted, caplog, path, body, names, plain):
+    (refused,) = ask(scripted, path, body, lenient=False)
+    assert refused.status_code == 400 and "x-ignored-fields" not in refused.headers
+    caplog.set_level(logging.INFO, "llama.server")
+    found, wanted = ask(scripted, path, body, plain)
+    assert found.status_code == wanted.status_code == 200, found.text
+    assert found.headers["x-ignored-fields"] == names
+    assert "x-ignored-fields" not in wanted.headers
+    lines = [line for line in caplog.messages if "X-Ignored-Fields" in line]
+    assert lines == [f"{found.headers['x-request-id']}: X-Ignored-Fields: {names}"]
+    kept = ("tools", "text") if path == RESPONSES else ()  # of the request, in the response
+    answers = [{k: v for k, v in each.json().items() if k not in kept} for each in (found, wanted)]
+    assert without_ids(answers[0]) == without_ids(answers[1])
+    if path in (CHAT, TEXT, RESPONSES, MESSAGES):
+        (found,) = ask(scripted, path, {**body, "stream": True})
+        assert found.headers["content-type"].startswith("text/event-stream")
+        assert found.headers["x-ignored-fields"] == names and found.text.count("data: ") > 1
+
+
+@pytest.mark.parametrize(("path", "body", "words"), BAD)
+def test_a_bad_value_of_a_field_that_is_honoured_stays_an_error(scripted, path, body, words):
+    (found,) = ask(scripted, path, body)
+    assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
+    assert "x-ignored-fields" not in found.headers
+
+
+def test_the_header_is_short(scripted):
+    """However many names there are, and however long."""
+    body = {"prompt": "x"} | {f"{i:02}{'y' * 5000}": i for i in range(40)}
+    (found,) = ask(scripted, TEXT, body)
+    names = found.headers["x-ignored-fields"].split(", ")
+    assert len(names) == 17 and names[-1] == "..." and {len(each) for each in names[:-1]} == {100}
+    (found,) = ask(scripted, TEXT, {"prompt": "x"} | {f"n{i}": 1 for i in range(16)})
+    assert found.headers["x-ignored-fields"].count(",") == 15
