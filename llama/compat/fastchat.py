@@ -1,149 +1,242 @@
-"""The program `python -m llama.compat.fastchat`: a model worker for FastChat's controller.
+"""`llama serve` as a model worker of FastChat: its routes, and its place at the controller.
 
-In: a command line, with FastChat's names for what it names. Out: a server on one port until Ctrl-C
-or SIGTERM, and heartbeats to the controller. The protocol itself is in `fastchat_app.py`. Under
-torchrun all ranks are one worker, which rank 0 leads.
+In: a `Service`, and the addresses of the controller and of this server. Out: the answers that
+FastChat 0.2.36 and later read, and heartbeats to the controller from the time when the model is
+loaded until the server ends. It imports nothing of FastChat's.
 """
 
-import argparse
 import asyncio
-import os
-import signal
-import socket
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+import contextlib
+import http.client
+import json
+import urllib.request
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from llama.cli import ranks
-from llama.cli.flags import Command, UsageError, extra, read
-from llama.cli.model import BUILD_FLAGS, demo_dir, load
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response, StreamingResponse
 
-_PROGRAM = "python -m llama.compat.fastchat"
-_COMMAND = Command(
-    "Serve a model to FastChat: its controller, API server and web pages.",
-    {
-        **BUILD_FLAGS,
-        "model_path": None, "model_names": None, "controller_address": "http://localhost:21001",
-        "worker_address": None, "host": "127.0.0.1", "port": 21002, "no_register": False,
-        "limit_worker_concurrency": 1024, "stream_interval": 2, "conv_template": "llama-3",
-    },
-    ["ckpt_dir"],
-    examples=[
-        f"{_PROGRAM} --model-names demo",
-        f"{_PROGRAM} Meta-Llama-3-8B-Instruct --controller-address http://10.0.0.1:21001 "
-        "--host 0.0.0.0 --worker-address http://10.0.0.2:21002",
-        f"torchrun --nproc_per_node 8 {_PROGRAM.removeprefix('python ')} "
-        "Meta-Llama-3-70B-Instruct",
-    ],
-)  # fmt: skip
-_TEMPLATE_NAMES = ("llama-3", "raw")
-_INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"
-_DEMO_CONTEXT = 512  # the demo model was trained on 512 tokens
+from llama.compat.client_tokenizer import ClientTokenizer
+from llama.compat.host_params import FASTCHAT, read_params
+from llama.compat.hosts import Pace, hold_to_sentences, report_of
+from llama.server.encoding import JsonResponse, unless_client_leaves
+from llama.server.errors import ApiError, ErrorFields
+from llama.server.exchange import body_router
+from llama.server.service import Service, State, log
+from llama.tokenizer import Tokenizer
 
+_DIALECT = replace(FASTCHAT, has_raw_echo=True)  # as FastChat's vLLM worker
+_INTERVAL = 2  # tokens between two parts of a stream, FastChat's own default
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; the exit code: 0 after SIGTERM, 130 after Ctrl-C."""
-    chosen = sys.argv[1:] if words is None else list(words)
-    return ranks.run(lambda: _run(chosen))
+# fastchat.constants.ErrorCode
+WRONG_TYPE, NO_SUCH_MODEL, OUT_OF_RANGE, INTERNAL = 40001, 40301, 40302, 50001
 
+# fastchat.conversation.SeparatorStyle: system + sep, then role + ": " + message + sep for each
+# message. It has this number in every release, and alone takes messages in parts, which FastChat
+# makes a tuple of; the style for Llama 3 came after 0.2.36. `as_trained` removes _MARK + ": ".
+_ADD_COLON_TWO = 2
+_MARK = "\ue000"  # for private use: in nobody's messages
+_START, _END, _EOT = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
 
-def _run(words: Sequence[str]) -> int:
-    """Rank 0 alone has the port and talks to the controller; the others follow its steps."""
-    options = read(_PROGRAM, _COMMAND, words, os.environ)
-    _check(options)
-    names = _model_names(options)
-    if not options.ckpt_dir:
-        options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
-    if ranks.global_rank():
-        llama = _load(options)
-        # torchrun sends SIGTERM to every rank at once: rank 0 ends its streams first, with the
-        # others in its last steps. Whatever else ends rank 0 ends them too.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return llama.lead(lambda: 0) or 0
-    with extra("fastchat", "the worker"):
-        from llama.compat.fastchat_app import FastChatWorker, serve
-    from llama.requests.async_engine import AsyncLLMEngine
-
-    def work() -> int:
-        worker = FastChatWorker(
-            AsyncLLMEngine(llama),
-            names,
-            conv_template=options.conv_template,
-            limit_concurrency=options.limit_worker_concurrency,
-            stream_interval=options.stream_interval,
-        )
-        controller = None if options.no_register else options.controller_address
-        address = options.worker_address or _url(options.host, listener.getsockname()[1])
-        interval_s = _heartbeat_interval_s()
-        return asyncio.run(
-            serve(worker, listener, address, controller=controller, interval_s=interval_s)
-        )
-
-    with _listen(options.host, options.port) as listener:
-        llama = _load(options)
-        return llama.lead(work) or 0
+_NO_EMBEDDINGS = (
+    "this model worker makes no embeddings: it generates text; ask for embeddings of a model that "
+    "was trained for them"
+)
+_CONTROLLER_TIMEOUT_S, _RETRY_S, _LOOK_S = 5.0, 5.0, 0.2
 
 
-def _load(options: argparse.Namespace) -> Any:
-    llama = load(options)
-    remedy = "and start a worker for each group; the controller shares requests out"
-    ranks.check_one_group(llama.model.parallel.data_size, "a FastChat worker is one group", remedy)
-    return llama
+@dataclass(frozen=True)
+class FastChatWorker:
+    """One server as a FastChat worker.
+
+    controller, address: URLs of FastChat's controller, and of this server as others reach it.
+    interval_s: between heartbeats.
+    """
+
+    service: Service
+    controller: str
+    address: str
+    interval_s: float
+
+    def router(self) -> APIRouter:
+        """The worker's routes, which FastChat asks without a key. While they are served, the worker
+        is registered."""
+        router = body_router(self._registered)
+
+        @router.post("/worker_generate_stream")
+        async def generate_stream(body: dict[str, Any], http: Request) -> Response:
+            """Reports as JSON, each with a zero byte after it."""
+            parts = self._encoded(body, http.state.request_id)
+            return StreamingResponse(parts, media_type="application/octet-stream")
+
+        @router.post("/worker_generate")
+        async def generate(body: dict[str, Any], http: Request) -> Response:
+            last = self._last_report(body, http.state.request_id)
+            return JsonResponse(await unless_client_leaves(last, http.receive))
+
+        @router.post("/count_token")
+        async def count_token(body: dict[str, Any], http: Request) -> Response:
+            prompt = body.get("prompt")
+            if not isinstance(prompt, str):
+                return JsonResponse(_error(WRONG_TYPE, "the body has no 'prompt' that is a string"))
+            count = ClientTokenizer(self.service.loaded().tokenizer).num_tokens
+            number = await asyncio.to_thread(count, as_trained(prompt))  # a long text takes long
+            return JsonResponse({"count": number, "error_code": 0})
+
+        self._add_facts(router)
+        return router
+
+    def _add_facts(self, router: APIRouter) -> None:
+        """The routes that only tell something of this worker."""
+
+        @router.post("/worker_get_embeddings")
+        async def embeddings() -> Response:
+            return JsonResponse(_error(NO_SUCH_MODEL, _NO_EMBEDDINGS))
+
+        @router.post("/worker_get_status")
+        async def status() -> Response:
+            return JsonResponse(self.status())
+
+        @router.post("/worker_get_conv_template")
+        async def conv_template() -> Response:
+            return JsonResponse({"conv": conversation_template(self.service.loaded().tokenizer)})
+
+        @router.post("/model_details")
+        async def details() -> Response:
+            params = self.service.loaded().model.params
+            return JsonResponse({"context_length": params.max_seq_len})
+
+    def status(self) -> dict[str, Any]:
+        """What the controller is told of this worker."""
+        names, queue = [self.service.model_name], self.service.num_unfinished()
+        return {"model_names": names, "speed": 1, "queue_length": queue}
+
+    async def reports(
+        self, params: dict[str, Any], request_id: str
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """FastChat's reports of one request; one with an error_code other than 0 is the last."""
+        if isinstance(params.get("prompt"), str):
+            params = {**params, "prompt": as_trained(params["prompt"])}
+        try:
+            llama = self.service.loaded()
+            tokenizer, pace = llama.tokenizer, Pace(_INTERVAL)
+            request = read_params(params, None, _DIALECT, tokenizer, llama.llm_engine.max_seq_len)
+            fields = ErrorFields()
+            prepared = await self.service.prepare(request.prompt, request.sampling, fields)
+            hold_to_sentences(request, prepared, tokenizer)
+            outputs = self.service.outputs([prepared], request_id, fields)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    for told in pace.told(report_of(request, output, tokenizer)):
+                        yield told
+        except ValueError as e:
+            yield _error(OUT_OF_RANGE, str(e))
+        except ApiError as e:
+            yield _error(OUT_OF_RANGE if e.status == 400 else INTERNAL, e.message)
+
+    async def _encoded(
+        self, params: dict[str, Any], request_id: str
+    ) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self.reports(params, request_id)) as reports:
+            async for report in reports:
+                yield json.dumps(report).encode() + b"\0"
+
+    async def _last_report(self, params: dict[str, Any], request_id: str) -> dict[str, Any]:
+        async with contextlib.aclosing(self.reports(params, request_id)) as reports:
+            return [report async for report in reports][-1]
+
+    @contextlib.asynccontextmanager
+    async def _registered(self, _app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.stay_registered())
+        yield
+        task.cancel()
+
+    async def stay_registered(self) -> None:
+        """Once there is a model, register with the controller and send it heartbeats, until
+        cancelled.
+
+        A controller that is away is tried again; one that has forgotten the worker hears of it
+        again.
+        """
+        while self.service.state is State.LOADING:
+            await asyncio.sleep(_LOOK_S)
+        is_known, trouble = False, ""
+        while True:
+            try:
+                if is_known:
+                    queue = self.status()["queue_length"]
+                    beat = {"worker_name": self.address, "queue_length": queue}
+                    is_known = (await self._tell("/receive_heart_beat", beat))["exist"]
+                if not is_known:
+                    card = {
+                        "worker_name": self.address, "check_heart_beat": True,
+                        "worker_status": self.status(), "multimodal": False,
+                    }  # fmt: skip
+                    await self._tell("/register_worker", card)
+                    is_known, trouble = True, ""
+                    log.info("registered with the controller at %s", self.controller)
+                wait = self.interval_s
+            except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError) as e:
+                if str(e) != trouble:  # once, not at each attempt
+                    words = "no answer from the controller at %s (%s); trying again"
+                    log.warning(words, self.controller, e)
+                trouble, wait = str(e), min(self.interval_s, _RETRY_S)
+            await asyncio.sleep(wait)
+
+    async def _tell(self, path: str, body: dict[str, Any]) -> Any:
+        return await asyncio.to_thread(_post, self.controller + path, body)
 
 
-def _check(options: argparse.Namespace) -> None:
-    """UsageError for what cannot be used, before anything is loaded."""
-    _heartbeat_interval_s()
-    if options.ckpt_dir and options.model_path:
-        raise UsageError("--ckpt_dir and --model_path are the same: give one of them")
-    options.ckpt_dir = options.ckpt_dir or options.model_path
-    if options.conv_template not in _TEMPLATE_NAMES:
-        names = " or ".join(_TEMPLATE_NAMES)
-        raise UsageError(f"--conv_template={options.conv_template!r} must be {names}")
-    for name in ("controller_address", "worker_address"):
-        url = getattr(options, name)
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise UsageError(f"--{name}={url!r} must begin with http:// or https://")
-        setattr(options, name, url.rstrip("/") if url else url)
-    if options.host in ("", "0.0.0.0", "::") and not (
-        options.worker_address or options.no_register
-    ):
-        raise UsageError(
-            f"--host={options.host!r} is every address of this machine: give the one that other "
-            "machines reach it by, as in --worker-address http://10.0.0.2:21002"
-        )
+def _post(url: str, body: dict[str, Any]) -> Any:
+    """POST a JSON object, and the JSON that comes back. A proxy would not know the controller."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=_CONTROLLER_TIMEOUT_S) as response:
+        return json.load(response)
 
 
-def _heartbeat_interval_s() -> int:
-    """Seconds between heartbeats: FastChat's own variable and default, as for its own workers."""
-    text = os.environ.get(_INTERVAL_VARIABLE, "45")
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{_INTERVAL_VARIABLE}={text!r} must be a whole number of seconds")
-    return int(text)
+def conversation_template(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The fields of FastChat's `Conversation`, from which its API server writes the prompt: with
+    `as_trained`, Llama 3's chat format; the tokenizer adds begin_of_text."""
+    system, *others = [f"{_START}{role}{_END}" for role in ("system", "user", "assistant")]
+    return {
+        "name": "llama-3",
+        "system_template": system + "{system_message}",
+        "system_message": "",
+        "roles": [header + _MARK for header in others],
+        "messages": [],
+        "offset": 0,
+        "sep_style": _ADD_COLON_TWO,
+        "sep": _EOT,
+        "sep2": _EOT,
+        "stop_str": None,
+        "stop_token_ids": sorted(tokenizer.stop_tokens),
+    }
 
 
-def _model_names(options: argparse.Namespace) -> list[str]:
-    """The names in --model_names, or else the folder's."""
-    folder = Path(options.ckpt_dir or demo_dir())
-    names = [name.strip() for name in (options.model_names or folder.resolve().name).split(",")]
-    if not all(names):
-        raise UsageError(f"--model_names={options.model_names!r} has an empty name")
-    return names
+def as_trained(prompt: str) -> str:
+    """A prompt in the chat format as `ChatFormat` has it: as the model was trained.
+
+    FastChat's templates write an empty system message where there is none, keep the whitespace
+    around a message, leave out the end of an empty message, and add a colon. Any other text stays
+    as it is.
+    """
+    prompt = prompt.replace(f"{_MARK}: ", "").replace(f"{_MARK}:", "")
+    before, *turns = prompt.split(_START)
+    for i, turn in enumerate(turns):
+        role, end, rest = turn.partition(_END)
+        content, eot, rest = rest.partition(_EOT)
+        is_answer = i == len(turns) - 1 and not eot  # the model goes on from here
+        if end and not is_answer:
+            turns[i] = role + end + content.strip() + _EOT + rest
+    if turns[:1] == [f"system{_END}{_EOT}"]:
+        del turns[0]
+    return _START.join([before, *turns])
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket on the port, before minutes of loading; OSError names the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as e:
-        raise OSError(f"cannot listen on {host} port {port}: {e.strerror or e}") from None
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _error(code: int, message: str) -> dict[str, Any]:
+    """FastChat reads text and error_code; OpenAI's client, in a stream, raises what is in error."""
+    return {"text": message, "error_code": code, "error": {"message": message, "code": code}}

@@ -7,7 +7,6 @@ tokenizer, and neither the engine nor outputs.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,8 +38,7 @@ class Dialect:
     max_new_tokens: of an answer, where the request does not say.
     echo: whether the text begins with the prompt, where the request does not say; None if the
         function yields texts alone, which never do.
-    keeps_prompt: if prompt and answer are too long together, the answer is shortened, as in vLLM;
-        else the prompt loses its beginning.
+    has_raw_echo: it echoes the prompt with its special tokens, as in vLLM; else without them.
     stop: strings that end an answer, where the request names none.
     context_len: most tokens of prompt and answer, where the host gives none; None for the model's.
     sampling: fields of SamplingParams, where the request does not say.
@@ -48,7 +46,7 @@ class Dialect:
 
     max_new_tokens: int
     echo: bool | None
-    keeps_prompt: bool = False
+    has_raw_echo: bool = False
     stop: tuple[str, ...] = ()
     context_len: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -57,7 +55,7 @@ class Dialect:
 # FastChat 0.2.36, fastchat/serve/inference.py
 FASTCHAT = Dialect(max_new_tokens=256, echo=True)
 # DB-GPT 0.8.2, dbgpt/model/llm/llm_out/vllm_llm.py
-DB_GPT = Dialect(max_new_tokens=2048, echo=True, keeps_prompt=True)
+DB_GPT = Dialect(max_new_tokens=2048, echo=True, has_raw_echo=True)
 # DB-GPT 0.4, dbgpt/model/llm_out/gorilla_llm.py, after gorilla's own inference/serve
 GORILLA = Dialect(max_new_tokens=1024, echo=None, context_len=42_048)
 # DB-GPT 0.4, dbgpt/model/llm_out/guanaco_llm.py, after guanaco-lora's generate.py
@@ -74,14 +72,13 @@ GUANACO = Dialect(
 class HostRequest:
     """What a host asks for, checked.
 
-    prompt: ids, begin_of_text first. num_dropped: prompt tokens that were cut off after it.
+    prompt: ids, begin_of_text first.
     echo: what each text begins with. judge_sent_end: go on until a sentence is complete.
     is_text: the host's function yields texts, not reports.
     """
 
     prompt: list[int]
     sampling: SamplingParams
-    num_dropped: int
     echo: str
     judge_sent_end: bool
     is_text: bool
@@ -99,31 +96,29 @@ def read_params(
 ) -> HostRequest:
     """Check `params`. The context is the smaller of context_len, or the dialect's, and max_seq_len.
 
-    benchmark: no stop token or string ends the answer. ValueError names what is wrong. A prompt
-    that loses its beginning is a UserWarning too.
+    benchmark: no stop token or string ends the answer. ValueError names what is wrong.
     """
     _check_keys(params, dialect)
     tokens = ClientTokenizer(tokenizer).encode(params["prompt"])
     with errors_in("params"):
         context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
         context = min(context or dialect.context_len or max_seq_len, max_seq_len)
-        count = _max_new_tokens(params, dialect, context, len(tokens))
+        wish = _number(params.get("max_new_tokens"))
+        wish = whole_number("max_new_tokens", wish, 0, _MOST_TOKENS, optional=True)
+        if len(tokens) >= context:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and leaves no room in a context of {context}:"
+                " shorten it"
+            )
+        count = min(dialect.max_new_tokens if wish is None else wish, context - len(tokens))
         echo = dialect.echo is not None and _flag(params, "echo", dialect.echo)
         sampling = _sampling(params, dialect, count, echo, benchmark)
-    num_dropped = max(0, len(tokens) + count - context)
-    if num_dropped:
-        tokens = tokens[:1] + tokens[1 + num_dropped :]
-        warnings.warn(
-            f"the prompt lost {num_dropped} tokens at its beginning: {context=} and "
-            f"max_new_tokens={count} leave room for {len(tokens)}",
-            stacklevel=2,
-        )
     text = params["prompt"]
-    if not dialect.keeps_prompt:  # these hosts decode the ids that are left
+    if not dialect.has_raw_echo:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
     judges = judge_sent_end or _flag(params, "judge_sent_end", False)
     is_text = dialect.echo is None
-    return HostRequest(tokens, sampling, num_dropped, text if echo else "", judges, is_text)
+    return HostRequest(tokens, sampling, text if echo else "", judges, is_text)
 
 
 def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:
@@ -137,27 +132,6 @@ def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:
             )
     if not isinstance(params.get("prompt"), str):
         raise ValueError("params has no 'prompt' that is a string")
-
-
-def _max_new_tokens(
-    params: Mapping[str, Any], dialect: Dialect, context: int, num_prompt: int
-) -> int:
-    """The most tokens of the answer; a default takes at most half of the context from a prompt."""
-    wish = whole_number(
-        "max_new_tokens", _number(params.get("max_new_tokens")), 0, _MOST_TOKENS, optional=True
-    )
-    if dialect.keeps_prompt:
-        if num_prompt >= context:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens and leaves no room in a context of {context}:"
-                " shorten it"
-            )
-        return min(dialect.max_new_tokens if wish is None else wish, context - num_prompt)
-    if wish is None:
-        return min(dialect.max_new_tokens, context // 2)
-    if wish >= context:
-        raise ValueError(f"max_new_tokens={wish} leaves no room in a context of {context}")
-    return wish
 
 
 def _sampling(

@@ -85,8 +85,8 @@ def generate_stream(
 
     params: llama/compat/README.md has the keys. A dict has "text" (all of it so far), "usage",
     "logprobs" (None if not asked for), "error_code" (0), and "finish_reason" (None but in the last
-    one; the one before has the same text, as hosts expect). A prompt too long for context_len loses
-    its beginning: usage["dropped_prompt_tokens"] counts that, and a UserWarning says it.
+    one; the one before has the same text, as hosts expect). An answer has at most the tokens that
+    the prompt leaves of context_len.
     judge_sent_end: a stop token does not end the answer inside a sentence. `device` must be the
     device that the model was built on. Closing the iterator aborts. ValueError for what cannot be
     done; RuntimeError in the loop if the model has no token to choose.
@@ -113,16 +113,21 @@ def generate_stream(
         )
         checked.append(request)
         made = engine.prepare("", request.prompt, request.sampling)
-        _hold_to_sentences(request, made, engine.tokenizer)
+        hold_to_sentences(request, made, engine.tokenizer)
         yield made
 
     outputs = engine.stream(prepared())
     return _due(engine, checked[0], outputs, Pace(stream_interval))
 
 
-# Those of gorilla and guanaco yield the text so far, without the prompt; guanaco's for each token.
-gorilla_generate_stream = functools.partial(generate_stream, dialect=GORILLA)
-guanaco_generate_stream = functools.partial(generate_stream, stream_interval=1, dialect=GUANACO)
+def gorilla_generate_stream(*given: Any, **named: Any) -> Iterator[str]:
+    """gorilla's: the text so far, without the prompt."""
+    return generate_stream(*given, **{**named, "dialect": GORILLA})
+
+
+def guanaco_generate_stream(*given: Any, **named: Any) -> Iterator[str]:
+    """guanaco's: the text so far, without the prompt, for each token."""
+    return generate_stream(*given, **{**named, "stream_interval": 1, "dialect": GUANACO})
 
 
 async def async_generate_stream(
@@ -137,7 +142,7 @@ async def async_generate_stream(
 ) -> AsyncIterator[_Report]:
     """DB-GPT's, in place of vLLM: a dict as `generate_stream`'s for every step; many at once.
 
-    A prompt too long for max_new_tokens is kept, and the answer is shorter. With n above 1, "text"
+    An answer has at most the tokens that the prompt leaves. With n above 1, "text"
     has the answers joined by " ", and "finish_reason" is a list. benchmark=True ignores stop tokens
     and strings, so that every request makes max_new_tokens; None looks at the environment variable
     DB_GPT_MODEL_BENCHMARK. params["request_id"], if given, is the request's name. `device` is where
@@ -156,10 +161,10 @@ async def async_generate_stream(
     )
     request_id = str(params.get("request_id") or f"worker-{next(_serials)}")
     prepared = await model.prepare(request.prompt, request.sampling, request_id)
-    _hold_to_sentences(request, prepared, engine.tokenizer)
+    hold_to_sentences(request, prepared, engine.tokenizer)
     async with contextlib.aclosing(model.stream([prepared])) as outputs:
         async for output in outputs:
-            yield _report(request, output, engine.tokenizer)
+            yield report_of(request, output, engine.tokenizer)
 
 
 def _due(
@@ -171,7 +176,7 @@ def _due(
     """The reports that are due, as the host's function yields them."""
     with contextlib.closing(outputs):
         for output in outputs:
-            told = pace.told(_report(request, output, engine.tokenizer))
+            told = pace.told(report_of(request, output, engine.tokenizer))
             yield from [told[0]["text"]] if told and request.is_text else told
 
 
@@ -185,22 +190,26 @@ class _Sentences:
         self._stop_ids = sorted(stop_ids)
         self._text = functools.partial(tokenizer.decode, skip_special_tokens=True)
 
-    def fill_allowed(self, output: list[int], bits: np.ndarray) -> None:
+    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
         """See `llama.engine.sequence.Constraint`."""
-        allowed = np.ones(32 * len(bits), np.uint8)
-        if not (self._head + self._text(output)).endswith(_SENTENCE_ENDS):
-            allowed[self._stop_ids] = 0
-        bits[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+        for depth, row in enumerate(bits):
+            allowed = np.ones(32 * len(row), np.uint8)
+            if not (self._head + self._text(output + drafts[:depth])).endswith(_SENTENCE_ENDS):
+                allowed[self._stop_ids] = 0
+            row[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+        return guess, False
 
 
-def _hold_to_sentences(request: HostRequest, prepared: Request, tokenizer: Tokenizer) -> None:
+def hold_to_sentences(request: HostRequest, prepared: Request, tokenizer: Tokenizer) -> None:
     sequences = [answer.sequence for answer in prepared.answers]
     for sequence in sequences if request.judge_sent_end else ():
         sequence.constraint = _Sentences(request.echo, sequence.stop_ids, tokenizer)
         sequence.is_constrained = True
 
 
-def _report(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> _Report:
+def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> _Report:
     """What a host reads of an output."""
     if output.error is not None:
         raise RuntimeError(output.error)
@@ -213,7 +222,6 @@ def _report(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -
             "prompt_tokens": output.usage.prompt_tokens,
             "completion_tokens": output.usage.completion_tokens,
             "total_tokens": output.usage.total_tokens,
-            "dropped_prompt_tokens": request.num_dropped,
         },
         "finish_reason": ends[0] if len(ends) == 1 else ends,
     }

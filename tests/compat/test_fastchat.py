@@ -1,17 +1,15 @@
-"""FastChat's worker without FastChat: the app called in this process, registration, flags.
+"""FastChat's worker without FastChat: the routes called in this process, registration, flags.
 
-tests/server/test_fastchat_host.py has the same worker under FastChat itself.
+tests/compat/test_fastchat_host.py has the same worker under FastChat itself.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import http.server
 import json
 import queue
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -20,18 +18,15 @@ from typing import Any
 
 import pytest
 
-from helpers import warm
 from helpers.fastchat import DIALOGS, NO_SYSTEM
 from helpers.launch import environment
-from llama import AsyncLLMEngine, Llama
-from llama.compat import fastchat, fastchat_app
+from helpers.server import run_server
+from llama import Llama, cli
+from llama.compat import fastchat
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.fastchat_app import (
-    FastChatWorker,
-    as_trained,
-    conversation_template,
-    make_app,
-)
+from llama.compat.fastchat import FastChatWorker, as_trained, conversation_template
+from llama.server.app import make_app
+from llama.server.service import Limits, Service
 from llama.tokenizer import ChatFormat
 
 LIMIT_S = 30.0
@@ -43,14 +38,22 @@ class Client:
     """One request to an ASGI app, which the client may leave."""
 
     def __init__(
-        self, worker: FastChatWorker, path: str, body: bytes = b"", method: str = "POST"
+        self, worker: FastChatWorker, path: str, body: bytes = b"", method: str = "POST", **app: Any
     ) -> None:
         self.left, self.got_part = asyncio.Event(), asyncio.Event()
         self.status = 0
         self.parts: list[bytes] = []
         self._body: bytes | None = body
-        scope = {"type": "http", "path": path, "method": method, "headers": [], "query_string": b""}
-        self.task = asyncio.create_task(make_app(worker)(scope, self._receive, self._send))
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "path": path,
+            "method": method,
+            "headers": headers,
+            "query_string": b"",
+        }
+        served = make_app(worker.service, host_routes=worker.router(), **app)
+        self.task = asyncio.create_task(served(scope, self._receive, self._send))  # type: ignore
 
     async def _receive(self):
         if self._body is None:
@@ -86,8 +89,10 @@ def stream(app, **params) -> Client:
     return Client(app, "/worker_generate_stream", json.dumps(params).encode())
 
 
-def make_worker(llama: Llama, **options) -> FastChatWorker:
-    return FastChatWorker(AsyncLLMEngine(llama), ["demo"], **options)
+def make_worker(llama: Llama, **limits) -> FastChatWorker:
+    service = Service("demo", Limits(**limits))
+    service.start(llama)
+    return FastChatWorker(service, "http://c", "http://w", 45)
 
 
 def written(dialog, conv: dict) -> str:
@@ -114,7 +119,7 @@ def written_by_main(dialog) -> str:
 def test_prompts_of_the_template_are_the_chat_format(demo, dialog):
     tokenizer = demo.tokenizer
     encode = ClientTokenizer(tokenizer).encode
-    prompt = written(dialog, conversation_template("llama-3", tokenizer))
+    prompt = written(dialog, conversation_template(tokenizer))
     ids = ChatFormat(tokenizer).encode_dialog_prompt(dialog)
     assert encode(as_trained(prompt)) == ids
     assert encode(as_trained(written_by_main(dialog))) == ids
@@ -126,15 +131,9 @@ def test_other_texts_stay_as_they_are():
         assert as_trained(text) == text
 
 
-def test_raw_is_the_messages_alone(demo):
-    conv = conversation_template("raw", demo.tokenizer)
-    dialog = [{"role": "user", "content": "Once upon"}, {"role": "assistant", "content": " a time"}]
-    assert as_trained(written(dialog, conv)) == "Once upon a time"
-
-
 def test_stream_generate_and_what_the_controller_asks(demo):
     app = make_worker(demo)
-    prompt = written([FRANCE], app.conv)
+    prompt = written([FRANCE], conversation_template(demo.tokenizer))
     params = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
 
     async def scenario():
@@ -148,7 +147,9 @@ def test_stream_generate_and_what_the_controller_asks(demo):
         count = await post(app, "/count_token", prompt=prompt)
         assert count == {"count": reports[-1]["usage"]["prompt_tokens"], "error_code": 0}
         assert await post(app, "/model_details") == {"context_length": demo.llm_engine.max_seq_len}
-        assert (await post(app, "/worker_get_conv_template"))["conv"] == app.conv
+        assert (await post(app, "/worker_get_conv_template"))["conv"] == conversation_template(
+            demo.tokenizer
+        )
         status = {"model_names": ["demo"], "speed": 1, "queue_length": 0}
         assert await post(app, "/worker_get_status") == status == app.status()
 
@@ -174,61 +175,62 @@ def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
         refused = await post(app, "/worker_get_embeddings", input=["a"])
         assert refused["error_code"] == 40301 and "no embeddings" in refused["text"]
         assert (await post(app, "/count_token"))["error_code"] == 40001
-        assert app.queue_length == 0
+        assert app.status()["queue_length"] == 0
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("path", "method", "body", "status"),
-    [
-        ("/worker_generate", "POST", b"{", 400),
-        ("/worker_generate", "POST", b"[1]", 400),
-        ("/worker_get_status", "GET", b"", 405),
-        ("/v1/models", "POST", b"", 404),
-    ],
-)
-def test_requests_that_are_no_requests(demo, path, method, body, status):
+def test_fastchat_has_no_key_and_needs_none(demo):
+    """Its routes alone are open. What is no request of FastChat's is refused as by any route."""
+
     async def scenario():
-        found, answer = await Client(make_worker(demo), path, body, method).whole()
-        assert (found, json.loads(answer)["error_code"]) == (status, 40001)
+        worker = make_worker(demo)
+        keys: dict[str, Any] = {"api_keys": ["secret"]}
+        for path, method, body, status in (
+            ("/worker_get_status", "POST", b"", 200),
+            ("/worker_get_status", "GET", b"", 405),
+            ("/worker_generate", "POST", b"{", 400),
+            ("/worker_generate", "POST", b"[1]", 400),
+            ("/v1/models", "GET", b"", 401),
+        ):
+            found, _ = await Client(worker, path, body, method, **keys).whole()
+            assert found == status, path
 
     asyncio.run(scenario())
 
 
 def test_a_client_that_leaves_aborts_its_request(demo):
-    """One in the engine and one that waits for its turn; a third comes after them."""
-    app = make_worker(demo, limit_concurrency=1)
+    app = make_worker(demo)
     core = demo.llm_engine.core
     long = {"prompt": "Once upon a time", "temperature": 0, "max_new_tokens": 400, "stop": "\0"}
 
     async def scenario():
         first = stream(app, **long)
         await asyncio.wait_for(first.got_part.wait(), LIMIT_S)
-        second, third = stream(app, **long), stream(app, prompt="a", max_new_tokens=2)
-        for _ in range(4):  # the second would have joined the first one's steps by then
-            first.got_part.clear()
-            await asyncio.wait_for(first.got_part.wait(), LIMIT_S)
-        assert app.queue_length == 3 and not second.parts, "one runs at a time"
-        second.left.set()
+        assert app.status()["queue_length"] == 1
         first.left.set()
-        await asyncio.wait_for(asyncio.gather(first.task, second.task), LIMIT_S)
-        assert (await third.reports())[-1]["finish_reason"] == "length"
-        assert len(first.parts) < 400 and not second.parts
-        assert app.queue_length == 0 and not demo.llm_engine.has_unfinished_requests()
+        await asyncio.wait_for(first.task, LIMIT_S)
+        assert len(first.parts) < 400 and app.status()["queue_length"] == 0
+        after = await post(app, "/worker_generate", prompt="a", max_new_tokens=2)
+        assert after["finish_reason"] == "length"
 
     asyncio.run(scenario())
     assert not core.scheduler.running and not core.scheduler.waiting
 
 
-def test_a_worker_that_closes_ends_its_streams_with_an_error(demo):
-    app = make_worker(demo)
+def test_a_full_queue_and_a_server_that_ends_are_reports(demo):
+    app = make_worker(demo, max_queue=1)
 
     async def scenario():
-        client = stream(app, prompt="Once upon a time", max_new_tokens=400, temperature=0)
-        await asyncio.wait_for(client.got_part.wait(), LIMIT_S)
-        await asyncio.to_thread(app.engine.close)
-        last = (await client.reports())[-1]
+        n = demo.model.params.max_batch_size
+        many = stream(app, prompt="Once upon a time", max_new_tokens=400, n=n, temperature=1.0)
+        await asyncio.wait_for(many.got_part.wait(), LIMIT_S)
+        (full,) = await stream(app, prompt="a", n=2, temperature=1.0).reports()
+        assert full["error_code"] == 50001 and "queue is full" in full["text"]
+        app.service.drain()
+        assert app.service.engine is not None
+        await asyncio.to_thread(app.service.engine.close)
+        last = (await many.reports())[-1]
         assert last["error_code"] == 50001 and "shutting down" in last["text"]
         late = await post(app, "/worker_generate", prompt="a")
         assert late["error_code"] == 50001
@@ -236,7 +238,7 @@ def test_a_worker_that_closes_ends_its_streams_with_an_error(demo):
     asyncio.run(scenario())
 
 
-def test_a_controller_that_is_away_or_forgets_is_told_again(monkeypatch, capsys):
+def test_a_controller_that_is_away_or_forgets_is_told_again(demo, monkeypatch, caplog):
     posts: list[tuple[str, dict]] = []
     answers = iter([
         OSError("refused"), OSError("refused"), None,  # away, away, registered
@@ -254,55 +256,39 @@ def test_a_controller_that_is_away_or_forgets_is_told_again(monkeypatch, capsys)
         return answer
 
     async def scenario():
-        status = {"model_names": ["demo"], "speed": 1, "queue_length": 3}
-        task = asyncio.create_task(
-            fastchat_app.stay_registered("http://c", "http://w", lambda: status, 0.001)
-        )
+        worker = dataclasses.replace(make_worker(demo), interval_s=0.001)
+        task = asyncio.create_task(worker.stay_registered())
         assert await asyncio.to_thread(done.wait, LIMIT_S)
         task.cancel()
 
-    monkeypatch.setattr(fastchat_app, "_post", post_to)
+    monkeypatch.setattr(fastchat, "_post", post_to)
     asyncio.run(scenario())
     paths = [url.removeprefix("http://c/") for url, _ in posts[:6]]
     register, beat = "register_worker", "receive_heart_beat"
     assert paths == [register, register, register, beat, beat, register]
     assert posts[2][1]["worker_status"]["model_names"] == ["demo"]
-    assert posts[3][1] == {"worker_name": "http://w", "queue_length": 3}
-    assert capsys.readouterr().err.count("refused") == 1, "said once"
+    assert posts[3][1] == {"worker_name": "http://w", "queue_length": 0}
+    assert caplog.text.count("refused") == 1, "said once"
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--conv-template", "vicuna"], "llama-3 or raw"),
-        (["--host", "0.0.0.0"], "--worker-address"),
-        (["--controller-address", "localhost:21001"], "http://"),
-        (["--port", "65536"], "--port"),
-        (["--limit-worker-concurrency", "0"], "--limit_worker_concurrency"),
-        (["a", "--model-path", "b"], "--model_path"),
-        (["--model-names", "a,,b"], "--model_names"),
-        (["--controler-address", "http://c"], "--controller_address"),
+        (["--fastchat_controller", "http://c", "--host", "0.0.0.0", "--api_key", "k"],
+         "--worker_address"),
+        (["--fastchat_controller", "localhost:21001"], "http://"),
+        (["--worker_address", "localhost:8000"], "http://"),
     ],
-)
-def test_a_wrong_flag_ends_the_worker_early(monkeypatch, capsys, words, named):
-    monkeypatch.setattr(fastchat, "load", lambda options: pytest.fail("it loads"))
-    assert fastchat.main(words) == 2
+)  # fmt: skip
+def test_a_wrong_flag_ends_the_worker_early(capsys, words, named):
+    assert cli.main(["serve", *words]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_a_worker_that_cannot_start_says_why(monkeypatch, capsys):
-    monkeypatch.setattr(fastchat, "load", lambda options: pytest.fail("it loads"))
-    with monkeypatch.context() as patch:
-        patch.delitem(sys.modules, "llama.compat.fastchat_app")
-        patch.setitem(sys.modules, "uvicorn", None)
-        assert fastchat.main([]) == 2
-    assert "llama[fastchat]" in capsys.readouterr().err
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert fastchat.main(["--port", port]) == 1
-        assert f"port {port}" in capsys.readouterr().err
+def test_a_wrong_heartbeat_ends_the_worker_early(monkeypatch, capsys):
     monkeypatch.setenv("FASTCHAT_WORKER_HEART_BEAT_INTERVAL", "soon")
-    assert fastchat.main([]) == 2
+    assert cli.main(["serve", "--fastchat_controller", "http://c"]) == 2
+    assert "'soon'" in capsys.readouterr().err
 
 
 class Controller(http.server.BaseHTTPRequestHandler):
@@ -330,32 +316,36 @@ def controller() -> Iterator[tuple[str, queue.Queue]]:
         server.shutdown()
 
 
+def open_stream(url: str, **params: Any) -> Any:
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(params).encode(), kind)
+    return urllib.request.urlopen(request, timeout=LIMIT_S)
+
+
 def ask(url: str, **params: Any) -> bytes:
-    with urllib.request.urlopen(url, json.dumps(params).encode(), timeout=LIMIT_S) as response:
+    with open_stream(url, **params) as response:
         return response.read()
 
 
 @pytest.mark.dist
 def test_two_ranks_are_one_worker(demo, tmp_path):
-    """Rank 0 alone registers, with requests at once, a bad one, and a stream that SIGTERM ends."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        "-m", "llama.compat.fastchat", "--port", "0", "--dtype", "fp32",
-        "--model-names", "demo", "--max-seq-len", "512", "--controller-address",
-    ]  # fmt: skip
-    prompt = written([FRANCE], conversation_template("llama-3", demo.tokenizer))
+    """Rank 0 alone registers, with requests at once, a bad one, and a drain."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    prompt = written([FRANCE], conversation_template(demo.tokenizer))
     greedy = {"prompt": prompt, "temperature": 0, "max_new_tokens": 40, "echo": False}
-    long = {"prompt": "Once", "temperature": 0, "max_new_tokens": 490, "stop": "\0"}
+    flags = ("--served_model_name", "demo", "--dtype", "fp32", "--max_seq_len", "512")
     env = environment(FASTCHAT_WORKER_HEART_BEAT_INTERVAL="1")
     with contextlib.ExitStack() as stack:
         address, said = stack.enter_context(controller())
-        job = warm.Popen(
-            [*command, address], env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        server = stack.enter_context(
+            run_server(
+                *flags, "--fastchat_controller", address, launcher=launcher, env=env, cwd=tmp_path
+            )
         )
-        stack.callback(job.kill)
         path, card = said.get(timeout=START_LIMIT_S)
         assert path == "/register_worker" and card["worker_status"]["model_names"] == ["demo"]
         url = card["worker_name"]
+        assert url == server.url
         pool = stack.enter_context(ThreadPoolExecutor(4))
         asked = [pool.submit(ask, f"{url}/worker_generate", **greedy) for _ in range(3)]
         bad = json.loads(ask(f"{url}/worker_generate", prompt="a", top_p=7))
@@ -365,15 +355,11 @@ def test_two_ranks_are_one_worker(demo, tmp_path):
         while (beat := said.get(timeout=LIMIT_S))[1]["queue_length"]:
             pass  # it was sent while they ran
         assert beat == ("/receive_heart_beat", {"worker_name": url, "queue_length": 0})
-        body = json.dumps(long).encode()
-        stream = urllib.request.urlopen(
-            f"{url}/worker_generate_stream", body, timeout=LIMIT_S
-        )  # fmt: skip
+        stream = open_stream(f"{url}/worker_generate_stream", **greedy)
         stream.read(1)
-        job.send_signal(signal.SIGTERM)
-        last = json.loads(stream.read().split(b"\0")[-2])
-        assert last["error_code"] == 50001 and "shutting down" in last["text"]
-        _, errors = job.communicate(timeout=LIMIT_S)
-    assert "error:" not in errors and errors.count("registered with the controller") == 1, errors
-    assert errors.count("worker for demo at") == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert json.loads(stream.read().split(b"\0")[-2])["text"] == answer, "it is finished"
+        server.process.wait(LIMIT_S)
+    log = "".join(server.log)
+    assert "error:" not in log and log.count("registered with the controller") == 1, log
     assert {path for path, _ in said.queue} <= {"/receive_heart_beat"}

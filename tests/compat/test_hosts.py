@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -205,6 +204,7 @@ def test_judge_sent_end_passes_over_stop_tokens_inside_a_sentence(shared_llama):
 
 def test_closing_aborts(shared_llama):
     for make in (generate_stream, gorilla_generate_stream, guanaco_generate_stream):
+        assert make.__name__.endswith("generate_stream"), "DB-GPT logs the name"
         reports: Any = make(shared_llama, shared_llama.tokenizer, params(), "cpu", 128)
         next(reports)
         assert shared_llama.llm_engine.has_unfinished_requests()
@@ -233,7 +233,7 @@ def test_no_token_to_choose_is_a_runtime_error(shared_llama):
         ({"beams": 3}, "params has beams=3, which this worker cannot do"),
         ({"use_beam_search": True}, "use_beam_search=True"),
         ({"prompt": None}, "no 'prompt'"),
-        ({"max_new_tokens": 128}, "max_new_tokens=128 leaves no room in a context of 128"),
+        ({"prompt": "z" * 127}, "the prompt has 128 tokens and leaves no room in a context of 128"),
         ({"max_new_tokens": "8.5"}, "params: max_new_tokens=8.5 must be a whole number"),
         ({"temperature": -1.0}, "params: temperature"),
         ({"top_p": "a lot"}, "params: top_p='a lot' must be a number"),
@@ -272,34 +272,20 @@ def test_another_model_tokenizer_or_device_is_refused(shared_llama, demo):
         asyncio.run(with_a_llama())
 
 
-# --- dialects, and nothing cut unsaid
+# --- dialects
 
 
-def test_a_prompt_that_loses_its_beginning_says_so(shared_llama):
-    """The answer has its room, and begin_of_text stays: as if the prompt were its end alone."""
-    with pytest.warns(UserWarning, match="the prompt lost 422 tokens at its beginning") as seen:
-        told = stream(shared_llama, prompt="z" * 500 + "Once upon", context_len=100, echo=True)
-    assert len(seen) == 1
-    kept = "z" * (87 - len("Once upon")) + "Once upon"
-    wanted = answer(shared_llama, kept, max_tokens=12, temperature=0)[0]
-    assert {t["usage"]["prompt_tokens"] for t in told} == {88}
-    assert {t["usage"]["dropped_prompt_tokens"] for t in told} == {422}
-    assert told[-1]["text"] == kept + wanted
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert stream(shared_llama)[-1]["usage"]["dropped_prompt_tokens"] == 0
-
-
-def test_db_gpt_keeps_the_prompt_and_shortens_the_answer(shared_llama):
-    """As vLLM does: all of the prompt is read, and the answer ends where the context does."""
+def test_the_prompt_is_kept_and_the_answer_is_shorter(shared_llama):
+    """As vLLM does, whichever function is called: all of the prompt is read, and the answer ends
+    where the context does. A prompt that leaves no room is refused: none loses its beginning."""
     prompt = "z" * 90
     wanted = answer(shared_llama, prompt, max_tokens=9, temperature=0, ignore_eos=False)[0]
-    for wish in (30, None, 2**31 - 1):
-        last = stream_async(shared_llama, prompt=prompt, max_new_tokens=wish, context_len=100)[-1]
-        assert last["text"] == wanted and last["usage"]["dropped_prompt_tokens"] == 0
-        assert last["usage"]["prompt_tokens"] == 91
-    with pytest.raises(ValueError, match="has 101 tokens and leaves no room in a context of 100"):
-        stream_async(shared_llama, prompt="z" * 100, context_len=100)
+    for function in (stream, stream_async):
+        for wish in (30, None, 2**31 - 1):
+            last = function(shared_llama, prompt=prompt, max_new_tokens=wish, context_len=100)[-1]
+            assert (last["text"], last["usage"]["prompt_tokens"]) == (wanted, 91)
+        with pytest.raises(ValueError, match="has 101 tokens and leaves no room in a context of 1"):
+            function(shared_llama, prompt="z" * 100, context_len=100)
 
 
 def test_n_answers_are_joined_and_each_has_its_reason(shared_llama):

@@ -20,16 +20,19 @@ from llama.checkpoint.convert import convert
 from llama.compat.vllm import (
     LLM,
     AsyncEngineArgs,
+    AsyncLLM,
     AsyncLLMEngine,
     BeamSearchParams,
     CompletionOutput,
     EngineArgs,
+    FlexibleArgumentParser,
     LLMEngine,
     Logprob,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
+    random_uuid,
 )
 from llama.prompts import ToolFormat, encode_chat, parse_tool_call
 
@@ -79,15 +82,23 @@ def test_generate_takes_every_form_of_a_prompt(llm):
         int(outputs[0].request_id) + i for i in range(5)
     ]
     one = [llm.generate(form, greedy(), use_tqdm=False) for form in forms[:4]]
-    one.append(llm.generate(prompt_token_ids=[ids], sampling_params=greedy()))
-    assert [output.outputs[0].text for (output,) in one] == [wanted["generation"]] * 5
+    assert [output.outputs[0].text for (output,) in one] == [wanted["generation"]] * 4
     assert llm.generate([], greedy()) == []
 
 
-def test_structured_outputs(llm):
-    form = StructuredOutputsParams(choice=["yes", "no"])
-    (output,) = llm.generate(["One"], SamplingParams(structured_outputs=form, seed=1))
+@pytest.mark.parametrize("form", [{"choice": ["yes", "no"]}, {"grammar": 'root ::= "yes" | "no"'}])
+def test_structured_outputs(llm, form):
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(**form), seed=1)
+    (output,) = llm.generate(["One"], asked)
     assert output.outputs[0].text in ("yes", "no")
+
+
+def test_a_stop_id_beyond_the_vocabulary_never_comes(llm):
+    (free,) = llm.generate("Once upon a time", greedy(12))
+    asked = greedy(12, stop_token_ids=[llm.llama.tokenizer.n_words, free.outputs[0].token_ids[5]])
+    (output,) = llm.generate("Once upon a time", asked)
+    assert output.outputs[0].token_ids == free.outputs[0].token_ids[:6]
+    assert output.outputs[0].stop_reason == free.outputs[0].token_ids[5]
 
 
 def test_each_prompt_may_have_its_own_parameters(llm, capsys):
@@ -177,15 +188,6 @@ def test_special_tokens_show_only_where_they_are_asked_for(engine):
     assert ends["none"].text == "" and ends["none"].token_ids == ids
 
 
-def test_a_prompt_is_cut_on_its_left(llm):
-    ids = llm.llama.tokenizer.encode("One two three four five", bos=True, eos=False)
-    asked = greedy(1, truncate_prompt_tokens=3)
-    text, tokens, short = llm.generate(["One two three four five", ids, "One"], asked)
-    assert text.prompt_token_ids == ids[:1] + ids[-2:]  # as transformers cuts, on the left
-    assert tokens.prompt_token_ids == ids[-3:]
-    assert short.prompt_token_ids == ids[:2]
-
-
 def test_beam_search_is_that_of_llama(llm):
     wanted = llm.llama.beam_search(["The cat", "One"], 3, 10, length_penalty=0.5)
     prompts = ["The cat", {"prompt": "One"}]
@@ -200,19 +202,18 @@ def test_beam_search_is_that_of_llama(llm):
     assert one.outputs[0].token_ids == best.token_ids and one.prompt == "The cat"
 
 
-def test_an_engine_takes_requests_as_every_version_did(engine, shared_llama):
+def test_an_engine_is_stepped_by_its_client(engine, shared_llama):
     asked = greedy(6, ignore_eos=True)
-    engine.add_request("today", {"prompt_token_ids": IDS[0]}, asked)
-    engine.add_request("0.6", inputs={"prompt_token_ids": IDS[0]}, params=asked)
-    engine.add_request("0.4", None, asked, IDS[0])
-    engine.add_request("named", prompt=IDS[0], sampling_params=asked)
-    with pytest.raises(ValueError, match=r"request_id='0\.4' is in use"):
-        engine.add_request("0.4", IDS[1], asked)
-    assert engine.get_num_unfinished_requests() == 4
+    engine.add_request("dict", {"prompt_token_ids": IDS[0]}, asked)
+    engine.add_request("ids", IDS[0], asked)
+    engine.add_request(request_id="named", prompt=IDS[0], params=asked)
+    with pytest.raises(ValueError, match="request_id='ids' is in use"):
+        engine.add_request("ids", IDS[1], asked)
+    assert engine.get_num_unfinished_requests() == 3
     ends = ends_of(engine)
     requests = [shared_llama.llm_engine.prepare("", IDS[0], asked)]
     wanted = shared_llama.llm_engine.run(requests)[0].outputs[0].token_ids
-    for name in ("today", "0.6", "0.4", "named"):
+    for name in ("dict", "ids", "named"):
         assert ends[name].outputs[0].token_ids == wanted, name
     assert engine.step() == []
 
@@ -268,15 +269,15 @@ def test_a_failed_step_leaves_no_request_behind(engine, shared_llama, monkeypatc
 
 
 def test_async_requests_stream_side_by_side(shared_llama):
-    served = AsyncLLMEngine(shared_llama)
+    served = AsyncLLM(shared_llama)
 
     async def answer(i: int, **fields: Any) -> list[RequestOutput]:
-        stream = served.generate(IDS[i], greedy(10, ignore_eos=True, **fields), f"r{i}")
+        stream = served.generate(IDS[i], greedy(10, ignore_eos=True, **fields), random_uuid())
         return [output async for output in stream]
 
     async def main() -> list[list[RequestOutput]]:
         assert (await served.get_tokenizer()) is served.get_tokenizer()
-        assert (await served.get_model_config()).max_model_len == 128
+        assert served.model_config.max_model_len == 128
         found = await asyncio.gather(
             answer(0), answer(1, output_kind=RequestOutputKind.DELTA),
             answer(2, output_kind=RequestOutputKind.FINAL_ONLY),
@@ -367,7 +368,8 @@ TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"co
 
 def test_the_flow_of_a_chatglm_client(llm):
     """History and tools into a text, the text streamed by increments, the call read from it, and
-    the tool's result in the next prompt: the program of ChatGLM's server for vLLM."""
+    the tool's result in the next prompt: the program of ChatGLM's server for vLLM. It gives no seed,
+    so `min_tokens` alone says how long an answer is."""
     engine = AsyncLLMEngine(llm.llama, AsyncEngineArgs(str(DEMO)))
     history: list[dict[str, Any]] = [{"role": "user", "content": FRANCE}]
 
@@ -383,7 +385,7 @@ def test_the_flow_of_a_chatglm_client(llm):
             n=1, best_of=1, presence_penalty=0.0, frequency_penalty=0.0, **of_old,
             temperature=0.8, top_p=0.8, top_k=-1, repetition_penalty=1.0,
             stop_token_ids=[tokenizer.eos_token_id], ignore_eos=False, max_tokens=20,
-            logprobs=None, prompt_logprobs=None, skip_special_tokens=True,
+            logprobs=None, prompt_logprobs=None, skip_special_tokens=True, min_tokens=20,
         )  # fmt: skip
         increments, seen = [], ""
         outputs = engine.generate(inputs=inputs, sampling_params=params, request_id=name)
@@ -437,9 +439,11 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     ]))  # fmt: skip
     assert type(args) is AsyncEngineArgs
     served = AsyncLLMEngine.from_engine_args(args, usage_context="ENGINE_CONTEXT")
-    assert (served.engine.model_config.model, served.model_config.max_model_len) == ("m", 128)
-    args = EngineArgs("m", quantization="int8", distributed_timeout_seconds=9)
-    assert LLMEngine.from_engine_args(args).get_model_config().get_vocab_size() == 512
+    assert (served.model_config.model, served.model_config.max_model_len) == ("m", 128)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
+    others: dict[str, Any] = {"distributed_timeout_seconds": 9, "speculative_config": drafts}
+    args = EngineArgs("m", quantization="int8", **others)
+    assert LLMEngine.from_engine_args(args).model_config.get_vocab_size() == 512
     with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
         LLMEngine.from_engine_args(args, executor=1)
     tokenizer = str(DEMO / "tokenizer.model")
@@ -448,9 +452,34 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
         (("m", tokenizer, 64, 5, 2, 3), {**common, "dtype": "bfloat16", "quantize": None}),
         (
             ("m", None, None, None, 1, 0),
-            {**common, "dtype": "auto", "quantize": "int8", "timeout_s": 9},
+            {
+                **common,
+                "dtype": "auto",
+                "quantize": "int8",
+                "timeout_s": 9,
+                "speculate": "lookup",
+                "speculate_tokens": 5,
+            },
         ),
     ]
+
+
+def test_an_option_may_be_spelled_with_dashes_or_underscores(monkeypatch):
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--my_own", type=int)
+    parser.add_argument("rest", nargs="*")
+    AsyncEngineArgs.add_cli_args(parser)
+    for words in (
+        ["--model", "a_b", "--max-model-len", "7", "--my-own=8", "c_d", "x=y_z"],
+        ["--model=a_b", "--max_model-len=7", "--my_own", "8", "c_d", "x=y_z"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["program", *words])
+        args = parser.parse_args()
+        assert (args.model, args.max_model_len, args.my_own) == ("a_b", 7, 8)
+        assert args.rest == ["c_d", "x=y_z"]
+    assert AsyncEngineArgs.from_cli_args(args).max_model_len == 7
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model", "m", "--max_modl_len", "7"])
 
 
 def test_memory_utilization_says_that_it_does_nothing():
@@ -484,6 +513,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"output_kind": 1}, "output_kind=1 must be a RequestOutputKind"),
     ({"length_penalty": 2.0}, "cannot do length_penalty=2.0: leave it out (allowed: 1)"),
     ({"early_stopping": True}, "cannot do early_stopping=True: leave it out (allowed: False)"),
+    ({"truncate_prompt_tokens": 5}, "cannot do truncate_prompt_tokens=5: leave it out"),
     ({"use_beam_search": True}, "cannot do use_beam_search=True: leave it out (allowed: False)"),
 ]  # fmt: skip
 
@@ -498,9 +528,10 @@ def test_a_bad_parameter_is_an_error_that_names_it(fields, message):
 BAD_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_lora": True}, "EngineArgs cannot do enable_lora=True: leave it out (allowed: False)"),
     ({"pipeline_parallel_size": 2}, "cannot do pipeline_parallel_size=2"),
-    ({"speculative_config": {"model": "x"}}, "cannot do speculative_config="),
+    ({"speculative_config": "{"}, "speculative_config='{': its method"),
+    ({"speculative_config": {"model": "x"}}, "its method must be 'ngram' or 'suffix'"),
     ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
-    ({"quantization": "awq"}, "quantization='awq': give one of int8, or None"),
+    ({"quantization": "awq"}, "quantization='awq': give one of int8, fp8, int4, or None"),
     ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),
 ]
 
@@ -529,14 +560,14 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
         llm.generate("x", asked, lora_request="x")
     with pytest.raises(TypeError, match=r"LLM\.chat cannot do chat_template='x'"):
         llm.chat([user("x")], asked, chat_template="x")
+    with pytest.raises(TypeError, match=r"LLM\.generate cannot do prompt_token_ids=\[\[1\]\]"):
+        llm.generate("x", asked, prompt_token_ids=[[1]])
+    with pytest.raises(TypeError, match="BeamSearchParams cannot do include_stop_str_in_output=Tr"):
+        BeamSearchParams(2, 4, include_stop_str_in_output=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="add_request cannot do priority=1"):
         engine.add_request("a", "x", asked, priority=1)
-    with pytest.raises(TypeError, match="prompt and inputs are the same: give one"):
-        engine.add_request("a", "x", asked, inputs="x")
     with pytest.raises(TypeError, match=r"params must be .*SamplingParams, got dict"):
         engine.add_request("a", "x", {})
-    with pytest.raises(ValueError, match="truncate_prompt_tokens=0 must be"):
-        engine.add_request("a", "x", greedy(truncate_prompt_tokens=0))
     assert not engine.has_unfinished_requests()
 
 
@@ -544,7 +575,7 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
 def test_names_and_defaults_are_those_of_vllm():
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed here")
     theirs: Any = vllm.SamplingParams()
-    old = {"best_of", "truncate_prompt_tokens", "structured_output"}
+    old = {"best_of", "structured_output"}
     ours = SamplingParams()
     assert {f.name for f in dataclasses.fields(ours)} - old <= set(
         vllm.SamplingParams.__struct_fields__

@@ -1,16 +1,19 @@
 """vLLM's `EngineArgs`: which model to load, and how.
 
-In: vLLM's names, of version 0.4 to today. Out: the arguments of `Llama.build`. An argument that
+In: vLLM's names. Out: the arguments of `Llama.build`. An argument that
 means nothing here is an error that names it, unless the value given asks for nothing.
 """
 
 import argparse
+import contextlib
 import json
+import sys
 import warnings
 from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llama.checkpoint.downloads import model_folder
 from llama.checks import brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
 from llama.generation import Llama
@@ -41,10 +44,22 @@ _UTILIZATION = (
     "gpu_memory_utilization has no effect: the KV cache takes what max_num_seqs sequences of "
     "max_model_len tokens need, as far as memory is free; kv_cache_memory_bytes sets its size"
 )
-_GENERATION_CONFIG = {  # its fields, and ours
-    "repetition_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
-    "top_p": "top_p", "min_p": "min_p", "max_new_tokens": "max_tokens",
-}  # fmt: skip
+_DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # of a model
+
+
+def _speculate(config: Any) -> dict[str, Any]:
+    """From vLLM's speculative_config, as a dict or as JSON, to arguments of `Llama.build`."""
+    if isinstance(config, str):
+        with contextlib.suppress(ValueError):
+            config = json.loads(config)
+    if config is None:
+        return {}
+    if not isinstance(config, dict) or config.get("method") not in ("ngram", "suffix"):
+        raise ValueError(
+            f"speculative_config={brief(config)}: its method must be 'ngram' or 'suffix', both of "
+            "which are look-up here; there are no draft models"
+        )
+    return {"speculate": "lookup", "speculate_tokens": config.get("num_speculative_tokens", 7)}
 
 
 @refusing(_ONLY, _NO_EFFECT)
@@ -52,12 +67,13 @@ _GENERATION_CONFIG = {  # its fields, and ours
 class EngineArgs:
     """How to load a model; names and defaults of vLLM.
 
-    model: the folder of the weights. tokenizer: a tokenizer file, or a folder that has one; by
-    default the model's. dtype: "auto" is bf16 where the device has it. seed: of requests that give
-    none. max_model_len: the most tokens of prompt and answer. tensor_parallel_size: ranks that
-    share the model; more than one are started with torchrun. max_num_seqs: sequences that run at
-    once. device: "auto", "cuda", "mps" or "cpu". generation_config: "auto" takes the defaults of
-    calls without sampling parameters from the model's generation_config.json, "vllm" does not.
+    model: the folder of the weights, or the name of a downloaded model. tokenizer: a tokenizer
+    file, or a folder that has one; by default the model's. dtype: "auto" is bf16 where the device
+    has it. seed: of requests that give none. max_model_len: the most tokens of prompt and answer.
+    tensor_parallel_size: ranks that share the model; more than one are started with torchrun.
+    max_num_seqs: sequences that run at once. device: "auto", "cuda", "mps" or "cpu".
+    generation_config: "auto" takes the defaults of calls without sampling parameters from the
+    model's generation_config.json, "vllm" does not.
     """
 
     model: str
@@ -72,9 +88,11 @@ class EngineArgs:
     device: str = "auto"
     generation_config: str = "auto"
     quantization: str | None = None
+    speculative_config: Any = None
     gpu_memory_utilization: InitVar[float | None] = None
 
     def __post_init__(self, gpu_memory_utilization: float | None) -> None:
+        _speculate(self.speculative_config)
         if gpu_memory_utilization is not None:
             warnings.warn(_UTILIZATION, stacklevel=3)
         if self.quantization not in (None, *QUANTIZED):
@@ -103,17 +121,18 @@ class EngineArgs:
             quantize=self.quantization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             **limits,
+            **_speculate(self.speculative_config),
         )
 
     def default_params(self) -> SamplingParams:
         """For calls that give none: what the model's generation_config.json says, as in vLLM."""
-        path = Path(self.model) / "generation_config.json"
+        path = model_folder(self.model) / "generation_config.json"
         if self.generation_config == "vllm" or not path.is_file():
             return SamplingParams()
         try:
             said = json.loads(path.read_bytes())
-            named = {ours: said[name] for name, ours in _GENERATION_CONFIG.items() if name in said}
-            return SamplingParams.from_optional(**named)
+            named = {name: said[name] for name in _DEFAULTS if said.get(name) is not None}
+            return SamplingParams(**named, max_tokens=said.get("max_new_tokens", 16))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}: {error}: mend it, or give generation_config='vllm'"
@@ -133,6 +152,16 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """argparse's, to which --max-model-len and --max_model_len are the same option."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = {option.replace("_", "-"): option for option in self._option_string_actions}
+        words = [word.partition("=") for word in (sys.argv[1:] if args is None else args)]
+        spelled = [known.get(x.replace("_", "-"), x) + "".join(rest) for x, *rest in words]
+        return super().parse_known_args(spelled, namespace)
 
 
 AsyncEngineArgs = EngineArgs  # under the name that clients of AsyncLLMEngine import

@@ -1,24 +1,113 @@
 """vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`.
 
-In: vLLM's calls, in the forms of 0.4 to today. Out: vLLM's outputs as they come. They translate:
-the engine of `llama.requests` computes.
+In: vLLM's calls. Out: vLLM's outputs as they come. They translate: the engine of `llama.requests`
+computes.
 """
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from tqdm import tqdm
 
 from llama.checks import brief
+from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.vllm.engine_args import EngineArgs
-from llama.compat.vllm.frontend import EngineFrontend, ModelConfig, one_of, one_prompt
-from llama.compat.vllm.vllm_params import BeamSearchParams, SamplingParams, refuse
+from llama.compat.vllm.vllm_params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    refuse,
+)
 from llama.compat.vllm.vllm_request import RequestOutput, VllmRequest
 from llama.generation import Llama
+from llama.prompts import ToolFormat
 from llama.requests import async_engine
 from llama.requests.beam_search import beam_search
+
+_LABELS = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})  # of from_engine_args
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What clients read of a model: where it came from, its longest sequence, its vocabulary."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    seed: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+class EngineFrontend:
+    """What the three share: a model, its engine, and how requests are made."""
+
+    def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
+        """args: where the model came from, if it was built from them."""
+        self.llama = llama
+        self.llama_engine = llama.llm_engine
+        own = llama.tool_format  # a 3.0 model has none; vLLM gives it 3.1's all the same
+        tool_format = ToolFormat.LLAMA_3_1 if own is ToolFormat.NONE else own
+        self.tokenizer = ClientTokenizer(llama.tokenizer, tool_format)
+        self._args = args
+        model, longest = "" if args is None else args.model, self.llama_engine.max_seq_len
+        self.model_config = ModelConfig(model, longest, llama.tokenizer.n_words, llama.seed)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
+        asked = {name: value for name, value in others.items() if name not in _LABELS}
+        refuse(f"{cls.__name__}.from_engine_args", asked)
+        return cls(engine_args.build(), engine_args)
+
+    def get_tokenizer(self) -> ClientTokenizer:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams() if self._args is None else self._args.default_params()
+
+    def make_request(
+        self, name: str, prompt: Any, params: SamplingParams | None, index: int | None = None
+    ) -> VllmRequest:
+        """A checked request, not submitted. index: its place in a list of LLM's, which the engine
+        knows it by. TypeError or ValueError names what is wrong."""
+        params = self.get_default_sampling_params() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"params must be llama.compat.vllm's SamplingParams, got {type(params).__name__}"
+            )
+        kind = params.output_kind if index is None else RequestOutputKind.FINAL_ONLY
+        params = replace(params, output_kind=kind)  # checked again: it may have been changed
+        vocab_size = self.model_config.vocab_size  # an id beyond it never comes
+        params._set("stop_token_ids", tuple(x for x in params.stop_token_ids if x < vocab_size))
+        text, ids = self._encoded(prompt)
+        own_name = name if index is None else ""
+        request = self.llama_engine.prepare(own_name, ids, params, index=index or 0)
+        if params.seed is not None:
+            request.set_seed(params.seed)  # that very seed, in each place of a list
+        request.prompt = text
+        return VllmRequest(**vars(request), name=name, tokenizer=self.llama.tokenizer)
+
+    def _encoded(self, prompt: Any) -> tuple[str | None, Any]:
+        """A prompt's text, if it has one, and its ids."""
+        if isinstance(prompt, Mapping):
+            names = {"prompt", "prompt_token_ids", "type"}
+            refuse("a prompt", {k: v for k, v in prompt.items() if k not in names})
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        else:
+            text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if ids is not None:
+            return text, ids
+        if not isinstance(text, str):
+            raise TypeError(
+                f"the prompt {brief(prompt)} must be a string, a list of token ids, or a dict with "
+                "'prompt' or 'prompt_token_ids'"
+            )
+        return text, self.tokenizer.encode(text)
 
 
 class LLM(EngineFrontend):
@@ -39,9 +128,8 @@ class LLM(EngineFrontend):
 
     def generate(
         self,
-        prompts: Any = None,
+        prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        prompt_token_ids: list[list[int]] | list[int] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -52,9 +140,7 @@ class LLM(EngineFrontend):
         TypeError or ValueError names what is wrong, before any work.
         """
         refuse("LLM.generate", others)
-        return self._run(
-            lambda: _as_list(one_prompt(prompts, prompt_token_ids)), sampling_params, use_tqdm
-        )
+        return self._run(lambda: _as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -139,20 +225,10 @@ class LLMEngine(EngineFrontend):
     """vLLM's engine that its client steps. Under torchrun every rank makes the same calls."""
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Any = None,
-        params: SamplingParams | None = None,
-        prompt_token_ids: list[int] | None = None,
-        *,
-        inputs: Any = None,
-        sampling_params: SamplingParams | None = None,
-        **others: Any,
+        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **others: Any
     ) -> str:
-        """Queue a request: prompt, or inputs as in 0.5, or prompt_token_ids as in 0.4; its id."""
+        """Queue a request; its id."""
         refuse("add_request", others, {"priority": (0,)})
-        params = one_of("params", params, "sampling_params", sampling_params)
-        prompt = one_prompt(one_of("prompt", prompt, "inputs", inputs), prompt_token_ids)
         if request_id == "":
             raise ValueError("request_id is empty: give each request a name")
 
@@ -178,9 +254,6 @@ class LLMEngine(EngineFrontend):
     def get_num_unfinished_requests(self) -> int:
         return self.llama_engine.num_unfinished_requests
 
-    def get_model_config(self) -> ModelConfig:
-        return self.model_config
-
 
 class AsyncLLMEngine(EngineFrontend):
     """vLLM's engine for asyncio: an iterator per request, any number at once, in one process."""
@@ -197,17 +270,17 @@ class AsyncLLMEngine(EngineFrontend):
         prompt: Any = None,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        prompt_token_ids: list[int] | None = None,
         *,
         inputs: Any = None,
         **others: Any,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of a request as they come; leaving the loop aborts it.
 
-        Errors come with the first output that is asked for.
+        inputs: prompt, as ChatGLM's server names it. Errors come with the first output that is
+        asked for.
         """
         refuse("generate", others, {"priority": (0,)})
-        prompt = one_prompt(one_of("prompt", prompt, "inputs", inputs), prompt_token_ids)
+        prompt = inputs if prompt is None else prompt
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id={brief(request_id)} must be a string that is not empty")
         await self.check_health()
@@ -223,9 +296,6 @@ class AsyncLLMEngine(EngineFrontend):
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             await self._engine.abort(name)
 
-    async def get_model_config(self) -> ModelConfig:
-        return self.model_config
-
     async def check_health(self) -> None:
         if not self.is_running:
             raise RuntimeError("this AsyncLLMEngine was shut down: make another one")
@@ -234,17 +304,18 @@ class AsyncLLMEngine(EngineFrontend):
     def is_stopped(self) -> bool:
         return not self.is_running
 
-    @property
-    def engine(self) -> "AsyncLLMEngine":
-        """For clients that read `engine.engine.model_config`."""
-        return self
-
     def shutdown(self) -> None:
         """Abort what is not finished; what is asked for later is a RuntimeError."""
         self.is_running = False
         self._engine.close()
 
-    shutdown_background_loop = shutdown
+
+AsyncLLM = AsyncLLMEngine  # its name in vLLM 1
+
+
+def random_uuid() -> str:
+    """A request_id that nobody else has: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""vLLM's `SamplingParams` and `BeamSearchParams`, of version 0.4 to today.
+"""vLLM's `SamplingParams` and `BeamSearchParams`.
 
 In: a client's fields. Out: the parameters of `llama.requests`. A field that means nothing here is
 an error that names it, unless the value given asks for nothing. It loads nothing and runs nothing.
@@ -75,8 +75,6 @@ class SamplingParams(LlamaParams):
     structured_outputs: vLLM's name of structured_output.
     skip_special_tokens: the text has no special tokens. detokenize: False leaves the text empty.
     spaces_between_special_tokens: both values give the same text; Llama's tokens carry spaces.
-    truncate_prompt_tokens: only the last so many tokens of the prompt; of a text, begin_of_text
-        is kept as one of them.
     output_kind: what the outputs of LLMEngine and AsyncLLMEngine hold.
     """
 
@@ -84,7 +82,6 @@ class SamplingParams(LlamaParams):
     structured_outputs: StructuredOutput | None = None
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -119,7 +116,7 @@ class SamplingParams(LlamaParams):
 SamplingParams.__setattr__ = object.__setattr__  # type: ignore[method-assign]
 
 
-@refusing({"temperature": (0, 0.0), "watermarking": (False,)})
+@refusing({"temperature": (0,), "include_stop_str_in_output": (False,), "watermarking": (False,)})
 @dataclass
 class BeamSearchParams:
     """Of `LLM.beam_search`, as in vLLM from 0.6.3 on."""
@@ -129,4 +126,3 @@ class BeamSearchParams:
     ignore_eos: bool = False
     length_penalty: float = 1.0
     skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
