@@ -21,6 +21,7 @@ from typing import Any
 
 from llama.cli import ranks
 from llama.cli.batch.files import Line, Results, check_files, read_lines
+from llama.cli.batch.job import prepare_line
 from llama.cli.batch.lines import (
     answer_record,
     custom_id_of,
@@ -30,9 +31,7 @@ from llama.cli.batch.lines import (
 )
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS, check_sampling, demo_dir, load
-from llama.requests.request import Request, derived_seed
 from llama.sampling_params import SamplingParams
-from llama.server.openai.request import OpenAIRequest
 
 CHUNK = 32  # lines of one task: what a killed actor does again at most twice over
 _AT_ONCE = 2  # tasks of one actor, which share its engine's steps: no pause between two tasks
@@ -73,7 +72,7 @@ class Replica:
                 fields = parse_line(line.data, jsonl=jsonl)
                 custom_id = custom_id_of(fields, custom_id)
                 body = read_request(fields, self._defaults)
-                good.append((i, custom_id, body, self._prepare(line, body)))
+                good.append((i, custom_id, body, prepare_line(self._llama, line, body)))
             except (TypeError, ValueError) as e:
                 records[i] = error_record(custom_id, line.number, "invalid_request", str(e))
         outputs = self._llama.llm_engine.run([request for *_, request in good])
@@ -81,17 +80,6 @@ class Replica:
             tokenizer, number = self._llama.tokenizer, lines[i].number
             records[i] = answer_record(custom_id, number, body, output, tokenizer, self._name)
         return list(zip(lines, records, strict=True))
-
-    def _prepare(self, line: Line, body: OpenAIRequest) -> Request:
-        llama, tool_format = self._llama, self._llama.tool_format
-        if body.chat:
-            prompt = body.chat_ids(llama.tokenizer, tool_format)
-            request = llama.llm_engine.prepare("", prompt, body.chat_params(tool_format))
-        else:
-            request = llama.llm_engine.prepare("", body.prompts[0], body.params)
-        if request.seed is None:  # by the line's number: no actor and no restart changes an answer
-            request.set_seed(derived_seed(llama.seed, line.number - 1))
-        return request
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@
     torchrun --nproc_per_node 2 scripts/bench ranks --model 1b --threads 1
     python scripts/bench serve --model 1b --clients 1,8,32 --rates 1,4 --vs vllm:VENV
     python scripts/bench linear --model 1b --rows 1,8,32,512
+    python scripts/bench quality --model DIR --formats int8,int4
     python scripts/bench host --batches 1,256
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
@@ -23,6 +24,7 @@ from bench.engines.ours import HOST_STEPS
 from bench.flags import command_of
 from bench.host import host
 from bench.linear import linear
+from bench.quality import quality
 from bench.ranks import ranks as ranks_command
 from bench.report import Column
 from bench.report import plot as draw
@@ -238,7 +240,7 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (latency, prefill, offline, load, startup, soak, linear, serve, host)
+    for command in (latency, prefill, offline, load, startup, soak, linear, quality, serve, host)
 } | {"ranks": ranks_command}  # `ranks` is a module here
 
 

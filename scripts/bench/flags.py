@@ -50,8 +50,14 @@ FLAGS = {
     "sample_s": Flag(float, "S", "seconds between two looks at memory and pages"),
     "growth_mb": Flag(float, "X", "memory that may come once all is warm"),
     "rows": Flag(whole_numbers, "N,N", "rows (M) of the product"),
+    "formats": Flag(str, "NAMES", "of weights, with commas between them"),
+    "text": Flag(str, "FILE", "what is read"),
+    "window": Flag(int, "N", "tokens that are read in one piece"),
+    "windows": Flag(int, "N", "of these pieces"),
     "model": Flag(str, "NAME", "demo, 1b, 3b or 8b with random weights, or a folder of weights"),
-    "dtype": Flag(str, "NAME", "bf16, fp16, fp32; int8 is of our weights, the peers' are bf16"),
+    "dtype": Flag(
+        str, "NAME", "bf16, fp16, fp32; int8, fp8, int4 are of our weights, peers have bf16"
+    ),
     "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
     "threads": Flag(int, "N", "threads of every engine", "torch's choice"),
     "vs": Flag(str, "NAMES", "peers with commas between them, each NAME or NAME:VENV", "none"),

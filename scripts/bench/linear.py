@@ -18,22 +18,23 @@ from torch import Tensor
 
 from bench.report import Column
 from bench.run import Bench, Row, whole
-from llama import ModelArgs, weights
+from bench.shapes import weight_shapes
+from llama.weights import QUANTIZED, bytes_of, packed
 
 _COLD_BYTES = 2**28  # of weights that are read before one is read again
 _COLUMNS: list[Column] = [
     ("kernel", "kernel", ""), ("weight", "weight", ""), ("N", "n", ""), ("K", "k", ""),
     ("M", "m", ""), ("ms", "ms", ".3f"), ("least", "ms_min", ".3f"), ("GB/s", "gb_per_s", ".1f"),
-    ("GFLOP/s", "gflop_per_s", ".1f"), ("to ours", "to_ours", ".2f"),
+    ("GFLOP/s", "gflop_per_s", ".1f"), ("to ours", "to_ours", ".2f"), ("to bf16", "to_bf16", ".2f"),
 ]  # fmt: skip
 Kernel = Callable[[Tensor], Tensor]  # x (M, K) -> (M, N), with a weight of its own
 
 
 def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: Any) -> None:
-    """The linear layers of a model in bf16 and int8: our kernels beside torch's, by rows (M).
+    """The linear layers of a model, plain and quantized: our kernels beside torch's, by rows (M).
 
     Milliseconds are the median and the least of `repeats`; "to ours" compares medians with our
-    kernel of the same weight type. GB/s is of the weight's own bytes.
+    kernel of the same weight type, "to bf16" with that of bf16. GB/s is of the weight's own bytes.
     """
     bench = Bench(**flags)
     if bench.vs or bench.device_used.type != "cpu":
@@ -47,17 +48,6 @@ def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: 
         print(f"... {weight} M={m}", file=sys.stderr, flush=True)
         found += [{"weight": weight, **row} for row in measure(m, n, k, repeats)]
     bench.report(_COLUMNS, found, None)
-
-
-def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """(N, K) of each different weight of a model, as it is fused at load."""
-    return {
-        "wqkv": ((args.n_heads + 2 * args.kv_heads) * args.head_dim, args.dim),
-        "wo": (args.dim, args.dim),
-        "w13": (2 * args.ffn_dim, args.dim),
-        "w2": (args.dim, args.ffn_dim),
-        "output": (args.vocab_size, args.dim),
-    }
 
 
 def measure(m: int, n: int, k: int, repeats: int) -> list[Row]:
@@ -77,9 +67,10 @@ def measure(m: int, n: int, k: int, repeats: int) -> list[Row]:
         {
             "kernel": name, "m": m, "n": n, "k": k,
             "ms": median * 1e3, "ms_min": min(seconds[name][1:]) * 1e3,
-            "gb_per_s": n * k * (1 if "int8" in name else 2) / median / 1e9,
+            "gb_per_s": bytes_of((n, k), torch.bfloat16, _quantized(name)) / median / 1e9,
             "gflop_per_s": 2 * m * n * k / median / 1e9,
-            "to_ours": median / medians["ours int8" if "int8" in name else "ours bf16"],
+            "to_ours": median / medians[f"ours {name.split()[-1]}"],
+            "to_bf16": median / medians["ours bf16"],
         }
         for name, median in medians.items()
     ]  # fmt: skip
@@ -89,12 +80,13 @@ def _weight(n: int, k: int) -> Tensor:
     return torch.randn(n, 1).bfloat16() * torch.randn(k).bfloat16()
 
 
-def _ours_bf16(m: int, n: int, k: int) -> Kernel:
-    return weights.packed(_weight(n, k)).linear
+def _quantized(kernel: str) -> str | None:
+    name = kernel.split()[-1]
+    return name if name in QUANTIZED else None
 
 
-def _ours_int8(m: int, n: int, k: int) -> Kernel:
-    return weights.packed(_weight(n, k), "int8").linear
+def _ours(name: str) -> Callable[[int, int, int], Kernel]:
+    return lambda m, n, k: packed(_weight(n, k), _quantized(name)).linear
 
 
 def _torch_linear(m: int, n: int, k: int) -> Kernel:
@@ -116,9 +108,9 @@ def _torch_int8(m: int, n: int, k: int) -> Kernel:
 
 
 KERNELS: dict[str, Callable[[int, int, int], Kernel]] = {
-    "ours bf16": _ours_bf16,
+    "ours bf16": _ours("bf16"),
     "F.linear bf16": _torch_linear,
     "oneDNN packed bf16": _onednn_packed,
-    "ours int8": _ours_int8,
     "int8pack_mm int8": _torch_int8,
+    **{f"ours {name}": _ours(name) for name in QUANTIZED},
 }

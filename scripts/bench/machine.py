@@ -20,6 +20,7 @@ from llama.device import use_huge_pages
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
 _TRIES, _PATIENCE = 5, 1.0  # runs at most, seconds after which none is added
+_MANY_CPU, _MANY_GPU = 2**28, 2**30  # float32 numbers: 1 and 4 GiB
 _LONG_ENOUGH = 0.05  # seconds of one product: a larger one would not be faster
 
 
@@ -51,7 +52,7 @@ def _cpu() -> tuple[str, set[str]]:
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second of a sum over far more than any cache holds, in large pages as weights are."""
-    buffer = torch.empty(2**28 if device.type == "cpu" else 2**30, device=device)  # 1 or 4 GiB
+    buffer = torch.empty(_MANY_CPU if device.type == "cpu" else _MANY_GPU, device=device)
     use_huge_pages(buffer)
     buffer.fill_(1)
     seconds = best_seconds(lambda: buffer.sum(), device)

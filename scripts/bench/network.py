@@ -27,8 +27,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from llama import Llama
 
@@ -126,22 +124,19 @@ def on_both(
 
 def step(folder: str, batch: int) -> None:
     """One rank: the median milliseconds of a step, and of what rank 0's sums take by size."""
+    from bench.ranks import SUMS, sum_us
     from llama import Llama
-    from llama.cli.rank_report import all_reduce_seconds
 
     llama = Llama.build(folder, None, 128, batch, device="cpu", dtype="bf16")
     parallel = llama.model.parallel
     prompts = [[256 + i, 65] for i in range(batch)]
     times = [seconds for _ in range(_TURNS) for seconds in _step_seconds(llama, prompts)]
-    sums = dict(all_reduce_seconds(parallel, llama.model.norm.weight.device))
+    sums = {name: sum_us(parallel, *size) for name, size in SUMS.items()}
     if parallel.rank == 0:
         record = {
             "step_ms": statistics.median(times) * 1e3,
             "least_ms": min(times) * 1e3,
-            "all_reduce_ms": {
-                path: {size: seconds * 1e3 for size, seconds in own.items()}
-                for path, own in sums.items()
-            },
+            **sums,
         }
         print(json.dumps(record), flush=True)
 
@@ -170,6 +165,8 @@ def main() -> None:
     parser.add_argument("--mbits", type=float, default=10_000, help="megabits per second")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the namespaces are removed then too
+    import torch
+
     from bench.shapes import params_of, write_checkpoint
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -21,6 +21,7 @@ from bench.shapes import DTYPES, fill, write_tokenizer
 from llama import Llama, ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
+from llama.weights import QUANTIZED
 
 _COLUMNS: list[Column] = [
     ("path", "path", ""), ("ranks", "ranks", ""), ("threads", "threads", ""),
@@ -30,7 +31,7 @@ _COLUMNS: list[Column] = [
     ("4 KB us", "sum_4k_us", ".1f"), ("1 MB us", "sum_1m_us", ".1f"),
 ]  # fmt: skip
 _LIMIT_S = 300.0  # of a wait for another rank
-_SUMS = {"sum_4k_us": (4 << 10, 300), "sum_1m_us": (1 << 20, 30)}  # bytes, and how often
+SUMS = {"sum_4k_us": (4 << 10, 300), "sum_1m_us": (1 << 20, 30)}  # bytes, and how often
 
 
 class _Timed(ModelParallel):
@@ -74,7 +75,7 @@ def ranks(
         sizes = {"max_seq_len": longest, "max_batch_size": max(batches)}
         llama = _random_llama(bench, timed, sizes)
         about = {"path": path, "ranks": timed.size, "threads": torch.get_num_threads()}
-        about |= {name: _sum_us(timed, *size) for name, size in _SUMS.items()}
+        about |= {name: sum_us(timed, *size) for name, size in SUMS.items()}
         rows += [about | _steps(llama, whole("batches", b), tokens, steps) for b in batches]
         llama.close()
     if joined.global_rank == 0:
@@ -88,20 +89,20 @@ def _path_name(parallel: ModelParallel) -> str:
 
 
 def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) -> Llama:
-    int8 = bench.dtype == "int8"
+    quantize = bench.dtype if bench.dtype in QUANTIZED else None
     args = ModelArgs(**(bench.params | sizes))
     model = Transformer(
         args, dtype=DTYPES[bench.stored], device=bench.device_used.type, parallel=parallel
     )
     fill(model.named_shards())
-    model.pack(quantize="int8" if int8 else None)
+    model.pack(quantize=quantize)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, args.vocab_size)
         return Llama(model, Tokenizer(path))
 
 
-def _sum_us(parallel: ModelParallel, size: int, count: int) -> float:
+def sum_us(parallel: ModelParallel, size: int, count: int) -> float:
     """Median microseconds of an all-reduce of `size` bytes in bf16."""
     x = torch.zeros(size // 2, dtype=torch.bfloat16)
     seconds = []

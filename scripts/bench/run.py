@@ -28,6 +28,7 @@ from bench.shapes import DTYPES, layouts, once, params_of, write_checkpoint
 from llama import ModelArgs
 from llama.checkpoint.find import find
 from llama.device import pick_device
+from llama.weights import QUANTIZED
 
 Row = dict[str, Any]
 _SCRIPTS = Path(__file__).resolve().parent.parent
@@ -38,7 +39,8 @@ class Bench:
     """The flags that every command takes (`flags.FLAGS` says what they mean), checked, and the
     running of engines in turn.
 
-    With dtype int8, which is of our weights only, `--vs ours_bf16` runs our own in bf16 beside it.
+    With dtype int8, fp8 or int4, which are of our weights only, `--vs ours_bf16` runs our own in
+    bf16 beside it.
     """
 
     model: str = "demo"
@@ -56,8 +58,9 @@ class Bench:
     def __post_init__(self) -> None:
         self.params = params_of(self.model)
         self.args = ModelArgs(**self.params)
-        if self.dtype not in (*DTYPES, "int8"):
-            raise ValueError(f"dtype={self.dtype!r}: give one of {', '.join(DTYPES)}, int8")
+        if self.dtype not in (*DTYPES, *QUANTIZED):
+            names = ", ".join([*DTYPES, *QUANTIZED])
+            raise ValueError(f"dtype={self.dtype!r}: give one of {names}")
         whole("limit_s", self.limit_s)
         self.device_used = pick_device(self.device)
         if self.threads is not None:
@@ -66,13 +69,14 @@ class Bench:
 
     @property
     def stored(self) -> str:
-        """The dtype of the files, of the peers, and of all that int8 leaves as it is."""
-        return "bf16" if self.dtype == "int8" else self.dtype
+        """The dtype of the files, of the peers, and of all that is not quantized."""
+        return "bf16" if self.dtype in QUANTIZED else self.dtype
 
     def storage(self, job: Row) -> Row:
         """How an engine's numbers lie in memory, for `decode_bytes`."""
-        int8 = job["dtype"] == "int8"
-        return {"itemsize": DTYPES["bf16" if int8 else job["dtype"]].itemsize, "int8": int8}
+        quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
+        stored = DTYPES["bf16" if quantize else job["dtype"]]
+        return {"itemsize": stored.itemsize, "quantize": quantize}
 
     def ours(self) -> Row:
         """A job of our own engine, in this process."""

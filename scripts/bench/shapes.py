@@ -6,6 +6,7 @@ layout with a made-up tokenizer, and rooflines from bytes and operations. Nothin
 
 import base64
 import json
+import math
 import random
 from collections.abc import Callable
 from itertools import islice, product
@@ -18,6 +19,7 @@ from torch import Tensor
 from llama import ModelArgs, Transformer
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import Checkpoint, find
+from llama.weights import bytes_of, of_output
 
 _LLAMA_3 = {"vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0, "n_kv_heads": 8}
 _LLAMA_3_2 = _LLAMA_3 | {"multiple_of": 256, "use_scaled_rope": True, "tied_output": True}
@@ -141,24 +143,36 @@ def block_matrix_size(args: ModelArgs) -> int:
     return args.dim * (qkv_rows + args.dim + 3 * args.ffn_dim)
 
 
-def _block_rows(args: ModelArgs) -> int:
-    """Rows of the matrices of one layer: wqkv, wo, w1, w3 and w2."""
-    return (args.n_heads + 2 * args.kv_heads) * args.head_dim + 2 * args.dim + 2 * args.ffn_dim
+def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """(N, K) of each different weight of a model, as it is fused at load."""
+    return {
+        "wqkv": ((args.n_heads + 2 * args.kv_heads) * args.head_dim, args.dim),
+        "wo": (args.dim, args.dim),
+        "w13": (2 * args.ffn_dim, args.dim),
+        "w2": (args.dim, args.ffn_dim),
+        "output": (args.vocab_size, args.dim),
+    }
 
 
-def decode_bytes(args: ModelArgs, itemsize: int, contexts: list[int], *, int8: bool = False) -> int:
+def decode_bytes(
+    args: ModelArgs, itemsize: int, contexts: list[int], *, quantize: str | None = None
+) -> int:
     """Bytes that one step must read: all weights once, with one embedding row a sequence, and the
     keys and values of each sequence's context.
 
-    int8: matrices are a byte a number and a float32 scale a row; the rest is as `itemsize` says.
+    quantize: what the matrices are rounded to; the rest is as `itemsize` says.
     """
-    matrices = args.n_layers * block_matrix_size(args) + args.vocab_size * args.dim
-    scales = args.n_layers * _block_rows(args) + args.vocab_size
+
+    def of_matrix(name: str, shape: tuple[int, int]) -> int:
+        to = of_output(quantize) if name == "output" else quantize
+        return bytes_of(shape, torch.bfloat16, to) if to else itemsize * math.prod(shape)
+
+    shapes = weight_shapes(args).items()
+    matrices = sum(of_matrix(*x) * (1 if x[0] == "output" else args.n_layers) for x in shapes)
     norms = (2 * args.n_layers + 1) * args.dim
     embedding = len(contexts) * args.dim
     cache = sum(contexts) * 2 * args.n_layers * args.kv_heads * args.head_dim
-    weights = matrices + 4 * scales if int8 else itemsize * matrices
-    return weights + itemsize * (norms + embedding + cache)
+    return matrices + itemsize * (norms + embedding + cache)
 
 
 def prefill_flop(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
@@ -177,11 +191,11 @@ def step_roofline(
     bandwidth: float,
     flops: float,
     *,
-    int8: bool = False,
+    quantize: str | None = None,
 ) -> float:
     """Seconds of one decode step at the roofline (Williams et al., 2009): the longer of reading
     its bytes at `bandwidth` bytes per second and doing its operations at `flops` FLOP/s."""
-    reading = decode_bytes(args, itemsize, contexts, int8=int8) / bandwidth
+    reading = decode_bytes(args, itemsize, contexts, quantize=quantize) / bandwidth
     return max(reading, prefill_flop(args, len(contexts), len(contexts)) / flops)
 
 
@@ -192,12 +206,12 @@ def offline_roofline(
     bandwidth: float,
     flops: float,
     *,
-    int8: bool = False,
+    quantize: str | None = None,
 ) -> float:
     """Seconds: all prompts at `flops` operations per second, then one step per token, with all
     requests that are not finished in one batch."""
     seconds = prefill_flop(args, sum(p for p, _ in lengths), len(lengths)) / flops
     for done in range(1, max(answer for _, answer in lengths)):
         contexts = [prompt + done for prompt, answer in lengths if answer > done]
-        seconds += step_roofline(args, itemsize, contexts, bandwidth, flops, int8=int8)
+        seconds += step_roofline(args, itemsize, contexts, bandwidth, flops, quantize=quantize)
     return seconds

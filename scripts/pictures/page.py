@@ -57,6 +57,7 @@ def _chat(page: Any) -> None:
     page.fill("#message", QUESTION)
     page.press("#message", "Enter")
     page.wait_for_selector("article.assistant.done")
+    page.click("article.assistant [data-action=tokens]")
     page.click(f"article.assistant .token >> nth={TOKEN}")
     page.wait_for_selector(".choices li")
     page.evaluate("() => scrollTo(0, 0)")

@@ -83,13 +83,14 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """What `Llama.build` makes, of a folder or of weights that were never in a file."""
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
+    from llama.weights import QUANTIZED
 
     if job["folder"]:
         return Llama.build(job["folder"], None, **sizes, device=job["device"], dtype=job["dtype"])
-    int8 = job["dtype"] == "int8"
-    dtype = DTYPES["bf16" if int8 else job["dtype"]]
+    quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
+    dtype = DTYPES["bf16" if quantize else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
-    model.pack(quantize="int8" if int8 else None)  # as `Llama.build` does
+    model.pack(quantize=quantize)  # as `Llama.build` does
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])

@@ -1,0 +1,91 @@
+"""How much of a model's answers rounding its weights costs: perplexity, and the distance to bf16.
+
+In: a folder with weights, formats, and a text. Out: a row a format. The text is read in windows of
+their own. "KL" is the mean over all tokens of the Kullback-Leibler divergence, in nats, of the next
+token's distribution from that of bf16; it is steadier than the perplexity, which a wrong weight can
+also lower by chance.
+"""
+
+import contextlib
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.report import Column
+from bench.run import Bench, Row, whole
+from llama import Llama
+from llama.weights import QUANTIZED
+
+_TEXT = Path(__file__).resolve().parents[2] / "README.md"
+_COLUMNS: list[Column] = [
+    ("weights", "weights", ""), ("GB", "gb", ".3f"), ("perplexity", "perplexity", ".3f"),
+    ("to bf16", "to_bf16", "+.2%"), ("KL", "kl", ".4f"), ("+-", "kl_error", ".4f"),
+    ("same top token", "same_top", ".1%"),
+]  # fmt: skip
+
+
+def quality(
+    formats: str = ",".join(QUANTIZED),
+    text: str = str(_TEXT),
+    window: int = 512,
+    windows: int = 4,
+    **flags: Any,
+) -> None:
+    """Perplexity of a text with weights of several formats, and how far each is from bf16.
+
+    Needs a folder with weights: random ones have nothing to lose. On a CPU; all log-probabilities
+    of bf16 are kept: 2 GB for 4 windows of Llama 3.
+    """
+    bench = Bench(**flags)
+    if not Path(bench.model).is_dir():
+        raise ValueError(f"model={bench.model!r}: give a folder with trained weights")
+    for name in (names := formats.split(",")):
+        if name not in QUANTIZED:
+            raise ValueError(f"formats={name!r}: give some of {', '.join(QUANTIZED)}")
+    sizes = whole("window", window, 2), whole("windows", windows)
+    expected, rows = None, []
+    for name in ("bf16", *names):
+        print(f"... {name}", file=sys.stderr, flush=True)
+        num_bytes, ids, found = _log_probabilities(bench.model, name, Path(text), *sizes)
+        expected = found if expected is None else expected
+        rows.append({"weights": name, "gb": num_bytes / 1e9, **compare(ids, expected, found)})
+    for row in rows:
+        row["to_bf16"] = row["perplexity"] / rows[0]["perplexity"] - 1
+    bench.report(_COLUMNS, rows, None)
+
+
+@torch.inference_mode()
+def _log_probabilities(
+    folder: str, name: str, text: Path, window: int, windows: int
+) -> tuple[int, Tensor, Tensor]:
+    """Bytes of the weights, ids (windows, window) and log-probabilities (windows, window, V)."""
+    quantize = None if name == "bf16" else name
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        llama = Llama.build(folder, None, window, 1, device="cpu", dtype="bf16", quantize=quantize)
+    each = window - 1
+    ids = llama.tokenizer.encode(text.read_text(), bos=False, eos=False)[: windows * each]
+    if len(ids) < windows * each:
+        raise ValueError(f"{text} has {len(ids)} tokens, fewer than {windows} windows of {window}")
+    begins = torch.full((windows, 1), llama.tokenizer.bos_id)
+    tokens = torch.cat([begins, torch.tensor(ids).view(windows, each)], 1)
+    rows = [llama.model(row[None], 0)[0].log_softmax(-1) for row in tokens]
+    held = {x.data_ptr(): x.nbytes for m in (llama.model,) for x in (*m.parameters(), *m.buffers())}
+    return sum(held.values()), tokens, torch.stack(rows)
+
+
+def compare(ids: Tensor, expected: Tensor, found: Tensor) -> Row:
+    """ids (W, T); log-probabilities of the token after each, (W, T, V), twice -> the figures."""
+    told = found[:, :-1].gather(-1, ids[:, 1:, None]).double()
+    pairs = zip(expected.flatten(0, 1), found.flatten(0, 1), strict=True)
+    kl = torch.stack([(a.exp() * (a - b)).sum() for a, b in pairs]).double()
+    return {
+        "perplexity": math.exp(-told.mean()),
+        "kl": kl.mean().item(),
+        "kl_error": (kl.std() / math.sqrt(len(kl))).item(),
+        "same_top": (expected.argmax(-1) == found.argmax(-1)).double().mean().item(),
+    }
