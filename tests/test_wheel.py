@@ -9,9 +9,11 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers import warm
 from helpers.kernels import HAS_KERNELS, library
 from llama.ops.cpu import build, native
 
@@ -30,12 +32,14 @@ print(json.dumps([llama.__file__, library and library._name, ids, bits]))
 """
 
 
-def generated(folder: Path, checkpoint: Path, **environment: str) -> list:
+def generated(
+    program: Path, folder: Path, checkpoint: Path, *, run: Any = subprocess.run, **environment: str
+) -> list:
     """Where the package and the kernels lie, and the ids and log-probabilities of two answers."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(checkpoint)],
+    done = run(
+        [sys.executable, str(program), str(checkpoint)],
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
-        cwd=checkpoint, capture_output=True, text=True,
+        cwd=checkpoint, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -94,12 +98,13 @@ def test_a_wheel_gives_the_bits_of_a_checkout_without_a_compiler(wheel, tmp_path
     site, home = tmp_path / "site", tmp_path / "home"
     zipfile.ZipFile(wheel).extractall(site)  # what pip does, and faster
     home.mkdir()
-    package, library, *answers = generated(
-        site, site / "llama" / "data" / "demo", PATH=str(home), HOME=str(home), XDG_CACHE_HOME=""
-    )
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    own = {"PATH": str(home), "HOME": str(home), "XDG_CACHE_HOME": ""}
+    package, library, *answers = generated(program, site, site / "llama" / "data" / "demo", **own)
     assert package == str(site / "llama" / "__init__.py")
     assert library is not None and library.startswith(str(site))
     assert list(home.iterdir()) == []
-    _, compiled, *expected = generated(REPO, REPO / "checkpoints" / "demo")
+    _, compiled, *expected = generated(program, REPO, REPO / "checkpoints" / "demo", run=warm.run)
     assert not compiled.startswith(str(REPO))
     assert answers == expected
