@@ -11,22 +11,21 @@ import http.client
 import json
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.host_params import FASTCHAT, read_params
-from llama.compat.hosts import Pace, hold_to_sentences, report_of
+from llama.compat.host_params import read_params
+from llama.compat.hosts import Pace, report_of
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import body_router
 from llama.server.service import Service, State, log
 from llama.tokenizer import Tokenizer
 
-_DIALECT = replace(FASTCHAT, has_raw_echo=True)  # as FastChat's vLLM worker
 _INTERVAL = 2  # tokens between two parts of a stream, FastChat's own default
 
 # fastchat.constants.ErrorCode
@@ -121,10 +120,10 @@ class FastChatWorker:
         try:
             llama = self.service.loaded()
             tokenizer, pace = llama.tokenizer, Pace(_INTERVAL)
-            request = read_params(params, None, _DIALECT, tokenizer, llama.llm_engine.max_seq_len)
+            longest = llama.llm_engine.max_seq_len
+            request = read_params(params, None, tokenizer, longest, has_raw_echo=True)
             fields = ErrorFields()
             prepared = await self.service.prepare(request.prompt, request.sampling, fields)
-            hold_to_sentences(request, prepared, tokenizer)
             outputs = self.service.outputs([prepared], request_id, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

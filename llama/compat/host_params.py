@@ -1,14 +1,13 @@
 """From a host's params dict to a prompt's ids and SamplingParams.
 
-In: the dict as hosts send it (numbers as text or as numpy's scalars, None for what is not given),
-and the host's dialect: what its own generate_stream does where a request says nothing. Out: a
-`HostRequest`, or a ValueError that names the key: FastChat catches no TypeError. It knows the
-tokenizer, and neither the engine nor outputs.
+In: the dict as hosts send it: numbers as text or as numpy's scalars, None for what is not given.
+Out: a `HostRequest`, or a ValueError that names the key: FastChat catches no TypeError. It knows
+the tokenizer, and neither the engine nor outputs.
 """
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from llama.checks import brief, errors_in, whole_number
@@ -24,85 +23,47 @@ _LABELS = frozenset({
     "think_start_token", "think_end_token", "use_cache",
 })  # fmt: skip
 _NUMBERS = {*NUMBERS, *WHOLE_NUMBERS, "best_of"} - {"max_tokens", "prompt_logprobs"}
-_OTHERS = frozenset({
-    "prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample", "judge_sent_end",
-})  # fmt: skip
+_OTHERS = {"prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample"}
 _GREEDY_UP_TO = 1e-5  # a temperature; so do FastChat and DB-GPT
 _MOST_TOKENS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """The defaults and habits of one host.
-
-    max_new_tokens: of an answer, where the request does not say.
-    echo: whether the text begins with the prompt, where the request does not say; None if the
-        function yields texts alone, which never do.
-    has_raw_echo: it echoes the prompt with its special tokens, as in vLLM; else without them.
-    stop: strings that end an answer, where the request names none.
-    context_len: most tokens of prompt and answer, where the host gives none; None for the model's.
-    sampling: fields of SamplingParams, where the request does not say.
-    """
-
-    max_new_tokens: int
-    echo: bool | None
-    has_raw_echo: bool = False
-    stop: tuple[str, ...] = ()
-    context_len: int | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
-
-
-# FastChat 0.2.36, fastchat/serve/inference.py
-FASTCHAT = Dialect(max_new_tokens=256, echo=True)
-# DB-GPT 0.8.2, dbgpt/model/llm/llm_out/vllm_llm.py
-DB_GPT = Dialect(max_new_tokens=2048, echo=True, has_raw_echo=True)
-# DB-GPT 0.4, dbgpt/model/llm_out/gorilla_llm.py, after gorilla's own inference/serve
-GORILLA = Dialect(max_new_tokens=1024, echo=None, context_len=42_048)
-# DB-GPT 0.4, dbgpt/model/llm_out/guanaco_llm.py, after guanaco-lora's generate.py
-GUANACO = Dialect(
-    max_new_tokens=512,
-    echo=None,
-    stop=("###",),
-    context_len=2048,
-    sampling={"top_k": 1, "repetition_penalty": 1.7},
-)
+# Of an answer, where a request does not say: FastChat 0.2.36, fastchat/serve/inference.py; and
+# DB-GPT 0.8.2, dbgpt/model/llm/llm_out/vllm_llm.py.
+FASTCHAT_TOKENS, DB_GPT_TOKENS = 256, 2048
 
 
 @dataclass(frozen=True)
 class HostRequest:
     """What a host asks for, checked.
 
-    prompt: ids, begin_of_text first.
-    echo: what each text begins with. judge_sent_end: go on until a sentence is complete.
-    is_text: the host's function yields texts, not reports.
+    prompt: ids, begin_of_text first. echo: what each text begins with.
     """
 
     prompt: list[int]
     sampling: SamplingParams
     echo: str
-    judge_sent_end: bool
-    is_text: bool
 
 
 def read_params(
     params: Mapping[str, Any],
     context_len: Any,
-    dialect: Dialect,
     tokenizer: Tokenizer,
     max_seq_len: int,
     *,
+    max_new_tokens: int = FASTCHAT_TOKENS,
+    has_raw_echo: bool = False,
     benchmark: bool = False,
-    judge_sent_end: bool = False,
 ) -> HostRequest:
-    """Check `params`. The context is the smaller of context_len, or the dialect's, and max_seq_len.
+    """Check `params`. The context is the smaller of context_len, if it is given, and max_seq_len.
 
-    benchmark: no stop token or string ends the answer. ValueError names what is wrong.
+    max_new_tokens: of an answer, where the request does not say. has_raw_echo: the echo has the
+    prompt's special tokens, as in vLLM; else it is without them. benchmark: no stop token or string
+    ends the answer. ValueError names what is wrong.
     """
-    _check_keys(params, dialect)
+    _check_keys(params)
     tokens = ClientTokenizer(tokenizer).encode(params["prompt"])
     with errors_in("params"):
         context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
-        context = min(context or dialect.context_len or max_seq_len, max_seq_len)
+        context = min(context or max_seq_len, max_seq_len)
         wish = _number(params.get("max_new_tokens"))
         wish = whole_number("max_new_tokens", wish, 0, _MOST_TOKENS, optional=True)
         if len(tokens) >= context:
@@ -110,18 +71,16 @@ def read_params(
                 f"the prompt has {len(tokens)} tokens and leaves no room in a context of {context}:"
                 " shorten it"
             )
-        count = min(dialect.max_new_tokens if wish is None else wish, context - len(tokens))
-        echo = dialect.echo is not None and _flag(params, "echo", dialect.echo)
-        sampling = _sampling(params, dialect, count, echo, benchmark)
+        count = min(max_new_tokens if wish is None else wish, context - len(tokens))
+        echo = _flag(params, "echo", True)
+        sampling = _sampling(params, count, echo, benchmark)
     text = params["prompt"]
-    if not dialect.has_raw_echo:
+    if not has_raw_echo:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-    judges = judge_sent_end or _flag(params, "judge_sent_end", False)
-    is_text = dialect.echo is None
-    return HostRequest(tokens, sampling, text if echo else "", judges, is_text)
+    return HostRequest(tokens, sampling, text if echo else "")
 
 
-def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:
+def _check_keys(params: Mapping[str, Any]) -> None:
     if not isinstance(params, Mapping):
         raise ValueError(f"params must be a dict, got {type(params).__name__}")
     known = _OTHERS | _LABELS | _NUMBERS
@@ -134,14 +93,10 @@ def _check_keys(params: Mapping[str, Any], dialect: Dialect) -> None:
         raise ValueError("params has no 'prompt' that is a string")
 
 
-def _sampling(
-    params: Mapping[str, Any], dialect: Dialect, count: int, echo: bool, benchmark: bool
-) -> SamplingParams:
-    given = {name: _number(params[name]) for name in _NUMBERS if params.get(name) is not None}
-    fields = {**dialect.sampling, **given}
-    for key in ("logprobs", "judge_sent_end"):
-        if fields.get("n", 1) != 1 and params.get(key) not in (None, False):
-            raise ValueError(f"{key} needs n=1, not n={brief(fields['n'])}")
+def _sampling(params: Mapping[str, Any], count: int, echo: bool, benchmark: bool) -> SamplingParams:
+    fields = {name: _number(params[name]) for name in _NUMBERS if params.get(name) is not None}
+    if fields.get("n", 1) != 1 and params.get("logprobs") not in (None, False):
+        raise ValueError(f"logprobs needs n=1, not n={brief(fields['n'])}")
     if fields.get("best_of") == 1:
         del fields["best_of"]  # as if it were not given: there is nothing to choose
     temperature = fields.get("temperature")
@@ -151,7 +106,7 @@ def _sampling(
         fields["temperature"] = 0
     if echo and "logprobs" in fields:
         fields["prompt_logprobs"] = fields["logprobs"]
-    stop = [text for text in _entries(params, "stop") if text != ""] or dialect.stop
+    stop = [text for text in _entries(params, "stop") if text != ""]
     stop_ids = [_number(token) for token in _entries(params, "stop_token_ids")]
     return SamplingParams(
         max_tokens=count,

@@ -2,40 +2,25 @@
 
 A host that calls `generate_stream(model, tokenizer, params, device, context_len)` of its own calls
 one of these instead, with a `Llama` (or, for the async one, an `AsyncLLMEngine`) as the model:
-`generate_stream` for FastChat, `async_generate_stream` for DB-GPT in place of vLLM,
-`gorilla_generate_stream` and `guanaco_generate_stream`. How a request is read, and what it leaves
-open, is in `host_params.py`.
+`generate_stream` for FastChat, `async_generate_stream` for DB-GPT in place of vLLM. How a request
+is read, and what it leaves open, is in `host_params.py`.
 """
 
 import contextlib
-import functools
 import itertools
 import os
 from collections.abc import AsyncIterator, Generator, Iterator
 from typing import Any
 
-import numpy as np
-
 from llama.checks import whole_number
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.host_params import (
-    DB_GPT,
-    FASTCHAT,
-    GORILLA,
-    GUANACO,
-    Dialect,
-    HostRequest,
-    read_params,
-)
+from llama.compat.host_params import DB_GPT_TOKENS, HostRequest, read_params
 from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.server.openai.answers import TextScores
 from llama.tokenizer import Tokenizer
-
-# FastChat's judge_sent_end: an answer that ends otherwise goes on.
-_SENTENCE_ENDS = (".", "?", "!", "。", "？", "！", "…", '"', "'", "”")
 
 _Report = dict[str, Any]
 
@@ -55,19 +40,14 @@ class Pace:
         self._told = 1 - interval  # tokens
 
     def told(self, report: _Report) -> list[_Report]:
-        if None not in reasons(report):
+        reasons = report["finish_reason"]
+        if None not in (reasons if isinstance(reasons, list) else [reasons]):
             return [{**report, "finish_reason": None}, report]
         count = report["usage"]["completion_tokens"]
         if count - self._told < self._interval:
             return []
         self._told = count
         return [report]
-
-
-def reasons(report: _Report) -> list[str | None]:
-    """Why each answer has ended; None for one that goes on."""
-    found = report["finish_reason"]
-    return found if isinstance(found, list) else [found]
 
 
 def generate_stream(
@@ -78,18 +58,16 @@ def generate_stream(
     context_len: int | None = None,
     stream_interval: int = 2,
     judge_sent_end: bool = False,
-    *,
-    dialect: Dialect = FASTCHAT,
-) -> Iterator[Any]:
+) -> Iterator[_Report]:
     """FastChat's: a dict with the first token, every `stream_interval` tokens, and at the end.
 
     params: llama/compat/README.md has the keys. A dict has "text" (all of it so far), "usage",
     "logprobs" (None if not asked for), "error_code" (0), and "finish_reason" (None but in the last
     one; the one before has the same text, as hosts expect). An answer has at most the tokens that
     the prompt leaves of context_len.
-    judge_sent_end: a stop token does not end the answer inside a sentence. `device` must be the
-    device that the model was built on. Closing the iterator aborts. ValueError for what cannot be
-    done; RuntimeError in the loop if the model has no token to choose.
+    `device` must be the device that the model was built on. Closing the iterator aborts. ValueError
+    for what cannot be done, as judge_sent_end=True; RuntimeError in the loop if the model has no
+    token to choose.
     """
     if not isinstance(getattr(model, "llm_engine", None), LLMEngine):
         raise ValueError(f"model must be a Llama, got {type(model).__name__}")
@@ -103,31 +81,14 @@ def generate_stream(
         if str(device).split(":")[0] != built_on.type:
             raise ValueError(f"device={device!r}, but the model was built on {built_on}")
         whole_number("stream_interval", stream_interval, 1, 2**31 - 1)
-        request = read_params(
-            params,
-            context_len,
-            dialect,
-            engine.tokenizer,
-            engine.max_seq_len,
-            judge_sent_end=judge_sent_end,
-        )
+        if judge_sent_end:
+            raise ValueError("judge_sent_end=True cannot be done: a stop token ends the answer")
+        request = read_params(params, context_len, engine.tokenizer, engine.max_seq_len)
         checked.append(request)
-        made = engine.prepare("", request.prompt, request.sampling)
-        hold_to_sentences(request, made, engine.tokenizer)
-        yield made
+        yield engine.prepare("", request.prompt, request.sampling)
 
     outputs = engine.stream(prepared())
     return _due(engine, checked[0], outputs, Pace(stream_interval))
-
-
-def gorilla_generate_stream(*given: Any, **named: Any) -> Iterator[str]:
-    """gorilla's: the text so far, without the prompt."""
-    return generate_stream(*given, **{**named, "dialect": GORILLA})
-
-
-def guanaco_generate_stream(*given: Any, **named: Any) -> Iterator[str]:
-    """guanaco's: the text so far, without the prompt, for each token."""
-    return generate_stream(*given, **{**named, "stream_interval": 1, "dialect": GUANACO})
 
 
 async def async_generate_stream(
@@ -138,7 +99,6 @@ async def async_generate_stream(
     context_len: int,
     *,
     benchmark: bool | None = None,
-    dialect: Dialect = DB_GPT,
 ) -> AsyncIterator[_Report]:
     """DB-GPT's, in place of vLLM: a dict as `generate_stream`'s for every step; many at once.
 
@@ -157,11 +117,16 @@ async def async_generate_stream(
     if benchmark is None:
         benchmark = os.getenv("DB_GPT_MODEL_BENCHMARK", "").lower() == "true"
     request = read_params(
-        params, context_len, dialect, engine.tokenizer, engine.max_seq_len, benchmark=benchmark
+        params,
+        context_len,
+        engine.tokenizer,
+        engine.max_seq_len,
+        max_new_tokens=DB_GPT_TOKENS,
+        has_raw_echo=True,
+        benchmark=benchmark,
     )
     request_id = str(params.get("request_id") or f"worker-{next(_serials)}")
     prepared = await model.prepare(request.prompt, request.sampling, request_id)
-    hold_to_sentences(request, prepared, engine.tokenizer)
     async with contextlib.aclosing(model.stream([prepared])) as outputs:
         async for output in outputs:
             yield report_of(request, output, engine.tokenizer)
@@ -172,41 +137,11 @@ def _due(
     request: HostRequest,
     outputs: Generator[RequestOutput, None, None],
     pace: Pace,
-) -> Iterator[Any]:
-    """The reports that are due, as the host's function yields them."""
+) -> Iterator[_Report]:
+    """The reports that are due."""
     with contextlib.closing(outputs):
         for output in outputs:
-            told = pace.told(report_of(request, output, engine.tokenizer))
-            yield from [told[0]["text"]] if told and request.is_text else told
-
-
-class _Sentences:
-    """A constraint: a stop token may not follow inside a sentence."""
-
-    failure: str | None = None
-
-    def __init__(self, head: str, stop_ids: frozenset[int], tokenizer: Tokenizer) -> None:
-        self._head = head  # before the answer's text
-        self._stop_ids = sorted(stop_ids)
-        self._text = functools.partial(tokenizer.decode, skip_special_tokens=True)
-
-    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
-        """See `llama.engine.sequence.Constraint`."""
-        for depth, row in enumerate(bits):
-            allowed = np.ones(32 * len(row), np.uint8)
-            if not (self._head + self._text(output + drafts[:depth])).endswith(_SENTENCE_ENDS):
-                allowed[self._stop_ids] = 0
-            row[:] = np.packbits(allowed, bitorder="little").view(np.int32)
-
-    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
-        return guess, False
-
-
-def hold_to_sentences(request: HostRequest, prepared: Request, tokenizer: Tokenizer) -> None:
-    sequences = [answer.sequence for answer in prepared.answers]
-    for sequence in sequences if request.judge_sent_end else ():
-        sequence.constraint = _Sentences(request.echo, sequence.stop_ids, tokenizer)
-        sequence.is_constrained = True
+            yield from pace.told(report_of(request, output, engine.tokenizer))
 
 
 def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> _Report:

@@ -14,7 +14,7 @@ import pytest
 from helpers.launch import DEMO
 from llama import AsyncLLMEngine, Llama, Message
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.hosts import async_generate_stream, generate_stream, gorilla_generate_stream
+from llama.compat.hosts import async_generate_stream, generate_stream
 
 pytestmark = pytest.mark.hosts
 _MISSING = "it needs DB-GPT: pip install dbgpt==0.8.2 cloudpickle shortuuid fastapi"
@@ -55,7 +55,6 @@ class Adapter(vllm_adapter.VLLMModelAdapterWrapper):  # type: ignore[name-define
 
 class SyncAdapter(Adapter):
     provider = "llama"
-    function: Any = staticmethod(generate_stream)
 
     def load_from_params(self, params):
         llama = build()
@@ -65,19 +64,14 @@ class SyncAdapter(Adapter):
         return False
 
     def get_generate_stream_function(self, model, deploy_model_params):
-        return self.function
+        return generate_stream
 
 
-class GorillaAdapter(SyncAdapter):
-    provider = "llama-gorilla"
-    function: Any = staticmethod(gorilla_generate_stream)
-
-
-for adapter in (Adapter, SyncAdapter, GorillaAdapter):
+for adapter in (Adapter, SyncAdapter):
     base.register_model_adapter(adapter)
 
 
-@pytest.fixture(scope="module", params=["llama-async", "llama", "llama-gorilla"])
+@pytest.fixture(scope="module", params=["llama-async", "llama"])
 def worker(request):
     started = host.DefaultModelWorker()
     deployed = parameter.LLMDeployModelParameters(name=request.param, provider=request.param)
@@ -121,8 +115,6 @@ def test_it_streams_the_answers_of_chat_completion(worker, demo):
         assert texts[-1] == answer["generation"]["content"]
         assert len(told) > 2 and all(b.startswith(a) for a, b in itertools.pairwise(texts))
         assert {output.error_code for output in told} == {0}
-        if worker.model_name == "llama-gorilla":
-            continue  # strings: they have no usage
         usage = told[-1].usage
         assert told[-1].finish_reason in ("stop", "length")
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -135,8 +127,7 @@ def test_it_counts_the_tokens_that_the_model_reads(worker):
         [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
     )
     ((*_, last),) = outputs(worker, [ask("Hello")])
-    if last.usage is not None:
-        assert worker.count_token(prompt) == last.usage["prompt_tokens"]
+    assert worker.count_token(prompt) == last.usage["prompt_tokens"]
     assert worker.count_token("Hello") == len(worker.tokenizer.encode("Hello"))
 
 
@@ -150,9 +141,8 @@ def test_an_error_is_an_answer_with_a_code(worker):
 def test_what_is_too_long_shortens_the_answer(worker):
     (told,) = outputs(worker, [ask("word " * 200, max_new_tokens=400)])
     assert told[-1].error_code == 0
-    if told[-1].usage is not None:
-        assert told[-1].usage["prompt_tokens"] > 200
-        assert told[-1].usage["total_tokens"] <= CONTEXT
+    assert told[-1].usage["prompt_tokens"] > 200
+    assert told[-1].usage["total_tokens"] <= CONTEXT
 
 
 def test_its_benchmark_variable_ignores_stops(worker, monkeypatch):

@@ -7,23 +7,15 @@ import pytest
 import torch
 
 from llama import Llama
-from llama.compat.host_params import (
-    DB_GPT,
-    FASTCHAT,
-    GORILLA,
-    GUANACO,
-    Dialect,
-    HostRequest,
-    read_params,
-)
+from llama.compat.host_params import DB_GPT_TOKENS, HostRequest, read_params
 from llama.compat.hosts import generate_stream
 
 
-def read(llama: Llama, dialect: Dialect = FASTCHAT, **changes: Any) -> HostRequest:
+def read(llama: Llama, **changes: Any) -> HostRequest:
     params = {
         "prompt": "Once upon", "max_new_tokens": 12, "temperature": 0.0, "echo": False, **changes,
     }  # fmt: skip
-    return read_params(params, None, dialect, llama.tokenizer, 50_000)
+    return read_params(params, None, llama.tokenizer, 50_000)
 
 
 NO_STOPS: list[Any] = [None, "", [], [""], [None], set()]
@@ -82,19 +74,13 @@ def test_any_value_is_understood_or_a_value_error(odd, shared_llama):
     not_params: list[Any] = [odd, None]
     for bad in not_params:
         with pytest.raises(ValueError):
-            read_params(bad, 128, FASTCHAT, shared_llama.tokenizer, 128)
+            read_params(bad, 128, shared_llama.tokenizer, 128)
 
 
-@pytest.mark.parametrize(
-    ("dialect", "count", "echo", "stop"),
-    [(FASTCHAT, 256, True, ()), (DB_GPT, 2048, True, ()), (GORILLA, 1024, False, ()),
-     (GUANACO, 512, False, ("###",))],
-)  # fmt: skip
-def test_defaults_are_the_hosts_own(dialect, count, echo, stop, shared_llama):
-    request = read_params({"prompt": "x"}, 42_048, dialect, shared_llama.tokenizer, 50_000)
-    assert (request.sampling.max_tokens, request.echo, request.sampling.stop) == (
-        count, "x" * echo, stop,
-    )  # fmt: skip
-    own = read(shared_llama, dialect, max_new_tokens=3, stop="END", echo=not echo)
-    assert (own.sampling.max_tokens, own.sampling.stop) == (3, ("END",))
-    assert own.echo == ("Once upon" if not echo and dialect.echo is not None else "")
+@pytest.mark.parametrize(("given", "count"), [({}, 256), ({"max_new_tokens": DB_GPT_TOKENS}, 2048)])
+def test_defaults_are_the_hosts_own(given, count, shared_llama):
+    request = read_params({"prompt": "x"}, 42_048, shared_llama.tokenizer, 50_000, **given)
+    sampling = request.sampling
+    assert (sampling.max_tokens, request.echo, sampling.stop) == (count, "x", ())
+    own = read(shared_llama, max_new_tokens=3, stop="END", echo=False)
+    assert (own.sampling.max_tokens, own.sampling.stop, own.echo) == (3, ("END",), "")

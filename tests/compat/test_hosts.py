@@ -16,12 +16,7 @@ import torch
 from helpers.prompts import prompts_of
 from llama import AsyncLLMEngine, Llama, SamplingParams
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.hosts import (
-    async_generate_stream,
-    generate_stream,
-    gorilla_generate_stream,
-    guanaco_generate_stream,
-)
+from llama.compat.hosts import async_generate_stream, generate_stream
 
 
 def key_of(llama: Llama, token: int) -> str:
@@ -146,70 +141,12 @@ def test_logprobs_are_fastchats(shared_llama):
     assert stream(shared_llama)[-1]["logprobs"] is None
 
 
-ENDS = (".", "?", "!", "...", "。", "？", "！", "…", '"', "'", "”")  # FastChat's, in its utils.py
-
-
-def go_on_to_the_end_of_a_sentence(
-    llama: Llama, prompt: str, stops: set[int], count: int
-) -> tuple[str, list[int], int]:
-    """FastChat's rule, greedily: a stop token inside a sentence gives way to the next best."""
-    tokens = ClientTokenizer(llama.tokenizer).encode(prompt)
-    start, passed = len(tokens), 0
-    text = ""
-    while len(tokens) - start < count:
-        best = llama.model(torch.tensor([tokens]), 0)[0, -1].argsort(descending=True).tolist()
-        if best[0] in stops:
-            if text.endswith(ENDS):
-                break
-            passed += 1
-        tokens.append(next(t for t in best if t not in stops) if best[0] in stops else best[0])
-        text = llama.tokenizer.decode(tokens[start:], skip_special_tokens=True)
-    return text, tokens[start:], passed
-
-
-def test_judge_sent_end_passes_over_stop_tokens_inside_a_sentence(shared_llama):
-    """As an argument, as FastChat's chat loop gives it, and as a key; usage and logprobs are of the
-    whole answer."""
-    own = [*range(0, 256, 2), *range(300, 400)]
-    stops = {*own, *shared_llama.tokenizer.stop_tokens}
-    ends = set()
-    for prompt in ("Once", "g", "x"):  # the last has half a character at a joint
-        text, tokens, passed = go_on_to_the_end_of_a_sentence(shared_llama, prompt, stops, 30)
-        changes: dict[str, Any] = {
-            "max_new_tokens": 30,
-            "stop_token_ids": own,
-            "logprobs": 0,
-            "prompt": prompt,
-        }
-        by_key = stream(shared_llama, judge_sent_end=True, **changes)
-        by_argument = list(
-            generate_stream(
-                shared_llama, shared_llama.tokenizer, params(**changes), "cpu",
-                context_len=128, judge_sent_end=True,
-            )
-        )  # fmt: skip
-        assert by_key == by_argument
-        last = by_key[-1]
-        assert (last["text"], last["usage"]["completion_tokens"]) == (text, len(tokens))
-        assert last["logprobs"]["tokens"] == [key_of(shared_llama, t) for t in tokens]
-        assert last["usage"]["prompt_tokens"] == len(
-            ClientTokenizer(shared_llama.tokenizer).encode(prompt)
-        )
-        assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(by_key))
-        assert [t["finish_reason"] for t in by_key[:-1]] == [None] * (len(by_key) - 1)
-        ends.add((last["finish_reason"], passed > 0))
-    assert {("stop", True), ("length", True)} <= ends
-    assert not shared_llama.llm_engine.has_unfinished_requests()
-
-
 def test_closing_aborts(shared_llama):
-    for make in (generate_stream, gorilla_generate_stream, guanaco_generate_stream):
-        assert make.__name__.endswith("generate_stream"), "DB-GPT logs the name"
-        reports: Any = make(shared_llama, shared_llama.tokenizer, params(), "cpu", 128)
-        next(reports)
-        assert shared_llama.llm_engine.has_unfinished_requests()
-        reports.close()
-        assert not shared_llama.llm_engine.has_unfinished_requests()
+    reports: Any = generate_stream(shared_llama, shared_llama.tokenizer, params(), "cpu", 128)
+    next(reports)
+    assert shared_llama.llm_engine.has_unfinished_requests()
+    reports.close()
+    assert not shared_llama.llm_engine.has_unfinished_requests()
 
 
 def test_no_token_to_choose_is_a_runtime_error(shared_llama):
@@ -239,7 +176,7 @@ def test_no_token_to_choose_is_a_runtime_error(shared_llama):
         ({"top_p": "a lot"}, "params: top_p='a lot' must be a number"),
         ({"stop_token_ids": [512]}, "stop_token_ids has the token id 512"),
         ({"n": 2, "temperature": 1, "logprobs": 1}, "logprobs needs n=1, not n=2"),
-        ({"n": 2, "temperature": 1, "judge_sent_end": True}, "judge_sent_end needs n=1"),
+        ({"judge_sent_end": True}, "params has judge_sent_end=True, which this worker cannot do"),
         ({"echo": "maybe"}, "echo='maybe' must be True or False"),
     ],
 )
@@ -251,13 +188,14 @@ def test_what_cannot_be_done_is_refused_at_the_call(change, message, shared_llam
 
 
 def test_another_model_tokenizer_or_device_is_refused(shared_llama, demo):
-    good: list[Any] = [shared_llama, shared_llama.tokenizer, params(), "cpu", 128, 2]
+    good: list[Any] = [shared_llama, shared_llama.tokenizer, params(), "cpu", 128, 2, False]
     for place, bad, message in (
         (0, shared_llama.model, "model must be a Llama, got Transformer"),
         (1, demo.tokenizer, "tokenizer is not the model's own"),
         (3, "cuda", "device='cuda', but the model was built on cpu"),
         (4, "wide", "context_len='wide'"),
         (5, 0, "stream_interval=0"),
+        (6, True, "judge_sent_end=True cannot be done"),
     ):
         call = [*good[:place], bad, *good[place + 1 :]]
         with pytest.raises(ValueError, match=re.escape(message)):
