@@ -368,8 +368,8 @@ TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"co
 
 def test_the_flow_of_a_chatglm_client(llm):
     """History and tools into a text, the text streamed by increments, the call read from it, and
-    the tool's result in the next prompt: the program of ChatGLM's server for vLLM. It gives no seed,
-    so `min_tokens` alone says how long an answer is."""
+    the tool's result in the next prompt: the program of ChatGLM's server for vLLM. It gives no
+    seed, so `min_tokens` alone says how long an answer is."""
     engine = AsyncLLMEngine(llm.llama, AsyncEngineArgs(str(DEMO)))
     history: list[dict[str, Any]] = [{"role": "user", "content": FRANCE}]
 
