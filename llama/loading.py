@@ -15,9 +15,10 @@ from llama.checkpoint import reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
-from llama.checks import brief, number, path_like, whole_number
+from llama.checks import number, path_like, whole_number
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
+from llama.engine.speculative import check_speculate
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
@@ -86,17 +87,10 @@ def load_model(
         batch_size = batch_size or default_batch_size(chosen_device)
         kv_bytes = whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True)
         whole_number("seed", seed, 0, 2**63 - 1)
-        whole_number("speculate_tokens", speculate_tokens, 1, 64)
-        if speculate not in (None, "lookup"):
-            raise ValueError(f"speculate={brief(speculate)}: give 'lookup', or None")
-        if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
-            dtype, quantize = None, dtype  # as it was written before there was quantize=
-        chosen_dtype = pick_dtype(dtype, chosen_device)
-        weights.check_quantize(quantize, chosen_dtype, chosen_device)
-        checkpoint, tokenizer = _look_at(ckpt_dir, tokenizer_path, parallel.size, seq_len)
-        params, is_default = checkpoint.params, dtype in (None, "auto") and quantize is None
-        if is_default and stays_in_codes(checkpoint, chosen_device):
-            checkpoint = replace(checkpoint, in_codes=True)
+        check_speculate(speculate, speculate_tokens)
+        files = _Files.of(ckpt_dir, parallel.size, seq_len, chosen_device, dtype, quantize)
+        checkpoint, params = files.checkpoint, files.checkpoint.params
+        tokenizer = files.tokenizer(tokenizer_path)
         allowed = gpu.asked_for()
         native.asked_for()  # a wrong name is told before weights are read
         compared = {
@@ -104,62 +98,95 @@ def load_model(
             "max_batch_size": batch_size,
             "kv_cache_memory_bytes": kv_bytes,
             "seed": seed,
-            "dtype": chosen_dtype,
-            "quantize": checkpoint.file_type if checkpoint.in_codes else quantize,
             "device": chosen_device.type,
             "torch": torch.__version__,
-            "speculate": speculate,
-            "speculate_tokens": speculate_tokens,
-            **{f"{name} of the checkpoint": value for name, value in vars(params).items()},
+            "speculate": (speculate, speculate_tokens),
+            **files.compared(),
         }
         must_match += [f"{name}={value}" for name, value in compared.items()]
     with parallel.agree("the weights", world=True) as must_match:
         must_match += checkpoint.samples() if parallel.world is not None else []
     if chosen_device.type == "cpu":
         set_num_threads()
-    kernels = gpu.kernels_for(params, parallel, chosen_device, chosen_dtype, PAGE_SIZE, allowed)
+    kernels = gpu.kernels_for(params, parallel, chosen_device, files.dtype, PAGE_SIZE, allowed)
     free = parallel.all_reduce_min(free_bytes(chosen_device))
     with parallel.agree("the memory of the ranks", world=True):
-        memory = Memory.of(
-            checkpoint, parallel.size, chosen_device, chosen_dtype, quantize, free, batch_size
-        )
+        memory = files.memory(parallel.size, chosen_device, free, batch_size)
         seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, params.longest_context)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=seq_len, max_batch_size=batch_size)
-        model = Transformer(args, parallel=parallel, device=chosen_device, dtype=chosen_dtype)
+        model = Transformer(args, parallel=parallel, device=chosen_device, dtype=files.dtype)
         model.use_kernels(kernels)
-        _fill(model, checkpoint, quantize, verify)
-    return Loaded(model, tokenizer, pages, checkpoint.is_guard, checkpoint.file_type)
+        files.fill(model, verify)
+    return Loaded(model, tokenizer, pages, files.checkpoint.is_guard, files.checkpoint.file_type)
 
 
-def _look_at(
-    ckpt_dir: str, tokenizer_path: str | None, ranks: int, seq_len: int | None
-) -> tuple[Checkpoint, Tokenizer]:
-    """A checkpoint and its tokenizer, which `ranks` ranks can load; no weight is read."""
-    checkpoint = find(path_like("ckpt_dir", ckpt_dir))
-    checkpoint.params.check_ranks(ranks)
-    tokenizer_file = path_like("tokenizer_path", tokenizer_path or checkpoint.tokenizer_path())
-    longest = checkpoint.params.longest_context
-    if seq_len is not None and seq_len > longest:
-        raise ValueError(
-            f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
-            "with that or less"
+@dataclass(frozen=True)
+class _Files:
+    """The weights of a model as their files have them, and the format in which they are held."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    quantize: str | None
+
+    @classmethod
+    def of(
+        cls,
+        ckpt_dir: str,
+        ranks: int,
+        seq_len: int | None,
+        device: torch.device,
+        dtype: str | torch.dtype | None,
+        quantize: str | None,
+    ) -> "_Files":
+        """ValueError for what `ranks` ranks cannot load so; no weight is read."""
+        if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
+            dtype, quantize = None, dtype  # as it was written before there was quantize=
+        chosen_dtype = pick_dtype(dtype, device)
+        weights.check_quantize(quantize, chosen_dtype, device)
+        checkpoint = find(path_like("ckpt_dir", ckpt_dir))
+        checkpoint.params.check_ranks(ranks)
+        longest = checkpoint.params.longest_context
+        if seq_len is not None and seq_len > longest:
+            raise ValueError(
+                f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
+                "with that or less"
+            )
+        is_default = dtype in (None, "auto") and quantize is None
+        if is_default and stays_in_codes(checkpoint, device):
+            checkpoint = replace(checkpoint, in_codes=True)
+        return cls(checkpoint, chosen_dtype, quantize)
+
+    def compared(self) -> dict[str, object]:
+        """What must be the same on every rank, by name."""
+        held = self.checkpoint.file_type if self.checkpoint.in_codes else self.quantize
+        params = vars(self.checkpoint.params).items()
+        named = {f"{name} of the checkpoint": value for name, value in params}
+        return {"dtype": self.dtype, "quantize": held, **named}
+
+    def tokenizer(self, path: str | None) -> Tokenizer:
+        """That of a file, or the one beside the weights."""
+        chosen = path_like("tokenizer_path", path or self.checkpoint.tokenizer_path())
+        return load_tokenizer(chosen, self.checkpoint.params)
+
+    def memory(self, ranks: int, device: torch.device, free: int, batch_size: int) -> "Memory":
+        """See `Memory.of`."""
+        return Memory.of(
+            self.checkpoint, ranks, device, self.dtype, self.quantize, free, batch_size
         )
-    return checkpoint, load_tokenizer(tokenizer_file, checkpoint.params)
 
-
-def _fill(model: Transformer, checkpoint: Checkpoint, quantize: str | None, verify: bool) -> None:
-    """Read this rank's weights, each checked if `verify`, and packed once it is whole."""
-    is_first = model.parallel.global_rank == 0
-    reader.load(
-        checkpoint,
-        model,
-        check=LoadCheck(checkpoint, tells=is_first).check if verify else None,
-        filled=functools.partial(model.pack, quantize=quantize),
-        progress=is_first and sys.stderr.isatty(),
-    )
-    if checkpoint.in_codes:
-        model.quantization = checkpoint.file_type
+    def fill(self, model: Transformer, verify: bool) -> None:
+        """Read this rank's weights, each checked if `verify`, and packed once it is whole."""
+        is_first = model.parallel.global_rank == 0
+        reader.load(
+            self.checkpoint,
+            model,
+            check=LoadCheck(self.checkpoint, tells=is_first).check if verify else None,
+            filled=functools.partial(model.pack, quantize=self.quantize),
+            progress=is_first and sys.stderr.isatty(),
+        )
+        if self.checkpoint.in_codes:
+            model.quantization = self.checkpoint.file_type
 
 
 def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llama.checks import brief, whole_number
 from llama.engine.sequence import Sequence
 from llama.ranks.collectives import ModelParallel
 
@@ -23,6 +24,13 @@ _LONGEST = 16  # tokens of them that are compared
 _FORCED = 6  # of a constraint; 1 to 5 are matches of 1, 2, 4, 8 and 16 tokens
 _NUM_KINDS = 7
 _FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.7, 0.8, 0.9)  # of each kind, before any was seen
+
+
+def check_speculate(speculate: str | None, most: int) -> None:
+    """ValueError or TypeError for arguments of `Llama.build` that name no drafter."""
+    whole_number("speculate_tokens", most, 1, 64)
+    if speculate not in (None, "lookup"):
+        raise ValueError(f"speculate={brief(speculate)}: give 'lookup', or None")
 
 
 class Drafter(Protocol):
