@@ -348,44 +348,13 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
 
 
 @pytest.mark.slow
-def test_a_killed_replica_loses_nothing(llama, checkpoint_dir, tmp_path):
-    """kill -9 of one of two replicas: torchrun ends the other, and one process does the rest."""
-    (tmp_path / "in").write_bytes(written(requests(140, 20)))
-    program = script(tmp_path / "in", tmp_path / "out", "--ckpt_dir", checkpoint_dir[0], *SIZES)[1:]
-    program += ["--temperature", "1", "--model_parallel_size", "1"]
-    results: list[subprocess.CompletedProcess] = []
-    launch: Callable[[], None] = lambda: results.append(torchrun(2, *program))  # noqa: E731
-    thread = threading.Thread(target=launch)
-    thread.start()
-    wait_until(lambda: num_lines(tmp_path / "out") >= 20 or not thread.is_alive())
-    os.kill(writer_of(tmp_path / "out"), signal.SIGKILL)
-    thread.join()
-    assert results[0].returncode != 0
-    assert 20 <= num_lines(tmp_path / "out") < 140
-    job(llama, tmp_path, "out", resume=True)
-    job(llama, tmp_path, "whole")
-    assert records(tmp_path / "out") == records(tmp_path / "whole")
-
-
-@pytest.mark.slow
 @pytest.mark.dist
 def test_replicas_killed_at_random_moments_lose_and_double_nothing():
     """A rank or torchrun is killed, before the ranks have met, too; the program checks that all is
     gone after each kill, and the records in the end. By hand it makes 200 kills."""
-    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "5", "--lines", "50"]
+    program = [sys.executable, str(PROGRAMS / "killed_batch.py"), "--kills", "3", "--lines", "50"]
     path = os.pathsep.join([str(REPO), str(REPO / "tests")])
     done = warm.run(program, env=environment(PYTHONPATH=path), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
-    assert counts["kills"] == 5 and counts["jobs"] > 0
-
-
-def writer_of(path: Path) -> int:
-    """A process that has the file open, by Linux's /proc."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if link.resolve() == path.resolve():
-                return int(link.parts[2])
-        except OSError:
-            continue
-    raise AssertionError(f"nobody writes {path}")
+    assert counts["kills"] == 3 and counts["jobs"] > 0
