@@ -28,6 +28,12 @@ PARAMS = {
 }  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What `-m gpu` selects runs its kernels on the GPU, and the interpreter's tests stay away."""
+    if config.option.markexpr == "gpu":
+        del os.environ["TRITON_INTERPRET"]
+
+
 def _children_seconds() -> float:
     """Processor time of the children that have ended and were waited for, with theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -3,8 +3,10 @@
 The oracle is Meta's own model, hooked and loaded by the same statements.
 """
 
+import contextlib
 import copy
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +47,26 @@ def test_the_raw_transformer_keeps_metas_forward(ours, checkpoint_dir, meta):
         torch.testing.assert_close(ours(TOKENS[:, start:end], start), wanted, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="max_batch_size=2 and max_seq_len=32"):
         ours(TOKENS, 30)
+
+
+def test_the_forward_runs_with_its_gpu_as_the_current_one(ours, monkeypatch):
+    """Triton launches kernels there, wherever the tensors are."""
+    now: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        now.append(device)
+        yield
+        now.pop()
+
+    monkeypatch.setattr("llama.model.transformer.current", current, raising=False)
+    seen: list[torch.device] = []
+    ends = [ours.layers[0], ours.output]
+    handles = [x.register_forward_hook(lambda *_: seen.extend(now)) for x in ends]
+    ours(TOKENS[:, :3], 0)
+    assert seen == [TOKENS.device] * 2 and not now
+    for handle in handles:
+        handle.remove()
 
 
 def activations(model: Any, names: list[str]) -> dict[str, Tensor]:

@@ -106,7 +106,8 @@ class ModelRunner:
             sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, mask)
         columns = self._columns(sampled, sampling, is_greedy)
         if self.async_scheduling:
-            self._last_ids[: len(sampling)] = columns[:, 0]
+            # Of a row without a token, -1, the next step makes nothing that is read.
+            self._last_ids[: len(sampling)] = columns[:, 0].clamp(min=0)
             self._last_rows = {seq: row for row, seq in enumerate(sampling)}
         read = _to_host(columns)
         return lambda: RowResults(_tokens(read()), scored)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llama import weights
-from llama.device import use_huge_pages, zeros
+from llama.device import current, use_huge_pages, zeros
 from llama.model.args import ModelArgs
 from llama.model.execution import Executor, LayerExecution, SubLayer
 from llama.model.layers import (
@@ -285,8 +285,9 @@ class Transformer(nn.Module):
             self._raw_pages = self.new_kv_cache(p.max_batch_size, p.max_seq_len)
         starts, query_lens, pages = [start_pos] * n, [count] * n, [[row] for row in range(n)]
         _, batch = Batch.pack([], starts, query_lens, pages, p.max_seq_len, [], tokens.device)
-        h = self._through_layers(tokens, batch, self._raw_pages)
-        return self.logits(self.norm(h))
+        with current(tokens.device):  # Triton's kernels go there
+            h = self._through_layers(tokens, batch, self._raw_pages)
+            return self.logits(self.norm(h))
 
 
 def _tie_again(model: Transformer, _: object) -> None:

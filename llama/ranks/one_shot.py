@@ -20,6 +20,7 @@ from llama.ranks.errors import RankError
 MOST_BYTES = 256 << 10  # beyond, each rank reads too much: size times what a ring does
 _ALIGNED = 16  # bytes that the kernels move at once
 _TRIED = (64, 4096, 16_384)  # numbers
+_DTYPES = (torch.bfloat16, torch.float32)  # torch's kernels have no others
 _LIMIT_S = 30.0  # for all ranks to map each other's memory: it takes milliseconds
 
 Reduce = Callable[[Tensor, Tensor], Any]  # (own part of the symmetric buffer, out) -> sums into out
@@ -59,7 +60,7 @@ class OneShot:
         right, device = True, self._buffer.device
         draw = torch.Generator().manual_seed(dist.get_rank(group))
         for count in _TRIED:
-            for dtype in (torch.bfloat16, torch.float32):
+            for dtype in _DTYPES:
                 whole = torch.randint(-8, 9, (count,), generator=draw).to(device, dtype)
                 drawn = torch.randn(count, generator=draw).to(device, dtype)
                 for x, is_exact in ((whole, True), (drawn, False)):
@@ -74,6 +75,7 @@ class OneShot:
     def supports(self, x: Tensor) -> bool:
         return (
             x.device == self._buffer.device
+            and x.dtype in _DTYPES
             and 0 < x.nbytes <= MOST_BYTES
             and x.nbytes % _ALIGNED == 0
             and x.is_contiguous()

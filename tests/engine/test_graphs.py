@@ -2,6 +2,7 @@
 those of the steps that run operator by operator; what a graph cannot capture is found."""
 
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -124,6 +125,32 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
             recorded = core.runner._graphs._graphs  # type: ignore[union-attr]
             assert {rows for rows, _, _ in recorded} >= {2, 4}, "the graphs were not used"
     assert preempted, "nobody was preempted: the test tests less than it says"
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypatch, graphs):
+    """That step begins with its id, -1: a GPU that looks it up is of no use to the process."""
+    alone = core_of(model, 20, graphs=graphs, ahead=True)
+    good, bad = (Sequence([i + 1] * 5, TokenParams(temperature=0.0), 12, i) for i in range(2))
+    alone.add(wanted := Sequence(good.tokens[:], good.params, 12))
+    while alone.has_unfinished():
+        alone.step()
+    logits = model.logits
+
+    def with_a_bad_row(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        if len(found) == 2:
+            found[1].fill_(math.nan)
+        return found
+
+    monkeypatch.setattr(model, "logits", with_a_bad_row)
+    core = core_of(model, 20, graphs=graphs, ahead=True)
+    core.add(good)
+    core.add(bad)
+    while core.has_unfinished():
+        core.step()
+    assert (good.tokens, good.finish_reason) == (wanted.tokens, "length")
+    assert bad.finish_reason == "error"
 
 
 def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):

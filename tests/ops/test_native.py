@@ -1,10 +1,12 @@
 """Kernels are compiled once, kept whole and safe; without a compiler torch does the work."""
 
+import errno
 import mmap
 import multiprocessing
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -298,3 +300,20 @@ def test_zeros_take_memory_only_when_they_are_written():
     assert float(pages[6:9].float().sum()) == 1 << 20
     assert resident() - before < 32 << 20
     assert not pages[:7].any() and not pages[8:].any()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EROFS], ids=["no locks", "read-only"])
+def test_where_there_is_no_lock_nobody_waits_for_it(tmp_path, monkeypatch, number):
+    """On a network's file system, and where no file can be made: kernels are optional."""
+
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    name = "fcntl.flock" if number == errno.ENOLCK else "builtins.open"
+    entered = []
+    with monkeypatch.context() as patch:
+        patch.setattr(name, fails)
+        patch.setattr(time, "sleep", None)
+        with native.locked(tmp_path / "lock", 60):
+            entered.append(1)
+    assert entered

@@ -210,6 +210,7 @@ def one_shot_sums(folder: str) -> list:
     sizes = [
         one_shot.supports(torch.empty(n)) for n in (0, 3, 4, MOST_BYTES // 4, MOST_BYTES // 4 + 4)
     ]
+    sizes += [one_shot.supports(torch.empty(8, dtype=x)) for x in (torch.bfloat16, torch.float16)]
     one_shot.all_reduce(x)
     return [taken, x.tolist(), sizes, joined, fails_in_a_rendezvous(control)]
 

@@ -138,12 +138,13 @@ def make_private(folder: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path, limit_s: float) -> Iterator[None]:
     """Hold a lock, which ends with its holder; who has waited for too long goes on without, as
-    does who is on a file system that has none."""
+    does who is on a file system that has none, or is full."""
     import fcntl  # Linux has it; this module is imported everywhere
 
     deadline = time.monotonic() + limit_s
-    with open(path, "w") as file:
+    with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
+            file = held.enter_context(open(path, "w"))
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,9 +14,12 @@ Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary,
 per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
 """
 
+import ctypes
 import itertools
 import math
+import os
 import random
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +44,10 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Tile
 Results = tuple[Tensor, ...]
 Choice = tuple[int, int, int, Tile]  # N, K, M, and the tile that is fastest for them
 
+PARENT = "LLAMA_CHECK_PARENT"  # a variable: the process that started this one
 LENGTHS = (1, 15, 16, 17, 255, 4097)
 _PADDING_ROWS = 2
+_PR_SET_PDEATHSIG = 1
 _ROPE_PAGES = 9  # of the cache that keys and values are stored in
 _PLANE = 2**31  # numbers of keys in a layer's cache, from which on an offset needs 64 bits
 # What rounding may do to a row, relative to its length: a few times what the torch bodies do.
@@ -349,6 +354,7 @@ def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) ->
 def run(argument: str, check: Callable[[Job, str], list[Choice]]) -> int:
     """The program: `check` for each of the job's names, and a line of JSON on what came of it."""
     warnings.simplefilter("ignore")
+    end_with_parent()
     job = JOB.validate_json(argument)
     if torch.device(job.device).type == "cuda":
         torch.cuda.set_device(job.device)
@@ -365,6 +371,15 @@ def run(argument: str, check: Callable[[Job, str], list[Choice]]) -> int:
         if result.failed:
             break
     return 0
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the one that started it has ended, in whatever way: a
+    kernel that hangs would else keep the GPU for ever (prctl(2))."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
+        sys.exit("the process that asked for this check has ended")
 
 
 if __name__ == "__main__":

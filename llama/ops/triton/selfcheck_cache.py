@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import NAMES
-from llama.ops.triton.selfcheck import JOB, RESULT, CheckResult, Job
+from llama.ops.triton.selfcheck import JOB, PARENT, RESULT, CheckResult, Job
 
 PROGRAM = ("-m", "llama.ops.triton.selfcheck")  # what follows Python's name in a child
 LIMIT_S = 480.0  # for all of a check; the other ranks wait for 600
@@ -57,7 +57,15 @@ def not_for(device: torch.device) -> str | None:
         return "they need a GPU of compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
+    if device.type == "cuda" and _is_interpreted():
+        return "TRITON_INTERPRET has them run on the CPU"
     return None
+
+
+def _is_interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 def names_for(dtype: str) -> tuple[str, ...]:
@@ -115,7 +123,7 @@ def _versions(device: str) -> dict[str, str]:
         "driver": _driver(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "interpreter": os.environ.get("TRITON_INTERPRET", ""),
+        "interpreter": str(_is_interpreted()),
         "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         "source": _source_hash(),
     }
@@ -175,6 +183,7 @@ def _run(job: Job, program: Sequence[str], deadline: float) -> CheckResult:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONSAFEPATH": "1",  # a folder named llama in the current one must not hide this package
+        PARENT: str(os.getpid()),
     }
     command = [sys.executable, *program, JOB.dump_json(job).decode()]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -1,4 +1,4 @@
-"""The Triton kernels on a CPU, through Triton's interpreter, which must be chosen before it loads.
+"""The Triton kernels on a CPU, through Triton's interpreter: tests/conftest.py has chosen it.
 
 float16 and float32 only: the interpreter multiplies the raw bits of bfloat16 (triton #11584).
 """
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-os.environ["TRITON_INTERPRET"] = "1"
 _LOOPS_OVER_LOADED_NUMBERS = ["test_attention.py", "test_layers.py"]
 
 try:
@@ -21,6 +20,8 @@ try:
 except ImportError:
     collect_ignore_glob = ["test_*.py"]
 else:
+    if "TRITON_INTERPRET" not in os.environ:
+        collect_ignore_glob = ["test_*.py"]
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     # The interpreter of 3.6 ends there with NumPy 2.4: it makes a Python int of an array.
     collect_ignore = _LOOPS_OVER_LOADED_NUMBERS if version < (3, 7) else []

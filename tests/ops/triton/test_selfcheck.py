@@ -1,6 +1,7 @@
 """The self-check and its cache, with real children: some pass, some are wrong, hang or die."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
 
+from helpers import warm
 from helpers.launch import environment
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
@@ -211,6 +213,53 @@ def test_the_program_says_what_failed_and_where(monkeypatch, capsys):
     assert last["reasons"]["silu_mul"].startswith("three rows: result 0 is off by 0.5 where")
 
 
+ORPHAN = """
+import os, time
+from llama.ops.triton import selfcheck
+end, written = os.pipe()
+if not os.fork():  # what asked for the check
+    os.environ[selfcheck.PARENT] = str(os.getpid())
+    is_ready, ready = os.pipe()
+    if not os.fork():  # the check, which hangs
+        while {early} and os.getppid() == int(os.environ[selfcheck.PARENT]):
+            time.sleep(0.01)
+        selfcheck.end_with_parent()
+        os.write(ready, b"x")
+        time.sleep(50)
+    if not {early}:
+        os.read(is_ready, 1)
+    os._exit(0)
+os.close(written)
+os.read(end, 1)  # until the last process that could write has ended
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
+@pytest.mark.parametrize("early", [False, True])
+def test_a_check_ends_with_the_process_that_asked_for_it(tmp_path, early):
+    """One that hangs would keep the GPU for ever."""
+    program = tmp_path / "program.py"
+    program.write_text(ORPHAN.format(early=early))
+    assert warm.run([sys.executable, str(program)], timeout=30).returncode == 0
+
+
+def test_a_child_knows_who_asked_for_it(tmp_path):
+    program = tmp_path / "child.py"
+    code = f"import os, sys; sys.exit(os.environ[{selfcheck.PARENT!r}] + f' {{os.getppid()}}')"
+    program.write_text(code)
+    (said,) = {*cached.load_or_check(job(), [str(program)]).reasons.values()}
+    assert said == f"the check ended with exit code 1: {os.getpid()} {os.getpid()}"
+
+
+def test_the_interpreter_is_never_taken_for_a_gpu(monkeypatch):
+    """It passes for kernels, copies to the host inside a graph, and would be kept as the GPU's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "TRITON_INTERPRET" in str(cached.not_for(torch.device("cuda", 0)))
+    assert cached.not_for(CPU) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert cached.not_for(torch.device("cuda", 0)) is None
+
+
 DYING_CHILD = """
 import json, os, sys, time
 first, *others = json.loads(sys.argv[1])["names"]
@@ -338,7 +387,7 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
     cached.load_or_check(job())
     assert count() == 4
     cached.load_or_check(replace(job(), dtype="bf16"))
-    monkeypatch.setenv("TRITON_INTERPRET", "another")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     cached.load_or_check(job())
     assert count() == 6
     assert sum(is_current for _, _, is_current in cached.results_for(CPU)) == 1
