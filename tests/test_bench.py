@@ -243,6 +243,10 @@ def test_what_a_worker_measures():
     assert len(row["steps"]) == 3 and len(row["ids"]) == 5 and row["host"] > 0
     assert len(row_of("prefill")["prefills"]) == 2
     assert row_of("offline")["seconds"] > 0
+    row = row_of("startup", dtype="bf16", folder=str(REPO / "checkpoints" / "demo"), batch=1)
+    assert row["load"] > row["tokenizer"] > 0 and row["load"] > row["read"] > 0 < row["first"]
+    assert row["imports"] == sum(row["import_of"].values()) and "torch" in row["import_of"]
+    assert row["pack"] > 0
 
 
 def test_rooflines_by_hand():

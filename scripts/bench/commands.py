@@ -73,7 +73,8 @@ _LOAD: list[Column] = [
 ]  # fmt: skip
 _STARTUP: list[Column] = [
     *_WHO, ("first token s", "seconds", ".2f"), ("import s", "imports", ".2f"),
-    ("load s", "load", ".2f"), _TO_OURS,
+    ("load s", "load", ".2f"), ("tokenizer", "tokenizer", ".2f"), ("read", "read", ".2f"),
+    ("pack", "pack", ".2f"), ("first pass", "first", ".2f"), _TO_OURS,
 ]  # fmt: skip
 
 
@@ -231,7 +232,8 @@ def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
 
 
 def startup(max_seq_len: int = 512, **flags: Any) -> None:
-    """Seconds from the command to the first token of a short prompt: interpreter, imports, load."""
+    """Seconds from the command to the first token of a short prompt, and of its parts: imports,
+    load (in it tokenizer, reading and packing, some of which may run side by side), first pass."""
     bench = Bench(**flags)
     case = {"batch": 1, "longest": whole("max_seq_len", max_seq_len, 16)}
 

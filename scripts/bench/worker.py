@@ -122,9 +122,10 @@ def offline(engine: Engine, job: Job) -> Row:
 
 
 def startup(engine: Engine, job: Job) -> Row:
-    """The moment of the first token, on a clock that the parent process shares."""
-    engine.start(random_prompts([8], job, job["seed"]))
-    return {"first_token_at": time.monotonic()}
+    """The moment of the first token, on a clock that the parent process shares, and the seconds of
+    the pass that made it."""
+    seconds, _ = seconds_of(partial(engine.start, random_prompts([8], job, job["seed"])))
+    return {"first_token_at": time.monotonic(), "first": seconds}
 
 
 MEASURES: dict[str, Callable[[Engine, Job], Row]] = {
@@ -190,7 +191,7 @@ def measure(name: str, job: Job) -> Row:
         return {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
     if job.get("busy") and hasattr(os, "sched_getaffinity"):
         job["cores"] = os.sched_getaffinity(0)  # before the engine binds its threads
-    imports, _ = seconds_of(lambda: [importlib.import_module(m) for m in modules])
+    imports = {m: seconds_of(partial(importlib.import_module, m))[0] for m in modules}
     with PeakMemory() as peak:
         load, engine = seconds_of(partial(kind, job))
     row = MEASURES[job["measure"]](engine, job)
@@ -199,7 +200,9 @@ def measure(name: str, job: Job) -> Row:
         "peak_resident": peak.resident,
         "peak_device": _device_memory(job["device"]),
     }
-    return {"version": _version(modules[-1]), "imports": imports, "load": load, **memory, **row}
+    times = {"imports": sum(imports.values()), "import_of": imports, "load": load}
+    times |= getattr(engine, "load_parts", {})
+    return {"version": _version(modules[-1]), **times, **memory, **row}
 
 
 if __name__ == "__main__":

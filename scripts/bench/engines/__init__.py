@@ -43,7 +43,7 @@ class Peer(NamedTuple):
     environment: Callable[[Path], dict[str, str]] = lambda venv: {}
 
 
-_OUR_MODULES = ("torch", "llama")
+_OUR_MODULES = ("torch", "llama.generation")
 ENGINES = {
     "ours": Peer(Ours, _OUR_MODULES),
     "ours_bf16": Peer(Ours, _OUR_MODULES),  # what it is beside, where --dtype is another
