@@ -219,6 +219,8 @@ class SamplingParams:
         temperature 0 they are all the same.
     logprobs, prompt_logprobs: log-probability of each generated, or prompt, token and of so many
         of the likeliest in its place; 0 for the token's own, None for none.
+    prediction: a text that the answer may repeat, as OpenAI's predicted outputs. Where the model
+        speculates, its tokens are guesses; the answer does not depend on them.
     structured_output: the form that the answer must have, a `StructuredOutput` or its fields as a
         mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
@@ -244,6 +246,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     bad_words: Sequence[str] = ()
+    prediction: str = ""
     structured_output: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -264,6 +267,8 @@ class SamplingParams:
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
         self._set("stop_token_ids", ids)
         self._set("bad_words", _tuple_of(_word, "bad_words", self.bad_words, MOST_WORDS))
+        if not isinstance(self.prediction, str):
+            raise _wrong("prediction", self.prediction, "be a string")
         self._set("logit_bias", _bias("logit_bias", self.logit_bias))
         self._set("structured_output", _form("structured_output", self.structured_output))
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):

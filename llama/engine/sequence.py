@@ -91,6 +91,7 @@ class Sequence:
     seed: int = 0  # of its draws
     stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
+    prediction: Seq[int] = ()  # what the output may repeat
     is_constrained: bool = False  # also where rank 0 alone has the constraint
     num_computed: int = 0  # leading tokens whose keys and values are in pages, or will be
     num_pending: int = 0  # tokens behind these that are sampled and not read yet: 0 or 1

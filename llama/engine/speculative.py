@@ -12,6 +12,7 @@ row is added where it gives more tokens for its time than the step does without 
 import json
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from llama.ranks.collectives import ModelParallel
 
 _PLACES = 16  # where a token occurred, the latest ones, that are compared
 _LONGEST = 16  # tokens of them that are compared
+_PREDICTED = 8  # a prediction begins as what follows a match of so many
 _FORCED = 6  # of a constraint; 1 to 5 are matches of 1, 2, 4, 8 and 16 tokens
 _NUM_KINDS = 7
 _FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.7, 0.8, 0.9)  # of each kind, before any was seen
@@ -68,7 +70,7 @@ class Lookup:
         self._last: dict[int, int] = {}
         self._before: list[int] = []
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Seq[int]) -> None:
         """Append tokens, and find where their end occurred."""
         text, last, before = self.ids, self._last, self._before
         for token in tokens:
@@ -96,11 +98,28 @@ class Lookup:
                 self.source, self.length = place + 1, length
             place = self._before[place]
 
+    def expect(self, place: int) -> None:
+        """The text goes on with the token of that place, as far as one can tell."""
+        self.source, self.length = place, _PREDICTED
+
     def guess(self, most: int) -> list[int]:
         """What followed; where that reaches the end of the text, it repeats itself."""
         if self.source < 0:
             return []
         return (self.ids[self.source : self.source + most] * most)[:most]
+
+
+def count_predicted(prediction: Seq[int], output: list[int]) -> int:
+    """How many tokens of a prediction an output had where look-up expected them."""
+    lookup, came = Lookup(), set[int]()
+    lookup.extend(prediction)
+    lookup.expect(0)
+    for token in output:
+        place = lookup.source
+        if 0 <= place < len(prediction) and lookup.ids[place] == token:
+            came.add(place)
+        lookup.extend([token])
+    return len(came)
 
 
 @dataclass
@@ -203,6 +222,9 @@ class Speculator:
         if state is None:
             state = self._states[seq] = _State(Lookup(), seq.num_prompt)
             state.lookup.extend(seq.tokens[: seq.num_prompt])
+            if seq.prediction:
+                state.lookup.extend(seq.prediction)
+                state.lookup.expect(seq.num_prompt)
         if state.num_left_out < min(state.num_idle // 8, 8) and seq.constraint is None:
             state.num_left_out += 1
             return [], 0.0

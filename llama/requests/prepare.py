@@ -89,6 +89,7 @@ class Preparer:
     def _answers(self, ids: list[int], params: SamplingParams, longest: int) -> list[Answer]:
         token_params = _token_params(params, self.tokenizer)
         form, answers = params.structured_output, []
+        prediction = self.tokenizer.encode(params.prediction, bos=False, eos=False)
         assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
         for _ in range(params.best_of or params.n):
             sequence = Sequence(
@@ -97,6 +98,7 @@ class Preparer:
                 max_len=longest,
                 stop_ids=_stop_ids(params, self.tokenizer),
                 constraint=None if form is None else self.grammars.matcher(form),
+                prediction=prediction,
             )
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             detokenizer = Detokenizer(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llama.engine.sequence import Sequence
+from llama.engine.speculative import count_predicted
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.sampling_params import SamplingParams
 
@@ -120,6 +121,12 @@ class CompletionOutput:
     def token_ids(self) -> list[int]:
         seq = self._answer.sequence
         return seq.tokens[seq.num_prompt : seq.num_prompt + self._num_tokens]
+
+    def num_predicted(self) -> tuple[int, int]:
+        """Of the tokens of the request's prediction, those that came, and those that did not."""
+        prediction = self._answer.sequence.prediction
+        right = count_predicted(prediction, self.token_ids)
+        return right, len(prediction) - right
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:

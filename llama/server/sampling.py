@@ -26,9 +26,10 @@ from llama.sampling_params import (
     SamplingParams,
 )
 
-# Of OpenAI's own APIs: all by their names, but these two, which follow from other fields.
+# Of OpenAI's own APIs: all by their names, but these three, which follow from other fields.
 OPENAI_NAMES = {each.name: each.name for each in dataclasses.fields(SamplingParams)}
-del OPENAI_NAMES["prompt_logprobs"], OPENAI_NAMES["structured_output"]
+for _name in ("prompt_logprobs", "structured_output", "prediction"):
+    del OPENAI_NAMES[_name]
 OPENAI_NAMES["max_completion_tokens"] = "max_tokens"
 # Of the APIs with one answer, whose limit of tokens has a name of their own.
 _NOT_SHARED = {"n", "best_of", "logprobs", "max_tokens", "max_completion_tokens"}

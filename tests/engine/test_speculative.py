@@ -265,6 +265,25 @@ def test_what_has_ended_is_forgotten():
 
 
 @needs_kernels
+def test_a_prediction_is_where_guesses_come_from(plain):
+    """The prompt has nothing of the answer; the prediction has all of it but two tokens."""
+    model, found = plain[0], list[tuple[list[int], int]]()
+    for kind in ("without", "wrong", "right"):
+        llama = Llama(model.model, model.tokenizer, num_pages=40, speculate_tokens=7)
+        text = "" if kind == "without" else "no word of it, and none"
+        asked = SamplingParams(temperature=1, max_tokens=60, seed=3, prediction=text)
+        request = llama.llm_engine.prepare("", PROMPTS[1], asked)
+        if kind == "right":
+            ids = found[0][0]
+            request.answers[0].sequence.prediction = [*ids[:9], 1, 2, *ids[11:]]
+        (output,) = llama.llm_engine.run([request])
+        found.append((output.outputs[0].token_ids, llama.engine.stats.steps))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[2][1] < 25 < 45 < found[1][1], found
+    assert output.outputs[0].num_predicted() == (57, 3)  # two are wrong, and one ends the search
+
+
+@needs_kernels
 def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     """The answers are those of a model that does not, and come in fewer steps; the log, /metrics
     and the lines of figures say how many tokens were guessed, and how many were right."""

@@ -187,6 +187,8 @@ IN_A_CHAT: Faults = [
     ({"logprobs": True, "top_logprobs": 101}, "top_logprobs", "top_logprobs=101"),
     ({"max_tokens": None, "max_completion_tokens": -1}, "max_completion_tokens", "from 0 to"),
     ({"max_tokens": None, "max_completion_tokens": 512}, "max_completion_tokens", "512 tokens"),
+    ({"prediction": "x"}, "prediction", "must be an object"),
+    ({"prediction": {"type": "content"}}, "prediction", "prediction.content is needed"),
     ({"continue_final_message": True}, "continue_final_message", "needs add_generation_prompt"),
     ({"add_generation_prompt": 0}, "add_generation_prompt", "must be true or false"),
     (json_form({"$ref": "https://json-schema.org/x"}), FORM, "does not fetch"),

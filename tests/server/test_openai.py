@@ -24,7 +24,7 @@ def test_every_field_reaches_the_sampler():
         "logprobs": 2, "bad_words": ["c"], "logit_bias": {"7": 1.5},
     }  # fmt: skip
     names = {f.name for f in dataclasses.fields(SamplingParams)}
-    assert changed.keys() == names - {"prompt_logprobs", "structured_output"}
+    assert changed.keys() == names - {"prompt_logprobs", "structured_output", "prediction"}
     labels = {"model": "m", "user": "u", "metadata": {"k": "v"}, "stream": False, "tools": None}
     request = parse_body({"prompt": "x", **changed, **labels}, SamplingParams(), chat=False)
     assert request.params == SamplingParams(**{**changed, "logit_bias": {7: 1.5}})
@@ -38,6 +38,11 @@ def test_every_field_reaches_the_sampler():
     request = parse_body({"messages": HELLO, "max_completion_tokens": 4}, defaults, chat=True)
     assert request.params == dataclasses.replace(defaults, max_tokens=4)
     assert (request.add_generation_prompt, request.continue_final_message) == (True, False)
+    parts = [{"type": "text", "text": "def f"}, {"type": "text", "text": "():"}]
+    for content in ("def f():", parts):
+        predicted = {"messages": HELLO, "prediction": {"type": "content", "content": content}}
+        request = parse_body(predicted, defaults, chat=True)
+        assert request.params == dataclasses.replace(defaults, prediction="def f():")
     body = {"messages": HELLO, "add_generation_prompt": False, "continue_final_message": True}
     request = parse_body(body, defaults, chat=True)
     assert (request.add_generation_prompt, request.continue_final_message) == (False, True)

@@ -64,6 +64,30 @@ def test_every_form_of_a_prompt_gets_the_engines_answer(client, demo):
         assert chat.usage.prompt_tokens == len(dialog)
 
 
+def test_a_prediction_changes_no_answer_and_its_tokens_are_counted(client, demo):
+    """OpenAI's predicted outputs, in an answer that is whole and in a stream: of the prediction's
+    tokens, those that are in the answer are accepted, and all others rejected."""
+    ask: Any = {"model": MODEL, "messages": STORY, "max_tokens": 30, "temperature": 0}
+    create = client.chat.completions.create
+    plain = create(**ask)
+    assert plain.usage.completion_tokens_details is None
+    text = plain.choices[0].message.content
+    words = text.split(" ")
+    edited = " ".join([*words[:6], "QQQ", "ZZZ", *words[7:]])
+    for content, least, most in [(text, 30, 30), (edited, 20, 29), ("12 34", 0, 0)]:
+        num_given = len(demo.tokenizer.encode(content, bos=False, eos=False))
+        parts = [{"type": "text", "text": content}]
+        asked = {**ask, "prediction": {"type": "content", "content": parts}}
+        whole = create(**asked)
+        assert whole.choices == plain.choices
+        *_, last = create(**asked, stream=True, stream_options={"include_usage": True})
+        for usage in (whole.usage, last.usage):
+            details = usage.completion_tokens_details
+            assert least <= details.accepted_prediction_tokens <= most
+            rejected = num_given - details.accepted_prediction_tokens
+            assert details.rejected_prediction_tokens == rejected
+
+
 def test_a_message_that_stays_open_is_continued(server, client, demo):
     """The answer goes on from the last message, whose white space counts; /tokenize agrees."""
     start = "Once upon a time, \n"

@@ -30,14 +30,22 @@ class ResponseMeta:
     created: int
 
 
-def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of all prompts and their answers; of the prompts', those found in the cache."""
+def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens of all prompts and their answers; of the prompts', those found in the cache; of a
+    prediction's, those that came and those that did not."""
     counts = [output.usage for output in outputs]
+    details = {}
+    if request.params.prediction:
+        predicted = [answer.num_predicted() for output in outputs for answer in output.outputs]
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        sums = map(sum, zip(*predicted, strict=True))
+        details["completion_tokens_details"] = dict(zip(names, sums, strict=True))
     return {
         "prompt_tokens": sum(each.prompt_tokens for each in counts),
         "completion_tokens": sum(each.completion_tokens for each in counts),
         "total_tokens": sum(each.total_tokens for each in counts),
         "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in counts)},
+        **details,
     }
 
 
@@ -73,7 +81,12 @@ class Completion:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response to a finished request; outputs: the last one of each of its prompts."""
         choices = [self._whole(output, answer) for output in outputs for answer in output.outputs]
-        return {**self._head, "object": self._kind, "choices": choices, "usage": _usage(outputs)}
+        return {
+            **self._head,
+            "object": self._kind,
+            "choices": choices,
+            "usage": _usage(self._request, outputs),
+        }
 
     def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The chunks that an output brings: none, where no choice has anything new."""
@@ -90,7 +103,7 @@ class Completion:
         """After all outputs: the counts of tokens and their speed, if they were asked for."""
         if self._request.has_usage:
             outputs = list(self._latest.values())
-            chunk = {**self._head, "choices": [], "usage": _usage(outputs)}
+            chunk = {**self._head, "choices": [], "usage": _usage(self._request, outputs)}
             if self._request.num_answers == 1:
                 chunk["timings"] = _timings(outputs[0].outputs[0])
             yield chunk

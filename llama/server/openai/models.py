@@ -11,7 +11,7 @@ from pydantic import Field, Tag, TypeAdapter
 from llama.checks import FieldError
 from llama.prompts.chat import JsonSchema, ResponseFormatField
 from llama.prompts.fields import UNUSED, Fields, chosen_by, read_as
-from llama.prompts.messages import Dialog
+from llama.prompts.messages import Content, Dialog
 from llama.prompts.tools import ToolFields
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import AcceptedFields
@@ -131,6 +131,18 @@ class CompletionBody(_TextSampling, _Body):
         )
 
 
+class Prediction(Fields):
+    """Predicted outputs."""
+
+    type: Literal["content"]
+    content: Content
+
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatBody(ToolFields, _ChatSampling, _Body):
     """The body of /v1/chat/completions. top_logprobs: how many where logprobs is true."""
 
@@ -143,13 +155,18 @@ class ChatBody(ToolFields, _ChatSampling, _Body):
     logprobs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """`defaults`: the parameters that the body does not give."""
         place, form = self.form()
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
-        own = {"logprobs": 0} if self.logprobs and self.top_logprobs is None else {}
+        own: dict[str, Any] = {}
+        if self.logprobs and self.top_logprobs is None:
+            own["logprobs"] = 0
+        if self.prediction is not None:
+            own["prediction"] = self.prediction.text()
         has_header = self.add_generation_prompt is not False
         if self.continue_final_message and has_header:
             words = "continue_final_message needs add_generation_prompt to be false"
