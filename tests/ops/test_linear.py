@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.kernels import HAS_KERNELS
+from helpers.kernels import HAS_KERNELS, library
 from llama.model.layers import Linear
 from llama.ops.cpu import build, native
 from llama.ops.linear import linear
@@ -267,7 +267,7 @@ def test_wrong_rows_are_refused(kernels):
             blocked.linear(x)
 
 
-def library() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
     kernels = native.kernels()
     assert kernels is not None
     return kernels
@@ -275,7 +275,7 @@ def library() -> ctypes.CDLL:
 
 def products_of_tiles() -> int:
     """How many the emulation has made so far."""
-    return ctypes.c_long.in_dll(library(), "amx_products").value
+    return ctypes.c_long.in_dll(loaded(), "amx_products").value
 
 
 @pytest.mark.parametrize("kernels", ["amx_emulated"], indirect=True)
@@ -297,7 +297,7 @@ def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
 @pytest.mark.parametrize("fault, checked", [("amx_refused", 0), ("amx_wrong", 8)])
 def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fault, checked):
     torch.set_num_threads(1)  # two may do the same piece
-    copy = ctypes.CDLL(shutil.copy(library()._name, tmp_path))  # that has used none yet
+    copy = ctypes.CDLL(shutil.copy(loaded()._name, tmp_path))  # that has used none yet
     ctypes.c_int.in_dll(copy, fault).value = 1
     monkeypatch.setattr(native, "kernels", lambda: copy)
     for m in (1, 33):
@@ -307,7 +307,7 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
 
 
 @pytest.mark.skipif("amx_bf16" not in native.cpu_flags(), reason="this CPU has no tiles")
-def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(libraries, monkeypatch):
+def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(monkeypatch):
     """To the bit: the emulation adds in the tiles' order. Vectors give other bytes, so that tiles
     are used."""
     for m, n, k in [(1, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
@@ -315,7 +315,7 @@ def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(libraries, monkeyp
         results = {}
         for body in ("amx", "amx_emulated", "avx512"):
             with monkeypatch.context() as patch:
-                patch.setattr(native, "kernels", lambda body=body: libraries(body))
+                patch.setattr(native, "kernels", lambda body=body: library(body))
                 for kind in KINDS:
                     out = kind.pack(weight.clone()).linear(x, torch.float32)
                     results[body, kind] = out.view(torch.int32)
