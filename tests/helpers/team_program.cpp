@@ -11,9 +11,9 @@
 
 namespace {
 
-constexpr int PHASES = 60;
+constexpr int PHASES = 60, MANY_PHASES = 2000;
 constexpr long PIECES = 40;
-std::atomic<int> written[PHASES][PIECES];
+std::atomic<int> written[MANY_PHASES][PIECES];
 
 void fail(const char* what, long phase, long piece) {
   fprintf(stderr, "%s: phase %ld, piece %ld\n", what, phase, piece);
@@ -37,21 +37,22 @@ void check(int phase, long pieces) {
 }
 
 // Random pauses in computing and writing; each phase looks at the one before. Fewer threads may
-// come than the team is for.
-void stress(long threads, long present, unsigned seed) {
+// come than the team is for. A phase has fewer than `most` pieces.
+void stress(long threads, long present, unsigned seed, int phases = PHASES, long most = PIECES) {
+  const auto pieces_of = [&](int phase) { return (seed + phase * 7) % most; };
   for (auto& phase : written)
     for (auto& count : phase) count = 0;
   run_threads(threads, present, [&](Worker& member) {
     unsigned state = seed + 97 * member.index;
     const auto pause = [&] {
       const int kind = rand_r(&state) % 64;
-      if (kind == 0) usleep(rand_r(&state) % 2000);
+      if (kind == 0) usleep(rand_r(&state) % (100'000 / phases));
       if (kind < 8) sched_yield();
     };
-    for (int phase = 0; phase < PHASES; phase++) {
-      const long pieces = (seed + phase * 7) % PIECES;
+    for (int phase = 0; phase < phases; phase++) {
+      const long pieces = pieces_of(phase);
       const auto write = [&](long i) {
-        if (phase > 0) check(phase - 1, (seed + (phase - 1) * 7) % PIECES);
+        if (phase > 0) check(phase - 1, pieces_of(phase - 1));
         pause();
         written[phase][i]++;
       };
@@ -60,7 +61,7 @@ void stress(long threads, long present, unsigned seed) {
       check(phase, pieces);
     }
   });
-  for (int phase = 0; phase < PHASES; phase++) check(phase, (seed + phase * 7) % PIECES);
+  for (int phase = 0; phase < phases; phase++) check(phase, pieces_of(phase));
 }
 
 // One thread is put aside in a piece until the others have done all phases: they do not wait for
@@ -92,5 +93,6 @@ void leave_one_behind(long threads) {
 
 int main() {
   for (unsigned seed = 0; seed < 24; seed++) stress(1 + seed % 5, 1 + seed % (1 + seed % 5), seed);
+  for (unsigned seed = 0; seed < 20; seed++) stress(8, 8, seed, MANY_PHASES, 5);  // parts are empty
   for (long threads = 2; threads < 5; threads++) leave_one_behind(threads);
 }

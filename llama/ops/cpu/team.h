@@ -160,8 +160,10 @@ class Worker {
     return is_late;
   }
 
+  // Not an empty range: all may be done then, and others in the next phase, where this member's word
+  // must not say again that its part is to be had. Until an open one is done nobody goes on.
   bool publish(Range range) {
-    team.ranges[index].store(range);
+    if (is_open(range)) team.ranges[index].store(range);
     return is_open(range);
   }
 
