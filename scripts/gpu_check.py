@@ -4,10 +4,17 @@
     python scripts/gpu_check.py --dry --out DIR        # all of it on the CPU, with the demo shape
 
 In: a machine with a GPU, and minutes. Out: DIR/results.jsonl, one line a figure, written as they
-come; DIR/summary.txt, a table; DIR/NAME.log for each section. The sections (bench/gpu_sections.py)
-are processes of their own with limits of their own, the most telling first: one that hangs or
-crashes costs its own time and no more. A second run with the same DIR does what is left.
+come; DIR/summary.txt, a table; DIR/log.txt. The sections (bench/gpu_sections.py) are processes of
+their own with limits of their own, the most telling first: one that hangs or crashes costs its own
+time and no more. A second run with the same DIR does what is left.
 Exit code: 0, or 1 where a section failed.
+
+A bare machine, which has torch, Triton, gcc and Python.h, lacks fairscale at the least. Here, then
+there, without a network:
+
+    pip wheel --no-deps -c constraints.txt -w wheels fairscale
+    python3 -m pip install -q --no-index --no-deps --target site wheels/*.whl
+    PYTHONPATH=site:. python3 scripts/gpu_check.py --out DIR --only facts,checks,decode,profile
 """
 
 import argparse
@@ -16,6 +23,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +47,7 @@ def main() -> int:
     from bench import gpu_sections
 
     if args.section:
-        for name in args.section.split(","):
-            gpu_sections.run(name, args.out, dry=args.dry)
-        return 0
+        return max(_run_here(name, args.out, dry=args.dry) for name in args.section.split(","))
     if not args.dry and not gpu_sections.has_gpu():
         parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
     names = [name for name in gpu_sections.LIMITS if name in (args.only or name).split(",")]
@@ -66,11 +72,13 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
         if left < _LEAST_S:
             print(f"{what}: no time is left for it; run the command again", flush=True)
             continue
-        began = time.monotonic()
+        began, before = time.monotonic(), len(read_results(out))
         how = _run_child(what, out, min(sum(LIMITS[name] for name in group), left), dry=dry)
         seconds = round(time.monotonic() - began, 1)
+        said = _ended(read_results(out)[before:])  # of those that came to their ends
         for name in group:
-            _append(out, {"section": name, "ended": how, "seconds": seconds})
+            if name not in said:
+                _append(out, {"section": name, "ended": how, "seconds": seconds})
         print(f"{what}: {how} in {seconds} s", flush=True)
     rows = read_results(out)
     summary = _summary(rows)
@@ -80,13 +88,29 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
     return int(any(ended.get(name) != "ok" for name in names))
 
 
+def _run_here(name: str, out: Path, *, dry: bool) -> int:
+    """Run a section in this process, and say how it ended; its exit code."""
+    from bench import gpu_sections
+
+    began, how = time.monotonic(), "ok"
+    try:
+        gpu_sections.run(name, out, dry=dry)
+    except Exception:
+        traceback.print_exc()
+        how = "failed (see log.txt)"
+    seconds = round(time.monotonic() - began, 1)
+    _append(out, {"section": name, "ended": how, "seconds": seconds})
+    return int(how != "ok")
+
+
 def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
     """Run a section, or several; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if dry:  # kernels run in Triton's interpreter; what is found of them is not kept
         env |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(out / "cache")}
-    with (out / f"{name}.log").open("a") as log:
+    with (out / "log.txt").open("a") as log:
+        print(f"--- {name} ---", file=log, flush=True)
         child = subprocess.Popen(
             command + ["--dry"] * dry, stdout=log, stderr=log, env=env, start_new_session=True
         )
@@ -99,7 +123,7 @@ def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
         except BaseException:
             os.killpg(child.pid, 9)
             raise
-    return "ok" if code == 0 else f"failed (exit code {code}, see {name}.log)"
+    return "ok" if code == 0 else f"failed (exit code {code}, see log.txt)"
 
 
 def _append(out: Path, row: dict[str, Any]) -> None:

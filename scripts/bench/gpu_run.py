@@ -2,14 +2,16 @@
 
 In: a section's name and a folder. Out: models and engines whose steps run as a mode says, and lines
 of JSON in the folder's results.jsonl: {"section", "what", "mode", "value", "unit"}, with the "bar"
-and the "goal" that were set for it. A mode is how steps run: operator by operator in torch
-("torch"), replayed ("graphs"), and replayed with the Triton kernels that passed their check
-("graphs+kernels").
+and the "goal" that were set for it. A mode is how steps run: replayed with the Triton kernels that
+passed their check ("graphs+kernels"), replayed ("graphs"), and operator by operator in torch
+("torch").
 """
 
+import contextlib
+import gc
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,21 @@ from llama.engine.graphs import CudaRecorder, Outputs, Recorder
 from llama.ops.triton.kernels import KernelSet
 from llama.requests.llm_engine import LLMEngine
 
-MODES = ("torch", "graphs", "graphs+kernels")
+MODES = ("graphs+kernels", "graphs", "torch")
 DRY_KERNELS = ("add_norm", "rope_and_store", "silu_mul", "sample")  # quick in the interpreter
-# Tokens a second, or seconds, on one H200 with random weights in bf16: (first bar, goal).
-BARS: dict[str, tuple[float, float]] = {
-    "8b batch 1": (225, 256),
-    "1b batch 1": (1000, 1300),
-    "8b batch 64 context 2048": (6000, 7300),
-    "8b 128 x (32, 2048)": (9500, 13_000),
-    "8b prefill 4096": (35_000, 42_000),
-    "8b 256 mixed requests": (8000, 10_600),
-    "8b load": (2.0, 0.6),
-    "times transformers, batch 1": (2.5, 4),
-    "times transformers, batch 32": (2.5, 4),
+H200 = {"read bandwidth": 4.3e12, "matrix rate": 7.9e14}  # what its machine.py would find
+# Tokens a second, or seconds, on one H200 with random weights in bf16: first bar, goal, and which
+# rate another GPU's bar goes by.
+BARS: dict[str, tuple[float, float, str]] = {
+    "8b batch 1": (225, 256, "read bandwidth"),
+    "1b batch 1": (1000, 1300, "read bandwidth"),
+    "8b batch 64 context 2048": (6000, 7300, "read bandwidth"),
+    "8b 128 x (32, 2048)": (9500, 13_000, "read bandwidth"),
+    "8b prefill 4096": (35_000, 42_000, "matrix rate"),
+    "8b 256 mixed requests": (8000, 10_600, "read bandwidth"),
+    "8b load": (2.0, 0.6, ""),
+    "times transformers, batch 1": (2.5, 4, ""),
+    "times transformers, batch 32": (2.5, 4, ""),
 }
 _DRY_SHAPE = {
     "dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "multiple_of": 32,
@@ -59,16 +63,18 @@ class Section:
     def say(self, what: str, value: Any, unit: str = "", **more: Any) -> None:
         """One figure, on disk at once."""
         row = {"section": self.name, "what": what, "value": value, "unit": unit} | more
-        if what in BARS and more.get("mode", MODES[-1]) == MODES[-1]:
-            row["bar"], row["goal"] = BARS[what]
+        if what in BARS and more.get("mode", MODES[0]) == MODES[0]:
+            bar, goal, rate = BARS[what]
+            scale = self.found(rate) / H200[rate] if rate else 1.0
+            row["bar"], row["goal"] = bar * scale, goal * scale
         with (self.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 
-    def found(self, what: str, default: float) -> float:
-        """A figure of an earlier section."""
-        rows = [row for row in read_results(self.out) if row.get("what") == what]
-        return rows[-1]["value"] if rows else default
+    def found(self, rate: str) -> float:
+        """A rate of the machine, from the section `facts`."""
+        rows = [row for row in read_results(self.out) if row.get("what") == rate]
+        return rows[-1]["value"] if rows else H200[rate]
 
     def params(self, shape: str) -> dict[str, Any]:
         return dict(_DRY_SHAPE if self.dry else SHAPES[shape])
@@ -80,8 +86,20 @@ class Section:
         params = self.params(shape) | {"max_seq_len": longest, "max_batch_size": batch}
         return random_model(params, self.dtype, str(self.device))
 
-    def engine(self, model: Transformer, mode: str, num_tokens: int) -> LLMEngine:
-        """A new engine over `model`, whose steps run as the mode says."""
+    @contextlib.contextmanager
+    def engine(self, model: Transformer, mode: str, num_tokens: int) -> Iterator[LLMEngine]:
+        """A new engine over `model`, whose steps run as the mode says; at the end of the block its
+        KV cache is freed, as two of them would not fit."""
+        engine = self._engine(model, mode, num_tokens)
+        try:
+            yield engine
+        finally:
+            engine.discard_all()
+            engine.core.runner.close()
+            engine.core.runner.kv_cache = torch.empty(0)
+            gc.collect()
+
+    def _engine(self, model: Transformer, mode: str, num_tokens: int) -> LLMEngine:
         has_kernels = "kernels" in mode
         if self.dry:
             names = frozenset(DRY_KERNELS if has_kernels else ())

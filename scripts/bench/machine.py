@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,20 @@ def facts(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def gpu_state(device: torch.device) -> dict[str, str]:
+    """What explains a GPU's figures beside its name; empty where nvidia-smi is missing."""
+    names = ["driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "ecc.mode.current"]
+    command = ["nvidia-smi", "-i", str(device.index or 0), f"--query-gpu={','.join(names)}"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader"], capture_output=True, text=True, check=True,
+            timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(names, map(str.strip, done.stdout.split(",")), strict=False))
 
 
 def _cpu() -> tuple[str, set[str]]:

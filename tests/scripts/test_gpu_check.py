@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
-from bench.gpu_run import BARS, MODES
+from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS
 from helpers import warm
 from helpers.launch import REPO, environment
@@ -35,7 +36,7 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     """Every figure that has a bar is there in its last mode, and those of decode in each mode; a
     second run finds nothing left to do."""
     command, out, done = dry_run
-    logs = "\n".join(path.read_text()[-2000:] for path in out.glob("*.log"))
+    logs = (out / "log.txt").read_text()[-5000:]
     assert done.returncode == 0, done.stdout + done.stderr + logs
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["section"]: row["ended"] for row in rows if "ended" in row} == dict.fromkeys(
@@ -43,12 +44,15 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     )
     found = {(row["what"], row.get("mode")) for row in rows if "what" in row}
     for what in BARS:
-        assert {(what, None), (what, MODES[-1])} & found, f"{what} was not measured"
+        assert {(what, None), (what, MODES[0])} & found, f"{what} was not measured"
     assert {("8b batch 1", mode) for mode in MODES} <= found
     assert ("8b graphs", None) in found
     checked = {row["what"]: row["value"] for row in rows if "what" in row}
     assert checked["8b graphs"] == checked["8b sample"] == "passed"
     assert "8b batch 1" in (out / "summary.txt").read_text()
+    assert ("8b batch 1, T 0.8, top_p 0.95", MODES[0]) in found
+    assert checked["tests: errors"] == checked["tests: failures"] == 0 < checked["tests: skipped"]
+    assert {x.name for x in out.iterdir()} == {"results.jsonl", "summary.txt", "log.txt", "cache"}
     monkeypatch.setattr(sys, "argv", command[1:])
     assert gpu_check.main() == 0
     assert capsys.readouterr().out.count("done before") == len(LIMITS)
@@ -59,7 +63,7 @@ def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path):
         "stopped at its limit"
     )
     assert gpu_check._run_child("nowhere", tmp_path, 60, dry=True).startswith("failed (exit code 1")
-    assert "KeyError: 'nowhere'" in (tmp_path / "nowhere.log").read_text()
+    assert "KeyError: 'nowhere'" in (tmp_path / "log.txt").read_text()
 
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
@@ -72,3 +76,36 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit):
             gpu_check.main()
         assert said in capsys.readouterr().err
+
+
+def test_the_sections_fit_into_the_time_of_a_run():
+    assert sum(LIMITS.values()) <= 9.5 * 60 - gpu_check._GRACE_S
+
+
+def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
+    """Dry they share a process."""
+    given = ["gpu_check.py", "--dry", "--out", str(tmp_path), "--section", "nowhere,facts"]
+    monkeypatch.setattr(sys, "argv", given)
+    assert gpu_check.main() == 1
+    assert gpu_check._ended(read_results(tmp_path)) == {
+        "nowhere": "failed (see log.txt)",
+        "facts": "ok",
+    }
+
+
+def test_no_two_caches_of_keys_and_values_are_alive(tmp_path):
+    at = Section("decode", tmp_path, dry=True)
+    model = at.model("8b", 64, 1)
+    with at.engine(model, MODES[0], 64) as engine:
+        cache = weakref.ref(engine.core.runner.kv_cache)
+    assert cache() is None
+
+
+def test_the_bars_go_by_what_the_gpu_can_do(tmp_path):
+    at = Section("decode", tmp_path, dry=True)
+    at.say("read bandwidth", 0.7 * H200["read bandwidth"])
+    for mode in (MODES[0], MODES[-1]):
+        at.say("8b batch 1", 100.0, mode=mode)
+    at.say("8b load", 1.0)
+    bars = [row.get("bar") for row in read_results(tmp_path)]
+    assert bars == [None, pytest.approx(0.7 * BARS["8b batch 1"][0]), None, BARS["8b load"][0]]
