@@ -4,7 +4,6 @@ In: an ASGI app. Out: the same app, behind these checks. A request that fails on
 API's error object, and no work is done for it.
 """
 
-import base64
 import hmac
 import ipaddress
 import re
@@ -17,17 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llama.server.encoding import JsonResponse
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large, log_refusal
 
-_OPEN = frozenset({"/health", "/ready"})  # a load balancer has no key
-_PAGE = "/"
-# A browser asks for a password where it reads Basic, and would ask in the middle of the page, too,
-# if its requests got that: those name the field for the key.
-_BASIC = 'Basic realm="the password is the API key", charset="UTF-8"'
+# A load balancer has no key, and the page asks for it.
+_OPEN = frozenset({"/health", "/ready", "/"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class AuthAndLimits:
-    """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", or from a
-    browser as the password of HTTP's Basic scheme, if there are any.
+    """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", if there
+    are any.
     loopback: the server listens on this machine alone; then only its names are accepted as Host, so
     that no web page can reach it by a name of its own (DNS rebinding). open_paths: they need no
     key."""
@@ -82,7 +78,6 @@ class AuthAndLimits:
                 401,
                 "give the server's key as Authorization: Bearer KEY",
                 code="invalid_api_key",
-                challenge=_BASIC if path == _PAGE else "Bearer",
             )
 
 
@@ -95,20 +90,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _key_of(headers: Headers) -> bytes:
-    """The key that a request brings; b"" if none.
-
-    A browser sends a password with whatever asks this server, so it counts for the page's own
-    requests alone: other sites' have another Origin (RFC 6454, RFC 7617).
-    """
+    """The key that a request brings; b"" if none."""
     kind, _, value = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
-        return value.encode()
-    if "x-api-key" in headers:
-        return headers["x-api-key"].encode()
-    host = headers.get("origin", "").partition("://")[2]
-    if kind.lower() != "basic" or ("origin" in headers and host != headers.get("host")):
-        return b""
-    try:
-        return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-    except ValueError:
-        return b""
+    return (value if kind.lower() == "bearer" else headers.get("x-api-key", "")).encode()

@@ -32,7 +32,7 @@ _ANTHROPIC_PATH = "/v1/messages"
 @dataclass(eq=False)
 class ApiError(Exception):
     """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503.
-    challenge: with 401, how a key is given. is_logged: the request has its line in the log."""
+    is_logged: the request has its line in the log."""
 
     status: int
     message: str
@@ -40,7 +40,6 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None
-    challenge: str | None = None
     is_logged: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +65,8 @@ class ApiError(Exception):
         return anthropic_body(self) if is_anthropic else self.body()
 
     def headers(self) -> dict[str, str]:
-        given = {"Retry-After": self.retry_after, "WWW-Authenticate": self.challenge}
+        challenge = "Bearer" if self.status == 401 else None
+        given = {"Retry-After": self.retry_after, "WWW-Authenticate": challenge}
         return {name: str(value) for name, value in given.items() if value is not None}
 
 
