@@ -17,7 +17,7 @@ from helpers.launch import PROGRAMS, REPO, WORKER, environment
 from helpers.machines import two_machines
 from helpers.prompts import prompts_of
 from llama import Llama
-from llama.ranks.groups import check_interfaces, warn_if_groups_span
+from llama.ranks.groups import check_interfaces
 
 PROMPTS = prompts_of([3, 17, 9, 30], seed=20)
 GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0}
@@ -26,7 +26,7 @@ GREEDY: dict[str, Any] = {"max_gen_len": 8, "temperature": 0.0}
 def jobs(folder: Path, size: int | None) -> list[dict]:
     return [
         {"do": "place", "folder": str(folder), "size": size},
-        {"do": "forget"},  # what is said at the first build is not said again
+        {"do": "forget"},
         {"do": "generate", "folder": str(folder), "prompts": PROMPTS, "size": size, **GREEDY},
     ]
 
@@ -34,23 +34,21 @@ def jobs(folder: Path, size: int | None) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [True, False], ids=["static", "c10d"])
 def test_two_machines_answer_as_one_process(static, make_checkpoint, tmp_path):
-    """Two agents of one rank: the group spans them, which rank 0 says once. Two agents of two
-    ranks, and groups of two: each stays inside its machine, and nothing is said."""
+    """Two agents of one rank: the group spans them. Two agents of two ranks, and groups of
+    two: each stays inside its machine."""
     folder = make_checkpoint(seed=5)[0]
     wanted = Llama.build(str(folder), None, 128, 4, dtype="fp32", device="cpu").generate(
         PROMPTS, **GREEDY
     )[0]
     ranks, size = (1, None) if static else (2, 2)
-    results, errors = two_machines([ranks] * 2, jobs(folder, size), tmp_path / "out", static=static)
+    results, _ = two_machines([ranks] * 2, jobs(folder, size), tmp_path / "out", static=static)
     assert [rank[2]["result"][0] for rank in results] == [wanted] * 2 * ranks
     if static:
         assert [rank[0]["result"] for rank in results] == [[0, 2, 0, 1], [1, 2, 0, 1]]
-        assert errors.count("a model-parallel group of 2 ranks spans machines of 1 rank each") == 1
     else:
         assert [rank[0]["result"][:3] for rank in results] == [
             [0, 2, 0], [1, 2, 0], [0, 2, 1], [1, 2, 1],
         ]  # fmt: skip
-        assert "spans machines" not in errors
 
 
 @pytest.mark.slow
@@ -103,30 +101,6 @@ def test_two_namespaces_answer_as_one_process(make_checkpoint, tmp_path, monkeyp
     )[0]
     assert [rank[2]["result"][0] for rank in results] == [wanted] * 2
     assert results[0][3]["result"] >= delay_s, "they did not talk across the link"
-
-
-@pytest.mark.parametrize(
-    ("size", "local", "told"),
-    [
-        (16, "8", "if the weights fit on 8 ranks, model_parallel_size=8 saves that"),
-        (3, "2", "a larger machine for the weights would save that"),
-        (8, "8", ""),
-        (2, "8", ""),
-        (16, "16", ""),
-        (16, "", ""),
-    ],
-)
-def test_groups_that_span_machines_are_told_once_with_the_remedy(
-    size, local, told, monkeypatch, capfd
-):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    warn_if_groups_span(size, 16)
-    err = capfd.readouterr().err
-    assert told in err and err.count("\n") == (1 if told else 0)
-    monkeypatch.setenv("RANK", "1")
-    warn_if_groups_span(size, 16)
-    assert not capfd.readouterr().err
 
 
 def test_an_interface_that_is_not_there():

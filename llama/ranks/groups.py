@@ -11,10 +11,8 @@ import atexit
 import contextlib
 import functools
 import io
-import math
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -72,8 +70,6 @@ def connect(
         _join_alone()
         return ModelParallel()
     check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
-    if not dist.is_initialized():  # said once in a process, however many models it loads
-        warn_if_groups_span(size, world_size)
     with _loopback_if_alone():
         return _join(size, world_size, device, timeout_s)
 
@@ -86,30 +82,6 @@ def check_interfaces(names: str | None) -> None:
             f"GLOO_SOCKET_IFNAME={names} names no interface of this machine, which has "
             f"{', '.join(present)}: name the one that the machines share, or unset it"
         )
-
-
-def warn_if_groups_span(size: int, world_size: int) -> None:
-    """On rank 0: one line on stderr where groups of `size` ranks do not stay inside machines.
-
-    Groups are consecutive ranks, and torchrun numbers the ranks of each machine in a row, as many
-    on each: a group stays inside where its size divides that number.
-    """
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if os.environ.get("RANK") != "0" or not text.isdecimal() or not 0 < int(text) < world_size:
-        return
-    inside = math.gcd(size, int(text))
-    if inside == size:
-        return
-    remedy = "a larger machine for the weights would save that"
-    if inside > 1:
-        remedy = f"if the weights fit on {inside} ranks, model_parallel_size={inside} saves that"
-    print(
-        f"llama: a model-parallel group of {size} ranks spans machines of {text} rank"
-        f"{'s' * (text != '1')} each: every layer waits for the network twice in each step; "
-        f"{remedy}",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 @contextlib.contextmanager
