@@ -25,7 +25,6 @@ from llama.requests.request import Answer, Request, RequestOutput
 log = logging.getLogger("llama.server")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_KEPT = 0.9  # of the average of request times, at each request
 
 
 @dataclass(eq=False)
@@ -68,7 +67,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.recent_seconds = 1.0  # that a request took, a moving average
 
         def histogram(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
             return Histogram(f"llama:{name}", what, buckets=buckets, registry=self.registry)
@@ -104,9 +102,7 @@ class Metrics:
         active.came[output.index] = now
 
     def finish(self, active: ActiveRequest) -> None:
-        seconds = time.monotonic() - active.began
-        self.e2e_latency.observe(seconds)
-        self.recent_seconds = _KEPT * self.recent_seconds + (1 - _KEPT) * seconds
+        self.e2e_latency.observe(time.monotonic() - active.began)
         for request in active.requests:
             for answer in request.returned_answers():
                 self.success.labels(answer.finish_reason or "abort").inc()

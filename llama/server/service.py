@@ -8,7 +8,6 @@ the batch in turn. It knows no HTTP and no bodies.
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from llama.sampling_params import SamplingParams
 from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
 from llama.server.metrics import ActiveRequest, Metrics
 
+_RETRY_S = 5  # when a client that was refused may ask again
 _PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
 
@@ -175,7 +175,7 @@ class Service:
             raise ApiError(
                 503,
                 f"the queue is full: {unfinished} sequences run or wait; try again",
-                retry_after=self._seconds_of_queue(),
+                retry_after=_RETRY_S,
             )
 
     @contextlib.contextmanager
@@ -194,10 +194,6 @@ class Service:
             self._active.remove(active)
             self.metrics.finish(active)
             active.log()
-
-    def _seconds_of_queue(self) -> int:
-        """When there may be room again: as long as a request took of late, within a minute."""
-        return max(1, min(60, math.ceil(self.metrics.recent_seconds)))
 
     async def outputs(
         self, requests: list[Request], request_id: str, fields: ErrorFields
@@ -230,7 +226,7 @@ class Service:
             raise ApiError(
                 503,
                 f"no token came within {self.limits.max_wait_s:.0f} s: try again later",
-                retry_after=self._seconds_of_queue(),
+                retry_after=_RETRY_S,
             ) from None
 
     def _checked(

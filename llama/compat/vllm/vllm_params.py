@@ -97,17 +97,6 @@ class SamplingParams(LlamaParams):
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True: it is looked for in the text")
 
-    @staticmethod
-    def from_optional(**given: Any) -> "SamplingParams":
-        """The parameters, where None is vLLM's default; keys of logit_bias may be strings."""
-        named = {k: v for k, v in given.items() if v is not None or k == "max_tokens"}
-        biases = named.get("logit_bias", {})
-        try:
-            pairs = {int(k): min(100.0, max(-100.0, v)) for k, v in biases.items()}
-        except (TypeError, ValueError, AttributeError):
-            raise ValueError(f"logit_bias={brief(biases)} must map token ids to numbers") from None
-        return SamplingParams(**named | {"logit_bias": pairs})
-
     def clone(self) -> "SamplingParams":
         return copy.deepcopy(self)
 
