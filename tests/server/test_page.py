@@ -31,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "llama/server/page.html"
 
 def test_the_page_is_one_small_file_with_nothing_from_elsewhere(server):
     text = PAGE.read_text()
-    assert len(text.encode()) < 100 * 1024
+    assert len(text.encode()) < 100_000
     assert set(re.findall(r"https?://[^\s'\"]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
     found = web.get(server.url)
