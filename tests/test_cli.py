@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -467,6 +468,24 @@ def test_complete_on_two_ranks(demo):
     assert done.returncode == 0, done.stderr
     assert done.stdout == continuation(demo, "The capital of France is")
     assert done.stderr.count("Loaded in") == 1 and "Warning" not in done.stderr
+
+
+INTERRUPTED = """
+import importlib.abc, os, runpy, signal, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "llama.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("llama", run_name="__main__")
+"""
+
+
+def test_ctrl_c_during_the_imports_is_silent():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
 
 
 # --- scripts ---

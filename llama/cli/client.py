@@ -1,10 +1,10 @@
 """A client of a server with OpenAI's API, for `llama batch --url` and `llama chat --url`.
 
 In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. The server
-may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. The package openai
-carries the bytes; no model and no torch is needed. One `Client` has an event loop of its own, which
-goes on in `run`, so a client belongs to one thread. Each wait has a limit: of a request's sending
-and its answer together, however the bytes come.
+may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. No model and no
+torch is needed, nor the package openai, which takes half a second to import. One `Client` has an
+event loop of its own, which goes on in `run`, so a client belongs to one thread. Each wait has a
+limit: of a request's sending and its answer together, however the bytes come.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 import httpx2
-import openai
 
 from llama.requests.request import Usage
 
@@ -47,36 +46,35 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """url: with or without /v1 at its end. ValueError for one that is no URL.
+    """url: with or without /v1 at its end, or unix:PATH of a socket. ValueError for one that is no
+    URL.
 
     The coroutines of this class run in `run`, or beside it in what `start` began.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        uds = parts.path if parts.scheme == "unix" else None
+        if uds is None and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError(f"--url {url} must begin with http:// or https:// and name a host")
         if parts.username or parts.query or parts.fragment:
             raise ValueError(f"--url {url} must have no user, ? or #: a key goes into --api_key")
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("the key must be printable ASCII: see --api_key and LLAMA_API_KEY")
         self.url = url
+        base = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl()
+        verify: Any = ssl.create_default_context() if parts.scheme == "https" else False
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._runner = asyncio.Runner()
-        self._headers: dict[str, Any] = {} if api_key else {"Authorization": openai.Omit()}
-        self._openai = openai.AsyncOpenAI(
-            base_url=parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl(),
-            api_key=api_key or "",  # None would send that of OPENAI_API_KEY, which is another's
-            admin_api_key="",
-            max_retries=0,  # a batch job has its own, which stop for a signal
+        self._http = httpx2.AsyncClient(  # proxies and keys of the environment are for others
+            base_url=base if uds is None else "http://localhost",
+            headers={"Content-Type": "application/json"} | key,
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
-            http_client=openai.DefaultAsyncHttpxClient(
-                verify=ssl.create_default_context(),  # the certificates of this system
-                trust_env=False,  # a proxy may not know the server
-                follow_redirects=False,
-                limits=httpx2.Limits(),
+            transport=httpx2.AsyncHTTPTransport(
+                verify=verify, trust_env=False, limits=httpx2.Limits(), uds=uds
             ),
+            trust_env=False,
         )
-        self._openai.organization = self._openai.project = None  # nor those of the environment
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """What the work returns; what was started goes on meanwhile, and only then."""
@@ -95,15 +93,14 @@ class Client:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._openai.close()
+        await self._http.aclose()
 
     async def model(self, name: str | None) -> tuple[str, int | None]:
         """The server's model of that name, or its first: its name, and the most tokens of prompt
         and answer, where the server says. ServerError or ValueError."""
         async with self._within(_CONNECT_S):
-            response = await self._openai.get(
-                "/v1/models", cast_to=httpx2.Response, options={"headers": self._headers}
-            )
+            response = await self._http.get("/v1/models")
+            await self._check(response)
         listing = found_at(self._json(response), "data")
         cards = listing if isinstance(listing, list) else []
         contexts = {str(found_at(c, "id")): found_at(c, "max_model_len") for c in cards}
@@ -121,28 +118,54 @@ class Client:
 
     async def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
         """The answer to one request. ServerError."""
-        headers = self._headers | ({"X-Request-Id": request_id} if request_id else {})
-        content = json.dumps(body).encode()
+        headers = {"X-Request-Id": request_id} if request_id else {}
         async with self._within(_ANSWER_S):
-            response = await self._openai.post(
-                path, content=content, cast_to=httpx2.Response, options={"headers": headers}
-            )
+            content = json.dumps(body)  # ASCII: a text may hold half of a pair of surrogates
+            response = await self._http.post(path, content=content, headers=headers)
+            await self._check(response)
         return Reply(self._json(response), response.headers.get("X-Request-Id", ""))
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
         """The data of each server-sent event of a POST, up to [DONE]. ServerError."""
-        content = json.dumps(body).encode()
-        options: Any = {"headers": self._headers}
-        stream_cls = openai.AsyncStream[object]
-        async with self._within(_ANSWER_S), await self._openai.post(
-            path, content=content, options=options, cast_to=object,
-            stream=True, stream_cls=stream_cls,
-        ) as stream:  # fmt: skip
-            try:
-                async for event in stream:
-                    yield event
-            except (ValueError, RecursionError) as e:
-                raise ServerError(f"{self.url} sent an event that is no JSON: {e}") from None
+        async with (
+            self._within(_ANSWER_S),
+            self._http.stream("POST", path, content=json.dumps(body)) as response,
+        ):
+            await self._check(response)
+            rest = b""
+            async for piece in response.aiter_bytes():
+                *lines, rest = (rest + piece).split(b"\n")  # JSON may hold the ends of others
+                for line in lines:
+                    name, _, data = line.partition(b":")
+                    if name != b"data":
+                        continue
+                    if data.strip() == b"[DONE]":
+                        return
+                    yield self._event(data)
+
+    def _event(self, data: bytes) -> Any:
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise ServerError(f"{self.url} sent an event that is no JSON: {e}") from None
+        if error := found_at(event, "error"):
+            raise ServerError(_message(error, data.decode(errors="replace")))
+        return event
+
+    async def _check(self, response: httpx2.Response) -> None:
+        """ServerError unless the status is that of an answer."""
+        status, after = response.status_code, response.headers.get("Retry-After", "")
+        if status < 300:
+            return
+        raw = (await response.aread()).decode(errors="replace")
+        error = None
+        with contextlib.suppress(ValueError, RecursionError):
+            error = found_at(body := json.loads(raw), "error") or body
+        message = _message(error, raw)
+        if status in (401, 403):
+            message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
+        seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
+        raise ServerError(f"{self.url}: status {status}: {message}", status, seconds)
 
     @contextlib.asynccontextmanager
     async def _within(self, limit_s: float) -> AsyncGenerator[None, None]:
@@ -152,16 +175,10 @@ class Client:
                 yield
         except TimeoutError:
             raise ServerError(f"{self.url} sent no whole answer within {limit_s:g} s") from None
-        except openai.APIStatusError as e:
-            raise self._refusal(e) from None
-        except (openai.APIConnectionError, httpx2.HTTPError) as e:
-            cause = e.__cause__ if isinstance(e, openai.APIConnectionError) else e
-            has_begun = not isinstance(cause, httpx2.ConnectError | httpx2.ConnectTimeout)
+        except httpx2.HTTPError as e:
+            has_begun = not isinstance(e, httpx2.ConnectError | httpx2.ConnectTimeout)
             what = "broke off" if has_begun else "cannot be reached"
-            why = str(cause) or type(cause).__name__
-            raise ServerError(f"{self.url} {what}: {why}") from None
-        except openai.APIError as e:  # an event of a stream
-            raise ServerError(_message(e.body, str(e))) from None
+            raise ServerError(f"{self.url} {what}: {str(e) or type(e).__name__}") from None
 
     def _json(self, response: httpx2.Response) -> Any:
         try:
@@ -172,14 +189,6 @@ class Client:
                 "server of OpenAI's API?",
                 response.status_code,
             ) from None
-
-    def _refusal(self, error: openai.APIStatusError) -> ServerError:
-        status, after = error.status_code, error.response.headers.get("Retry-After", "")
-        message = _message(error.body, error.response.text)
-        if status in (401, 403):
-            message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
-        seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
-        return ServerError(f"{self.url}: status {status}: {message}", status, seconds)
 
 
 def found_at(body: Any, *path: str | int) -> Any:

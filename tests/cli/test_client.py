@@ -156,9 +156,9 @@ def test_the_extra_is_named_where_it_is_not_installed(monkeypatch, capsys, comma
     loaded = ("client", "batch.server_job", "chat.server_session")
     for name in loaded:
         monkeypatch.delitem(sys.modules, f"llama.cli.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.setitem(sys.modules, "httpx2", None)
     assert main([*command, "--url", "http://localhost:1"]) == 2
-    assert "--url needs openai" in (told := capsys.readouterr().err)
+    assert "--url needs httpx2" in (told := capsys.readouterr().err)
     assert "pip install 'llama[client]'" in told
 
 

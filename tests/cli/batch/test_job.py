@@ -343,7 +343,7 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
     words = [*map(str, program), "--temperature", "1", "--ranks", "2"]
     done = warm.run(words, env=environment(), timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "results added 90, errors in it 1" in done.stderr
+    assert "results added 90, errors in it 1" in done.stderr and "| ranks 2 |" in done.stdout
     assert records(out) == records(undisturbed / "whole")
 
 
