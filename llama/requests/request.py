@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from llama.engine.sequence import Sequence
-from llama.engine.speculative import count_predicted
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.sampling_params import SamplingParams
 
@@ -124,6 +123,8 @@ class CompletionOutput:
 
     def num_predicted(self) -> tuple[int, int]:
         """Of the tokens of the request's prediction, those that came, and those that did not."""
+        from llama.engine.speculative import count_predicted  # and torch: clients do without
+
         prediction = self._answer.sequence.prediction
         right = count_predicted(prediction, self.token_ids)
         return right, len(prediction) - right
