@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from llama.checks import FieldError, whole_number
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
-from llama.loading import Loaded, load_model, pages_for
+from llama.loading import Loaded, load_model, pages_for, step_bytes
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas
 from llama.prompts.chat import ChatOptions, chat_ids
@@ -216,11 +216,13 @@ class Llama:
         self.is_guard = False  # Llama Guard, by its files: it has no tools
         self._muted: MutedStdout | None = None
         num_pages = num_pages or args.max_batch_size * pages_for(args.max_seq_len)
-        recorder = recorder_for(model, PAGE_SIZE)
-        self.has_graphs = recorder is not None
         self.llm_engine = LLMEngine(
             EngineCore.for_model(
-                model, num_pages=num_pages, recorder=recorder, speculate_tokens=speculate_tokens
+                model,
+                num_pages=num_pages,
+                recorder=recorder_for(model, PAGE_SIZE),
+                reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
+                speculate_tokens=speculate_tokens,
             ),
             tokenizer,
             max_seq_len=args.max_seq_len,
@@ -251,7 +253,9 @@ class Llama:
         """Rank 0 prints what was built; the others are silent from now on."""
         self.load_seconds = seconds
         if self.model.parallel.global_rank == 0:
-            what = loaded.describe(has_graphs=self.has_graphs)
+            runner = self.engine.runner
+            loaded = replace(loaded, num_pages=runner.num_pages)
+            what = loaded.describe(has_graphs=runner.has_graphs)
             print(f"Loaded in {seconds:.2f} seconds: {what}")
         elif mute_ranks:
             self._muted = MutedStdout.held()

@@ -88,26 +88,28 @@ class EngineCore:
         token_budget: int | None = None,
         async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
+        reserve: int = 0,
         speculate_tokens: int = 0,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
 
-        async_scheduling, recorder: those of `ModelRunner`. speculate_tokens: the most drafts of a
-        sequence in a step; there are none with async scheduling, where the host does not know the
-        last token when a step begins.
+        async_scheduling, recorder, reserve: those of `ModelRunner`. speculate_tokens: the most
+        drafts of a sequence in a step; there are none with async scheduling, where the host does
+        not know the last token when a step begins.
         """
         batch_size = model.params.max_batch_size
-        scheduler = Scheduler(
-            PagePool(num_pages, page_size),
-            max_batch_size=batch_size,
-            token_budget=token_budget or max(TOKEN_BUDGET, batch_size),
-        )
         runner = ModelRunner(
             model,
             num_pages=num_pages,
             page_size=page_size,
             async_scheduling=async_scheduling,
             recorder=recorder,
+            reserve=reserve,
+        )
+        scheduler = Scheduler(
+            PagePool(runner.num_pages, page_size),
+            max_batch_size=batch_size,
+            token_budget=token_budget or max(TOKEN_BUDGET, batch_size),
         )
         if speculate_tokens and runner.async_scheduling:
             warnings.warn("speculate has no effect on CUDA yet: steps overlap there", stacklevel=3)

@@ -4,7 +4,7 @@ In: sequences with one new token each. Out: the logits of their rows and their t
 that the next step overwrites. A step of an 8B model launches some 300 kernels, each of which costs
 Python and the driver more time than the GPU; a replayed graph costs one launch (CUDA's programming
 guide, "CUDA Graphs"). The price is a fixed shape: a batch is filled up to the next of a few sizes
-with rows that write to a page that nobody reads.
+with rows that write to a page that nobody reads. All shapes share their inputs and outputs.
 
 A recorder decides what recording means: torch.cuda.graph here; tests have a tape of operators. It
 knows nothing of requests or sampling parameters.
@@ -33,6 +33,7 @@ _LEAST_PAGES = 64  # the narrowest page table; wider ones are powers of two time
 _HEAD = 5  # numbers of a row beside its page table
 
 Outputs = tuple[Tensor, ...]
+_Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logits are wanted
 
 
 class Recorder(Protocol):
@@ -46,6 +47,9 @@ class Recorder(Protocol):
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
     ) -> tuple[Outputs, Callable[[], None]]: ...
 
+    def free_bytes(self) -> int:
+        """Of the device, as the driver counts them."""
+
     def close(self) -> None: ...
 
 
@@ -57,7 +61,7 @@ class CudaRecorder:
     """CUDA graphs of one device, which share one pool of memory: one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # Before the process groups end, whose collectives the graphs may hold: last in, first out.
@@ -79,11 +83,15 @@ class CudaRecorder:
         self._graphs.append(graph)
         return outputs, graph.replay
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
     def close(self) -> None:
         """Free the graphs: before the process groups whose collectives they hold."""
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # one that nobody holds cannot be used again
 
 
 def _close(recorder: "weakref.ref[CudaRecorder]") -> None:
@@ -99,88 +107,83 @@ class Decoded:
     logits: Tensor | None  # (R, V) float32
 
 
-class StaticBatch:
-    """A decode batch of R rows at fixed addresses, and its image on the host.
+class DecodeInputs:
+    """What steps of all shapes read, at fixed addresses: of each row its token, the row of the step
+    before that gives it, its position, slot and length; and the page tables, one below the other.
 
-    Rows beyond the sequences compute token 0 at position 0 of the null page, all alike. A page
-    table is written where it changed: one page a row every S steps, unless the rows move.
+    The rows are sent with each step; of the tables what has changed: one page a row every S steps,
+    unless the rows move. Rows beyond the sequences compute token 0 at position 0 of the null page.
     """
 
     def __init__(
         self, rows: int, width: int, *, page_size: int, null_page: int, device: torch.device
     ) -> None:
-        sizes = [rows] * _HEAD + [rows * width]
-        buffer = torch.zeros(sum(sizes), dtype=torch.int64)
-        parts = [part.numpy() for part in buffer.split(sizes)]
-        self._tokens, self._sources, self._positions, self._slots, self._seq_lens, table = parts
-        self._table = table.reshape(rows, width)
+        self._rows = torch.zeros(_HEAD, rows, dtype=torch.int64, device=device)
+        self._table = torch.full((rows, width), null_page, device=device)
+        self._numbers = torch.arange(rows + 1, device=device)
         self._page_size, self._null_page = page_size, null_page
-        self._host = buffer
-        self._device = buffer if device.type == "cpu" else buffer.to(device)
-        self._staging = [
-            torch.empty_like(buffer, pin_memory=True) for _ in range(2 * (device.type == "cuda"))
-        ]
-        self.tokens, self.sources, positions, slots, seq_lens, pages = self._device.split(sizes)
-        self.batch = Batch(
-            positions=positions,
-            slots=slots,
-            page_table=pages.view(rows, width),
-            query_starts=torch.arange(rows + 1, device=device),
-            seq_lens=seq_lens,
-            logit_rows=torch.arange(rows, device=device),
-            query_lens_cpu=[1] * rows,
-            seq_lens_cpu=[width * page_size] * rows,
-        )
-        self._held: list[object] = [None] * rows  # the pages that each row of the table shows
-        self._num_held = [0] * rows
-        self._num_used = rows
-        self._set_unused(0)
+        self._held: list[Seq[int]] = [()] * rows  # the pages that each row of the table shows,
+        self._num_held = [0] * rows  # and how many of them
+        self.fill((), (), ())
 
     def tensors(self) -> list[Tensor]:
-        return [self._device, self.batch.query_starts, self.batch.logit_rows]
+        return [self._rows, self._table, self._numbers]
+
+    def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
+        """Tokens, sources and the rest of the first rows, with tables of `width` pages."""
+        tokens, sources, positions, slots, seq_lens = self._rows[:, :rows]
+        batch = Batch(
+            positions=positions,
+            slots=slots,
+            page_table=self._table[:rows, :width],
+            query_starts=self._numbers[: rows + 1],
+            seq_lens=seq_lens,
+            logit_rows=self._numbers[:rows],
+            query_lens_cpu=[1] * rows,
+            seq_lens_cpu=[width * self._page_size] * rows,
+        )
+        return tokens, sources, batch
 
     def fill(self, tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled]) -> None:
         """tokens: of each row, unless its source, a row of the step before, is not -1."""
-        n = len(scheduled)
+        n, size = len(scheduled), self._page_size
         starts = np.array([item.start for item in scheduled], np.int64)
-        self._tokens[:n], self._sources[:n] = tokens, sources
-        self._positions[:n], self._seq_lens[:n] = starts, starts + 1
-        for row, item in enumerate(scheduled):
-            self._show_pages(row, item.sequence.pages)
-        page, offset = np.divmod(starts, self._page_size)
-        self._slots[:n] = self._table[np.arange(n), page] * self._page_size + offset
-        if n < self._num_used:
-            self._set_unused(n)
-        self._num_used = n
-        self._upload()
+        pages = np.array([x.sequence.pages[x.start // size] for x in scheduled], np.int64)
+        rows = np.empty(self._rows.shape, np.int64)
+        rows[:, n:] = [[0], [-1], [0], [self._null_page * size], [1]]
+        rows[:, :n] = tokens, sources, starts, pages * size + starts % size, starts + 1
+        self._rows.copy_(_pinned(rows, self._rows), non_blocking=True)
+        self._show([*(item.sequence.pages for item in scheduled)])
 
-    def _show_pages(self, row: int, pages: Seq[int]) -> None:
+    def _show(self, tables: list[Seq[int]]) -> None:
         """A sequence's pages are one array as long as they are only appended to."""
-        first = self._num_held[row] if self._held[row] is pages else 0
-        if first < len(pages) or self._held[row] is not pages:
-            self._table[row, first : len(pages)] = pages[first:]
-            self._held[row], self._num_held[row] = pages, len(pages)
+        width, where, pages = self._table.shape[1], list[range](), list[Seq[int]]()
+        for row, held in enumerate(self._held):
+            now: Seq[int] = tables[row] if row < len(tables) else ()
+            first = self._num_held[row] if held is now else 0
+            if held is now and first == len(now):
+                continue
+            self._held[row], self._num_held[row] = now, len(now)
+            shown = now[first:] or [self._null_page]
+            where.append(range(row * width + first, row * width + first + len(shown)))
+            pages.append(shown)
+        if where:
+            changed = np.array([np.concatenate(where), np.concatenate(pages)], np.int64)
+            sent = _pinned(changed, self._table).to(self._table.device, non_blocking=True)
+            self._table.view(-1)[sent[0]] = sent[1]
 
-    def _set_unused(self, first: int) -> None:
-        self._tokens[first:], self._sources[first:], self._positions[first:] = 0, -1, 0
-        self._seq_lens[first:], self._slots[first:] = 1, self._null_page * self._page_size
-        self._table[first:, 0] = self._null_page
-        rows = len(self._held) - first
-        self._held[first:], self._num_held[first:] = [None] * rows, [0] * rows
 
-    def _upload(self) -> None:
-        if not self._staging:
-            if self._device is not self._host:
-                self._device.copy_(self._host)
-            return
-        # Two of them: the copy of the step before this one may not have been made yet.
-        self._staging.reverse()
-        self._staging[0].copy_(self._host)
-        self._device.copy_(self._staging[0], non_blocking=True)
+def _pinned(x: np.ndarray, like: Tensor) -> Tensor:
+    """In memory from which a GPU copies by itself; torch keeps it until that is done."""
+    return torch.from_numpy(x).pin_memory() if like.is_cuda else torch.from_numpy(x)
 
 
 class DecodeGraphs:
-    """The graphs of one model and KV cache, recorded when a shape is first needed.
+    """The graphs of one model and KV cache.
+
+    With the attention kernel, which reads as much of a page table as a sequence has, the number of
+    rows alone makes a shape: `record_all` records all. torch's body reads tables as wide as they
+    are, so there each of a few widths is recorded when it is first needed.
 
     The last page of the cache must be one that no sequence gets. choose: logits (R, V) -> top ids
     (R); choose_from_share: hidden (R, E) -> the same, without whole logits. last_ids: the ids that
@@ -200,10 +203,18 @@ class DecodeGraphs:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._last_ids = last_ids
         self._choose, self._choose_from_share = choose, choose_from_share
-        self._null_page, self._page_size = kv_cache.shape[2] - 1, kv_cache.shape[3]
+        self._page_size = kv_cache.shape[3]
         self._most_pages = -(-model.params.max_seq_len // self._page_size)
-        self._batches: dict[tuple[int, int], StaticBatch] = {}
-        self._graphs: dict[tuple[int, int, bool], tuple[Decoded, Callable[[], None]]] = {}
+        most = len(last_ids)
+        null_page, device = kv_cache.shape[2] - 1, kv_cache.device
+        self._inputs = DecodeInputs(
+            most, self._most_pages, page_size=self._page_size, null_page=null_page, device=device
+        )
+        # Of all graphs: one of them runs at a time.
+        self._ids = torch.zeros_like(last_ids)
+        self._logits = torch.empty(most, model.vocab_size, dtype=torch.float32, device=device)
+        self._has_one_width = "attention" in model.kernels.names
+        self._graphs: dict[_Shape, tuple[Decoded, Callable[[], None]]] = {}
         self._path: object = None  # of the model, when they were recorded
 
     def takes(self, scheduled: Seq[Scheduled]) -> bool:
@@ -229,53 +240,75 @@ class DecodeGraphs:
         is_eager: the same step of the same shape, operator by operator. CaptureError where the
         shape cannot be recorded.
         """
-        rows, width = self._shape_of(scheduled)
-        batch = self._filled((rows, width), tokens, sources, scheduled)
+        shape = bucket_of(len(scheduled)), self._width_of(scheduled), wants_logits
+        self._inputs.fill(tokens, sources, scheduled)
         if is_eager:
-            return _decoded(self._step(batch, wants_logits))
-        key = rows, width, wants_logits
-        if key not in self._graphs:
-            self._graphs[key] = self._record(batch, wants_logits)
-        decoded, replay = self._graphs[key]
+            return _decoded(self._step(*shape))
+        if shape not in self._graphs:
+            self._graphs[shape] = self._record(*shape)
+        decoded, replay = self._graphs[shape]
         replay()
         return decoded
 
-    def _shape_of(self, scheduled: Seq[Scheduled]) -> tuple[int, int]:
-        longest = max(item.start for item in scheduled) + 1
-        width = _width_of(-(-longest // self._page_size), self._most_pages)
-        return bucket_of(len(scheduled)), width
+    def _width_of(self, scheduled: Seq[Scheduled]) -> int:
+        if self._has_one_width:
+            return self._most_pages
+        longest, width = max(item.start for item in scheduled) + 1, _LEAST_PAGES
+        while width * self._page_size < longest:
+            width *= 2
+        return min(width, self._most_pages)
 
-    def _filled(
-        self, shape: tuple[int, int], tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled]
-    ) -> StaticBatch:
-        batch = self._batches.get(shape)
-        if batch is None:
-            batch = self._batches[shape] = StaticBatch(
-                *shape,
-                page_size=self._page_size,
-                null_page=self._null_page,
-                device=self._kv_cache.device,
-            )
-        batch.fill(tokens, sources, scheduled)
-        return batch
+    def _shapes(self) -> list[_Shape]:
+        """All that steps have, the largest first; none where their tables' widths matter."""
+        if not self._has_one_width:
+            return []
+        most = self._model.params.max_batch_size
+        buckets = sorted({bucket_of(n + 1) for n in range(most)}, reverse=True)
+        kinds = (True, False)[: 1 + (self._model.parallel.size > 1)]
+        return [(rows, self._most_pages, wants) for rows in buckets for wants in kinds]
 
-    def _record(self, batch: StaticBatch, wants_logits: bool) -> tuple[Decoded, Callable]:
+    @torch.inference_mode()
+    def num_bytes(self) -> int:
+        """What all graphs will take of the device: two are recorded, and freed again. The first
+        makes the memory that all share; the other adds what the driver keeps of one."""
+        shapes, taken = self._shapes(), [0]
+        for shape in shapes[:2]:
+            free = self._recorder.free_bytes()
+            self._record(*shape)
+            taken.append(free - self._recorder.free_bytes())
+        self.close()
+        return sum(taken[:2]) + taken[-1] * (len(shapes) - 1) + self._logits.nbytes
+
+    @torch.inference_mode()
+    def record_all(self) -> None:
+        """CaptureError where a shape cannot be recorded."""
+        for shape in self._shapes():
+            self._graphs[shape] = self._record(*shape)
+
+    def _record(self, rows: int, width: int, wants_logits: bool) -> tuple[Decoded, Callable]:
         self._path = self._path if self._graphs else self._model.execution_path()
-        inputs = [*batch.tensors(), self._kv_cache, self._last_ids]
+        kept = self._ids, self._logits
+
+        def step() -> Outputs:
+            made = self._step(rows, width, wants_logits)
+            return tuple(x[:rows].copy_(new) for x, new in zip(kept, made, strict=False))
+
+        inputs = [*self._inputs.tensors(), self._kv_cache, self._last_ids, *kept]
         try:
-            outputs, replay = self._recorder.record(lambda: self._step(batch, wants_logits), inputs)
-        except RuntimeError as e:
-            raise CaptureError(f"a step of {len(batch.tokens)} rows was not captured: {e}") from e
+            outputs, replay = self._recorder.record(step, inputs)
+        except Exception as e:  # of torch, the driver, or a kernel that does not fit
+            raise CaptureError(f"a step of {rows} rows was not captured: {e}") from e
         return _decoded(outputs), replay
 
-    def _step(self, batch: StaticBatch, wants_logits: bool) -> Outputs:
+    def _step(self, rows: int, width: int, wants_logits: bool) -> Outputs:
         """The work of one step, of fixed shape: what is captured.
 
         It can be run twice: it writes keys and values, and nothing that it reads before.
         """
-        known = self._last_ids[batch.sources.clamp(min=0)]
-        tokens = torch.where(batch.sources < 0, batch.tokens, known)
-        hidden = self._model.hidden_states(tokens, batch.batch, self._kv_cache)
+        tokens, sources, batch = self._inputs.batch(rows, width)
+        known = self._last_ids[sources.clamp(min=0)]
+        tokens = torch.where(sources < 0, tokens, known)
+        hidden = self._model.hidden_states(tokens, batch, self._kv_cache)
         if not wants_logits:
             return (self._choose_from_share(hidden),)
         logits = self._model.logits(hidden)
@@ -299,10 +332,3 @@ def is_decode(scheduled: Seq[Scheduled]) -> bool:
 def bucket_of(num_rows: int) -> int:
     """The rows of the graph that `num_rows` sequences run in."""
     return next((rows for rows in _ROWS if rows >= num_rows), -(-num_rows // 64) * 64)
-
-
-def _width_of(num_pages: int, most: int) -> int:
-    width = _LEAST_PAGES
-    while width < num_pages:
-        width *= 2
-    return min(width, most)

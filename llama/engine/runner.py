@@ -10,13 +10,14 @@ takes the tokens that this one sampled from the device. Steps of single tokens a
 graphs, see `llama.engine.graphs`; all others run operator by operator.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from llama.device import current
+from llama.device import current, free_bytes
 from llama.engine.constraints import TokenMask, TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
 from llama.engine.rows import RowKind, RowResults, Tokens, TopLogprobs
@@ -35,6 +36,7 @@ from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.cpu.openmp import SpinController
 from llama.ops.sample import on_device_of
+from llama.ops.triton.kernels import TORCH_ONLY
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
 
@@ -45,6 +47,7 @@ class ModelRunner:
     async_scheduling: whether a step may start while the one before it is not read; by default on a
         GPU.
     recorder: of graphs; None runs every step operator by operator.
+    reserve: bytes of a step. With graphs the cache has only pages that fit beside both.
     """
 
     def __init__(
@@ -55,12 +58,11 @@ class ModelRunner:
         page_size: int,
         async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
+        reserve: int = 0,
     ) -> None:
         self.model = model
         self.page_size = page_size
-        # One page more than the scheduler knows: a graph's unused rows write there.
-        self.kv_cache = model.new_kv_cache(num_pages + (recorder is not None), page_size)
-        device = self.kv_cache.device
+        device = model.norm.weight.device
         self.async_scheduling = (
             device.type == "cuda" if async_scheduling is None else async_scheduling
         )
@@ -70,15 +72,52 @@ class ModelRunner:
         self._last_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
         self._graphs: DecodeGraphs | None = None
-        if recorder is not None:
-            self._graphs = DecodeGraphs(
+        self.num_pages = num_pages  # those that sequences may have
+        with model.parallel.step(), current(device):
+            if recorder is None:
+                self.kv_cache = model.new_kv_cache(num_pages, page_size)
+            else:
+                self._record(recorder, reserve)
+
+    def _record(self, recorder: Recorder, reserve: int) -> None:
+        """The graphs, and the KV cache beside them: they are first tried over one of two pages."""
+        model, size = self.model, self.page_size
+        small, taken = model.new_kv_cache(2, size), 0
+
+        def graphs_over(kv_cache: Tensor) -> DecodeGraphs:
+            return DecodeGraphs(
                 model,
-                self.kv_cache,
+                kv_cache,
                 recorder,
                 last_ids=self._last_ids,
                 choose=lambda logits: top_ids(logits, model.kernels),
                 choose_from_share=self._top_of_ranks,
             )
+
+        with contextlib.suppress(CaptureError):  # it is told below
+            taken = graphs_over(small).num_bytes()
+        fitting = 2 * (free_bytes(small.device) - taken - reserve) // small.nbytes - 1
+        least = -(-model.params.max_seq_len // size)
+        fitting = max(least, model.parallel.all_reduce_min(fitting))
+        self.num_pages = min(self.num_pages, fitting)
+        # One page more than the scheduler knows: a graph's unused rows write there.
+        self.kv_cache = model.new_kv_cache(self.num_pages + 1, size)
+        self._graphs = graphs_over(self.kv_cache)
+        try:
+            self._graphs.record_all()
+        except CaptureError as e:
+            self._give_up_graphs(e)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None
+
+    def _give_up_graphs(self, error: CaptureError) -> None:
+        """Ranks could not all know of it, so there the error goes on."""
+        if self.model.parallel.size > 1:
+            raise error
+        warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
+        self.close()
 
     @torch.inference_mode()
     def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
@@ -89,7 +128,16 @@ class ModelRunner:
         if self._spin is not None:
             self._spin.poll()
         with current(self.kv_cache.device):
-            return self._start(scheduled)
+            try:
+                return self._start(scheduled)
+            except Exception as e:
+                is_kernel = type(e).__module__.startswith("triton")  # it does not compile, or fit
+                if not is_kernel or self.model.parallel.size > 1:
+                    raise
+                warnings.warn(f"torch runs in place of the GPU's kernels: {e}", stacklevel=2)
+                self.close()
+                self.model.use_kernels(TORCH_ONLY)
+                return self._start(scheduled)
 
     def _start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         sampling = [item.sequence for item in scheduled if item.num_samples]
@@ -121,8 +169,7 @@ class ModelRunner:
     ) -> Sampled | None:
         """The step by a graph; None where there are none, or not for this kind of step.
 
-        A step that cannot be recorded, for want of memory say, is the end of graphs in this
-        process. Ranks could not all know of it, so there the error goes on.
+        A step that cannot be recorded, for want of memory say, is the end of graphs.
         """
         graphs, is_alone = self._graphs, self.model.parallel.size == 1
         if graphs is None or not graphs.takes(scheduled):
@@ -133,10 +180,7 @@ class ModelRunner:
             wants_logits = is_alone or not is_greedy
             decoded = graphs.run(tokens, sources, scheduled, wants_logits=wants_logits)
         except CaptureError as e:
-            if not is_alone:
-                raise
-            warnings.warn(f"steps run without graphs from now on: {e}", stacklevel=2)
-            self.close()
+            self._give_up_graphs(e)
             return None
         if is_greedy or decoded.logits is None:
             return Sampled(decoded.ids[: len(sampling)])

@@ -138,5 +138,8 @@ class Again:
 
         return outputs, replay
 
+    def free_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass

@@ -7,14 +7,16 @@ import random
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.engine import graph_check
+from llama.engine import graph_check, runner
+from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
-from llama.engine.graphs import StaticBatch, bucket_of, is_decode
+from llama.engine.graphs import DecodeInputs, bucket_of, is_decode
 from llama.engine.rows import SAMPLE_ONE, RowKind, Rows
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
@@ -153,6 +155,118 @@ def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypat
     assert bad.finish_reason == "error"
 
 
+@pytest.fixture
+def with_kernel(model):
+    """As on a GPU whose attention kernel passed; torch does the work."""
+    model.use_kernels(KernelSet(frozenset({"attention"}), frozenset()))
+    yield model
+    model.use_kernels(TORCH_ONLY)
+
+
+class Counting(TapeRecorder):
+    """A device of `free` bytes, of which the first graph takes 50 and each later one 10."""
+
+    free, rows = 1000, list[int]()
+
+    def record(self, function, inputs):
+        made = super().record(function, inputs)
+        self.rows.append(len(made[0][0]))
+        self.free -= 50 if self.free == 1000 else 10
+        return made
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def close(self) -> None:
+        self.free, self.rows = 1000, []
+
+
+def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
+    """The largest first, whose memory the others share; and one buffer has the logits of all."""
+    recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
+    core = EngineCore.for_model(
+        with_kernel, num_pages=26, page_size=PAGE, token_budget=24, async_scheduling=True,
+        recorder=recorder,
+    )  # fmt: skip
+    assert recorder.rows == [8, 4, 2, 1]
+    graphs = core.runner._graphs
+    assert graphs is not None
+    assert (
+        len({x.logits.data_ptr() for x, _ in graphs._graphs.values() if x.logits is not None}) == 1
+    )
+    found = answers(core, 2)
+    assert [x[:2] for x in found] == [x[:2] for x in plain(2, 26)[0]]
+    assert recorder.rows == [8, 4, 2, 1], "a shape was recorded while others waited"
+
+
+@pytest.mark.parametrize(("room", "pages"), [(10_000, 200), (150, 150), (3, 128)])
+def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, monkeypatch, room, pages):
+    """But no less than one sequence needs."""
+    recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
+    page, logits = 2 * 2 * PAGE * 2 * 16 * 4, 64 * 512 * 4
+    free = (room + 1) * page + (50 + 3 * 10 + logits) + 7000
+    monkeypatch.setattr(runner, "free_bytes", lambda device: free)
+    core = EngineCore.for_model(
+        with_kernel, num_pages=200, page_size=PAGE, recorder=recorder, reserve=7000
+    )
+    assert core.scheduler.pool.num_pages == pages == core.runner.kv_cache.shape[2] - 1
+
+
+def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
+    """Not all of them: for 256 sequences of 131,072 tokens they are 16 MB."""
+    sent: list[int] = []
+    pinned = graphs_module._pinned
+
+    def noted(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+        sent.append(x.size)
+        return pinned(x, like)
+
+    monkeypatch.setattr(graphs_module, "_pinned", noted)
+    inputs = DecodeInputs(8, 512, page_size=PAGE, null_page=99, device=torch.device("cpu"))
+    live = [Sequence([1] * 70, TokenParams(), 70) for _ in range(5)]
+    for seq in live:
+        seq.pages.extend(range(10))
+    for rows, changed in ((5, 50), (5, 0), (4, 1), (5, 10)):
+        sent.clear()
+        inputs.fill([3] * rows, [-1] * rows, [Scheduled(x, 39, 1, SAMPLE_ONE) for x in live[:rows]])
+        assert sent == [5 * 8, 2 * changed][: 1 + bool(changed)]
+    live[2].pages.append(7)
+    sent.clear()
+    inputs.fill([3] * 5, [-1] * 5, [Scheduled(x, 39, 1, SAMPLE_ONE) for x in live])
+    assert sent == [5 * 8, 2]
+
+
+class OutOfResources(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+    __module__ = "triton.runtime.errors"
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, graphs):
+    """One that the check did not meet: torch's body does its work from then on."""
+
+    def fails(*_: object) -> None:
+        raise OutOfResources("shared memory")
+
+    wanted = core_of(model, 20, graphs=False, ahead=False)
+    wanted.add(alone := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
+    while wanted.has_unfinished():
+        wanted.step()
+    monkeypatch.setattr("llama.ops.triton.attention.paged_attention", fails)
+    monkeypatch.setattr("llama.ops.attention._suits_gpu", lambda *_: True)
+    model.use_kernels(KernelSet(frozenset({"attention"}), frozenset({torch.float32})))
+    try:
+        with pytest.warns(UserWarning, match="torch runs in place of the GPU's kernels: shared"):
+            core = core_of(model, 20, graphs=graphs, ahead=True)
+            core.add(seq := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
+            while core.has_unfinished():
+                core.step()
+        assert seq.tokens == alone.tokens and not core.runner.has_graphs
+    finally:
+        model.use_kernels(TORCH_ONLY)
+
+
 def test_a_batch_is_filled_up_with_rows_that_touch_nobodys_pages(model):
     """Three sequences in a graph of four rows: the fourth writes to the page behind the last."""
     core = core_of(model, 12, graphs=True, ahead=False)
@@ -175,7 +289,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
     """Rows come, go, move and grow; a table that is kept from step to step shows what one made
     anew shows."""
     rng = random.Random(5)
-    batch = StaticBatch(8, 16, page_size=PAGE, null_page=99, device=torch.device("cpu"))
+    inputs = DecodeInputs(8, 16, page_size=PAGE, null_page=99, device=torch.device("cpu"))
     live: list[Sequence] = []
     for _ in range(200):
         live = [seq for seq in live if rng.random() < 0.9]
@@ -192,12 +306,12 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
                 seq.pages = seq.pages[:1]
             start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
             scheduled.append(Scheduled(seq, start, 1, SAMPLE_ONE))
-        batch.fill([3] * len(live), [-1] * len(live), scheduled)
+        inputs.fill([3] * len(live), [-1] * len(live), scheduled)
         _, packed = Batch.pack(
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
             [seq.pages for seq in live], PAGE, range(len(live)), torch.device("cpu"),
         )  # fmt: skip
-        n, static = len(live), batch.batch
+        n, (_, _, static) = len(live), inputs.batch(8, 16)
         assert torch.equal(static.positions[:n], packed.positions)
         assert torch.equal(static.slots[:n], packed.slots)
         assert torch.equal(static.seq_lens[:n], packed.seq_lens)

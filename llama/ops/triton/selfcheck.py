@@ -243,7 +243,11 @@ class Cases:
             x, weight = self.normal(m, k), self.normal(n, k)
             for tile in tiles:
                 what = f"{m} rows times {n} x {k} with {tuple(tile)}"
-                yield Case(what, partial(_product, tile), (x, weight))
+                yield Case(what, partial(_product, tile, self.out_dtype(n)), (x, weight))
+
+    def out_dtype(self, n: int) -> torch.dtype:
+        """Of a product with N outputs: the head's are float32."""
+        return torch.float32 if n == self.job.vocab_rows else self.dtype
 
     def products(self) -> Iterator[tuple[int, int, int, list[Tile]]]:
         """N, K, M and tiles, for wqkv, wo, w13, w2 and the head."""
@@ -269,9 +273,11 @@ def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: Ker
     return queries, after
 
 
-def _product(tile: Tile, x: Tensor, weight: Tensor, kernels: KernelSet) -> Tensor:
+def _product(
+    tile: Tile, dtype: torch.dtype, x: Tensor, weight: Tensor, kernels: KernelSet
+) -> Tensor:
     tiles = {(*weight.shape, len(x)): tile}
-    return linear(x, weight, kernels=replace(kernels, tiles=tiles))
+    return linear(x, weight, dtype=dtype, kernels=replace(kernels, tiles=tiles))
 
 
 def check_kernel(job: Job, name: str) -> list[Choice]:
@@ -340,7 +346,7 @@ def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) ->
 
     def products(kernels: KernelSet) -> None:
         for weight in weights:
-            linear(x, weight, kernels=kernels)
+            linear(x, weight, dtype=cases.out_dtype(n), kernels=kernels)
 
     own = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
     ways = [TORCH_ONLY, *(replace(own, tiles={(n, k, m): tile}) for tile in tiles)]

@@ -109,6 +109,20 @@ def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name):
     assert set(launches) == KERNELS[name]
 
 
+def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
+    """Its logits are float32: another kernel to a compiler than one that gives bf16."""
+    asked = set()
+
+    def run(x: Tensor, weight: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+        asked.add((len(weight), dtype))
+        return (x @ weight.T).to(dtype)
+
+    monkeypatch.setattr(products, "run", run)
+    monkeypatch.setattr(products, "candidates", lambda n, k, m: [Tile(16, 32, 4, 3, True)])
+    check_kernel(job("linear"), "linear")
+    assert (60, torch.float32) in asked and {d for n, d in asked if n != 60} == {torch.float16}
+
+
 def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
     """Triton keeps what it compiles for that, so that no step waits for a compiler."""
     numbers, num_splits = [], attention.num_splits
