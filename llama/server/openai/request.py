@@ -67,15 +67,13 @@ class OpenAIRequest:
 
     def deltas(
         self,
-        tokenizer: Tokenizer,
         response_id: str,
         output: RequestOutput,
         answer: CompletionOutput,
     ) -> AnswerDeltas:
         """What reads the calls in an answer."""
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
-        shows_special = not self.params.skip_special_tokens
-        return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)
+        return AnswerDeltas(self.tools, key)
 
 
 class ConvertedChat:
