@@ -124,6 +124,7 @@ class Llama:
         dtype: str | torch.dtype | None = None,
         quantize: str | None = None,
         kv_cache_memory_bytes: int | None = None,
+        kv_cache_dtype: str | None = None,
         timeout_s: float = 600.0,
         verify: bool = False,
         mute_ranks: bool = True,
@@ -154,6 +155,8 @@ class Llama:
                 int8. The rest is bf16. The older dtype="int8" means the same.
             kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
                 beside the weights, but no more than max_batch_size x max_seq_len tokens.
+            kv_cache_dtype: "int8" keeps keys and values in 8 bits, on the CPU, with a unit for each
+                token and head: almost twice the tokens fit. Default, also by "auto": `dtype`.
             timeout_s: the longest wait for another rank, in seconds.
             verify: compare the weights in .pth files with their CRC-32 while they are loaded; a
                 warning names files without one, such as *.safetensors. See `llama verify`.
@@ -178,6 +181,7 @@ class Llama:
             dtype=dtype,
             quantize=quantize,
             kv_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             timeout_s=timeout_s,
             verify=verify,
             speculate=speculate,

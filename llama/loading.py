@@ -23,6 +23,7 @@ from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
+from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
 
@@ -50,12 +51,14 @@ class Loaded:
         name = self.model.quantization or dtype_name(dtype)
         if self.file_type not in (None, name):
             name += f" from {self.file_type}"
-        tokens = self.num_pages * PAGE_SIZE
+        kv_format = self.model.plan.kv_format.name
+        tokens = f"{self.num_pages * PAGE_SIZE:,} tokens"
+        tokens += f" in {kv_format}" if kv_format else ""
         sequences = self.num_pages // pages_for(params.max_seq_len)
         return (
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
-            f"KV cache {tokens:,} tokens, {sequences} sequence{'s' * (sequences != 1)} of full "
+            f"KV cache {tokens}, {sequences} sequence{'s' * (sequences != 1)} of full "
             f"length at once{gpu.describe(self.model)}" + ", CUDA graphs" * has_graphs
         )
 
@@ -72,6 +75,7 @@ def load_model(
     dtype: str | torch.dtype | None,
     quantize: str | None,
     kv_bytes: int | None,
+    kv_cache_dtype: str | None = None,
     timeout_s: float,
     verify: bool,
     speculate: str | None = None,
@@ -89,6 +93,7 @@ def load_model(
         whole_number("seed", seed, 0, 2**63 - 1)
         check_speculate(speculate, speculate_tokens)
         files = _Files.of(ckpt_dir, parallel.size, seq_len, chosen_device, dtype, quantize)
+        kv_format = pick_kv_format(kv_cache_dtype, chosen_device)
         checkpoint, params = files.checkpoint, files.checkpoint.params
         tokenizer = files.tokenizer(tokenizer_path)
         allowed = gpu.asked_for()
@@ -97,6 +102,7 @@ def load_model(
             "max_seq_len": seq_len,
             "max_batch_size": batch_size,
             "kv_cache_memory_bytes": kv_bytes,
+            "kv_cache_dtype": kv_format.name,
             "seed": seed,
             "device": chosen_device.type,
             "torch": torch.__version__,
@@ -111,11 +117,13 @@ def load_model(
     kernels = gpu.kernels_for(params, parallel, chosen_device, files.dtype, PAGE_SIZE, allowed)
     free = parallel.all_reduce_min(free_bytes(chosen_device))
     with parallel.agree("the memory of the ranks", world=True):
-        memory = files.memory(parallel.size, chosen_device, free, batch_size)
+        memory = files.memory(parallel.size, chosen_device, free, batch_size, kv_format)
         seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, params.longest_context)
     with parallel.agree("the checkpoint", world=True):
         args = replace(params, max_seq_len=seq_len, max_batch_size=batch_size)
-        model = Transformer(args, parallel=parallel, device=chosen_device, dtype=files.dtype)
+        model = Transformer(
+            args, parallel=parallel, device=chosen_device, dtype=files.dtype, kv_format=kv_format
+        )
         model.use_kernels(kernels)
         files.fill(model, verify)
     return Loaded(model, tokenizer, pages, files.checkpoint.is_guard, files.checkpoint.file_type)
@@ -169,10 +177,12 @@ class _Files:
         chosen = path_like("tokenizer_path", path or self.checkpoint.tokenizer_path())
         return load_tokenizer(chosen, self.checkpoint.params)
 
-    def memory(self, ranks: int, device: torch.device, free: int, batch_size: int) -> "Memory":
+    def memory(
+        self, ranks: int, device: torch.device, free: int, batch_size: int, kv_format: KVFormat
+    ) -> "Memory":
         """See `Memory.of`."""
         return Memory.of(
-            self.checkpoint, ranks, device, self.dtype, self.quantize, free, batch_size
+            self.checkpoint, ranks, device, self.dtype, self.quantize, free, batch_size, kv_format
         )
 
     def fill(self, model: Transformer, verify: bool) -> None:
@@ -218,15 +228,16 @@ class Memory:
         quantize: str | None,
         free: int,
         batch_size: int,
+        kv_format: KVFormat = AS_COMPUTED,
     ) -> "Memory":
         """What one of `ranks` ranks needs of `free` bytes; reads no file."""
-        plan = LayerPlan.of(checkpoint.params, ranks)
+        plan = LayerPlan.of(checkpoint.params, ranks, kv_format)
         step = step_bytes(checkpoint.params, plan, dtype, batch_size)
         return cls(
             free,
             weights=reader.bytes_of(checkpoint, ranks, dtype, quantize),
             reserve=step + (_CUDA_RESERVE if device.type == "cuda" else 0),
-            per_token=plan.kv_numbers_per_token * dtype.itemsize,
+            per_token=plan.kv_bytes_per_token(dtype),
         )
 
     @property

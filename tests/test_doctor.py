@@ -122,7 +122,7 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
                 1 << 30,
                 weights=bytes_of(found, ranks, torch.bfloat16, quantize),
                 reserve=step_bytes(found.params, plan, torch.bfloat16, 32),
-                per_token=plan.kv_numbers_per_token * 2,
+                per_token=plan.kv_bytes_per_token(torch.bfloat16),
             )
             _, num_pages = choose_sizes(memory, 16, 2**20, None, longest=512)
             assert memory.kv_tokens == num_pages * 16 > 0

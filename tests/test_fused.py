@@ -16,6 +16,7 @@ from llama.model import Attention
 from llama.model.execution import OpLayers
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
+from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
 
@@ -43,12 +44,14 @@ def make_model(
     ranks: int = 1,
     packed: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    kv_cache_dtype: str | None = None,
 ) -> Transformer:
     """With two ranks, the share of rank 1; what it would sum with its peer, it doubles."""
     parallel = ModelParallel(rank=ranks - 1, size=ranks)
     if ranks > 1:
         object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
-    model = Transformer(ModelArgs(**PARAMS), parallel=parallel, dtype=dtype)
+    kv_format = FORMATS[kv_cache_dtype] if kv_cache_dtype else AS_COMPUTED
+    model = Transformer(ModelArgs(**PARAMS), parallel=parallel, dtype=dtype, kv_format=kv_format)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         scale = 0.1 if weight.dim() == 2 else 1.0
@@ -73,7 +76,9 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
     """Hidden states, and keys and values afterwards, as bits."""
     tokens, batch, num_pages = pack(sequences)
     kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
-    kv_cache.copy_(torch.randn(kv_cache.shape, generator=torch.Generator().manual_seed(2)))
+    shape = (*kv_cache.shape[:-1], model.plan.head_dim)
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    kv_cache.copy_(model.plan.kv_format.pack(numbers))
     with torch.inference_mode():
         hidden = model.hidden_states(tokens, batch, kv_cache)
     return [hidden.view(torch.uint8), kv_cache.view(torch.uint8)]
@@ -121,6 +126,19 @@ def test_the_call_gives_the_bytes_of_the_modules(kernels, calls, quantize, ranks
             assert calls == ["layers_workspace", *["layers_bf16"] * count, "rms_norm_bf16"]
         calls.clear()
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_call_gives_the_bytes_of_the_modules_in_8_bits(kernels, calls, ranks):
+    """Of hidden states, and of keys and values; they differ from those of a cache in bf16."""
+    model = make_model(ranks=ranks, kv_cache_dtype="int8")
+    for sequences in BATCHES[1:6]:
+        wanted = run_modules(model, sequences)
+        calls.clear()
+        assert same(run(model, sequences), wanted)
+        count = 1 if ranks == 1 else 2 * PARAMS["n_layers"]
+        assert calls.count("layers_bf16") == count
+    assert not torch.equal(run(make_model(ranks=ranks), sequences)[0], wanted[0])
 
 
 OP_STACK = KernelSet(frozenset(NAMES), frozenset())  # in use for no type: ops keep their bodies

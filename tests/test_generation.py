@@ -25,8 +25,12 @@ from llama import Llama, ModelArgs, Tokenizer, Transformer
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import CheckpointReader
+from llama.cli import COMMANDS
+from llama.cli.flags import read
+from llama.cli.model import load
 from llama.device import free_bytes, pick_dtype
 from llama.model.layers import Linear
+from llama.ops.kv_cache import pick_kv_format
 from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 from llama.weights import check_quantize
@@ -476,6 +480,8 @@ def test_a_matrix_stored_once_is_held_once(make_checkpoint):
 def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
     with pytest.raises(ValueError, match="quantize='int8' is for device='cpu', not cuda"):
         check_quantize("int8", torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ValueError, match="kv_cache_dtype='int8' is for device='cpu', not cuda"):
+        pick_kv_format("int8", torch.device("cuda"))
     for names in ({"dtype": "int8"}, {"quantize": "int8"}, {"dtype": "auto", "quantize": "int8"}):
         asked: dict[str, Any] = names
         llama = Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", **asked)
@@ -484,9 +490,29 @@ def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
         assert llama.model.new_kv_cache(1, 16).dtype is torch.bfloat16
 
 
+def test_a_kv_cache_in_8_bits(checkpoint_dir, capsys):
+    """More tokens in as many bytes; Meta's forward has it too. "auto" is vLLM's word for none."""
+    told, cached, logits = [], [], []
+    for name in ("auto", "int8"):
+        options = read("llama", COMMANDS["chat"], [str(checkpoint_dir[0])], {
+            "LLAMA_DEVICE": "cpu", "LLAMA_DTYPE": "bf16", "LLAMA_MAX_SEQ_LEN": "128",
+            "LLAMA_KV_CACHE_MEMORY_BYTES": "40960", "LLAMA_KV_CACHE_DTYPE": name,
+            "LLAMA_MAX_BATCH_SIZE": "9",
+        })  # fmt: skip
+        llama = load(options)
+        told += re.findall(r"KV cache (.*?),", capsys.readouterr().err)
+        cached.append(llama.model.new_kv_cache(1, 16).nbytes)
+        logits.append(llama.model(torch.tensor(prompts_of([20], seed=22)), 0))
+    assert told == ["160 tokens", "272 tokens in int8"]  # a head of 16 takes 32 bytes, or 18
+    assert cached == [4096, 2304]
+    assert not torch.equal(*logits) and (logits[0] - logits[1]).abs().mean() < 0.1
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': give int8, auto, or None"),
+        ({"kv_cache_dtype": 8}, "kv_cache_dtype=8: give int8"),
         ({"quantize": "int7"}, "quantize='int7': give one of int8, fp8, int4, or None"),
         ({"quantize": 8}, "quantize=8: give one of"),
         ({"quantize": "int8", "dtype": "fp32"}, "quantize='int8' is for dtype='bf16', not fp32"),

@@ -111,6 +111,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "shares_memory", "folder": kv4, "prompts": PROMPTS},
             {"do": "one_shot_sums", "folder": kv4},
             {"do": "speculated", "folder": kv4, "prompts": REPEATED},
+            {"do": "in_8_bits", "folder": kv4, "prompts": PROMPTS},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -233,6 +234,21 @@ def test_rank_0_drafts_for_all_ranks(sharded, two_ranks):
     wanted = llama.generate(REPEATED, 60, 0.0)[0]
     (*answers, drafted), following = (rank[7]["result"] for rank in two_ranks["samples"])
     assert answers == [wanted, wanted] and following == [wanted, None, drafted] and drafted > 20
+
+
+def test_two_ranks_keep_keys_and_values_in_8_bits(sharded, two_ranks):
+    """The log-probabilities of one process, but for what a number does that is rounded the other
+    way; a type that one rank alone was given is an error on each."""
+    llama = Llama.build(
+        str(sharded["kv4"]), None, 128, 4, dtype="fp32", device="cpu", kv_cache_dtype="int8"
+    )
+    wanted = llama.generate(PROMPTS, **GREEDY | {"max_gen_len": 1})[1]
+    results = [rank[8]["result"] for rank in two_ranks["samples"]]
+    assert results[0] == results[1] and wanted is not None
+    (_, found), error = results[0]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours[:-1] == pytest.approx(theirs[:-1], abs=0.05)
+    assert "0 (kv_cache_dtype=int8) and rank 1 (kv_cache_dtype=None)" in error
 
 
 def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):

@@ -84,6 +84,7 @@ FLAGS = {
     "max_seq_len": Flag(int, "N", "most tokens of one prompt and its answer", _LENGTH),
     "max_batch_size": Flag(int, "N", "sequences that run at once; more wait", "what fits"),
     "kv_cache_memory_bytes": Flag(int, "N", "bytes of the KV cache on each rank", "what fits"),
+    "kv_cache_dtype": Flag(str, "NAME", "of the KV cache: int8, half the bytes (CPU)", "dtype"),
     "model_parallel_size": Flag(int, "N", "ranks that share one model", "all that were started"),
     "ranks": Flag(within(1, 1024), "N", "processes of this machine that share the work"),
     "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),

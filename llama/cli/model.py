@@ -19,6 +19,7 @@ BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defa
     "max_seq_len": None,
     "max_batch_size": None,
     "kv_cache_memory_bytes": None,
+    "kv_cache_dtype": None,
     "model_parallel_size": None,
     "seed": 1,
     "device": None,

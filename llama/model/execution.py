@@ -21,9 +21,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llama.model.layers import RMSNorm, WatchedModule
 from llama.model.plan import ATTENTION, LayerPlan
-from llama.ops.attention import MAX_HEAD_DIM, paged_attention
+from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
+from llama.ops.kv_cache import MAX_HEAD_DIM, NATIVE
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul
@@ -59,7 +60,7 @@ class OpLayers:
         self.plan, self.sublayers, self.kernels = plan, sublayers, kernels
 
     def supports(self, kv_cache: Tensor) -> bool:
-        return tuple(kv_cache.shape) == self.plan.kv_cache_shape(*kv_cache.shape[2:4])
+        return _is_cache(self.plan, kv_cache, self.sublayers[0].norm.weight.dtype)
 
     def run(
         self,
@@ -69,7 +70,7 @@ class OpLayers:
         batch: Batch,
         all_reduce: AllReduce | None = None,
     ) -> Tensor:
-        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, D), written in place -> (T, E).
+        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, W), written in place -> (T, E).
 
         kv_cache: one that it `supports`.
         all_reduce: sums over the ranks, in place or not, where each has a share of the weights.
@@ -116,10 +117,8 @@ class NativeLayers:
         self._table = torch.tensor(rows)
 
     def supports(self, kv_cache: Tensor) -> bool:
-        """Whether it can run on this cache, which must be (L, 2, P, S, K, D), and the shape is."""
-        return kv_cache.dim() == 6 and _is_plain(
-            kv_cache, self.plan.kv_cache_shape(*kv_cache.shape[2:4])
-        )
+        is_there = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
+        return is_there and _is_cache(self.plan, kv_cache, torch.bfloat16)
 
     def run(
         self,
@@ -138,7 +137,7 @@ class NativeLayers:
         assert e == p.dim and freqs_cis.shape == (t, p.head_dim // 2), (x.shape, e)
         lengths = len(batch.slots), len(batch.query_starts), len(batch.seq_lens)
         assert lengths == (t, b + 1, b), (lengths, t, b)
-        starts, lens = batch.query_starts, batch.seq_lens
+        starts, lens, kv_format = batch.query_starts, batch.seq_lens, NATIVE[kv_cache.dtype]
         sizes = (t, b, e, p.n_heads, p.n_kv_heads, p.head_dim, p.ffn_dim)
         threads = torch.get_num_threads()
         num_bytes = native.call("layers_workspace", starts, lens, *sizes, threads)
@@ -152,7 +151,7 @@ class NativeLayers:
             native.call(
                 "layers_bf16", self._table, x, out, freqs_cis, kv_cache, batch.slots,
                 batch.page_table, starts, lens, workspace, first, last, *sizes, num_pages,
-                page_size, width, self._eps, p.head_dim**-0.5,
+                page_size, width, kv_format, self._eps, p.head_dim**-0.5,
             )  # fmt: skip
 
         if all_reduce is None:
@@ -168,6 +167,12 @@ class NativeLayers:
 def _is_plain(x: Tensor, shape: tuple[int, ...]) -> bool:
     is_there = x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous()
     return is_there and tuple(x.shape) == shape
+
+
+def _is_cache(plan: LayerPlan, kv_cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is that of such a model in `dtype`."""
+    shape = tuple(kv_cache.shape)
+    return len(shape) == 6 and (shape, kv_cache.dtype) == plan.kv_cache(*shape[2:4], dtype)
 
 
 Executor = OpLayers | NativeLayers

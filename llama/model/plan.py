@@ -8,7 +8,10 @@ holds no weights.
 
 from dataclasses import dataclass
 
+import torch
+
 from llama.model.args import ModelArgs
+from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 
 ATTENTION, FEED_FORWARD = "attention", "feed_forward"  # the names of Meta's blocks
 
@@ -28,9 +31,10 @@ class LayerPlan:
     ffn_dim: int
     eps: float
     kinds: tuple[str, ...] = (ATTENTION, FEED_FORWARD)
+    kv_format: KVFormat = AS_COMPUTED
 
     @classmethod
-    def of(cls, args: ModelArgs, num_ranks: int) -> "LayerPlan":
+    def of(cls, args: ModelArgs, num_ranks: int, kv_format: KVFormat = AS_COMPUTED) -> "LayerPlan":
         return cls(
             n_layers=args.n_layers,
             dim=args.dim,
@@ -39,6 +43,7 @@ class LayerPlan:
             head_dim=args.head_dim,
             ffn_dim=args.ffn_dim // num_ranks,
             eps=args.norm_eps,
+            kv_format=kv_format,
         )
 
     @property
@@ -46,11 +51,15 @@ class LayerPlan:
         """Queries, keys and values of one token."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
-    def kv_cache_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """(L, 2, P, S, K, D): of each layer that attends, its keys and its values."""
+    def kv_cache(
+        self, num_pages: int, page_size: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape (L, 2, P, S, K, W) and type of the cache of a model in `dtype`: of each layer that
+        attends, its keys and its values."""
         num_attending = self.n_layers * self.kinds.count(ATTENTION)
-        return (num_attending, 2, num_pages, page_size, self.n_kv_heads, self.head_dim)
+        width, row_dtype = self.kv_format.row(self.head_dim, dtype)
+        return (num_attending, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype
 
-    @property
-    def kv_numbers_per_token(self) -> int:
-        return 2 * self.n_layers * self.kinds.count(ATTENTION) * self.n_kv_heads * self.head_dim
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        shape, row_dtype = self.kv_cache(1, 1, dtype)
+        return torch.Size(shape).numel() * row_dtype.itemsize

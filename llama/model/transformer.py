@@ -33,6 +33,7 @@ from llama.model.layers import (
 from llama.model.plan import ATTENTION, FEED_FORWARD, LayerPlan
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
@@ -123,13 +124,14 @@ class Transformer(nn.Module):
         parallel: ModelParallel | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        kv_format: KVFormat = AS_COMPUTED,
     ) -> None:
         super().__init__()
         parallel = parallel or ModelParallel()
         params.check("params")
         params.check_ranks(parallel.size)
         self.params, self.parallel = params, parallel
-        self.plan = plan = LayerPlan.of(params, parallel.size)
+        self.plan = plan = LayerPlan.of(params, parallel.size, kv_format)
         self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
         self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
         blocks = (TransformerBlock(plan, parallel) for _ in range(params.n_layers))
@@ -220,13 +222,13 @@ class Transformer(nn.Module):
         self._execution.kernels = kernels
 
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
-        """Zeroed keys and values of all layers: (L, 2, P, S, K, D)."""
-        weight, shape = self.norm.weight, self.plan.kv_cache_shape(num_pages, page_size)
+        """Zeroed keys and values of all layers: (L, 2, P, S, K, W), in the plan's format."""
+        weight = self.norm.weight
         # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
-        return zeros(shape, weight.dtype, weight.device)
+        return zeros(*self.plan.kv_cache(num_pages, page_size, weight.dtype), weight.device)
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """tokens (T), kv_cache (L, 2, P, S, K, D), written in place -> (R, E) at logit_rows."""
+        """tokens (T), kv_cache (L, 2, P, S, K, W), written in place -> (R, E) at logit_rows."""
         executor = self._execution.find()
         if executor is None or not executor.supports(kv_cache):
             h = self._through_layers(tokens, batch, kv_cache)

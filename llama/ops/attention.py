@@ -12,7 +12,7 @@ queries are (4, H, D): one row, one row, two rows; page_table is
 and 4..6, row 2 slot 8, row 3 slots 8 and 9.
 
 Shapes: T tokens, B sequences, H query heads, K kv heads, D head dim, P pages, S slots per page,
-M pages per sequence, G = H / K.
+M pages per sequence, G = H / K. W numbers of a row of the cache, which are those of kv_cache.py.
 """
 
 import functools
@@ -25,17 +25,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
+from llama.ops.kv_cache import format_of, native_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
-MAX_HEAD_DIM = 256  # of attention.cpp, which keeps a block of rows on its stack
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def paged_attention(
     queries: Tensor, kv_cache: Tensor, batch: Batch, kernels: KernelSet = TORCH_ONLY
 ) -> Tensor:
-    """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
+    """queries (T, H, D), one layer's kv_cache (2, P, S, K, W) -> (T, H, D).
 
     Of the batch: its page table and its lengths, on the device and on the host, so that nothing
     here waits for the device. In the torch body, the sequences with one query go through one call,
@@ -46,11 +46,11 @@ def paged_attention(
         from llama.ops.triton import attention
 
         return attention.paged_attention(queries, kv_cache, batch)
-    can_run = queries.shape[-1] <= MAX_HEAD_DIM and kv_cache.is_contiguous()
-    if can_run and native.has_kernel(queries, kv_cache):
+    kv_format = native_format(queries, kv_cache)
+    if kv_format is not None:
         slots = table.shape[1] * kv_cache.shape[2]
         assert max(batch.seq_lens_cpu) <= slots, (batch.seq_lens_cpu, table.shape, kv_cache.shape)
-        return _native(queries.contiguous(), kv_cache, batch)
+        return _native(queries.contiguous(), kv_cache, batch, kv_format)
     out = torch.empty_like(queries)
     if n:
         num_pages = -(-max(batch.seq_lens_cpu[:n]) // kv_cache.shape[2])
@@ -69,7 +69,7 @@ def _suits_gpu(queries: Tensor, kv_cache: Tensor) -> bool:
     return 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
 
 
-def _native(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+def _native(queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int) -> Tensor:
     _, n_heads, head_dim = queries.shape
     _, num_pages, page_size, n_kv_heads, _ = kv_cache.shape
     n, width = batch.page_table.shape
@@ -90,6 +90,7 @@ def _native(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         num_pages,
         page_size,
         width,
+        kv_format,
         head_dim**-0.5,
     )
     return out
@@ -102,12 +103,16 @@ def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Ten
     long one would otherwise have the pages of all others copied up to its length.
     """
     n, n_heads, head_dim = queries.shape
-    at_once = max(1, _GATHERED_BYTES // (2 * page_table.shape[1] * kv_cache[0, 0].nbytes))
+    page_bytes = kv_cache[0, 0, ..., 0].numel() * head_dim * queries.itemsize  # once unpacked
+    at_once = max(1, _GATHERED_BYTES // (2 * page_table.shape[1] * page_bytes))
     if n > at_once:
         parts = (x.split(at_once) for x in (queries, page_table, seq_lens))
         return torch.cat([_decode(q, kv_cache, *rest) for q, *rest in zip(*parts, strict=True)])
     # One after the other: torch gathers whole rows of a tensor fast, and parts of rows slowly.
-    keys, values = (part[page_table].flatten(1, 2) for part in kv_cache)  # (N, M * S, K, D)
+    keys, values = (
+        format_of(kv_cache).unpack(part[page_table].flatten(1, 2), queries.dtype)
+        for part in kv_cache
+    )  # (N, M * S, K, D)
     _, length, n_kv_heads, _ = keys.shape
     attn_mask = torch.arange(length, device=queries.device) < seq_lens[:, None]
     grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
@@ -122,7 +127,10 @@ def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> 
     count, n_heads, _ = queries.shape
     num_pages = -(-seq_len // kv_cache.shape[2])
     # (L, K, D)
-    keys, values = (part[pages[:num_pages]].flatten(0, 1)[:seq_len] for part in kv_cache)
+    keys, values = (
+        format_of(kv_cache).unpack(part[pages[:num_pages]].flatten(0, 1)[:seq_len], queries.dtype)
+        for part in kv_cache
+    )
     group = n_heads // keys.shape[1]
     attn_mask = None
     if seq_len > count:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.kv_cache import format_of, native_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, before scaling
@@ -54,9 +55,10 @@ def rope_and_store(
     slots: Tensor,
     kernels: KernelSet = TORCH_ONLY,
 ) -> Tensor:
-    """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
+    """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, W), slots (T) -> queries (T, H, D).
 
-    Queries and keys are rotated; keys and values are written to their slots, page * S + offset.
+    Queries and keys are rotated; keys and values are written to their slots, page * S + offset, in
+    the format of the cache.
     """
     rows, n, head_dim = qkv.shape
     n_kv_heads = kv_cache.shape[3]
@@ -67,14 +69,16 @@ def rope_and_store(
         from llama.ops.triton import elementwise
 
         return elementwise.rope_and_store(qkv, freqs_cis, kv_cache, slots)
-    if native.has_kernel(qkv, kv_cache) and kv_cache.is_contiguous():
+    kv_format = native_format(qkv, kv_cache)
+    if kv_format is not None:
         queries = qkv.new_empty(rows, n_heads, head_dim)
         tensors = qkv.contiguous(), freqs_cis.contiguous(), kv_cache, slots.contiguous(), queries
         sizes = rows, n_heads, n_kv_heads, head_dim, kv_cache.shape[1] * kv_cache.shape[2]
-        native.call("rope_and_store_bf16", *tensors, *sizes)
+        native.call("rope_and_store_bf16", *tensors, *sizes, kv_format)
         return queries
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-    keys, values = kv_cache.flatten(1, 2)  # 2 x (P * S, K, D)
-    keys.index_copy_(0, slots, apply_rope(k, freqs_cis))
-    values.index_copy_(0, slots, v)
+    keys, values = kv_cache.flatten(1, 2)  # 2 x (P * S, K, W)
+    pack = format_of(kv_cache).pack
+    keys.index_copy_(0, slots, pack(apply_rope(k, freqs_cis)))
+    values.index_copy_(0, slots, pack(v))
     return apply_rope(q, freqs_cis)

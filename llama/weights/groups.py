@@ -109,8 +109,8 @@ def _unpack_scales(scales: Tensor) -> Tensor:
         return scales.float()
     units, codes = scales.unflatten(-1, (10, -1)).split([2, 8], -2)
     units = units.flatten(-2).view(torch.float16).unflatten(-1, (1, -1, N_BLOCK))
-    codes = codes.view(torch.int8).unflatten(-1, (-1, N_BLOCK))
-    return (units.float() * codes).flatten(1, 2)
+    codes = codes.unflatten(-1, (-1, N_BLOCK)) ^ 128  # of signed bytes: what they are above -128
+    return (units.float() * (codes.float() - 128)).flatten(1, 2)
 
 
 def huge_empty(*shape: int, dtype: torch.dtype) -> Tensor:

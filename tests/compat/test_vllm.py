@@ -442,20 +442,24 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     assert (served.model_config.model, served.model_config.max_model_len) == ("m", 128)
     drafts = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
     others: dict[str, Any] = {"distributed_timeout_seconds": 9, "speculative_config": drafts}
-    args = EngineArgs("m", quantization="int8", **others)
+    args = EngineArgs("m", quantization="int8", kv_cache_dtype="int8", **others)
     assert LLMEngine.from_engine_args(args).model_config.get_vocab_size() == 512
     with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
         LLMEngine.from_engine_args(args, executor=1)
     tokenizer = str(DEMO / "tokenizer.model")
     common: dict[str, Any] = {"device": None, "kv_cache_memory_bytes": None}
     assert seen == [
-        (("m", tokenizer, 64, 5, 2, 3), {**common, "dtype": "bfloat16", "quantize": None}),
+        (
+            ("m", tokenizer, 64, 5, 2, 3),
+            {**common, "dtype": "bfloat16", "quantize": None, "kv_cache_dtype": "auto"},
+        ),
         (
             ("m", None, None, None, 1, 0),
             {
                 **common,
                 "dtype": "auto",
                 "quantize": "int8",
+                "kv_cache_dtype": "int8",
                 "timeout_s": 9,
                 "speculate": "lookup",
                 "speculate_tokens": 5,

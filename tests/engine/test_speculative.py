@@ -18,23 +18,26 @@ from llama.cli.model import figures, load
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Lookup, Speculator
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.requests.request import Request
 from llama.server.metrics import ActiveRequest, Metrics
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4", "KV cache"])
 @pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
 def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, kernels):
     """Around the edge of a part of the context (256 keys), for every length of a draft."""
     sizes = {"dim": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": num_kv_heads}
     args = ModelArgs(**sizes, vocab_size=128, multiple_of=32, max_seq_len=320)
-    model = Transformer(args, dtype=torch.bfloat16)
+    in_8_bits = quantize == "KV cache"
+    kv_format = FORMATS["int8"] if in_8_bits else AS_COMPUTED
+    model = Transformer(args, dtype=torch.bfloat16, kv_format=kv_format)
     state = random_state(vars(args))
     for name, share in model.named_shards().items():
         share.copy_(state[name])
-    model.pack(quantize=quantize)
+    model.pack(quantize=None if in_8_bits else quantize)
     tokens = torch.randint(128, (272,), generator=torch.Generator().manual_seed(0)).tolist()
     cache = model.new_kv_cache(20, 16)
 
@@ -137,11 +140,23 @@ def answers(llama: Llama, requests: list[Request]) -> list[tuple]:
     return seen
 
 
+Plain = tuple[Llama, list[tuple], dict[tuple, list[int]]]
+
+
 @pytest.fixture(scope="module")
-def plain(make_checkpoint) -> tuple[Llama, list[tuple], dict[tuple, list[int]]]:
+def plain(make_checkpoint) -> Plain:
+    return built(make_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def in_8_bits(make_checkpoint) -> Plain:
+    return built(make_checkpoint, kv_cache_dtype="int8")
+
+
+def built(make_checkpoint, **options) -> Plain:
     """A model in bf16, what it answers without drafts, and the tokens of each sequence."""
     folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32: what the kernels take
-    llama = Llama.build(str(folder), None, 128, 8, device="cpu", dtype="bf16")
+    llama = Llama.build(str(folder), None, 128, 8, device="cpu", dtype="bf16", **options)
     requests = list(requests_of(llama))
     found = answers(llama, requests)
     sequences = [answer.sequence for request in requests for answer in request.answers]
@@ -170,9 +185,18 @@ def test_drafts_change_no_answer(kind, num_pages, plain):
 
 
 @needs_kernels
-def test_drafts_leave_the_cache_as_it_would_be(plain):
+@pytest.mark.parametrize("num_pages", [300, 9])
+def test_drafts_change_no_answer_with_a_cache_in_8_bits(num_pages, in_8_bits, plain):
+    """Nor do prefixes that were cached, and preemption. The answers are this cache's own."""
+    test_drafts_change_no_answer("some", num_pages, in_8_bits)
+    assert in_8_bits[1] != plain[1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["plain", "in_8_bits"])
+def test_drafts_leave_the_cache_as_it_would_be(kind, request):
     """The bytes of all keys and values that count, and the pages that a later prompt finds."""
-    model = plain[0]
+    model = request.getfixturevalue(kind)[0]
     truth: dict[tuple, list[int]] = {}
     found = []
     for kind in (None, "some", "oracle"):
@@ -183,7 +207,7 @@ def test_drafts_leave_the_cache_as_it_would_be(plain):
         core.add(seq)
         while len(seq.tokens) < 80:
             core.step()
-        pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, D)
+        pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, W)
         slots = pages.flatten(2, 3)[:, :, : min(seq.num_computed, 79)].clone()
         while core.has_unfinished():
             core.step()

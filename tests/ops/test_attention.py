@@ -11,6 +11,7 @@ from helpers.batches import batch_of
 from llama.ops import attention
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import FORMATS
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)
@@ -123,6 +124,34 @@ def exact_answer(number: int, size: float) -> tuple[Tensor, Tensor]:
 def test_paged_attention_is_attention(kernels, number, size):
     case = case_of(number, size)
     check(case, case.run(), 1e-5, exact_answer(number, size))
+
+
+@functools.cache
+def in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
+    """A case whose cache holds whole numbers, and the exact answer of what they stand for."""
+    case, kv_format = case_of(number, 1), FORMATS["int8"]
+    rows = kv_format.pack(case.kv_cache)
+    case.kv_cache = kv_format.unpack(rows, torch.float64)
+    known = case.exact()
+    case.kv_cache = rows
+    return case, known
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_cache_in_8_bits(kernels, number):
+    """Nothing is rounded that the cache has not rounded; a query alone has the bytes that it has in
+    a batch and in a prefill."""
+    case, known = in_8_bits(number)
+    whole = case.run()
+    check(case, whole, 1e-5, known)
+    for row, seq, length in case.rows()[::9] + case.rows()[-1:]:
+        assert same(case.row(row, seq, length), whole[row : row + 1]), row
+
+
+def test_a_cache_in_8_bits_for_the_torch_body(no_kernels):
+    for number in (2, 4):
+        case, known = in_8_bits(number)
+        check(case, case.run(), 1 / 64, known)
 
 
 @pytest.mark.parametrize("lens, query_lens, shape, page_size", CASES)

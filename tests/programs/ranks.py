@@ -292,6 +292,18 @@ def speculated(folder: str, prompts: list) -> list:
     return [called, found, llama.engine.stats.draft_tokens]
 
 
+def in_8_bits(folder: str, prompts: list) -> list:
+    """What a model with such a cache says of the prompts, and the error where one rank wants it."""
+    error, options = "", dict[str, Any](dtype="fp32", device="cpu", mute_ranks=False)
+    with contextlib.redirect_stdout(io.StringIO()):
+        llama = Llama.build(folder, None, 128, 4, kv_cache_dtype="int8", **options)
+        try:
+            Llama.build(folder, None, 128, 4, kv_cache_dtype=["int8", None][RANK], **options)
+        except RankError as e:
+            error = str(e)
+    return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), error]
+
+
 def speak(folder: str) -> list[str]:
     """What reaches stdout: with two models open, with one, with none; and where nobody is muted."""
     printed = io.StringIO()

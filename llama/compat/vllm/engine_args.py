@@ -32,7 +32,7 @@ _NO_EFFECT = frozenset({
 _ONLY = {
     "config_format": ("auto",), "cpu_offload_gb": (0,), "data_parallel_size": (1,),
     "distributed_executor_backend": ("external_launcher",), "enable_lora": (False,),
-    "enable_prompt_embeds": (False,), "engine_use_ray": (False,), "kv_cache_dtype": ("auto",),
+    "enable_prompt_embeds": (False,), "engine_use_ray": (False,),
     "load_format": ("auto",), "max_logprobs": (20,), "model_impl": ("auto",),
     "pipeline_parallel_size": (1,), "runner": ("auto", "generate"), "scheduling_policy": ("fcfs",),
     "skip_tokenizer_init": (False,), "task": ("auto", "generate"), "tokenizer_mode": ("auto",),
@@ -84,6 +84,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     max_num_seqs: int | None = None
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     distributed_timeout_seconds: float | None = None
     device: str = "auto"
     generation_config: str = "auto"
@@ -120,6 +121,7 @@ class EngineArgs:
             dtype=self.dtype,
             quantize=self.quantization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            kv_cache_dtype=self.kv_cache_dtype,
             **limits,
             **_speculate(self.speculative_config),
         )

@@ -73,14 +73,14 @@ void pack_rows(const Call& call, const Block& block, Pair* to) {
   }
 }
 
-// Offsets of the keys of positions begin to end, and of their values, for one kv head.
+// Offsets in bytes of the keys of positions begin to end, and of their values, for one kv head.
 void find_keys(const Call& call, const Block& block, long begin, long end, long* offsets) {
-  const long stride = call.kv_heads * call.dim;
+  const long row_bytes = kv_row_bytes(call.dim, call.kv_format), stride = call.kv_heads * row_bytes;
   const int64_t* pages = call.table + block.seq * call.pages_each;
   while (begin < end) {
     const long slot = begin % call.page_size, first = pages[begin / call.page_size];
     const long count = std::min(call.page_size - slot, end - begin);
-    long at = (first * call.page_size + slot) * stride + block.kv_head * call.dim;
+    long at = (first * call.page_size + slot) * stride + block.kv_head * row_bytes;
     for (long i = 0; i < count; i++, at += stride) *offsets++ = at;
     begin += count;
   }
@@ -99,14 +99,46 @@ void transpose(Words (&rows)[LANES]) {
   }
 }
 
+// What the numbers of a row are: bf16 as they are, or whole numbers of its unit, which are bf16 too.
+// A key's unit multiplies its scores, a value's its weights.
+struct Bf16Row {
+  static constexpr bool HAS_UNIT = false;
+  static Words words(const char* row, long i) { return load<Words>(row + 2 * i); }
+  static void load_pairs(const char* row, long i, Floats& first, Floats& second) {
+    first = first_of(words(row, i)), second = second_of(words(row, i));
+  }
+};
+
+struct Int8Row {
+  static constexpr bool HAS_UNIT = true;
+  static Words words(const char* row, long i) {
+    Floats first, second;
+    load_pairs(row, i, first, second);
+    return (Words)first >> 16 | (Words)second;
+  }
+  static void load_pairs(const char* row, long i, Floats& first, Floats& second) {
+    load_int8_pairs(row + i, first, second);
+  }
+};
+
+void load_units(const char* rows, const long* offsets, long begin, long end, long dim, float* to) {
+  for (long key = begin; key < end; key++) to[key] = widen(load<uint16_t>(rows + offsets[key] + dim));
+}
+
+void multiply(float* row, const float* units, long count) {
+  for (long i = 0; i < count; i += LANES)
+    store(row + i, load<Floats>(row + i) * load<Floats>(units + i));
+}
+
 // Up to KEYS keys -> (D/2, KEYS) words: a vector holds the same pair of numbers of LANES keys.
-void transpose_keys(const uint16_t* keys, const long* offsets, long count, long dim, Words* to) {
+template <class Row>
+void transpose_keys(const char* keys, const long* offsets, long count, long dim, Words* to) {
   for (int side = 0; side < 2; side++, to++) {
     const long first = side * LANES;
     for (long i = 0; i < dim / 2; i += LANES) {
       Words rows[LANES] = {};
       for (long key = first; key < count && key < first + LANES; key++)
-        rows[key - first] = load<Words>(keys + offsets[key] + 2 * i);
+        rows[key - first] = Row::words(keys + offsets[key], 2 * i);
       transpose(rows);
       for (int j = 0; j < LANES; j++) to[2 * (i + j)] = rows[j];
     }
@@ -114,9 +146,9 @@ void transpose_keys(const uint16_t* keys, const long* offsets, long count, long 
 }
 
 // Prefetches KEYS keys or values into L2: in L1 they would push one another out.
-void fetch(const uint16_t* from, const long* offsets, long begin, long count, long dim) {
+void fetch(const char* from, const long* offsets, long begin, long count, long row_bytes) {
   for (long key = begin; key < count && key < begin + KEYS; key++)
-    for (long i = 0; i < dim; i += 32) __builtin_prefetch(from + offsets[key] + i, 0, 2);
+    for (long i = 0; i < row_bytes; i += 64) __builtin_prefetch(from + offsets[key] + i, 0, 2);
 }
 
 // R rows times KEYS keys -> R rows of scores, SPLIT apart.
@@ -137,14 +169,14 @@ void score(const Pair* queries, const Words* keys, long dim, float scale, float*
 }
 
 // R rows of weights, SPLIT apart, times the values -> R rows of D sums, D + 2 apart.
-template <int R>
-void weigh(const float* weights, const uint16_t* values, const long* offsets, long count, long dim,
+template <class Row, int R>
+void weigh(const float* weights, const char* values, const long* offsets, long count, long dim,
            float* out) {
   for (long i = 0; i < dim; i += 2 * LANES) {
     Floats sums[R][2] = {};
     for (long key = 0; key < count; key++) {
-      const Words words = load<Words>(values + offsets[key] + i);
-      const Floats first = first_of(words), second = second_of(words);
+      Floats first, second;
+      Row::load_pairs(values + offsets[key], i, first, second);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         sums[r][0] += first * weights[r * SPLIT + key];
@@ -160,15 +192,16 @@ void weigh(const float* weights, const uint16_t* values, const long* offsets, lo
 }
 
 using Score = void (*)(const Pair*, const Words*, long, float, float*);
-using Weigh = void (*)(const float*, const uint16_t*, const long*, long, long, float*);
+using Weigh = void (*)(const float*, const char*, const long*, long, long, float*);
 
 template <int... R> Score pick_score(long rows, std::integer_sequence<int, R...>) {
   static constexpr Score ALL[] = {score<R + 1>...};
   return ALL[rows - 1];
 }
 
-template <int... R> Weigh pick_weigh(long rows, std::integer_sequence<int, R...>) {
-  static constexpr Weigh ALL[] = {weigh<R + 1>...};
+template <class Row, int... R>
+Weigh pick_weigh(long rows, std::integer_sequence<int, R...>) {
+  static constexpr Weigh ALL[] = {weigh<Row, R + 1>...};
   return ALL[rows - 1];
 }
 
@@ -196,34 +229,42 @@ void softmax(float* row, long visible, long count, float* m, float* l) {
 }
 
 // The partials of a block of rows over one part of the context: D sums, m and l per row.
+template <class Row>
 void attend_to(const Call& call, const Block& block, const Pair* queries, long split, float* out) {
   const long dim = call.dim, begin = split * SPLIT;
   const long end = std::min(begin + SPLIT, num_visible(call, block, block.rows - 1));
-  const long count = end - begin;
+  const long count = end - begin, row_bytes = kv_row_bytes(dim, call.kv_format);
   const Parts tiles(block.rows, ROWS);
   long offsets[SPLIT];
-  alignas(64) float scores[M_BLOCK * SPLIT];
+  alignas(64) float scores[M_BLOCK * SPLIT], units[Row::HAS_UNIT ? SPLIT : 1] = {};
   find_keys(call, block, begin, end, offsets);
-  for (long key = 0; key < PREFETCH_KEYS; key += KEYS) fetch(call.keys, offsets, key, count, dim);
+  for (long key = 0; key < PREFETCH_KEYS; key += KEYS)
+    fetch(call.keys, offsets, key, count, row_bytes);
   for (long key = 0; key < count; key += KEYS) {
     Words keys_t[MAX_HEAD_DIM];
-    transpose_keys(call.keys, offsets + key, count - key, dim, keys_t);
-    fetch(call.keys, offsets, key + PREFETCH_KEYS, count, dim);
-    fetch(call.values, offsets, key, count, dim);
+    transpose_keys<Row>(call.keys, offsets + key, count - key, dim, keys_t);
+    if (Row::HAS_UNIT)
+      load_units(call.keys, offsets, key, std::min(key + KEYS, count), dim, units);
+    fetch(call.keys, offsets, key + PREFETCH_KEYS, count, row_bytes);
+    fetch(call.values, offsets, key, count, row_bytes);
     for (long tile = 0; tile < tiles.count; tile++) {
       const long first = tiles.first(tile);
       const Score run = pick_score(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
       run(queries + first * (dim / 2), keys_t, dim, call.scale, scores + first * SPLIT + key);
     }
   }
+  alignas(64) float value_units[Row::HAS_UNIT ? SPLIT : 1] = {};
+  if (Row::HAS_UNIT) load_units(call.values, offsets, 0, count, dim, value_units);
   for (long r = 0; r < block.rows; r++) {
     float* partial = out + r * (dim + 2);
+    if (Row::HAS_UNIT) multiply(scores + r * SPLIT, units, count);
     softmax(scores + r * SPLIT, num_visible(call, block, r) - begin, count, partial + dim,
             partial + dim + 1);
+    if (Row::HAS_UNIT) multiply(scores + r * SPLIT, value_units, count);
   }
   for (long tile = 0; tile < tiles.count; tile++) {
     const long first = tiles.first(tile);
-    const Weigh run = pick_weigh(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
+    const Weigh run = pick_weigh<Row>(tiles.size(tile), std::make_integer_sequence<int, ROWS>());
     run(scores + first * SPLIT, call.values, offsets, count, dim, out + first * (dim + 2));
   }
 }
@@ -291,6 +332,7 @@ void compute_item(const Call& call, const Item& item, float* sums) {
   const Block& block = item.block;
   Pair queries[M_BLOCK * MAX_HEAD_DIM / 2];
   pack_rows(call, block, queries);
+  const auto attend_to = call.kv_format == KV_INT8 ? ::attend_to<Int8Row> : ::attend_to<Bf16Row>;
   if (item.split >= 0) return attend_to(call, block, queries, item.split, sums);
   alignas(64) float next[MAX_SUMS];
   clear(sums, block.rows, call.dim);
@@ -381,17 +423,18 @@ long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, l
   return attention_bytes(call);
 }
 
-// queries and out (T, H, D), kv_pages (2, P, S, K, D), table (B, M), query_starts (B + 1),
+// queries and out (T, H, D), kv_pages (2, P, S, K) rows, table (B, M), query_starts (B + 1),
 // seq_lens (B).
-void paged_attention_bf16(const uint16_t* queries, const uint16_t* kv_pages, const int64_t* table,
+void paged_attention_bf16(const uint16_t* queries, const char* kv_pages, const int64_t* table,
                           const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,
                           char* workspace, long num_seqs, long heads, long kv_heads, long dim,
-                          long num_pages, long page_size, long pages_each, float scale,
-                          int threads) {
-  const uint16_t* values = kv_pages + num_pages * page_size * kv_heads * dim;
+                          long num_pages, long page_size, long pages_each, long kv_format,
+                          float scale, int threads) {
+  const long row_bytes = kv_row_bytes(dim, (KvFormat)kv_format);
+  const char* values = kv_pages + num_pages * page_size * kv_heads * row_bytes;
   const Attention call = {queries,   kv_pages, values,     out,       table, query_starts,
                           seq_lens,  workspace, num_seqs,  pages_each, page_size, heads,
-                          kv_heads,  dim,      scale};
+                          kv_heads,  dim,      scale,     (KvFormat)kv_format};
   const double work = plan_attention(call);
   run_team(work > MIN_PARALLEL_WORK ? threads : 1,
            [&](Worker& member) { attend(member, call); });

@@ -24,8 +24,9 @@ Floats odds_of(Floats a, Floats b, std::integer_sequence<uint32_t, I...>) {
   return __builtin_shuffle(a, b, Words{(2 * I + 1)...});
 }
 
-// Rotates the pairs of `count` heads of one token by their cosine and sine.
-void apply_rope(const uint16_t* heads, const float* freqs_cis, uint16_t* out, long count,
+// Rotates the pairs of `count` heads of one token by their cosine and sine. Not inlined: all
+// callers must round alike.
+__attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* freqs_cis, uint16_t* out, long count,
                 long dim) {
   for (long i = 0; i < dim; i += STEP) {
     const Floats left = load<Floats>(freqs_cis + i), right = load<Floats>(freqs_cis + i + LANES);
@@ -35,6 +36,31 @@ void apply_rope(const uint16_t* heads, const float* freqs_cis, uint16_t* out, lo
       const Floats first = first_of(words), second = second_of(words);
       store(out + at, to_bf16(first * cosine - second * sine, first * sine + second * cosine));
     }
+  }
+}
+
+constexpr long MAX_HEAD_DIM = 256;  // as in attention.py
+
+// D bf16 -> whole numbers from -127 to 127, and the unit that they count, a bf16. The largest
+// magnitude is found among bits, where NaN is above all.
+void quantize(const uint16_t* from, char* to, long dim) {
+  Words top = {};
+  for (long i = 0; i < dim; i += STEP) {
+    const Words words = load<Words>(from + i);
+    const Words first = words << 16 & 0x7fffffffu, second = words & 0x7fff0000u;
+    top = first > top ? first : top;
+    top = second > top ? second : top;
+  }
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES; i++) bits = std::max(bits, (uint32_t)top[i]);
+  const float exact = widen(bits >> 16) / 127, least = 0x1p-100f;
+  const uint16_t unit = to_bf16(exact < least ? least : exact);
+  std::memcpy(to + dim, &unit, 2);
+  for (long i = 0; i < dim; i += STEP) {
+    const Words words = load<Words>(from + i);
+    const Floats first = first_of(words) / widen(unit), second = second_of(words) / widen(unit);
+    store_int8(to + i, lower_of(first, second, Lanes()));
+    store_int8(to + i + LANES, upper_of(first, second, Lanes()));
   }
 }
 
@@ -66,13 +92,24 @@ void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long widt
   }
 }
 
-void rope_and_store(const uint16_t* qkv, const float* freqs_cis, uint16_t* pages, int64_t slot,
+void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, int64_t slot,
                     uint16_t* queries, const Heads& heads) {
   const long q = heads.queries * heads.dim, kv = heads.kv * heads.dim;
-  uint16_t* keys = pages + slot * kv;
+  const long row_bytes = kv_row_bytes(heads.dim, heads.kv_format), bytes = heads.kv * row_bytes;
+  char *keys = pages + slot * bytes, *values = keys + heads.num_slots * bytes;
   apply_rope(qkv, freqs_cis, queries, heads.queries, heads.dim);
-  apply_rope(qkv + q, freqs_cis, keys, heads.kv, heads.dim);
-  std::memcpy(keys + heads.num_slots * kv, qkv + q + kv, kv * 2);
+  if (heads.kv_format == KV_BF16) {
+    apply_rope(qkv + q, freqs_cis, (uint16_t*)keys, heads.kv, heads.dim);
+    std::memcpy(values, qkv + q + kv, kv * 2);
+    return;
+  }
+  for (long head = 0; head < heads.kv; head++) {
+    const uint16_t* key = qkv + q + head * heads.dim;
+    uint16_t rotated[MAX_HEAD_DIM];
+    apply_rope(key, freqs_cis, rotated, 1, heads.dim);
+    quantize(rotated, keys + head * row_bytes, heads.dim);
+    quantize(key + kv, values + head * row_bytes, heads.dim);
+  }
 }
 
 extern "C" {
@@ -95,14 +132,14 @@ void silu_mul_bf16(const uint16_t* x, uint16_t* out, long rows, long width, int 
 }
 
 // qkv (rows, heads + 2 * kv_heads, dim), freqs_cis (rows, dim / 2, 2), slots (rows),
-// pages (2, num_slots, kv_heads, dim), queries (rows, heads, dim).
-void rope_and_store_bf16(const uint16_t* qkv, const float* freqs_cis, uint16_t* pages,
+// pages (2, num_slots, kv_heads) rows, queries (rows, heads, dim).
+void rope_and_store_bf16(const uint16_t* qkv, const float* freqs_cis, char* pages,
                          const int64_t* slots, uint16_t* queries, long rows, long heads,
-                         long kv_heads, long dim, long num_slots, int threads) {
+                         long kv_heads, long dim, long num_slots, long kv_format, int threads) {
   const long width = heads * dim, all = width + 2 * kv_heads * dim;
 #pragma omp parallel for num_threads(threads) if (rows * all >= MIN_PARALLEL_WORK)
   for (long row = 0; row < rows; row++)
     rope_and_store(qkv + row * all, freqs_cis + row * dim, pages, slots[row],
-                   queries + row * width, {heads, kv_heads, dim, num_slots});
+                   queries + row * width, {heads, kv_heads, dim, num_slots, (KvFormat)kv_format});
 }
 }

@@ -9,14 +9,20 @@
 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps);
 void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width);
 
+// A row of the KV cache, of one token and kv head, as kv_cache.py defines it: D bf16; or D whole
+// numbers of one byte and then their unit, a bf16.
+enum KvFormat { KV_BF16, KV_INT8 };
+inline long kv_row_bytes(long dim, KvFormat format) { return format == KV_INT8 ? dim + 2 : 2 * dim; }
+
 struct Heads {
   long queries, kv, dim;  // how many of each, and the numbers of one
   long num_slots;         // of the pages: from a key to its value
+  KvFormat kv_format;
 };
 
 // qkv (queries + 2 * kv, dim) and freqs_cis (dim / 2, 2) of a token -> its queries, and its keys
 // and values in their slot of the pages.
-void rope_and_store(const uint16_t* qkv, const float* freqs_cis, uint16_t* pages, int64_t slot,
+void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, int64_t slot,
                     uint16_t* queries, const Heads& heads);
 
 // linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
@@ -56,12 +62,14 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
 
 // attention.cpp; the legend of the letters is in attention.py.
 struct Attention {
-  const uint16_t *queries, *keys, *values;  // (T, H, D), and twice (P, S, K, D)
-  uint16_t* out;                            // (T, H, D)
+  const uint16_t* queries;     // (T, H, D)
+  const char *keys, *values;   // (P, S, K) rows each
+  uint16_t* out;               // (T, H, D)
   const int64_t *table, *query_starts, *seq_lens;
   char* workspace;
   long num_seqs, pages_each, page_size, heads, kv_heads, dim;
   float scale;  // of the scores
+  KvFormat kv_format;
 };
 
 long attention_bytes(const Attention& call);

@@ -63,7 +63,7 @@ struct Call {
   uint16_t* x;
   Outputs out;
   const float* freqs_cis;
-  uint16_t* kv_cache;
+  char* kv_cache;
   const int64_t* slots;
   Attention attention;  // without keys and values
   Sizes sizes;
@@ -76,10 +76,11 @@ void run_attention(Worker& member, const Call& call, long l) {
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim;
   Attention a = call.attention;
-  const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages * a.page_size};
+  const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages * a.page_size,
+                       a.kv_format};
   const long q = a.heads * a.dim, all = q + 2 * a.kv_heads * a.dim;
-  const long half = heads.num_slots * a.kv_heads * a.dim;
-  uint16_t* pages = call.kv_cache + 2 * half * l;
+  const long half = heads.num_slots * a.kv_heads * kv_row_bytes(a.dim, a.kv_format);
+  char* pages = call.kv_cache + 2 * half * l;
   a.keys = pages, a.values = pages + half;
   linear(member, {call.x, rows, layer.attention_norm, call.eps}, {layer.wqkv, all, dim},
          {s.qkv, Outputs::BF16}, s.linear);
@@ -124,18 +125,19 @@ long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long
 
 // Halves `first` to `last` of the layers in the table (L, 30). x and out (T, E): a half's result is
 // added to x where out is x; else it is written to out, and there is one half. freqs_cis
-// (T, D/2, 2), kv_cache (L, 2, P, S, K, D), slots (T), table (B, M), query_starts (B + 1),
+// (T, D/2, 2), kv_cache (L, 2, P, S, K) rows, slots (T), table (B, M), query_starts (B + 1),
 // seq_lens (B).
 void layers_bf16(const int64_t* layers, uint16_t* x, uint16_t* out, const float* freqs_cis,
-                 uint16_t* kv_cache, const int64_t* slots, const int64_t* table,
+                 char* kv_cache, const int64_t* slots, const int64_t* table,
                  const int64_t* query_starts, const int64_t* seq_lens, char* workspace, long first,
                  long last, long rows, long num_seqs, long dim, long heads, long kv_heads,
                  long head_dim, long ffn, long num_pages, long page_size, long pages_each,
-                 float eps, float scale, int threads) {
+                 long kv_format, float eps, float scale, int threads) {
   Attention a = {};
   a.table = table, a.query_starts = query_starts, a.seq_lens = seq_lens, a.num_seqs = num_seqs;
   a.pages_each = pages_each, a.page_size = page_size;
   a.heads = heads, a.kv_heads = kv_heads, a.dim = head_dim, a.scale = scale;
+  a.kv_format = (KvFormat)kv_format;
   const Sizes sizes = {rows, dim, ffn, num_pages};
   Cutter cutter(workspace);
   const Scratch scratch = cut(cutter, a, sizes, threads);

@@ -169,13 +169,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "attention_workspace": (int, (_I64, _I64, int, int, int, int)),
     "paged_attention_bf16": (
         None,
-        (_BF16, _BF16, _I64, _I64, _I64, _BF16, _U8, int, int, int, int, int, int, int, float),
+        (_BF16, Tensor, _I64, _I64, _I64, _BF16, _U8, *[int] * 8, float),
     ),
     "rms_norm_bf16": (None, (_BF16, _BF16, _BF16, int, int, float)),
     "silu_mul_bf16": (None, (_BF16, _BF16, int, int)),
     "rope_and_store_bf16": (
         None,
-        (_BF16, torch.complex64, _BF16, _I64, _BF16, int, int, int, int, int),
+        (_BF16, torch.complex64, Tensor, _I64, _BF16, *[int] * 6),
     ),
     "pack_workspace": (int, (int, int)),
     "pack_bf16": (None, (_BF16, _U8, int, int)),
@@ -188,8 +188,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
     "layers_bf16": (
         None,
-        (_I64, _BF16, _BF16, torch.complex64, _BF16, _I64, _I64, _I64, _I64, _U8)
-        + (*[int] * 12, float, float),
+        (_I64, _BF16, _BF16, torch.complex64, Tensor, _I64, _I64, _I64, _I64, _U8)
+        + (*[int] * 13, float, float),
     ),
     "sample_workspace": (int, (int, int, int)),
     "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),

@@ -19,6 +19,7 @@ constexpr int ROWS = LANES == 16 ? 14 : 6;  // times 2 sums of the 32 registers,
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));  // each holds two bf16
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 using Lanes = std::make_integer_sequence<uint32_t, LANES>;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
@@ -76,6 +77,23 @@ inline Floats load_int8(const void* from) {
 #else
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #endif
+}
+
+// 2 LANES whole numbers of one byte: the first of each pair, and the second.
+inline void load_int8_pairs(const void* from, Floats& first, Floats& second) {
+#if defined(__AVX512F__)
+  const Ints pairs = (Ints)_mm512_cvtepi16_epi32(load<__m256i>(from));
+#else
+  const Ints pairs = (Ints)_mm256_cvtepi16_epi32(load<__m128i>(from));
+#endif
+  first = __builtin_convertvector((Ints)((Words)pairs << 24) >> 24, Floats);
+  second = __builtin_convertvector(pairs >> 8, Floats);
+}
+// Rounded to whole numbers, ties to even, each below 128.
+inline void store_int8(char* to, Floats v) {
+  constexpr float ROUND = 12582912;  // 1.5 * 2^23: the sum's last bits are a whole number
+  const Words whole = (Words)(v + ROUND);
+  for (int i = 0; i < LANES; i++) to[i] = (char)whole[i];
 }
 
 // One rounding, and the same wherever it is inlined: of `sum += a * b` the compiler may round either
