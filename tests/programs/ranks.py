@@ -299,7 +299,7 @@ def in_8_bits(folder: str, prompts: list) -> list:
         llama = Llama.build(folder, None, 128, 4, kv_cache_dtype="int8", **options)
         try:
             Llama.build(folder, None, 128, 4, kv_cache_dtype=["int8", None][RANK], **options)
-        except RankError as e:
+        except ValueError as e:
             error = str(e)
     return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), error]
 
