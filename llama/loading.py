@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama import gpu, weights
-from llama.checkpoint import reader
+from llama.checkpoint import packed, reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
@@ -160,6 +160,8 @@ class _Files:
                 f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
                 "with that or less"
             )
+        if checkpoint.packed is not None:
+            packed.check_use(checkpoint, ranks, device, chosen_dtype, quantize)
         is_default = dtype in (None, "auto") and quantize is None
         if is_default and stays_in_codes(checkpoint, device):
             checkpoint = replace(checkpoint, in_codes=True)
@@ -188,10 +190,14 @@ class _Files:
     def fill(self, model: Transformer, verify: bool) -> None:
         """Read this rank's weights, each checked if `verify`, and packed once it is whole."""
         is_first = model.parallel.global_rank == 0
+        check = LoadCheck(self.checkpoint, tells=is_first).check if verify else None
+        if self.checkpoint.packed is not None:
+            packed.attach(self.checkpoint, model)
+            return
         reader.load(
             self.checkpoint,
             model,
-            check=LoadCheck(self.checkpoint, tells=is_first).check if verify else None,
+            check=check,
             filled=functools.partial(model.pack, quantize=self.quantize),
             progress=is_first and sys.stderr.isatty(),
         )
@@ -235,7 +241,9 @@ class Memory:
         step = step_bytes(checkpoint.params, plan, dtype, batch_size)
         return cls(
             free,
-            weights=reader.bytes_of(checkpoint, ranks, dtype, quantize),
+            weights=packed.bytes_of(checkpoint)
+            if checkpoint.packed is not None
+            else reader.bytes_of(checkpoint, ranks, dtype, quantize),
             reserve=step + (_CUDA_RESERVE if device.type == "cuda" else 0),
             per_token=plan.kv_bytes_per_token(dtype),
         )

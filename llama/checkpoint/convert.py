@@ -6,15 +6,17 @@ same disk, so that memory holds one tensor at most, and a laptop converts a mode
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+import torch
 from tqdm import tqdm
 
 from llama.checkpoint import huggingface as hf
-from llama.checkpoint import writing
+from llama.checkpoint import packed, writing
 from llama.checkpoint.find import Checkpoint, find
-from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.reader import CheckpointReader, bytes_of
 from llama.checkpoint.table import name_in, shard_shapes
 from llama.checkpoint.tokenizer_files import (
     load_tokenizer,
@@ -24,6 +26,8 @@ from llama.checkpoint.tokenizer_files import (
 )
 from llama.checks import whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
+from llama.ops.cpu import native
+from llama.weights import check_quantize
 
 Weights = dict[str, list[str]]  # titles of files, and the tensors of each, by Meta's names
 Files = dict[str, Path | dict[str, Any]]  # titles of the other files: copies of one, or JSON
@@ -83,6 +87,50 @@ def convert(
         files["params.json"] = _meta_params(checkpoint.params)
     missing = [] if tokenizer else [f"no tokenizer is in {checkpoint.folder}: none was written"]
     return missing + _write(reader, layout, weights, files, out_dir, progress)
+
+
+def pack(
+    ckpt_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    quantize: str | None = None,
+    ranks: SupportsIndex = 1,
+    progress: bool = False,
+) -> list[str]:
+    """Write a checkpoint as `build` holds it on a CPU, a file for each of `ranks` ranks, so that it
+    is mapped and neither read nor packed.
+
+    `quantize` is that of `build`. Codes of quantized files stay, where it is None. Returns a line
+    for each file written and one for all. ValueError or OSError, before anything is written, for
+    what cannot be packed or an `out_dir` that holds something.
+    """
+    size = whole_number("ranks", ranks, 1, _MAX_SHARDS)
+    check_quantize(quantize, torch.bfloat16, torch.device("cpu"))
+    if native.kernels() is None:
+        raise ValueError(
+            "packed weights are for this project's CPU kernels, which do not run here (`llama "
+            "doctor` tells why)"
+        )
+    checkpoint = find(ckpt_dir)
+    checkpoint = replace(checkpoint, in_codes=checkpoint.is_quantized and quantize is None)
+    tied = {"tied_output": True} if checkpoint.params.tied_output else {}
+    files: Files = {"params.json": _meta_params(checkpoint.params) | tied}
+    tokenizer = _tokenizer(checkpoint)
+    for path in tokenizer:
+        found = load_tokenizer(path, checkpoint.params)
+        is_file = checkpoint.layout != "gguf"
+        files[path.name if is_file else "tokenizer.json"] = (
+            path if is_file else tokenizer_json(found)
+        )
+    CheckpointReader(checkpoint)  # its names and shapes are told before anything is written
+    each = bytes_of(checkpoint, size, torch.bfloat16, quantize)
+    with writing.new_folder(out_dir) as folder:
+        writing.check_room(folder, each * size)
+        packed.write(checkpoint, folder, quantize, size, progress)
+        _write_others(files, folder)
+        writing.write_checksums(folder)
+    missing = [] if tokenizer else [f"no tokenizer is in {checkpoint.folder}: none was written"]
+    return missing + writing.written(out_dir)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> list[Path]:
@@ -177,12 +225,16 @@ def _write(
     """Write a folder; a line for each file and one for all."""
     with writing.new_folder(out_dir) as folder:
         _write_weights(reader, layout, weights, folder, progress)
-        for title, content in files.items():
-            if isinstance(content, Path):
-                writing.copy_file(content, folder / title)
-            else:
-                writing.write_json(folder / title, content)
+        _write_others(files, folder)
     return writing.written(out_dir)
+
+
+def _write_others(files: Files, folder: Path) -> None:
+    for title, content in files.items():
+        if isinstance(content, Path):
+            writing.copy_file(content, folder / title)
+        else:
+            writing.write_json(folder / title, content)
 
 
 def _write_weights(

@@ -7,14 +7,15 @@ read into while the other is copied. What is none (half a download, a pickle of 
 ValueError that names the file, its size and the remedy. What the tensors mean is not known here.
 """
 
+import contextlib
 import functools
 import os
 import zipfile
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,11 +75,25 @@ def open_tensors(file: Path) -> dict[str, MappedTensor]:
 
 
 def _open_safetensors(file: Path) -> dict[str, Tensor]:
+    with _safetensors(file) as content:
+        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def _safetensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
-            return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            yield content
     except SafetensorError as e:
         raise broken(file, f"is cut short or damaged ({first_line(e)})") from e
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a .safetensors says of itself."""
+    check_utf8(file)
+    check_download(file)
+    with _safetensors(file) as content:
+        return content.metadata() or {}
 
 
 def _open_gguf(file: Path) -> dict[str, MappedTensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from llama.checkpoint import gguf, gguf_args, hf_quantized, huggingface
 from llama.checkpoint.downloads import broken, check_utf8, model_folder, read_small, shown
-from llama.checkpoint.files import MappedTensor, open_tensors
+from llama.checkpoint.files import MappedTensor, open_tensors, read_metadata
 from llama.checks import brief
 from llama.model.args import ModelArgs
 
@@ -34,6 +34,9 @@ _TOLD_BY = (
 )  # fmt: skip
 _MAX_BYTES = 4 * 2**20  # of one of these
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file with weights
+_PACKED = "llama-packed/"
+PACKED = f"{_PACKED}1"  # the layout of packed weights: its number changes with packed_weight.h
+_TOLD_BY_PACKED = {"rank", "ranks", "quantize", "is_guard", "source"}
 _FETCH = "fetch a model: llama download NAME"
 
 
@@ -44,10 +47,11 @@ class Checkpoint:
     folder: Path  # where the weights lie
     params: ModelArgs
     shards: list[Path]  # in order
-    layout: str  # "meta", "hf" or "gguf"
+    layout: str  # "meta", "hf", "gguf" or "packed"
     header: gguf.Header | None = None  # of a GGUF file, or of its first part
     quantization: dict[str, Any] | None = None  # config.json's quantization_config
     in_codes: bool = False  # whether quantized matrices are held as the file has them
+    packed: dict[str, str] | None = None  # what files of packed weights say of themselves
 
     @property
     def weights_path(self) -> Path:
@@ -57,6 +61,8 @@ class Checkpoint:
     @property
     def file_type(self) -> str | None:
         """What people call a file of quantized weights: Q4_K_M, awq."""
+        if self.packed is not None:
+            return self.packed["quantize"] or None
         if self.quantization is not None:
             return str(self.quantization["quant_method"])
         return None if self.header is None else self.header.file_type
@@ -69,7 +75,7 @@ class Checkpoint:
     def params_path(self) -> Path:
         if self.layout == "gguf":
             return self.weights_path
-        return self.folder / ("params.json" if self.layout == "meta" else "config.json")
+        return self.folder / ("config.json" if self.layout == "hf" else "params.json")
 
     def tokenizer_path(self) -> Path:
         """The GGUF file, or tokenizer.model or tokenizer.json beside the weights. FileNotFoundError
@@ -97,6 +103,8 @@ class Checkpoint:
         its task, tells it, and the names that downloads have. A file that cannot be read tells
         nothing.
         """
+        if self.packed is not None:
+            return self.packed["is_guard"] == "True"
         if self.header is not None:
             template = str(self.header.metadata.get("tokenizer.chat_template")).encode()
             return bool(_GUARD_FILE.search(template) or _GUARD_FOLDER.search(self.header.file.name))
@@ -135,6 +143,9 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     for place in (folder, folder / "original"):
         if any(place.glob("consolidated.*.pth")):
             return _find_meta(place)
+    packed = sorted(folder.glob("packed.*.safetensors"))
+    if packed and (metadata := read_metadata(packed[0])).get("format", "").startswith(_PACKED):
+        return _find_packed(folder, packed, metadata)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
         return _find_hf(folder)
     if models := sorted({gguf.parts_of(path)[0] for path in folder.glob("*.gguf")}):
@@ -182,6 +193,25 @@ def _find_hf(folder: Path) -> Checkpoint:
             f"{', '.join(hf_quantized.METHODS)}: get the model in one of these, or in bfloat16"
         )
     return Checkpoint(folder, args, _hf_shards(folder), "hf", quantization=quantization)
+
+
+def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> Checkpoint:
+    source = brief(metadata.get("source", "IN"))[1:-1]
+    if metadata["format"] != PACKED:
+        raise ValueError(
+            f"{folder} has weights in the layout {brief(metadata['format'])}, and this version of "
+            f"llama reads {PACKED}: make it anew: llama convert {source} OUT --packed"
+        )
+    told = [metadata | {"rank": str(rank), "ranks": str(len(files))} for rank in range(len(files))]
+    if list(map(read_metadata, files)) != told or not metadata.keys() >= _TOLD_BY_PACKED:
+        raise ValueError(
+            f"{folder}: {', '.join(path.name for path in files[:8])} are not the files of one "
+            f"model for {brief(metadata.get('ranks'))} ranks: make them anew: llama convert "
+            f"{source} OUT --packed"
+        )
+    path = folder / "params.json"
+    params = ModelArgs.from_params(_read_json(path), source=str(path))
+    return Checkpoint(folder, params, files, "packed", packed=metadata)
 
 
 def _find_gguf(path: Path) -> Checkpoint:

@@ -84,6 +84,11 @@ class CheckpointReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device = _CPU) -> None:
+        if checkpoint.packed is not None:
+            raise ValueError(
+                f"{checkpoint.folder} holds packed weights, which are only run: give the folder "
+                "that it was made from"
+            )
         self.params, self.layout = checkpoint.params, checkpoint.layout
         self.shapes = whole_shapes(self.params)
         self._file_reader = FileReader(device)

@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from llama.checkpoint import packed
 from llama.checkpoint.downloads import broken, check_download, read_small
 from llama.checkpoint.files import MappedTensor, first_line
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
+from llama.checkpoint.table import whole_shapes
 from llama.checks import brief
 
 _BLOCK_BYTES = 4 << 20  # read at a time by one thread
@@ -38,16 +40,19 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     `progress` draws a bar on stderr. Each file is read once, by as many threads as torch uses.
     """
     checkpoint = find(ckpt_dir)
-    weights = CheckpointReader(checkpoint)
+    if checkpoint.packed is None:
+        shards = CheckpointReader(checkpoint).shards
+    else:
+        shards = packed.open_all(checkpoint)
     checks = _checks(checkpoint)
     total = sum(path.stat().st_size for path, (_, parts) in checks.items() if parts)
     _run([part for _, parts in checks.values() for part in parts], total, progress)
-    counts = Counter(tensor.file for shard in weights.shards for tensor in shard.values())
+    counts = Counter(tensor.file for shard in shards for tensor in shard.values())
     lines = []
     for path, (result, _) in checks.items():
         size = f"{counts[path]} tensors, {path.stat().st_size:,} bytes, " if counts[path] else ""
         lines.append(f"{path.name}: {size}{result}")
-    numel = sum(shape.numel() for shape in weights.shapes.values())
+    numel = sum(shape.numel() for shape in whole_shapes(checkpoint.params).values())
     count = len(checkpoint.shards)
     return [*lines, f"{checkpoint.weights_path}: complete, {numel:,} parameters in {count} file(s)"]
 

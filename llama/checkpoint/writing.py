@@ -6,8 +6,10 @@ take them is an OSError that names it. What the tensors mean is not known here.
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +83,49 @@ def save(path: Path, tensors: dict[str, Tensor], report: Callable[[int], None]) 
         report(sum(tensor.nbytes for tensor in tensors.values()))
 
 
+FILLER = "filler"  # how the names of tensors begin that only take room
+
+
+@contextlib.contextmanager
+def tensor_file(
+    path: Path, most_header: int, metadata: dict[str, str]
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """A function that writes a tensor by its name into a .safetensors, each from a multiple of 64
+    bytes on. most_header: bytes that names and shapes take at the most."""
+    entries: dict[str, dict[str, Any]] = {"__metadata__": metadata}
+    begin = -(-(most_header + len(json.dumps(metadata))) // 4096) * 4096
+    with path.open("wb") as file:
+        file.seek(begin)
+
+        def add(name: str, tensor: Tensor) -> None:
+            raw, at = tensor.contiguous().view(-1).view(torch.uint8), file.tell() - begin
+            ends, shape = [at, at + len(raw)], list(tensor.shape)
+            entries[name] = {
+                "dtype": _type_name(tensor.dtype),
+                "shape": shape,
+                "data_offsets": ends,
+            }
+            with _disk_errors(path):
+                file.write(raw.numpy().data)
+            if missing := -file.tell() % 64:
+                add(f"{FILLER}.{ends[1]}", torch.zeros(missing, dtype=torch.uint8))
+
+        yield add
+        header = json.dumps(entries).encode().ljust(begin - 8)
+        assert len(header) == begin - 8, len(header)
+        with _disk_errors(path):
+            file.seek(0)
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.flush()
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    """As safetensors has it: F8_E4M3 for float8_e4m3fn, BF16 for bfloat16."""
+    letters = {"bfloat": "BF", "float": "F", "uint": "U", "int": "I"}
+    name = str(dtype).removeprefix("torch.").removesuffix("fn")
+    return re.sub("^[a-z]+", lambda x: letters[x[0]], name).upper()
+
+
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
     """Turn what torch and safetensors raise for a full or broken disk into OSError."""
@@ -94,6 +139,16 @@ def _disk_errors(path: Path) -> Iterator[None]:
             f"{path} could not be written ({why}): free some space, or give a folder on another "
             "disk"
         ) from e
+
+
+def write_checksums(folder: Path) -> None:
+    """The MD5 of each .safetensors, in the checklist.chk of Meta's downloads: see `verify`."""
+    lines = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'md5').hexdigest()}  {path.name}\n")
+    with _disk_errors(folder):
+        (folder / "checklist.chk").write_text("".join(lines))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

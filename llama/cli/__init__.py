@@ -112,10 +112,16 @@ COMMANDS = {
     ),
     "convert": Command(
         "Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's, anew.",
-        {"ckpt_dir": REQUIRED, "out_dir": REQUIRED},
+        {
+            "ckpt_dir": REQUIRED, "out_dir": REQUIRED, "packed": False, "quantize": None,
+            "ranks": 1,
+        },
         ["ckpt_dir", "out_dir"],
         commands.convert,
-        ["llama convert Meta-Llama-3-8B Meta-Llama-3-8B-hf"],
+        [
+            "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-hf",
+            "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-packed --packed",
+        ],
     ),
     "doctor": Command(
         "Show what this machine offers and what stands in the way; 1 if something does.",
@@ -205,7 +211,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     command = COMMANDS[name]
     assert command.function is not None
     options = read(f"llama {name}", command, words, os.environ)
-    code = ranks.start_ranks(options)
+    code = None if name == "convert" else ranks.start_ranks(options)  # there they are of files
     return command.function(options) if code is None else code
 
 

@@ -204,16 +204,23 @@ def reshard(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Write the other layout, and say which files were written."""
+    """Write the other layout, or packed, and say which files were written."""
     from llama.checkpoint.convert import convert as write
+    from llama.checkpoint.convert import pack
 
+    if options.packed:
+        return _write_weights(pack, options, quantize=options.quantize, ranks=options.ranks)
+    if options.quantize or options.ranks > 1:
+        raise UsageError("--quantize and --ranks are for --packed weights: add that, or leave them")
     return _write_weights(write, options)
 
 
-def _write_weights(write: Callable[..., list[str]], options: argparse.Namespace, *more: int) -> int:
+def _write_weights(
+    write: Callable[..., list[str]], options: argparse.Namespace, *more: int, **named: Any
+) -> int:
     if global_rank() == 0:
         progress = sys.stderr.isatty()
-        for line in write(options.ckpt_dir, options.out_dir, *more, progress=progress):
+        for line in write(options.ckpt_dir, options.out_dir, *more, **named, progress=progress):
             print(line)
         print(f"next: llama verify {shlex.quote(options.out_dir)}")
     return 0

@@ -154,9 +154,12 @@ def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator
         return
     args = found.params
     size = sum(path.stat().st_size for path in found.shards)
-    layout = {"meta": "Meta's layout", "hf": "Hugging Face's layout", "gguf": "GGUF"}[found.layout]
+    layout = {"meta": "Meta's", "hf": "Hugging Face's", "gguf": "GGUF's"}.get(
+        found.layout, "packed"
+    )
     yield Fact(
-        "checkpoint", f"{found.weights_path}: {layout}, {len(found.shards)} file(s), {size:,} B"
+        "checkpoint",
+        f"{found.weights_path}: {layout} layout, {len(found.shards)} file(s), {size:,} B",
     )
     yield Fact(
         "model",
@@ -177,7 +180,9 @@ def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterat
     free = llama.device.free_bytes(device)  # of a rank
     formats = [None, *QUANTIZED] if device.type == "cpu" else [None]
     ways = {name or "bf16": (found, name) for name in formats}
-    if stays_in_codes(found, device):
+    if found.packed is not None:
+        num_ranks, ways = len(found.shards), {found.file_type or "bf16": (found, None)}
+    elif stays_in_codes(found, device):
         ways = {found.file_type or "": (replace(found, in_codes=True), None), **ways}
     needs = {
         name: Memory.of(

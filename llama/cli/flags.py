@@ -74,6 +74,7 @@ FLAGS = {
     "name": Flag(str, "NAME", "a model: ORG/NAME, or one of Meta's alone: Llama-3.2-1B"),
     "file": Flag(str, "FILE", "of a model's files this GGUF file alone", "its safetensors"),
     "out_dir": Flag(str, "OUT", "folder to write; it must not exist yet"),
+    "packed": Flag(bool, "", "write what a CPU maps and runs at once, for one of --ranks each"),
     "prompt": Flag(str, "TEXT", "text to continue", "that of prompt_file"),
     "prompt_file": Flag(str, "FILE", "file of the text to continue", "standard input, as with -"),
     "system": Flag(str, "TEXT", "system message of the chat", "none"),

@@ -147,7 +147,7 @@ class Transformer(nn.Module):
                 setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
                 use_huge_pages(getattr(module, name))  # before the first touch, which settles it
         self._name_matrices()
-        self._tie()
+        self.tie()
         self.register_load_state_dict_post_hook(_tie_again)
         sizes = params.head_dim, params.max_seq_len, params.rope_theta, params.rope_factor
         # (max_seq_len, D/2) complex64, whatever the weights' type
@@ -206,9 +206,9 @@ class Transformer(nn.Module):
             elif isinstance(module, Linear):
                 module.pack(weights.of_output(quantize) if module is self.output else quantize)
             if module is self.output:
-                self._tie()
+                self.tie()
 
-    def _tie(self) -> None:
+    def tie(self) -> None:
         """One weight for both ends, where the checkpoint has one."""
         if self.params.tied_output:
             self.tok_embeddings.weight = self.output.weight
@@ -293,4 +293,4 @@ class Transformer(nn.Module):
 
 
 def _tie_again(model: Transformer, _: object) -> None:
-    model._tie()
+    model.tie()

@@ -20,11 +20,15 @@ from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
 __all__ = [
-    "QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "of_output", "packed",
+    "FORMATS", "QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "of_output",
+    "packed",
 ]  # fmt: skip
 
 QUANTIZED: dict[str, type[Weight]] = {  # by the name that `quantize=` takes
     "int8": BytesWeight, "fp8": Fp8Weight, "int4": NibblesWeight,
+}  # fmt: skip
+FORMATS: dict[str, type[Weight]] = {  # by the name in files
+    "plain": PlainWeight, "bf16": BlockedWeight, **QUANTIZED,
 }  # fmt: skip
 _OF_CODES: tuple[type[GroupedWeight], ...] = (NibblesWeight, BytesWeight, Fp8Weight)
 

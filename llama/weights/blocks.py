@@ -6,7 +6,7 @@ are compared with a plain loop at first use, and not used if they differ or if L
 them. A row of x gives the same bytes alone as in any batch, on any number of threads.
 """
 
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ class BlockedWeight(Weight):
     """values: (N/32, K/2, 32, 2) bf16. A format of other numbers in such blocks is a subclass."""
 
     dtypes = (torch.bfloat16,)
+    # Of the values: their type, how many k lie together, and how these lie.
+    layout: ClassVar[tuple[torch.dtype, int, tuple[int, ...]]] = (torch.bfloat16, 2, (N_BLOCK, 2))
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -90,6 +92,11 @@ class BlockedWeight(Weight):
 
     def plain(self) -> Tensor:
         return self.values.data.transpose(1, 2).reshape(self.shape)
+
+    def is_whole(self) -> bool:
+        (n, k), (dtype, step, tail) = self.shape, self.layout
+        fits = n % N_BLOCK == 0 and k % step == 0 and self.values.dtype is dtype
+        return fits and self.values.shape == (n // N_BLOCK, k // step, *tail)
 
     def native_matrix(self) -> list[int]:
         return [self.values.data_ptr(), 0, 0, 0, 0, 0, self.shape[1]]

@@ -22,6 +22,7 @@ class BytesWeight(GroupedWeight):
     """values: (N/32, K/2, 32, 2) int8."""
 
     kind = 1
+    layout = (torch.int8, 2, (N_BLOCK, 2))
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -59,6 +60,7 @@ class Fp8Weight(BytesWeight):
     """values: (N/32, K/2, 32, 2) e4m3. The kernels take 2^-8 of them, so the scales are larger."""
 
     kind = 2
+    layout = (_E4M3.dtype, 2, (N_BLOCK, 2))
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:

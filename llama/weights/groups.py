@@ -19,6 +19,7 @@ from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack
 from llama.weights.coded import Coded
 
 _LEAST_GROUP = 16  # as in packed_weight.h
+_SCALE_TYPES = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
 EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, then a byte for each
 
 
@@ -80,11 +81,20 @@ class GroupedWeight(BlockedWeight):
     def plain(self) -> Tensor:
         return self.exact().bfloat16()
 
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | {"scales": self.scales, "table": self.table}
+
+    def is_whole(self) -> bool:
+        n, k = self.shape
+        _, groups, per_group, rows = _unpack_scales(self.scales[:1]).shape
+        fits = len(self.scales) == n // N_BLOCK and rows == N_BLOCK and per_group in (1, 2)
+        fits = fits and k % (groups * _LEAST_GROUP) == 0 and self.scales.dtype in _SCALE_TYPES
+        return fits and super().is_whole()
+
     def native_matrix(self) -> list[int]:
         addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
         groups, per_group = _unpack_scales(self.scales[:1]).shape[1:3]
-        types = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
-        scale_type = types.index(self.scales.dtype)
+        scale_type = _SCALE_TYPES.index(self.scales.dtype)
         return [*addresses, self.kind, scale_type, per_group, self.shape[1] // groups]
 
 

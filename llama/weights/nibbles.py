@@ -23,6 +23,7 @@ class NibblesWeight(GroupedWeight):
     """values: (N/32, K/8, 32) int32."""
 
     kind = 3
+    layout = (torch.int32, 8, (N_BLOCK,))
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:

@@ -43,6 +43,9 @@ class PlainWeight(Weight):
     def plain(self) -> Tensor:
         return self.values.data
 
+    def is_whole(self) -> bool:
+        return self.values.shape == self.shape and self.values.dtype in self.dtypes
+
     def refilled(self, plain: Tensor) -> Weight:
         self.values.data.copy_(plain)
         return self

@@ -69,6 +69,14 @@ class Weight(nn.Module):
         addresses are of tensors that live as long as this does."""
         return None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it holds, by the names of its constructor's arguments."""
+        return {"values": self.values.data}
+
+    def is_whole(self) -> bool:
+        """Whether these tensors are those of such a matrix: a file may hold others."""
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (*self.parameters(), *self.buffers()))

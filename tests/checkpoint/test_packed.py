@@ -1,0 +1,205 @@
+"""Packed weights in files: the same bytes as packed at load, shared, and refused where they do not
+fit. The files are read by safetensors, which this project did not write."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.checkpoints import change_params, random_state, write_byte_tokenizer, write_meta
+from helpers.gguf_files import MIXED, PARAMS, write_gguf
+from helpers.kernels import KERNELS_RUN
+from helpers.weights import tokens_of
+from llama import Llama, Transformer
+from llama.checkpoint import packed
+from llama.checkpoint.convert import convert, pack
+from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.reader import load
+from llama.checkpoint.verify import verify
+from llama.cli import main
+from llama.model.layers import Matrix, RMSNorm
+from llama.ranks.collectives import ModelParallel
+
+pytestmark = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+ODD = PARAMS | {"dim": 48, "n_heads": 4, "multiple_of": 8}  # few matrices can be packed
+
+
+@pytest.fixture
+def made(tmp_path) -> Path:
+    """One file, of bf16."""
+    source = write_meta(tmp_path / "meta", PARAMS, random_state(PARAMS))
+    write_byte_tokenizer(source)
+    pack(source, tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def model_of(found: Checkpoint, fill: Callable, rank: int = 0, size: int = 1) -> Transformer:
+    parallel = ModelParallel(rank=rank, size=size)
+    model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
+    fill(found, model)
+    return model
+
+
+def tensors_of(model: Transformer) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Matrix):
+            kind = type(module.weight).__name__
+            found |= {f"{path} {kind} {x}": t for x, t in module.weight.tensors().items()}
+        elif isinstance(module, RMSNorm):
+            found[path] = module.weight
+    return found
+
+
+@pytest.mark.parametrize(
+    ("params", "quantize", "tied", "size"),
+    [
+        (PARAMS, None, False, 1),
+        (PARAMS, None, True, 2),
+        (PARAMS, "int8", True, 1),
+        (PARAMS, "int4", False, 2),
+        (PARAMS, "fp8", False, 1),
+        (ODD, None, False, 1),
+    ],
+    ids=["bf16", "bf16-tied-2", "int8-tied", "int4-2", "fp8", "odd"],
+)
+def test_the_mapped_weights_are_those_that_are_packed_at_load(
+    params, quantize, tied, size, tmp_path
+):
+    state = random_state(params)
+    if tied:
+        del state["output.weight"]
+        params = params | {"tied_output": True}
+    source = find(write_meta(tmp_path / "meta", params, state))
+    pack(source.folder, tmp_path / "packed", quantize=quantize, ranks=size)
+    found = find(tmp_path / "packed")
+    for rank in range(size):
+        expected = model_of(
+            source, lambda x, m: load(x, m, filled=partial(m.pack, quantize=quantize)), rank, size
+        )
+        model = model_of(found, packed.attach, rank, size)
+        assert model.quantization == quantize
+        wanted, given = tensors_of(expected), tensors_of(model)
+        assert wanted.keys() == given.keys()
+        assert all(
+            torch.equal(wanted[x].view(torch.uint8), given[x].view(torch.uint8)) for x in given
+        )
+        assert all(x.data_ptr() % 64 == 0 for x in model.parameters())
+        if size == 1:
+            logits = expected.forward(tokens_of(), 0)
+            assert torch.equal(model.forward(tokens_of(), 0), logits)
+            assert model.state_dict().keys() == expected.state_dict().keys()
+            model.load_state_dict(expected.state_dict())  # into memory of its own
+            assert torch.equal(model.forward(tokens_of(), 0), logits)
+    assert (
+        load_file(found.shards[0]).keys()
+        == packed.attach(found, model_of(found, packed.attach, 0, size)).keys()
+    )
+
+
+def test_codes_of_a_gguf_file_stay_codes(tmp_path):
+    """The tokenizer comes out of the file, too."""
+    write_byte_tokenizer(tmp_path)
+    write_gguf(tmp_path / "q.gguf", PARAMS, MIXED, tokenizer=tmp_path / "tokenizer.model",
+               metadata={"general.file_type": 15})  # fmt: skip
+    pack(tmp_path / "q.gguf", tmp_path / "packed")
+    source, found = find(tmp_path / "q.gguf"), find(tmp_path / "packed")
+    expected = model_of(replace(source, in_codes=True), lambda x, m: load(x, m, filled=m.pack))
+    logits = model_of(found, packed.attach).forward(tokens_of(), 0)
+    assert torch.equal(logits, expected.forward(tokens_of(), 0))
+    assert found.file_type == "Q4_K_M" and found.tokenizer_path().name == "tokenizer.json"
+
+
+def test_a_build_maps_the_file_and_leaves_it_as_it_is(made, capsys):
+    """What is written to a weight is a copy: the file may be read-only, and is."""
+    file = made / "packed.00.safetensors"
+    before = file.read_bytes()
+    os.chmod(file, 0o444)
+    os.chmod(made, 0o555)
+    with Llama.build(str(made), None, 128, 1, device="cpu") as llama:
+        model = llama.model
+        mapped = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if file.name in line
+        ]
+        spans = [[int(x, 16) for x in line.split()[0].split("-")] for line in mapped]
+        lies_in = lambda x: any(low <= x.data_ptr() < high for low, high in spans)  # noqa: E731
+        assert all(map(lies_in, model.parameters()))
+        with torch.no_grad():
+            model.norm.weight.fill_(2)
+        assert file.read_bytes() == before
+    os.chmod(made, 0o755)
+
+
+def test_verify_compares_the_bytes(made):
+    assert "checksum matches" in verify(made)[0] and "parameters in 1 file(s)" in verify(made)[-1]
+    file = made / "packed.00.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"packed.00.safetensors.*MD5"):
+        verify(made)
+
+
+def change_metadata(file: Path, **changes: str) -> None:
+    """In the room that the header has."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] |= changes
+    file.write_bytes(data[:8] + json.dumps(header).encode().ljust(size) + data[8 + size :])
+
+
+def cut(made: Path) -> None:
+    file = made / "packed.00.safetensors"
+    os.truncate(file, file.stat().st_size - 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "named"),
+    [
+        (lambda x: change_metadata(x / "packed.00.safetensors", format="llama-packed/0"), {},
+         r"layout 'llama-packed/0'.* llama convert .*meta OUT --packed"),
+        (lambda x: change_metadata(x / "packed.00.safetensors", ranks="2"), {},
+         r"not the files of one model for '2' ranks"),
+        (lambda x: change_params(x, n_layers=1), {}, "'layers.1.attention.*bf16' is not as"),
+        (lambda x: change_params(x, multiple_of=512), {}, "w13' is not as .*params.json describes"),
+        (cut, {}, "cut short"),
+        (lambda x: None, {"quantize": "int8"}, "holds bf16.*--packed --quantize int8"),
+        (lambda x: None, {"dtype": "fp32"}, "in bf16: give the folder that it was made from"),
+    ],
+    ids=["version", "ranks", "layers", "sizes", "cut", "quantize", "dtype"],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(change, flags, named, made):
+    change(made)
+    with pytest.raises(ValueError, match=named):
+        Llama.build(str(made), device="cpu", **flags)
+
+
+def test_another_number_of_ranks_is_named_with_the_command(made):
+    found = find(made)
+    with pytest.raises(ValueError, match=r"for 1 rank.*there are 2.*--packed --ranks 2"):
+        packed.check_use(found, 2, torch.device("cpu"), torch.bfloat16, None)
+    with pytest.raises(ValueError, match="give the folder that it was made from"):
+        convert(made, made.parent / "again")
+    with pytest.raises(ValueError, match="only run"):
+        pack(made, made.parent / "again")
+
+
+def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
+    source, out = str(tmp_path / "meta"), tmp_path / "two"
+    assert (
+        main(["convert", source, str(out), "--packed", "--quantize", "int8", "--ranks", "2"]) == 0
+    )
+    assert [x.name for x in find(out).shards] == ["packed.00.safetensors", "packed.01.safetensors"]
+    assert main(["verify", str(out)]) == 0
+    assert main(["convert", source, str(tmp_path / "three"), "--ranks", "3", "--packed"]) == 1
+    monkeypatch.setattr(packed, "_pack_and_write", lambda *x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pack(source, tmp_path / "three")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["meta", "packed", "two"]
