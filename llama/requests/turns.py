@@ -16,7 +16,11 @@ Owner = tuple[Request, Answer]  # of a sequence
 
 
 class Turns:
-    """What the core does not have yet. A call is the requests that are queued together."""
+    """What the core does not have yet. A call is the requests that are queued together.
+
+    Ctrl-C may end `add` and `discard` between any two statements: what they leave is what `discard`
+    and `take` can go on from.
+    """
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -31,32 +35,27 @@ class Turns:
             for request in requests
             for answer in request.answers
         )
-        if waiting:
-            self._calls[number] = waiting
         self._call_of |= {request: number for request, _ in waiting.values()}
+        self._calls[number] = waiting
 
     def discard(self, request: Request) -> None:
         """What waits of it is wanted no longer."""
-        if (number := self._call_of.pop(request, None)) is None:
-            return
-        waiting = self._calls[number]
-        for answer in request.answers:
-            waiting.pop(answer.sequence, None)
-        if not waiting:
-            del self._calls[number]
+        if waiting := self._calls.get(self._call_of.get(request, -1)):
+            for answer in request.answers:
+                waiting.pop(answer.sequence, None)
+        self._call_of.pop(request, None)
 
     def take(self, most: int) -> dict[Sequence, Owner]:
         """The next sequences, at most so many."""
         taken: dict[Sequence, Owner] = {}
         while self._calls and len(taken) < most:
-            number, waiting = next(iter(self._calls.items()))
-            seq, owner = waiting.popitem(last=False)
-            taken[seq] = owner
-            request, answer = owner
-            if answer is request.answers[-1]:
-                del self._call_of[request]
+            number, waiting = self._calls.popitem(last=False)
             if waiting:
-                self._calls.move_to_end(number)
-            else:
-                del self._calls[number]
+                seq, owner = waiting.popitem(last=False)
+                taken[seq] = owner
+                request, answer = owner
+                if answer is request.answers[-1]:
+                    self._call_of.pop(request, None)
+            if waiting:
+                self._calls[number] = waiting
         return taken
