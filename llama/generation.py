@@ -463,7 +463,7 @@ class Llama:
     def _reader(self, output: RequestOutput, chat: ChatOptions) -> AnswerDeltas:
         """What finds the calls in an answer to a dialog with tools."""
         key = ("", output.prompt_token_ids, output.index, 0)
-        return AnswerDeltas(chat.tool_request, key)
+        return AnswerDeltas(chat.tool_request, self.tokenizer, key)
 
     def _scored(self, output: RequestOutput, settings: _Settings) -> _Scored:
         if not settings.logprobs:

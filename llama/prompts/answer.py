@@ -4,17 +4,21 @@ The same code makes the parts of a stream and, joined, the whole message. It kno
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from llama.prompts.parser import CallStart, Content, Event, ToolCallParser
 from llama.prompts.tools import Tools
+from llama.tokenizer import Tokenizer
 
 
 class AnswerSoFar(Protocol):
-    """What is read of an answer: all of its text, and what came since the last time."""
+    """What is read of an answer: all of its ids and text, and what came since the last time."""
 
     finish_reason: str | None
 
+    @property
+    def token_ids(self) -> Sequence[int]: ...
     @property
     def text(self) -> str: ...
     @property
@@ -24,13 +28,21 @@ class AnswerSoFar(Protocol):
 class AnswerDeltas:
     """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them.
 
-    tools: where there are none, all of the text is content. key: what the ids of the calls are made
-    of: with the prompt in it, they are others in each turn of a dialog, and the same when it runs
-    again.
+    tools: where there are none, all of the text is content. shows_special: the text has the special
+    tokens. key: what the ids of the calls are made of: with the prompt in it, they are others in
+    each turn of a dialog, and the same when it runs again.
     """
 
-    def __init__(self, tools: Tools | None, key: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        tools: Tools | None,
+        tokenizer: Tokenizer,
+        key: tuple[Any, ...],
+        *,
+        shows_special: bool = False,
+    ) -> None:
         self._tools = tools
+        self._python_tag_id = None if shows_special else tokenizer.python_tag_id
         self._key = key
         self._parser: ToolCallParser | None = None
 
@@ -46,6 +58,7 @@ class AnswerDeltas:
             self._parser = ToolCallParser(
                 self._tools.callable(),
                 parallel=self._tools.several,
+                is_tagged=answer.token_ids[:1] == [self._python_tag_id],
                 only_at_start=self._tools.needs_grammar,
             )
         events = self._parser.push(text)

@@ -1,8 +1,8 @@
 """A grammar that holds an answer to calls whose arguments fit their JSON schemas.
 
 In: the tools of a request. Out: a text in llguidance's dialect of Lark, in which %json {...} is a
-JSON schema. What the grammar takes, `ToolCallParser` reads as a call. It compiles nothing: a schema
-that cannot be compiled is found by whoever does.
+JSON schema and <|...|> a special token. What the grammar takes, `ToolCallParser` reads as a call.
+It compiles nothing: a schema that cannot be compiled is found by whoever does.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llama.prompts.parser import is_keyword
-from llama.prompts.tools import ToolFormat, Tools, function_of
+from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 
 # As Meta's prompts write JSON; it also keeps a model from writing spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,25 +30,33 @@ def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
     if tool_format is ToolFormat.NONE or not tools:
         raise ValueError("tools: there are none that this model can call")
     rules: list[str] = []
+    built_in = [_built_in(name) for name in tools.built_in]
     functions = [function_of(tool) for tool in tools.functions]
-    names = [f"f{i}" for i in range(len(functions))]
     if tool_format is ToolFormat.LLAMA_3_2:
         for i, function in enumerate(functions):
             rules += _python_call(f"f{i}", function)
-        more = ' (", " function)*' if tools.several else ""
-        rules.append(f"function: {' | '.join(names)}")
-        starts = [f'"[" function{more} "]"']
+        if functions:
+            named = " | ".join(f"f{i}" for i in range(len(functions)))
+            rules.append(f"function: {named}")
+            more = ' (", " function)*' if tools.several else ""
+            built_in.append(f'"[" function{more} "]"')
     else:
         for i, function in enumerate(functions):
             head = f'{{"name": "{function["name"]}", "parameters": '
             rules.append(f'f{i}: {_text(head)} f{i}_json "}}"')
             rules.append(f"f{i}_json: {_json(_schema(function))}")
-        starts = names
+            built_in.append(f"f{i}")
     words = [] if tools.must_call else ["WORDS"]
-    rules.insert(0, "start: " + " | ".join([*starts, *words]))
+    rules.insert(0, "start: " + " | ".join([*built_in, *words]))
     if words:
         rules.append(f"WORDS: {_WORDS}")
     return "\n".join(rules) + "\n"
+
+
+def _built_in(name: str) -> str:
+    if name == CODE:
+        return r"<|python_tag|> /(.|\n)+/"
+    return f'<|python_tag|> {_text(f"{name}.call(query=")} {_json({"type": "string"})} ")"'
 
 
 def _text(text: str) -> str:

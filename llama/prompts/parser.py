@@ -1,8 +1,9 @@
 """The tool calls in an answer's text, as the text comes: pieces in, content and calls out.
 
-Each form of a function's call is understood, whatever the prompt asked for, as in Meta's parser:
-{"name": ..., "parameters": {...}}, [name(key=value), ...] and <function=name>{...}</function>. A
-call names one of the request's tools; any other text is content. It runs nothing.
+Each of Llama's forms is understood, whatever the prompt asked for, as in Meta's own parser:
+{"name": ..., "parameters": {...}}, [name(key=value), ...], <function=name>{...}</function>,
+name.call(query="...") of the built-in tools, and code after <|python_tag|>. A call names one of the
+request's tools; any other text is content. It runs nothing.
 """
 
 import contextlib
@@ -13,8 +14,18 @@ from typing import Any
 
 import regex
 
-from llama.prompts.scanner import NEXT, ParseError, S, Scan, Sink, Source, quoted, scan_value
-from llama.prompts.tools import Tools
+from llama.prompts.scanner import (
+    NEXT,
+    ParseError,
+    S,
+    Scan,
+    Sink,
+    Source,
+    quoted,
+    scan_string,
+    scan_value,
+)
+from llama.prompts.tools import CODE, SEARCHES, Tools
 
 _FUNCTION_TAG = "<function="
 _END_FUNCTION = "</function>"
@@ -32,7 +43,8 @@ _PYTHON = rf"{_NAME}{S}\({S}(?:(?P<stars>\*\*){S}(?=\{{)|{_ARGUMENT})"
 _ITEM = f"(?:{_JSON}|{_PYTHON})"
 _FORMS = (
     rf"(?:{_PYTHON_TAG}{S})?(?:{_JSON}|(?P<list>\[){S}{_ITEM}"
-    rf"|{_FUNCTION_TAG}{_NAME}>{S}(?=\{{))"
+    rf"|(?P<tag>{_FUNCTION_TAG}){_NAME}>{S}(?=\{{)"
+    rf"|(?P<at>)(?P<name>{'|'.join(SEARCHES)})(?P<search>\.call\(query=)(?=[\"']))"
 )
 _FIRST = regex.compile(S + _FORMS)
 _FOLLOWING = regex.compile(rf"{S}(?:[;,]{S})?{_FORMS}")  # of the call before it
@@ -42,7 +54,9 @@ _CLOSE = regex.compile(r"\)")
 _AFTER_JSON = regex.compile(rf"{S}(?:,{S}{_TYPE})?\}}")
 _ENDS = "|".join(regex.escape(_END_FUNCTION[:n]) for n in range(1, len(_END_FUNCTION)))
 _AFTER_FUNCTION = regex.compile(rf"{S}(?:{_END_FUNCTION}|(?:{_ENDS})\Z)")  # or the answer's end
-_STARTS = regex.compile("|".join([r"\{", r"\[", _FUNCTION_TAG, _PYTHON_TAG]))
+_CODE = regex.compile(rf"{S}{_PYTHON_TAG}{S}(?=[^ \t\r\n])")
+_NEXT_CODE = regex.compile(rf"{S}(?:[;,]{S})?{_PYTHON_TAG}{S}(?=[^ \t\r\n])")
+_TAGGED_CODE = regex.compile(rf"{S}(?=[^ \t\r\n])")
 _LAST_SPACES = regex.compile(rf"{S}\Z")
 
 
@@ -86,7 +100,10 @@ class ToolCall:
 
 
 def parse_tool_call(text: str) -> ToolCall | None:
-    """The first call in an answer's text, of any function; None if there is none whole."""
+    """The first call in an answer's text, of a function of any name; None if there is none whole.
+
+    The text has its special tokens: code is a call only after <|python_tag|>.
+    """
     parser = ToolCallParser(None, parallel=False)
     events = [*parser.push(text), *parser.flush()]
     names = [event.name for event in events if isinstance(event, CallStart)]
@@ -106,7 +123,8 @@ class ToolCallParser:
     content. Spaces before, between and after calls are part of them.
 
     tools: those that may be called; None takes any name. parallel: False drops all calls but the
-    first. only_at_start: a call later in the answer is content.
+    first. is_tagged: the answer began with the token <|python_tag|>, and the text does not show it.
+    only_at_start: a call later in the answer is content.
     """
 
     def __init__(
@@ -114,15 +132,21 @@ class ToolCallParser:
         tools: Tools | None,
         *,
         parallel: bool = True,
+        is_tagged: bool = False,
         only_at_start: bool = False,
     ) -> None:
         self._names = None if tools is None else tools.names
+        names = (CODE, *SEARCHES) if tools is None else tools.names
+        self._has_code = CODE in names
         self._parallel = parallel
         self._only_at_start = only_at_start
         self._source = Source()
+        searches = [regex.escape(f"{name}.call(") for name in SEARCHES if name in names]
+        starts = [r"\{", r"\[", _FUNCTION_TAG, _PYTHON_TAG, *searches]
+        self._starts = regex.compile("|".join(starts))
         self._events: list[Event] = []
         self._num_calls = 0
-        self._run = self._answer()
+        self._run = self._answer(is_tagged)
 
     @property
     def has_calls(self) -> bool:
@@ -145,12 +169,12 @@ class ToolCallParser:
         events, self._events = self._events, []
         return _merged(events)
 
-    def _answer(self) -> Scan[None]:
+    def _answer(self, is_tagged: bool) -> Scan[None]:
         source = self._source
-        is_call = yield from self._try_call(_FIRST)
+        is_call = yield from self._try_call(_FIRST, _TAGGED_CODE if is_tagged else _CODE)
         while True:
             while is_call:
-                is_call = yield from self._try_call(_FOLLOWING)
+                is_call = yield from self._try_call(_FOLLOWING, _NEXT_CODE)
                 if not is_call:
                     yield from source.try_match(_LAST_SPACES)
             if self._only_at_start:
@@ -159,7 +183,7 @@ class ToolCallParser:
                     yield
             if not (yield from self._content_before_call()):
                 return
-            is_call = yield from self._try_call(_FIRST)
+            is_call = yield from self._try_call(_FIRST, _CODE)
             if not is_call:
                 self._content(source.pos + 1)
 
@@ -170,7 +194,7 @@ class ToolCallParser:
     def _content_before_call(self) -> Scan[bool]:
         """Pass all text that begins no call; whether one may begin here."""
         while True:
-            found = self._source.search(_STARTS)
+            found = self._source.search(self._starts)
             self._content(self._source.end if found is None else found.start())
             if found is not None and not found.partial:
                 return True
@@ -178,11 +202,14 @@ class ToolCallParser:
                 return False
             yield
 
-    def _try_call(self, form: regex.Pattern[str]) -> Scan[bool]:
-        """Pass the call, or the list of calls, that begins here; else nothing."""
+    def _try_call(self, form: regex.Pattern[str], code: regex.Pattern[str]) -> Scan[bool]:
+        """Pass the call, or the list of calls, or the code, that begins here; else nothing."""
         found = yield from self._source.try_match(form, allows=self._allows)
         if found is None:
-            return False
+            is_code = self._has_code and (yield from self._source.try_match(code)) is not None
+            if is_code:
+                yield from self._code()
+            return is_code
         with contextlib.suppress(ParseError):  # it ends there: the rest is content
             yield from self._arguments(found)
             while found["list"]:
@@ -205,7 +232,12 @@ class ToolCallParser:
         """Pass the rest of the call that begins with this match."""
         source, groups = self._source, found.groupdict()
         sink = self._begin(found["name"])
-        if groups["key"] or groups["close"]:
+        if groups.get("search"):
+            sink('{"query": ')
+            yield from scan_string(source, sink)
+            sink("}")
+            yield from source.try_match(_CLOSE)
+        elif groups["key"] or groups["close"]:
             yield from self._keywords(found, sink)
         else:
             yield from scan_value(source, sink)
@@ -226,6 +258,16 @@ class ToolCallParser:
             found = yield from self._source.token(_NEXT_ARGUMENT)
             separator = ", "
         sink("}" if separator == ", " else "{}")
+
+    def _code(self) -> Scan[None]:
+        source, sink = self._source, self._begin(CODE)
+        sink('{"code": "')
+        while True:
+            sink(quoted(source.upto(source.end)))
+            if source.is_ended:
+                break
+            yield
+        sink('"}')
 
     def _begin(self, name: str) -> Sink:
         """From here on it is a call. What takes its arguments."""

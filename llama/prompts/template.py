@@ -22,7 +22,7 @@ from llama.prompts.messages import (
     text_of,
 )
 from llama.prompts.parser import is_keyword
-from llama.prompts.tools import ToolFormat, Tools, function_of
+from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 from llama.tokenizer import ChatFormat, Role, Tokenizer
 
 # What the models were trained on, word by word: without a space after the two full stops.
@@ -60,8 +60,10 @@ def encode_chat(
 
     messages: of OpenAI's form; see `llama.prompts.messages`. Those of the assistant may have
     "tool_calls"; the results follow with role "tool" or "ipython".
-    tools: JSON objects that describe functions. tool_format: LLAMA_3_1 is the chat template of
-    Meta's Llama 3.1 to 3.3 Instruct models; LLAMA_3_2 is as in `llama_models`' page on prompts.
+    tools: JSON objects that describe functions. An object with only the name of one of Meta's
+    built-in tools (brave_search, wolfram_alpha, code_interpreter) turns that one on.
+    tool_format: LLAMA_3_1 is the chat template of Meta's Llama 3.1 to 3.3 Instruct models;
+    LLAMA_3_2 and the built-in tools are as in `llama_models`' pages on prompt formats.
     add_generation_prompt: a header for the assistant to go on from. continue_final_message: the
     last message stays open instead. TypeError or ValueError names the message that is wrong.
     """
@@ -72,12 +74,7 @@ def encode_chat(
     dialog = read_messages(messages)
     if not isinstance(tools, Tools):
         tools = Tools.of(tools or ())
-    if tools and tool_format is ToolFormat.NONE:
-        raise FieldError(
-            "tools",
-            "tools cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
-            "Use an Instruct model of Llama 3.1 or later",
-        )
+    check_tools(tokenizer, tools, tool_format)
     turns = _Reader(tools, tool_format).turns(dialog)
     if tools:
         turns = _with_tools(turns, tools, tool_format, date)
@@ -101,14 +98,32 @@ def jinja_template(tool_format: ToolFormat) -> str:
     return "".join(lines) + text
 
 
+def check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> None:
+    """ValueError where the model has no calls for these tools."""
+    if tools and tool_format is ToolFormat.NONE:
+        raise FieldError(
+            "tools",
+            "tools cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
+            "Use an Instruct model of Llama 3.1 or later",
+        )
+    if tools.built_in and tokenizer.python_tag_id is None:
+        raise FieldError(
+            "tools",
+            f"tools: {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
+            "tokenizer does not have: describe it as a function with parameters",
+        )
+
+
 @dataclass
 class Turn:
-    """A message as the model sees it. number: of the call that it is the result of. more: further
-    calls of the same message, in a format that has one call in each. message: its number in the
-    dialog."""
+    """A message as the model sees it: texts, after <|python_tag|> or not, and the token that ends
+    it. number: of the call that it is the result of. more: further calls of the same message, in a
+    format that has one call in each. message: its number in the dialog."""
 
     role: Role
     texts: list[str]
+    has_tag: bool = False
+    ends_message: bool = False  # <|eom_id|>: the model waits for a result
     number: int = 0
     more: tuple["Turn", ...] = ()
     message: int = 0
@@ -116,9 +131,12 @@ class Turn:
 
 def _encode(tokenizer: Tokenizer, chat: ChatFormat, turn: Turn) -> Iterator[int]:
     yield from chat.encode_header({"role": turn.role, "content": ""})
+    if turn.has_tag and tokenizer.python_tag_id is not None:
+        yield tokenizer.python_tag_id
     for text in turn.texts:
         yield from tokenizer.encode(text, bos=False, eos=False)
-    yield tokenizer.eot_id
+    eom_id = tokenizer.eom_id if turn.ends_message else None
+    yield tokenizer.eot_id if eom_id is None else eom_id
 
 
 def _error(message: int, words: str) -> FieldError:
@@ -151,24 +169,42 @@ class _Reader:
         text = text_of(content) if isinstance(content, list) else content
         if isinstance(text, str) and not self._tools and not self._numbers:
             return Turn("ipython", [text.strip()])  # of no call: Meta's ChatFormat has it so
+        # Meta's pages write what a built-in tool returned as it is, and the template all as JSON.
+        is_raw = self._tools.built_in and not self._tools.functions and isinstance(text, str)
         number = self._numbers.get(str(message.tool_call_id), len(self._numbers))
-        return Turn("ipython", [_to_json(text)], number=number)
+        return Turn("ipython", [text if is_raw else _to_json(text)], number=number)
 
     def _calls(self, message: AssistantMessage, i: int) -> Turn:
         calls = message.tool_calls
         if self._format is ToolFormat.NONE:
             raise _error(i, "tool_calls cannot be used: this model has no tools")
         self._numbers = {str(call.id): number for number, call in enumerate(calls)}
-        if self._format is ToolFormat.LLAMA_3_2:
+        is_built_in = any(call.function.name in self._tools.built_in for call in calls)
+        if self._format is ToolFormat.LLAMA_3_2 and not is_built_in:
             listed = ", ".join(_python_call(call) for call in calls)
             is_cut = isinstance(calls[-1].function.arguments, str)
             turn = Turn("assistant", [f"[{listed}" if is_cut else f"[{listed}]"])
+        elif self._format is ToolFormat.LLAMA_3_2 and len(calls) > 1:
+            raise _error(i, "tool_calls: the call of a built-in tool stands alone")
         else:
-            turn, *more = [Turn("assistant", [_json_call(call)]) for call in calls]
+            turn, *more = [self._call(call, i) for call in calls]
             turn.more = tuple(more)
         turn.texts[:0] = [text_of(message.content).lstrip()] if message.content else []
         turn.message = i
         return turn
+
+    def _call(self, call: ToolCall, i: int) -> Turn:
+        """One call, of a built-in tool or as JSON."""
+        name, arguments = call.function.name, call.function.arguments
+        if name in self._tools.built_in:
+            text = _built_in_call(name, arguments, i)
+            ends_message = not isinstance(arguments, str)
+            return Turn("assistant", [text], has_tag=True, ends_message=ends_message)
+        if isinstance(arguments, str):
+            return Turn("assistant", [f'{{"name": {_to_json(name)}, "parameters": {arguments}'])
+        text = f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}'
+        ends_message = bool(self._tools.built_in)  # as the template has it
+        return Turn("assistant", [text], ends_message=ends_message)
 
 
 def _in_order(turns: list[Turn]) -> Iterator[Turn]:
@@ -201,12 +237,16 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _json_call(call: ToolCall) -> str:
-    name, arguments = call.function.name, call.function.arguments
-    head = f'{{"name": {_to_json(name)}, "parameters": '
+def _built_in_call(name: str, arguments: dict[str, Any] | str, message: int) -> str:
+    key = "code" if name == CODE else "query"
     if isinstance(arguments, str):  # the answer was cut off in them
-        return head + arguments
-    return head + _to_json(arguments) + "}"
+        text = arguments.removeprefix(f'{{"{key}": ')
+        return text if name == CODE else f"{name}.call(query={text}"
+    if arguments.keys() != {key} or not isinstance(arguments[key], str):
+        raise _error(message, f"the arguments of {name} must be one text, {key!r}")
+    if name == CODE:
+        return str(arguments[key])
+    return f"{name}.call(query={_to_json(arguments[key])})"
 
 
 def _python_call(call: ToolCall) -> str:
@@ -233,18 +273,29 @@ def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: 
     system = ""
     if turns[0].role == "system":
         system, turns = turns[0].texts[0], turns[1:]
+    dates = _DATES.format(date=date)
+    if not tools.functions:
+        text = _environment(tools) + dates + (f"\n{system}\n" if system else "")
+        return [Turn("system", [text]), *turns]
     if tool_format is ToolFormat.LLAMA_3_2:
+        head = _environment(tools) if tools.built_in else ""
         listed = [_described(tool) for tool in tools.functions]
-        text = _PYTHON_INSTRUCTION + _to_json(listed, indent=4)
+        text = head + _PYTHON_INSTRUCTION + _to_json(listed, indent=4)
         return [Turn("system", [f"{text}\n{system}" if system else text]), *turns]
     if not turns or turns[0].role != "user":
         raise FieldError(
             "tools", "tools need a first message of the user, after the system's: there is none"
         )
-    text = f"Environment: ipython\n{_DATES.format(date=date)}\n{system}"
+    built_in = f"Tools: {', '.join(tools.searches)}\n\n" if tools.built_in else ""
+    text = f"Environment: ipython\n{built_in}{dates}\n{system}"
     listed_text = "".join(_to_json(tool, indent=4) + "\n\n" for tool in tools.functions)
     question = Turn("user", [_INSTRUCTION + listed_text + turns[0].texts[0]])
     return [Turn("system", [text]), question, *turns[1:]]
+
+
+def _environment(tools: Tools) -> str:
+    searches = f"Tools: {', '.join(tools.searches)}" if tools.searches else ""
+    return f"Environment: ipython\n{searches}\n"
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:

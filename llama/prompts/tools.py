@@ -23,6 +23,8 @@ from llama.checks import FieldError
 from llama.prompts.fields import SKIP_OTHER_TYPES, Fields, said, wrong
 from llama.prompts.messages import check_json
 
+CODE = "code_interpreter"
+SEARCHES = ("brave_search", "wolfram_alpha")  # called as brave_search.call(query="...")
 MOST_TOOLS = 128  # of one request, as OpenAI has it
 _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
@@ -58,11 +60,13 @@ class Tools:
     """What a chat may call, and what it asks of the calls.
 
     functions: the JSON objects that describe a request's functions, as the caller gave them.
+    built_in: names of the tools that Meta trained the models on, of those that are wanted.
     must_call: the answer must be a call. only: the name of the one that it may call. parallel: the
     answer may have several calls. strict: names of functions whose arguments must fit their schema.
     """
 
     functions: tuple[Mapping[str, Any], ...] = ()
+    built_in: tuple[str, ...] = ()
     must_call: bool = False
     only: str | None = None
     parallel: bool = True
@@ -70,7 +74,9 @@ class Tools:
 
     @classmethod
     def of(cls, given: Sequence[Any]) -> "Tools":
-        """TypeError names the one that is no object."""
+        """TypeError names the one that is no object. One with nothing but the name of a built-in
+        tool is that tool."""
+        functions, built_in = [], []
         for i, tool in enumerate(given):
             if not isinstance(tool, dict):
                 raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
@@ -78,15 +84,25 @@ class Tools:
                 check_json(tool)
             except ValueError as e:
                 raise FieldError(f"tools[{i}]", f"tools[{i}]: {e}") from None
-        return cls(tuple(given))
+            function = function_of(tool)
+            name = function.get("name")
+            if name in (CODE, *SEARCHES) and len(function) == 1:
+                built_in.append(name)
+            else:
+                functions.append(tool)
+        return cls(tuple(functions), tuple(built_in))
 
     def __bool__(self) -> bool:
-        return bool(self.functions)
+        return bool(self.functions or self.built_in)
 
     @cached_property
     def names(self) -> frozenset[str]:
         named = [function_of(tool).get("name") for tool in self.functions]
-        return frozenset(name for name in named if isinstance(name, str))
+        return frozenset(name for name in [*named, *self.built_in] if isinstance(name, str))
+
+    @property
+    def searches(self) -> list[str]:
+        return [name for name in self.built_in if name != CODE]
 
     @property
     def needs_grammar(self) -> bool:
@@ -103,7 +119,8 @@ class Tools:
         if self.only is None:
             return self
         functions = [tool for tool in self.functions if function_of(tool).get("name") == self.only]
-        return replace(self, functions=tuple(functions))
+        built_in = tuple(name for name in self.built_in if name == self.only)
+        return replace(self, functions=tuple(functions), built_in=built_in)
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

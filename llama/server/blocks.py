@@ -17,6 +17,7 @@ from llama.requests.request import CompletionOutput, RequestOutput
 from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
+from llama.tokenizer import Tokenizer
 
 Events = Iterator[dict[str, Any]]
 
@@ -53,8 +54,8 @@ class BlockAnswer(ABC):
     output: RequestOutput  # the latest
     _deltas: AnswerDeltas
 
-    def __init__(self, request: OpenAIRequest, meta: ResponseMeta) -> None:
-        self.request, self.meta = request, meta
+    def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
+        self.request, self.tokenizer, self.meta = request, tokenizer, meta
         self.blocks: list[Block] = []
         self.has_begun = False
 
@@ -106,7 +107,7 @@ class BlockAnswer(ABC):
         (answer,) = output.outputs
         if not self.has_begun:
             self.has_begun = True
-            self._deltas = self.request.deltas(self.meta.id, output, answer)
+            self._deltas = self.request.deltas(self.tokenizer, self.meta.id, output, answer)
         return answer
 
     def _events(self, answer: CompletionOutput, deltas: list[dict[str, Any]]) -> Events:

@@ -82,7 +82,8 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
-        events = ResponseAnswer(body, chat, _meta(service, http, chat))
+        meta = _meta(service, http, chat)
+        events = ResponseAnswer(body, chat, service.loaded().tokenizer, meta)
         return await respond(service, http, chat, [request], events)
 
     @router.post(MESSAGES_URL)
@@ -90,7 +91,7 @@ def _add_blocks(router: APIRouter, service: Service) -> None:
         """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
         request = await prepare_chat(service, chat, ends_with_context=True)
-        events = MessageAnswer(chat, _meta(service, http, chat))
+        events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http, chat))
         return await respond(service, http, chat, [request], events, keep_alive=event(PING))
 
     @router.post(COUNT_URL)

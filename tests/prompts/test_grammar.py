@@ -2,15 +2,19 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import llguidance.tiktoken
 import pytest
+from llama_models.llama3 import tokenizer as oracle_module
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from llama.prompts.grammar import call_grammar
 from llama.prompts.parser import CallArguments, CallStart, ToolCallParser
 from llama.prompts.tools import ToolFormat, Tools
+from llama.tokenizer import Tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -120,6 +124,34 @@ def test_without_force_words_may_come(takes, tool_format):
         assert takes(grammar, text), text
     for text in [*BAD[tool_format][2:], "  [x"]:
         assert takes(grammar, text) == (text[:1] not in ("", "{", "[", " ")), text
+
+
+@pytest.fixture(scope="module")
+def tiktoken_guide():
+    """llguidance's view of Llama 3's own tokenizer, and what encodes a text with its tokens."""
+    tokenizer = Tokenizer(Path(oracle_module.__file__).with_name("tokenizer.model"))
+    guide = llguidance.tiktoken.lltokenizer_from_encoding(
+        tokenizer.model, n_vocab=tokenizer.n_words, eos_token=tokenizer.eot_id
+    )
+    return guide, lambda s: tokenizer.encode(s, bos=False, eos=False, allowed_special="all")
+
+
+def test_built_in_tools_are_called_after_their_token(tiktoken_guide):
+    tools = Tools.of(
+        [{"function": {"name": "brave_search"}}, {"function": {"name": "code_interpreter"}}]
+    )
+    tokenizer, encode = tiktoken_guide
+    grammar = grammar_from("lark", call_grammar(replace(tools, must_call=True), JSON))
+    assert LLMatcher.validate_grammar_with_warnings(grammar, tokenizer) == (False, [])
+    for text, wanted in [
+        ('<|python_tag|>brave_search.call(query="gold")', True),
+        ("<|python_tag|>import math\nprint(1)", True),
+        ('brave_search.call(query="gold")', False),
+        ("import math", False),
+    ]:
+        matcher = LLMatcher(tokenizer, grammar)
+        ids = encode(text)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == wanted
 
 
 def test_a_model_without_tools_has_no_grammar():

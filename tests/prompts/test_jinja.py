@@ -27,11 +27,12 @@ def function(name: str, **fields: Any) -> dict[str, Any]:
 
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "string"}}, "x": [1]}
+SEARCH, CODE = function("brave_search"), {"name": "code_interpreter"}
 F = function("f", description="In “Zürich” <b>'s", parameters=SCHEMA)
 G = function("g", parameters={})
 TOOLS: list[list[dict[str, Any]]] = [
-    [], [F], [F, G], [function("h")], [G, function("h"), F],
-    [{"name": "bare", "description": "no type", "parameters": {"properties": {}}}],
+    [], [F], [F, G], [SEARCH], [CODE], [CODE, SEARCH, function("wolfram_alpha")], [SEARCH, F],
+    [CODE, F], [{"name": "bare", "description": "no type", "parameters": {"properties": {}}}],
 ]  # fmt: skip
 
 
@@ -75,7 +76,12 @@ DIALOGS: list[list[dict[str, Any]]] = [
     [QUESTION, TWO, said("tool", "P", tool_call_id="p")],
     [QUESTION, TWO],
     [QUESTION, said("assistant", None, tool_calls=[call("g", {"a b": 1, "": "x"})]), RESULT],
-    [QUESTION, said("assistant", "x", tool_calls=[call("f", {"query": 'a "b"'})]), RESULT],
+    [QUESTION, said("assistant", "x", tool_calls=[call("brave_search", {"query": 'a "b"'})]),
+     RESULT],
+    [QUESTION, said("assistant", None, tool_calls=[call("code_interpreter", {"code": "1\n"})]),
+     RESULT, QUESTION],
+    [QUESTION, said("assistant", None, tool_calls=[call("brave_search", {"query": "a"}, "p"),
+                                                   call("f", {}, "q")]), RESULT, RESULT],
     [QUESTION, said("user", "x", tool_calls=[call("f", {})])],
     [QUESTION, said("king", "x")],
     [said("user", None)],
@@ -120,7 +126,7 @@ def test_each_dialog_has_the_same_ids(ours, theirs, tool_format, has_header):
         assert found == wanted, (dialog, tools)
         num_prompts += isinstance(wanted, list)
     # A model without tools has prompts for dialogs without them alone.
-    assert num_prompts > (7 if tool_format is ToolFormat.NONE else 80)
+    assert num_prompts > (7 if tool_format is ToolFormat.NONE else 100)
 
 
 def test_a_date_may_be_given(ours, theirs):

@@ -18,7 +18,9 @@ def function(name: str) -> dict[str, Any]:
 
 
 NAMES = ("f", "get_weather", "a.b-c")
-ALL = Tools.of([function(name) for name in NAMES])
+FUNCTIONS = Tools.of([function(name) for name in NAMES])
+BUILT_IN = ("brave_search", "wolfram_alpha", "code_interpreter")
+ALL = Tools.of([*map(function, NAMES), *({"function": {"name": name}} for name in BUILT_IN)])
 
 
 def parse(
@@ -68,6 +70,12 @@ CASES: list[tuple[str, list[Event]]] = [
     ('<function=f>{"n": 10}</function>', calls(("f", {"n": 10}))),
     ('<function=f>{"n": 10}</func', calls(("f", {"n": 10}))),
     ('<function=f>{"n": 10}', calls(("f", {"n": 10}))),
+    (TAG + 'brave_search.call(query="price of \\"gold\\"")',
+     calls(("brave_search", {"query": 'price of "gold"'}))),
+    ("wolfram_alpha.call(query='x^2')", calls(("wolfram_alpha", {"query": "x^2"}))),
+    (TAG + "def f(n):\n    return [n]",
+     calls(("code_interpreter", {"code": "def f(n):\n    return [n]"}))),
+    (TAG + '{"a": 1}', calls(("code_interpreter", {"code": '{"a": 1}'}))),
     ("[f(), a.b-c(x=1, y='it''s')]".replace("''", "\\'"),
      calls(("f", {}), ("a.b-c", {"x": 1, "y": "it's"}))),
     ("[get_weather(city='San Francisco', metric='celsius'), get_weather(city='Seattle')]",
@@ -91,7 +99,7 @@ CASES: list[tuple[str, list[Event]]] = [
 WORDS = [
     "", " ", "It is sunny.", '{"a": 1}', "[1]", '{"name": "g", "parameters": {}}', '{"name": "f"',
     '{"name": "f", "parameters": "x"}', '{"parameters": {}, "name": "f"}', "[f]", "[f(1)]", "[g()]",
-    "f(a=1)", "<function=g>{}</function>", "<function=f>x", "f.call(q=1)", "< {{ <|py",
+    "f(a=1)", "<function=g>{}</function>", "<function=f>x", "brave_search.call(q=1)", "< {{ <|py",
     "{" * 300, '{"name":' + " " * 300 + '"f"', "[f(" + "a" * 300 + "=1)]", TAG,
 ]  # fmt: skip
 
@@ -119,6 +127,19 @@ def test_what_can_be_no_call_is_not_held_back():
     assert parser.push(" Fran") == [CallArguments(0, " Fran")]
 
 
+def test_code_is_a_call_only_where_it_was_asked_for():
+    assert parse("import math", is_tagged=True) == calls(
+        ("code_interpreter", {"code": "import math"})
+    )
+    assert parse(" import math", is_tagged=True, tools=FUNCTIONS) == [Content(" import math")]
+    assert parse('{"name": "f", "parameters": {}}', is_tagged=True, tools=FUNCTIONS) == calls(
+        ("f", {})
+    )
+    assert parse('brave_search.call(query="x")', tools=FUNCTIONS) == [
+        Content('brave_search.call(query="x")')
+    ]  # fmt: skip
+
+
 def test_one_call_and_calls_at_the_start_alone():
     two = "[f(a=1), f(b=2)] Done."
     assert parse(two, parallel=False) == [*calls(("f", {"a": 1})), Content(" Done.")]
@@ -140,7 +161,7 @@ def test_nothing_is_too_deep_or_too_long():
 
 HOSTILE = [
     "[", "{", '{"a":', "[ ", "\\", "[f(", "[f()]", '{"name": "f", ', '{"type": "function", ',
-    "<function=", TAG, "''x", "\\u12", "1,", '"type": "function", ',
+    "<function=", TAG, "brave_search.call(", "''x", "\\u12", "1,", '"type": "function", ',
     '{"name": "f", "parameters": {',
 ]  # fmt: skip
 
@@ -191,17 +212,17 @@ def test_the_work_grows_with_the_text_alone(monkeypatch, start, piece):
 PIECES = st.sampled_from(
     [*"{}[]()<>\"'\\,:;=*. \n-_|1eaf", '{"name": "f"', '"parameters": {', "[f(", "f(a=",
      "<function=", "a.b-c(",
-     "f>{", TAG, '"""', "</function>", "True", "null", "\\u12",
+     "f>{", TAG, '"""', "</function>", "brave_search.call(query=", "True", "null", "\\u12",
      '{"name": "f", "parameters": {"a": 1}}', "[f(a=1)]", "😀"]
 )  # fmt: skip
 TEXTS = st.lists(PIECES | st.characters(), max_size=40).map("".join)
 
 
 @settings(max_examples=400, deadline=None)
-@given(TEXTS, st.lists(st.integers(1, 9), max_size=40), st.booleans(), st.booleans())
-def test_any_text_is_content_and_calls(text, sizes, parallel, at_start):
+@given(TEXTS, st.lists(st.integers(1, 9), max_size=40), st.booleans(), st.booleans(), st.booleans())
+def test_any_text_is_content_and_calls(text, sizes, tagged, parallel, at_start):
     """It never raises, a stream is the whole, and what is not in a call is content in order."""
-    options = {"parallel": parallel, "only_at_start": at_start}
+    options = {"is_tagged": tagged, "parallel": parallel, "only_at_start": at_start}
     events = parse(text, **options)
     assert parse(text, [1] * len(text), **options) == events
     assert parse(text, sizes, **options) == events

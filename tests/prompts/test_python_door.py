@@ -17,6 +17,7 @@ from llama.prompts import ToolFormat, encode_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+CODE: Any = {"type": "function", "function": {"name": "code_interpreter"}}
 QUESTION: Any = [{"role": "user", "content": "How is it in Zürich?"}]
 CALL = '{"name": "weather", "parameters": {"city": "Zürich 🌧"}}'
 
@@ -62,7 +63,7 @@ def asked(llama: Llama, dialog: Any, **options: Any) -> ChatPrediction:
         CALL,
         f"I will look. {CALL}",
         "It is sunny.",
-        f"<|python_tag|>{CALL}<|eom_id|>",
+        "<|python_tag|>print('ü')<|eom_id|>",
         '[weather(city="Bern"), weather(city="Basel")] Well.',
     ],
 )
@@ -70,6 +71,7 @@ def asked(llama: Llama, dialog: Any, **options: Any) -> ChatPrediction:
     "options",
     [
         {"tools": [WEATHER]},
+        {"tools": [WEATHER, CODE]},
         {"tools": [WEATHER], "parallel_tool_calls": False},
         {"tools": [WEATHER], "tool_choice": "none"},
         {},

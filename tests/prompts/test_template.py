@@ -17,6 +17,10 @@ from llama.prompts.tools import tool_format_of
 from llama.tokenizer import Tokenizer
 
 PYTHON = ToolFormat.LLAMA_3_2
+SEARCHES: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name}} for name in ("brave_search", "wolfram_alpha")
+]
+CODE: list[dict[str, Any]] = [{"type": "function", "function": {"name": "code_interpreter"}}]
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -74,6 +78,45 @@ def call(name: str, arguments: dict[str, Any], number: str = "1") -> dict[str, A
     return {"id": number, "type": "function", "function": function}
 
 
+def test_built_in_tools_are_as_on_metas_pages(tokenizer):
+    wanted = page("llama3_1", "## Builtin Tool Calling")
+    dialog = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        user("Search the web for the latest price of 1oz gold?"),
+    ]
+    for tool_format in (ToolFormat.LLAMA_3_1, PYTHON):
+        ids = encode_chat(
+            tokenizer, dialog, SEARCHES, date="21 September 2024", tool_format=tool_format
+        )
+        assert ids == ids_of(tokenizer, wanted)
+    wanted = page("llama3_2", "## Code Interpreter")
+    question = user("Write code to check if number is prime. Use it to verify if number 7 is prime")
+    ids = encode_chat(tokenizer, [question], CODE, date="24 September 2024", tool_format=PYTHON)
+    assert ids == ids_of(tokenizer, wanted)
+
+
+def test_a_built_in_call_and_its_result_are_as_on_metas_page(tokenizer):
+    """That page's system message has no dates: what follows it is compared."""
+    wanted = page("llama3_1", "## Built-in tools full interaction")
+    result = wanted.split("ipython<|end_header_id|>\n\n")[1].split("<|eot_id|>")[0]
+    dialog = [
+        user("What is the 100th decimal of pi?"),
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call("wolfram_alpha", {"query": "100th decimal of pi"})],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": result},
+    ]
+    ids = encode_chat(tokenizer, dialog, SEARCHES)
+    after_system = wanted.split("<|eot_id|>", 1)[1]
+    assert ids[ids.index(tokenizer.eot_id) + 1 :] == ids_of(tokenizer, after_system)
+    assert tokenizer.eom_id in ids
+    code = {"role": "assistant", "tool_calls": [call("code_interpreter", {"code": "print(1)"})]}
+    ids = encode_chat(tokenizer, [user("x"), code], CODE, add_generation_prompt=False)
+    assert tokenizer.decode(ids).endswith("<|python_tag|>print(1)<|eom_id|>")
+
+
 def test_python_calls_are_as_on_metas_pages(tokenizer):
     wanted = page("llama3_2", "## Zero shot function calling\n")
     question = user("What is the weather in SF and Seattle?")
@@ -129,6 +172,16 @@ def test_several_calls_are_one_list_and_results_follow_in_their_order(tokenizer)
     assert found is not None and found.arguments == calls[0]["function"]["arguments"]
 
 
+def test_the_template_with_built_in_tools(tokenizer):
+    """As the chat template of Llama-3.1-8B-Instruct renders it with builtin_tools."""
+    dialog = [user("?"), {"role": "assistant", "tool_calls": [call("f", {"a": 1})]}]
+    tools = [*SEARCHES, {"type": "function", "function": {"name": "f", "parameters": {}}}]
+    text = tokenizer.decode(encode_chat(tokenizer, dialog, tools, add_generation_prompt=False))
+    head = "Environment: ipython\nTools: brave_search, wolfram_alpha\n\nCutting Knowledge Date: "
+    assert head in text and "brave_search" not in text.replace(head, "")
+    assert text.endswith('{"name": "f", "parameters": {"a": 1}}<|eom_id|>')
+
+
 @pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, PYTHON])
 def test_no_text_becomes_a_special_token(tokenizer, tool_format):
     """The same special tokens in the same order, whatever the strings say."""
@@ -140,7 +193,7 @@ def test_no_text_becomes_a_special_token(tokenizer, tool_format):
             "description": text,
             "parameters": {"properties": {text: {"t": text}}},
         }
-        tools: list[Any] = [{"type": "function", "function": function}]
+        tools: list[Any] = [{"type": "function", "function": function}, *SEARCHES]
         dialog: list[Any] = [
             {"role": "system", "content": text},
             {"role": "user", "content": [{"type": "text", "text": text}]},
@@ -150,11 +203,14 @@ def test_no_text_becomes_a_special_token(tokenizer, tool_format):
                 "tool_calls": [call(text, {text: [text]}, text)],
             },
             {"role": "tool", "tool_call_id": text, "content": text},
+            {"role": "assistant", "tool_calls": [call("brave_search", {"query": text})]},
+            {"role": "tool", "content": text},
         ]
         ids = encode_chat(tokenizer, dialog, tools, tool_format=tool_format)
         return [i for i in ids if i in tokenizer.special_tokens.values()]
 
     assert special(evil) == special("x")
+    assert special("x").count(tokenizer.python_tag_id) == 1
 
 
 def test_the_generation_is_told_by_the_files(tokenizer):
@@ -173,3 +229,6 @@ def test_the_generation_is_told_by_the_files(tokenizer):
     with pytest.raises(ValueError, match="message 0: tool_calls cannot be used"):
         dialog = [{"role": "assistant", "tool_calls": [call("f", {})]}]
         encode_chat(tokenizer, dialog, tool_format=none)
+    first = Tokenizer(Path(oracle_module.__file__).with_name("tokenizer.model"), llama_3_0=True)
+    with pytest.raises(ValueError, match="brave_search needs the token"):
+        encode_chat(first, [user("?")], SEARCHES)

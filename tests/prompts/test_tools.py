@@ -81,7 +81,7 @@ def test_without_a_system_message_its_header_ends_in_an_empty_line(tokenizer):
     assert "2024\n\n<|eot_id|>" in text
 
 
-@pytest.mark.parametrize("tools", [None, [WEATHER]])
+@pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, {"name": "brave_search"}]])
 def test_calls_of_one_message_are_encoded_one_after_the_other(tokenizer, tools):
     """Meta's template refuses two calls in a message; with one in each, and its result after it, it
     is the dialog of a model that calls again. Results come in any order; their ids tell."""
@@ -146,6 +146,8 @@ ANSWERS = [
     '{"name": "weather", "parameters": {"city": "Zürich"}}',
     '<|python_tag|>{"type": "function", "name": "songs", "parameters": {"n": "10"}}',
     '<function=songs>{"n": 10}</function>',
+    '<|python_tag|>brave_search.call(query="price of gold")',
+    "<|python_tag|>def f(n):\n    return n",
 ]
 
 

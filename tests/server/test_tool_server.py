@@ -17,6 +17,8 @@ from llama.prompts import ToolFormat, encode_chat
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+SEARCH: Any = {"type": "function", "function": {"name": "brave_search"}}
+CODE: Any = {"type": "function", "function": {"name": "code_interpreter"}}
 QUESTION: Any = [{"role": "user", "content": "How is it in Zürich?"}]
 CALL = '{"name": "weather", "parameters": {"city": "Zürich 🌧"}}'
 ZURICH = {"city": "Zürich 🌧"}
@@ -99,6 +101,18 @@ def test_several_python_calls(server):
     assert calls_of(choice) == [("weather", ZURICH)]
 
 
+def test_code_after_its_token(server):
+    """The token is no text, so the ids tell that it came; eom_id ends the answer."""
+    server.says("<|python_tag|>print('ü')<|eom_id|>")
+    (choice,) = server.chat(tools=[WEATHER, CODE]).choices
+    assert calls_of(choice) == [("code_interpreter", {"code": "print('ü')"})]
+    assert choice.finish_reason == "tool_calls"
+    (choice,) = server.chat().choices
+    assert (choice.message.content, choice.finish_reason) == ("print('ü')", "stop")
+    (choice,) = server.chat(extra_body={"skip_special_tokens": False}).choices
+    assert choice.message.content == "<|python_tag|>print('ü')"
+
+
 def test_words_and_calls_that_are_cut_off(server):
     server.says('It is {"name": "sunny"}.')
     (choice,) = server.chat().choices
@@ -113,10 +127,16 @@ def test_words_and_calls_that_are_cut_off(server):
     assert json.dumps(ZURICH, ensure_ascii=False).startswith(arguments) and arguments
 
 
-def test_a_call_that_was_cut_off_goes_back_in_as_its_text(server):
+@pytest.mark.parametrize(
+    ("tools", "text", "count"),
+    [
+        ([WEATHER], CALL, 45),
+        ([WEATHER, SEARCH], '<|python_tag|>brave_search.call(query="Züri")', 27),
+    ],
+)
+def test_a_call_that_was_cut_off_goes_back_in_as_its_text(server, tools, text, count):
     """The prompt of the next turn has the tokens of the answer, as far as they came."""
-    tools, count = [WEATHER], 45
-    server.says(CALL)
+    server.says(text)
     (choice,) = server.chat(max_tokens=count, tools=tools).choices
     assert choice.message.tool_calls and choice.finish_reason == "length"
     with pytest.raises(ValueError, match="Unterminated string"):

@@ -115,7 +115,7 @@ class Completion:
     def _choice(self, output: RequestOutput, answer: CompletionOutput) -> "_Choice":
         index = output.index * self._request.params.n + answer.index
         if index not in self._choices:
-            deltas = self._request.deltas(self._id, output, answer)
+            deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
             self._choices[index] = _Choice(index, self._request, self._tokenizer, deltas, output)
         return self._choices[index]
 

@@ -67,13 +67,15 @@ class OpenAIRequest:
 
     def deltas(
         self,
+        tokenizer: Tokenizer,
         response_id: str,
         output: RequestOutput,
         answer: CompletionOutput,
     ) -> AnswerDeltas:
         """What reads the calls in an answer."""
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
-        return AnswerDeltas(self.tools, key)
+        shows_special = not self.params.skip_special_tokens
+        return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)
 
 
 class ConvertedChat:

@@ -12,6 +12,7 @@ from llama.server.errors import ApiError
 from llama.server.openai.answers import ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.models import ResponsesBody
+from llama.tokenizer import Tokenizer
 
 _EMPTY_TOOL = {"function": {"description": None, "parameters": None, "strict": False}}
 
@@ -20,8 +21,10 @@ class ResponseAnswer(BlockAnswer):
     """A response, or the events of one that streams, for outputs as they come. Each has its type
     and its sequence_number."""
 
-    def __init__(self, body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> None:
-        super().__init__(request, meta)
+    def __init__(
+        self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
+    ) -> None:
+        super().__init__(request, tokenizer, meta)
         self._echo = _echo(body, request, meta)
         self._callees = {each.function.name: each for each in body.callees()}
         self._number = 0
