@@ -162,8 +162,10 @@ class Llama:
                 warning names files without one, such as *.safetensors. See `llama verify`.
             mute_ranks: drop what ranks but 0 print to `sys.stdout`, until `close`; not stderr.
             speculate: "lookup" guesses the next tokens from what the request's text has had, and
-                lets one step verify several. Answers keep their bits in the CPU's kernels (bf16 and
-                quantized), and come sooner where they repeat the prompt. Not on CUDA, for now.
+                lets one step verify several. The folder, file or name of a smaller model with the
+                same vocabulary guesses with that, held in the same dtype and quantize. Answers keep
+                their bits in the CPU's kernels (bf16 and quantized), and come sooner where guesses
+                are right. Not on CUDA, for now.
             speculate_tokens: the most that are guessed at once.
 
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
@@ -195,6 +197,7 @@ class Llama:
                 seed=seed,
                 num_pages=loaded.num_pages,
                 speculate_tokens=guessed,
+                draft_model=loaded.draft_model,
             )
         llama.is_guard = loaded.is_guard
         llama._announce(loaded, time.perf_counter() - began, mute_ranks)
@@ -208,9 +211,11 @@ class Llama:
         seed: int = 1,
         num_pages: int | None = None,
         speculate_tokens: int = 0,
+        draft_model: Transformer | None = None,
     ) -> None:
         """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens.
-        speculate_tokens: the most that are guessed at once; 0 guesses none."""
+        speculate_tokens: the most that are guessed at once; 0 guesses none. draft_model: what
+        guesses them; without, look-up."""
         args = model.params
         self.model = model
         self.tokenizer = tokenizer
@@ -227,6 +232,7 @@ class Llama:
                 recorder=recorder_for(model, PAGE_SIZE),
                 reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
                 speculate_tokens=speculate_tokens,
+                draft_model=draft_model,
             ),
             tokenizer,
             max_seq_len=args.max_seq_len,

@@ -24,25 +24,32 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
+from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest
 DEFAULT_SEQ_LEN = 8192  # aimed at where the user says nothing
 _CUDA_RESERVE = 3 << 29  # bytes: modules of cuBLAS, buffers of nccl, graphs
+_PROBES = (  # tokenizers that agree on these are taken to be the same
+    "Hello, world!  The year 1984;\n\n\tdef f(x): return {x: 'é'}",
+    "straße, naïve, 日本語, привет, عربى, 🎈 and antidisestablishmentarianism",
+)
 _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
 
 @dataclass(frozen=True)
 class Loaded:
     """One rank's model with its tokenizer, and how many pages its KV cache has. is_guard: it is
-    Llama Guard, which has no tools. file_type: what a file of quantized weights is called."""
+    Llama Guard, which has no tools. file_type: what a file of quantized weights is called.
+    draft_model: guesses for it."""
 
     model: Transformer
     tokenizer: Tokenizer
     num_pages: int
     is_guard: bool = False
     file_type: str | None = None
+    draft_model: Transformer | None = None
 
     def describe(self, *, has_graphs: bool = False) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
@@ -92,12 +99,13 @@ def load_model(
         kv_bytes = whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True)
         whole_number("seed", seed, 0, 2**63 - 1)
         check_speculate(speculate, speculate_tokens)
-        files = _Files.of(ckpt_dir, parallel.size, seq_len, chosen_device, dtype, quantize)
+        given = parallel.size, seq_len, chosen_device, dtype, quantize
+        files = _Files.of(ckpt_dir, *given)
         kv_format = pick_kv_format(kv_cache_dtype, chosen_device)
         checkpoint, params = files.checkpoint, files.checkpoint.params
         tokenizer = files.tokenizer(tokenizer_path)
-        allowed = gpu.asked_for()
-        native.asked_for()  # a wrong name is told before weights are read
+        models = [files, *_draft_files(speculate, tokenizer, *given)]
+        allowed, _ = gpu.asked_for(), native.asked_for()  # wrong names are told before weights
         compared = {
             "max_seq_len": seq_len,
             "max_batch_size": batch_size,
@@ -105,28 +113,23 @@ def load_model(
             "kv_cache_dtype": kv_format.name,
             "seed": seed,
             "device": chosen_device.type,
-            "torch": torch.__version__,
             "speculate": (speculate, speculate_tokens),
-            **files.compared(),
+            **{f"{name}{' (draft)' * i}": v for i, x in enumerate(models) for name, v in x.said()},
         }
         must_match += [f"{name}={value}" for name, value in compared.items()]
     with parallel.agree("the weights", world=True) as must_match:
-        must_match += checkpoint.samples() if parallel.world is not None else []
-    if chosen_device.type == "cpu":
-        set_num_threads()
+        for each in models if parallel.world is not None else ():
+            must_match += each.checkpoint.samples()
     kernels = gpu.kernels_for(params, parallel, chosen_device, files.dtype, PAGE_SIZE, allowed)
     free = parallel.all_reduce_min(free_bytes(chosen_device))
     with parallel.agree("the memory of the ranks", world=True):
-        memory = files.memory(parallel.size, chosen_device, free, batch_size, kv_format)
-        seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, params.longest_context)
+        memory = _memory(models, parallel.size, chosen_device, free, batch_size, kv_format)
+        seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, _longest(models))
     with parallel.agree("the checkpoint", world=True):
-        args = replace(params, max_seq_len=seq_len, max_batch_size=batch_size)
-        model = Transformer(
-            args, parallel=parallel, device=chosen_device, dtype=files.dtype, kv_format=kv_format
-        )
+        place = parallel, chosen_device, kv_format, (seq_len, batch_size)
+        model, *draft = [each.load(*place, verify) for each in models]
         model.use_kernels(kernels)
-        files.fill(model, verify)
-    return Loaded(model, tokenizer, pages, files.checkpoint.is_guard, files.checkpoint.file_type)
+    return Loaded(model, tokenizer, pages, checkpoint.is_guard, checkpoint.file_type, *draft)
 
 
 @dataclass(frozen=True)
@@ -167,33 +170,41 @@ class _Files:
             checkpoint = replace(checkpoint, in_codes=True)
         return cls(checkpoint, chosen_dtype, quantize)
 
-    def compared(self) -> dict[str, object]:
+    def said(self) -> list[tuple[str, object]]:
         """What must be the same on every rank, by name."""
         held = self.checkpoint.file_type if self.checkpoint.in_codes else self.quantize
         params = vars(self.checkpoint.params).items()
-        named = {f"{name} of the checkpoint": value for name, value in params}
-        return {"dtype": self.dtype, "quantize": held, **named}
+        named = [(f"{name} of the checkpoint", value) for name, value in params]
+        return [("torch", torch.__version__), ("dtype", self.dtype), ("quantize", held), *named]
 
     def tokenizer(self, path: str | None) -> Tokenizer:
         """That of a file, or the one beside the weights."""
         chosen = path_like("tokenizer_path", path or self.checkpoint.tokenizer_path())
         return load_tokenizer(chosen, self.checkpoint.params)
 
-    def memory(
-        self, ranks: int, device: torch.device, free: int, batch_size: int, kv_format: KVFormat
-    ) -> "Memory":
-        """See `Memory.of`."""
-        return Memory.of(
-            self.checkpoint, ranks, device, self.dtype, self.quantize, free, batch_size, kv_format
-        )
+    def load(
+        self,
+        parallel: ModelParallel,
+        device: torch.device,
+        kv_format: KVFormat,
+        shape: tuple[int, int],
+        verify: bool,
+    ) -> Transformer:
+        """Read this rank's weights, each checked if `verify`, and packed once it is whole.
 
-    def fill(self, model: Transformer, verify: bool) -> None:
-        """Read this rank's weights, each checked if `verify`, and packed once it is whole."""
-        is_first = model.parallel.global_rank == 0
+        shape: max_seq_len and max_batch_size.
+        """
+        if device.type == "cpu":
+            set_num_threads()
+        args = replace(self.checkpoint.params, max_seq_len=shape[0], max_batch_size=shape[1])
+        model = Transformer(
+            args, parallel=parallel, device=device, dtype=self.dtype, kv_format=kv_format
+        )
+        is_first = parallel.global_rank == 0
         check = LoadCheck(self.checkpoint, tells=is_first).check if verify else None
         if self.checkpoint.packed is not None:
             packed.attach(self.checkpoint, model)
-            return
+            return model
         reader.load(
             self.checkpoint,
             model,
@@ -203,6 +214,38 @@ class _Files:
         )
         if self.checkpoint.in_codes:
             model.quantization = self.checkpoint.file_type
+        return model
+
+
+def _draft_files(
+    path: str | None,
+    tokenizer: Tokenizer,
+    ranks: int,
+    seq_len: int | None,
+    device: torch.device,
+    dtype: str | torch.dtype | None,
+    quantize: str | None,
+) -> list[_Files]:
+    """Those of a draft model, where one is given. ValueError where it cannot be one."""
+    if path in (None, "lookup"):
+        return []
+    if device.type != "cpu":
+        raise ValueError(f"speculate={path!r}: a draft model runs on the CPU only, for now")
+    try:
+        files = _Files.of(str(path), ranks, seq_len, device, dtype, quantize)
+        other = files.tokenizer(None)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"speculate={path!r}, neither 'lookup' nor a draft model: {e}") from e
+    sizes = other.n_words, tokenizer.n_words
+    if sizes[0] != sizes[1] or any(
+        other.encode(text, bos=True, eos=True) != tokenizer.encode(text, bos=True, eos=True)
+        for text in _PROBES
+    ):
+        raise ValueError(
+            f"speculate={path!r}: the draft model has another vocabulary ({sizes[0]} tokens) than "
+            f"the model ({sizes[1]}): give one of the same family"
+        )
+    return [files]
 
 
 def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
@@ -258,6 +301,31 @@ class Memory:
     def kv_tokens(self) -> int:
         """Tokens in the whole pages that fit."""
         return self.room // (self.per_token * PAGE_SIZE) * PAGE_SIZE
+
+
+def _longest(models: list[_Files]) -> int:
+    return min(x.checkpoint.params.longest_context for x in models)
+
+
+def _memory(
+    models: list[_Files],
+    ranks: int,
+    device: torch.device,
+    free: int,
+    batch_size: int,
+    kv_format: KVFormat,
+) -> Memory:
+    """Of models that run in turn, with the same tokens in their caches."""
+    each = [
+        Memory.of(x.checkpoint, ranks, device, x.dtype, x.quantize, free, batch_size, kv_format)
+        for x in models
+    ]
+    return Memory(
+        free,
+        sum(memory.weights for memory in each),
+        max(memory.reserve for memory in each),
+        sum(memory.per_token for memory in each),
+    )
 
 
 def pages_for(num_tokens: int) -> int:

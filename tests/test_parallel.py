@@ -110,8 +110,9 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "gathered", "folder": kv4},
             {"do": "shares_memory", "folder": kv4, "prompts": PROMPTS},
             {"do": "one_shot_sums", "folder": kv4},
-            {"do": "speculated", "folder": kv4, "prompts": REPEATED},
+            {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"},
             {"do": "in_8_bits", "folder": kv4, "prompts": PROMPTS},
+            {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -125,7 +126,13 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
     if world == 2:
         ranks = request.getfixturevalue("two_ranks")["shards"]
     else:
-        ranks = torchrun(world, jobs, tmp_path)
+        kv4 = str(sharded["kv4"])
+        drafts = {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"}
+        ranks = torchrun(world, [*jobs, drafts], tmp_path)
+        alone_without = Llama.build(kv4, None, 256, 4, dtype="fp32", device="cpu")
+        wanted = alone_without.generate(REPEATED, 60, 0.0)[0]
+        (called, led, drafted), *others = [rank.pop()["result"] for rank in ranks]
+        assert called == led == wanted and others == [[wanted, None, drafted]] * 3 and drafted > 20
     assert all(rank == ranks[0] for rank in ranks), "ranks differ"
     for job, found in zip(jobs, ranks[0], strict=True):
         settings = SAMPLED if job["temperature"] else GREEDY
@@ -228,12 +235,14 @@ def test_rank_0_leads_and_the_others_follow(sharded, two_ranks):
     assert then == after and following == [None, after]
 
 
-def test_rank_0_drafts_for_all_ranks(sharded, two_ranks):
-    """Where every rank makes the calls, and where rank 0 leads."""
+@pytest.mark.parametrize(("job", "least"), [(7, 20), (9, 5)])
+def test_rank_0_drafts_for_all_ranks(sharded, two_ranks, job, least):
+    """By look-up, and with a model that the ranks share, where every rank makes the calls, and
+    where rank 0 leads."""
     llama = Llama.build(str(sharded["kv4"]), None, 256, 4, dtype="fp32", device="cpu")
     wanted = llama.generate(REPEATED, 60, 0.0)[0]
-    (*answers, drafted), following = (rank[7]["result"] for rank in two_ranks["samples"])
-    assert answers == [wanted, wanted] and following == [wanted, None, drafted] and drafted > 20
+    (*answers, drafted), *others = (rank[job]["result"] for rank in two_ranks["samples"])
+    assert answers == [wanted, wanted] and others == [[wanted, None, drafted]] and drafted > least
 
 
 def test_two_ranks_keep_keys_and_values_in_8_bits(sharded, two_ranks):

@@ -94,7 +94,7 @@ FLAGS = {
         str, "NAME", "round the weights at load: int8, fp8, int4 (CPU)", "as they are"
     ),
     "verify": Flag(bool, "", "compare the weights with their checksums while they are loaded"),
-    "speculate": Flag(str, "NAME", "guess tokens ahead: lookup, from what the text has", "none"),
+    "speculate": Flag(str, "NAME", "guess ahead: lookup, in the text; or a draft model", "none"),
     "speculate_tokens": Flag(int, "N", "the most tokens that are guessed at once"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),

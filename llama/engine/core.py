@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from llama.engine.draft_model import ModelDrafter
 from llama.engine.graphs import Recorder, is_decode
 from llama.engine.pages import PagePool
 from llama.engine.rows import RowResults
@@ -90,12 +91,14 @@ class EngineCore:
         recorder: Recorder | None = None,
         reserve: int = 0,
         speculate_tokens: int = 0,
+        draft_model: Transformer | None = None,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
 
         async_scheduling, recorder, reserve: those of `ModelRunner`. speculate_tokens: the most
         drafts of a sequence in a step; there are none with async scheduling, where the host does
-        not know the last token when a step begins.
+        not know the last token when a step begins. draft_model: what guesses them; without,
+        look-up.
         """
         batch_size = model.params.max_batch_size
         runner = ModelRunner(
@@ -114,9 +117,15 @@ class EngineCore:
         if speculate_tokens and runner.async_scheduling:
             warnings.warn("speculate has no effect on CUDA yet: steps overlap there", stacklevel=3)
             speculate_tokens = 0
-        drafter: Drafter | None = Speculator(speculate_tokens) if speculate_tokens else None
-        if drafter is not None and model.parallel.size > 1:
-            drafter = RankZeroDrafter(drafter, model.parallel)
+        drafter: Drafter | None = None
+        if speculate_tokens and draft_model is not None:
+            drafter = ModelDrafter(
+                draft_model, runner.num_pages, page_size, speculate_tokens, scheduler.reserve
+            )
+        elif speculate_tokens:
+            drafter = Speculator(speculate_tokens)
+            if model.parallel.size > 1:
+                drafter = RankZeroDrafter(drafter, model.parallel)
         return cls(runner, scheduler, drafter)
 
     def add(self, seq: Sequence) -> None:

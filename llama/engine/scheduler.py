@@ -93,6 +93,14 @@ class Scheduler:
             budget -= count
         return sorted(chosen, key=lambda item: item.count > 1)
 
+    def reserve(self, seq: Sequence, count: int) -> int:
+        """Room in its pages for up to `count` more tokens, and in pages that nobody waits for."""
+        room = len(seq.pages) * self.pool.page_size - seq.num_computed
+        while room < count and self.pool.num_free and not self.waiting:
+            seq.pages.append(self.pool.allocate())
+            room += self.pool.page_size
+        return min(count, room)
+
     def add_drafts(self, scheduled: list[Scheduled], drafts: list[list[int]]) -> None:
         """Have the step verify guesses of what comes next, one list for each of the items, which
         have a single token each. They take no page from any sequence, and are cut to what fits."""
@@ -100,11 +108,7 @@ class Scheduler:
         for item, draft in zip(scheduled, drafts, strict=True):
             seq = item.sequence
             draft = draft[: min(budget, seq.max_len - len(seq.tokens) - 1)]
-            room = len(seq.pages) * self.pool.page_size - seq.num_computed
-            while room < len(draft) and self.pool.num_free and not self.waiting:
-                seq.pages.append(self.pool.allocate())
-                room += self.pool.page_size
-            if draft := draft[:room]:
+            if draft := draft[: self.reserve(seq, len(draft))]:
                 item.drafts, item.count = draft, 1 + len(draft)
                 item.rows = (Rows(RowKind.SAMPLE, range(item.count)),)
                 seq.num_computed += len(draft)

@@ -24,15 +24,14 @@ _PLACES = 16  # where a token occurred, the latest ones, that are compared
 _LONGEST = 16  # tokens of them that are compared
 _PREDICTED = 8  # a prediction begins as what follows a match of so many
 _FORCED = 6  # of a constraint; 1 to 5 are matches of 1, 2, 4, 8 and 16 tokens
-_NUM_KINDS = 7
 _FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.7, 0.8, 0.9)  # of each kind, before any was seen
 
 
 def check_speculate(speculate: str | None, most: int) -> None:
-    """ValueError or TypeError for arguments of `Llama.build` that name no drafter."""
+    """ValueError or TypeError for arguments of `Llama.build` that can name no drafter."""
     whole_number("speculate_tokens", most, 1, 64)
-    if speculate not in (None, "lookup"):
-        raise ValueError(f"speculate={brief(speculate)}: give 'lookup', or None")
+    if speculate is not None and not (isinstance(speculate, str) and speculate):
+        raise TypeError(f"speculate={brief(speculate)}: give 'lookup', a draft model, or None")
 
 
 class Drafter(Protocol):
@@ -53,7 +52,12 @@ class RankZeroDrafter:
 
     def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
         drafts = self._drafter.draft(sequences, seconds) if self._parallel.rank == 0 else []
-        return json.loads(self._parallel.broadcast_bytes(json.dumps(drafts).encode()))
+        return told_by_rank_zero(self._parallel, drafts)
+
+
+def told_by_rank_zero(parallel: ModelParallel, what: list) -> list:
+    """Rank 0's list of whole numbers, or of lists of them, on every rank."""
+    return json.loads(parallel.broadcast_bytes(json.dumps(what).encode()))
 
 
 class Lookup:
@@ -123,7 +127,7 @@ def count_predicted(prediction: Seq[int], output: list[int]) -> int:
 
 
 @dataclass
-class _Cost:
+class StepCost:
     """Of steps of about so many sequences: seconds without drafts, and what each draft adds."""
 
     plain: float = 0.0
@@ -151,7 +155,8 @@ class Counts:
     """Of each kind of guess, how many were tried of late, and how many of them were right."""
 
     def __init__(self, tried: float, right: Iterable[float], most: int) -> None:
-        self.tried, self.right, self.most = [tried] * _NUM_KINDS, list(right), most
+        self.right, self.most = list(right), most
+        self.tried = [tried] * len(self.right)
 
     def note(self, kind: int, is_right: bool) -> None:
         self.right[kind] += is_right
@@ -170,7 +175,7 @@ class _State:
 
     lookup: Lookup
     num_seen: int
-    counts: Counts = field(default_factory=lambda: Counts(0, [0] * _NUM_KINDS, 64))
+    counts: Counts = field(default_factory=lambda: Counts(0, [0] * len(_FIRST_RATES), 64))
     guess: list[int] = field(default_factory=list)
     length: int = 0
     num_idle: int = 0
@@ -188,8 +193,8 @@ class Speculator:
         self._most = most
         self._states: dict[Sequence, _State] = {}
         self._counts = Counts(8, [8 * rate for rate in _FIRST_RATES], 4096)
-        self._costs: dict[int, _Cost] = {}  # by the binary digits of the number of sequences
-        self._last = (_Cost(), 0)  # that of the step before, and its drafts
+        self._costs: dict[int, StepCost] = {}  # by the binary digits of the number of sequences
+        self._last = (StepCost(), 0)  # that of the step before, and its drafts
         self._seconds = 0.0
 
     def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
@@ -198,7 +203,7 @@ class Speculator:
         cost, num_drafts = self._last
         if seconds > self._seconds:
             cost.note(seconds - self._seconds, num_drafts)
-        cost = self._costs.setdefault(len(sequences).bit_length(), _Cost())
+        cost = self._costs.setdefault(len(sequences).bit_length(), StepCost())
         of_draft, tokens = cost.of_draft(len(sequences)), float(len(sequences))
         bar = math.inf
         if cost.plain:

@@ -444,6 +444,10 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     others: dict[str, Any] = {"distributed_timeout_seconds": 9, "speculative_config": drafts}
     args = EngineArgs("m", quantization="int8", kv_cache_dtype="int8", **others)
     assert LLMEngine.from_engine_args(args).model_config.get_vocab_size() == 512
+    small = {"model": "small", "num_speculative_tokens": 3}
+    LLMEngine.from_engine_args(EngineArgs("m", speculative_config=small))
+    _, named = seen.pop()
+    assert (named["speculate"], named["speculate_tokens"]) == ("small", 3)
     with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
         LLMEngine.from_engine_args(args, executor=1)
     tokenizer = str(DEMO / "tokenizer.model")
@@ -528,8 +532,8 @@ def test_a_bad_parameter_is_an_error_that_names_it(fields, message):
 BAD_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"enable_lora": True}, "EngineArgs cannot do enable_lora=True: leave it out (allowed: False)"),
     ({"pipeline_parallel_size": 2}, "cannot do pipeline_parallel_size=2"),
-    ({"speculative_config": "{"}, "speculative_config='{': its method"),
-    ({"speculative_config": {"model": "x"}}, "its method must be 'ngram' or 'suffix'"),
+    ({"speculative_config": "{"}, "speculative_config='{': give the model that drafts"),
+    ({"speculative_config": {"method": "eagle", "model": "x"}}, "the method 'ngram' or 'suffix'"),
     ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
     ({"quantization": "awq"}, "quantization='awq': give one of int8, fp8, int4, or None"),
     ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),

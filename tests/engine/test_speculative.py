@@ -9,12 +9,14 @@ import torch
 
 from helpers.checkpoints import random_state
 from helpers.kernels import KERNELS_RUN
+from helpers.launch import DEMO
 from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, SamplingParams, Transformer
 from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
 from llama.cli.model import figures, load
+from llama.engine.draft_model import DraftLengths, ModelDrafter, SequenceDraft
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Lookup, Speculator
 from llama.ops.batch import Batch
@@ -110,6 +112,14 @@ class Drafts:
         return rest + [65] * 500
 
 
+class SomeLengths(DraftLengths):
+    """Of 0 to `most` tokens, by no clock."""
+
+    def choose(self, sequences: list[Sequence], drafts: list, seconds: float) -> list[int]:
+        rng = random.Random(sum(map(len, (seq.tokens for seq in sequences))))
+        return [rng.randint(0, min(self.most, x.max_len - len(x.tokens) - 1)) for x in sequences]
+
+
 def key(seq: Sequence) -> tuple:
     return tuple(seq.tokens[: seq.num_prompt]), seq.seed
 
@@ -168,27 +178,70 @@ def built(make_checkpoint, **options) -> Plain:
 
 @needs_kernels
 @pytest.mark.parametrize("num_pages", [300, 9])
-@pytest.mark.parametrize("kind", ["oracle", "wrong", "some", "stop_ids", "too_long", "lookup"])
-def test_drafts_change_no_answer(kind, num_pages, plain):
+@pytest.mark.parametrize(
+    "kind", ["oracle", "wrong", "some", "stop_ids", "too_long", "lookup", "model"]
+)
+def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     """Text, ids, the bits of log-probabilities, reasons, usage: in a batch that the pages hold, and
     in one that they do not hold."""
     model, found, truth = plain
     llama = Llama(model.model, model.tokenizer, num_pages=num_pages)
     core = llama.engine
     core.drafter = Speculator(7) if kind == "lookup" else Drafts(kind, truth)
-    assert answers(llama, list(requests_of(llama))) == found
+    if kind == "model":
+        core.drafter = ModelDrafter(model.model, num_pages, 16, 4, core.scheduler.reserve)
+        monkeypatch.setattr(core.drafter, "_lengths", SomeLengths(4))
+    requests = list(requests_of(llama))
+    assert answers(llama, requests) == found
     assert core.stats.draft_tokens > (20 if kind == "lookup" else 100)
     assert bool(core.scheduler.num_preemptions) == (num_pages < 99)
+    if kind == "model":
+        sequences = [answer.sequence for request in requests for answer in request.answers]
+        free = [seq for seq in sequences if not seq.is_constrained]
+        assert sum(seq.num_drafted for seq in free) > 100
+        assert all(seq.num_accepted == seq.num_drafted for seq in free)  # it is the same model
     if kind in ("oracle", "wrong") and num_pages > 99:
         assert core.stats.steps < 40 if kind == "oracle" else core.stats.accepted_tokens == 0
     assert core.scheduler.pool.num_free == num_pages
 
 
 @needs_kernels
+def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
+    """The pages of a prompt are found by their hashes. The draft model has computed them where it
+    guessed for that text before, and else does so; its guesses are right in both cases."""
+    model = plain[0]
+    llama = Llama(model.model, model.tokenizer, num_pages=40)
+    core = llama.engine
+    drafter = ModelDrafter(model.model, 40, 16, 4, core.scheduler.reserve)
+    monkeypatch.setattr(drafter, "_lengths", SomeLengths(4))
+    num_computed, run = [0], drafter._run
+
+    def counted(pieces: list) -> torch.Tensor:
+        num_computed[-1] += sum(len(tokens) for _, _, tokens in pieces)
+        return run(pieces)
+
+    monkeypatch.setattr(drafter, "_run", counted)
+    cached = []
+    for core.drafter in (None, drafter, drafter):
+        seq = Sequence(PROMPTS[9] * 2, TokenParams(temperature=0.7), 90, seed=7)
+        core.add(seq)
+        while core.has_unfinished():
+            core.step()
+        assert seq.num_accepted == seq.num_drafted
+        cached.append(seq.num_cached)
+        num_computed.append(0)
+    assert cached == [0, 48, 48] and seq.num_drafted > 9
+    assert num_computed[0] == 0 and num_computed[1] > num_computed[2] + 40
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["some", "model"])
 @pytest.mark.parametrize("num_pages", [300, 9])
-def test_drafts_change_no_answer_with_a_cache_in_8_bits(num_pages, in_8_bits, plain):
+def test_drafts_change_no_answer_with_a_cache_in_8_bits(
+    kind, num_pages, in_8_bits, plain, monkeypatch
+):
     """Nor do prefixes that were cached, and preemption. The answers are this cache's own."""
-    test_drafts_change_no_answer("some", num_pages, in_8_bits)
+    test_drafts_change_no_answer(kind, num_pages, in_8_bits, monkeypatch)
     assert in_8_bits[1] != plain[1]
 
 
@@ -218,6 +271,43 @@ def test_drafts_leave_the_cache_as_it_would_be(kind, request):
     assert len(hashes) == 6
     for other in with_drafts:
         assert other[0].equal(slots) and other[1:3] == (tokens, hashes) and other[3] < steps / 2
+
+
+@needs_kernels
+def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch):
+    """Answers are those without it, its guesses those of one that sees each text anew, and its
+    keys and values count as memory. A pair that does not fit is an error before weights."""
+    folder, _, _ = make_checkpoint(seed=24, dim=128)
+    small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
+    common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
+    llama = Llama.build(str(folder), max_batch_size=8, speculate=str(small), **common)
+    core = llama.engine
+    drafter = core.drafter
+    assert isinstance(drafter, ModelDrafter)
+    monkeypatch.setattr(drafter, "_lengths", SomeLengths(4))
+    compared = [0]
+
+    def draft(sequences: list[Sequence], seconds: float) -> list[list[int]]:
+        found = guess(sequences, seconds)
+        pool = core.scheduler.pool
+        anew = ModelDrafter(drafter._model, pool.num_pages, 16, 4, core.scheduler.reserve)
+        monkeypatch.setattr(anew, "_lengths", SomeLengths(4))
+        assert anew.draft(sequences, seconds) == found
+        compared[0] += sum(map(len, found))
+        return found
+
+    guess = drafter.draft
+    monkeypatch.setattr(drafter, "draft", draft)
+    assert answers(llama, list(requests_of(llama))) == plain[1]
+    assert compared[0] > 100 and 0 < core.stats.accepted_tokens < core.stats.draft_tokens / 2
+    per_token = 2 * 2 * 64 * 3  # bytes, keys and values, of 2 heads, in 2 layers and 1
+    bounded = Llama.build(
+        str(folder), speculate=str(small), kv_cache_memory_bytes=per_token * 16 * 9, **common
+    )
+    assert bounded.engine.scheduler.pool.num_pages == 9
+    for bad, words in [(str(DEMO), "has another vocabulary"), ("nowhere", "nor a draft model: ")]:
+        with pytest.raises(ValueError, match=words):
+            Llama.build(str(folder), speculate=bad, **common)
 
 
 def longest_match(text: list[int]) -> int:
@@ -275,6 +365,36 @@ def test_a_draft_is_as_long_as_it_pays():
     assert drafted(0.01, 1, repeats=1.0)[2] > 650 and drafted(0.01, 8, repeats=1.0)[2] > 5000
     assert drafted(0.01, 1, repeats=0.6)[2] > 100 and drafted(10.0, 1, repeats=0.6)[2] < 60
     assert max(drafted(1.0, 32, repeats=0.3)) < 50
+
+
+def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
+    """How many tokens a draft model is asked for in the first and the second 300 steps. A pass of
+    it costs so much of a step, a row a hundredth; so many of its guesses are right."""
+    rng, lengths, seconds, counts = random.Random(1), DraftLengths(4), 0.0, list[int]()
+    sequences = [Sequence([0] * 9, TokenParams(), 10**6) for _ in range(batch)]
+    drafts = [SequenceDraft() for _ in range(batch)]
+    while len(counts) < 600:
+        for seq, draft in zip(sequences, drafts, strict=True):
+            lengths.note_verified(seq, draft)
+        chosen = lengths.choose(sequences, drafts, seconds)
+        counts.append(sum(chosen))
+        passes = 0.01 * pass_cost * max(chosen)
+        lengths.note_passes(batch, max(chosen), passes, passes)
+        seconds += passes + 0.01 * (1 + 0.01 * counts[-1])
+        for seq, draft, count in zip(sequences, drafts, chosen, strict=True):
+            draft.guess, draft.num_known = [0] * count, len(seq.tokens)
+            right = next((i for i in range(count) if rng.random() > chance), count)
+            seq.tokens += [0] * right + [1]
+    return [sum(counts[:300]), sum(counts[300:])]
+
+
+def test_a_draft_model_is_asked_for_as_much_as_pays():
+    """A cheap one that is mostly right: for nearly all; a dear one, or one that is mostly wrong:
+    for nearly nothing, but it is tried again."""
+    assert guessed(0.1, 0.95)[1] > 1100 and guessed(0.1, 0.95, batch=8)[1] > 8 * 1000
+    assert 250 < guessed(0.2, 0.6)[1] < 900
+    for pass_cost, chance in [(1.2, 0.95), (0.3, 0.1)]:
+        assert 0 < guessed(pass_cost, chance)[1] < 40
 
 
 def test_what_has_ended_is_forgotten():
@@ -342,5 +462,7 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     for name, value in counted.items():
         line = f"llama:spec_decode_num_{name}_total {float(value)}"
         assert line in metrics.text().decode().splitlines()
-    with pytest.raises(ValueError, match="speculate='model': give 'lookup', or None"):
+    with pytest.raises(ValueError, match="speculate='model', neither 'lookup' nor a draft model: "):
         Llama.build(str(folder), speculate="model")
+    with pytest.raises(TypeError, match="speculate=3: give 'lookup', a draft model, or None"):
+        Llama.build(str(folder), speculate=3)  # type: ignore[arg-type]

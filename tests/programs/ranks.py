@@ -280,12 +280,12 @@ def samples(folder: str, prompts: list) -> list:
     return [first, llama.generate(prompts, 8, 1.0, 1.0)[0]]
 
 
-def speculated(folder: str, prompts: list) -> list:
-    """Every rank calls, then rank 0 leads, with drafts of rank 0: the answers, and how many drafts
-    each rank has verified."""
+def speculated(folder: str, prompts: list, draft: str) -> list:
+    """Every rank calls, then rank 0 leads, with drafts of rank 0 or of a model that all ranks
+    share: the answers, and how many drafts each rank has verified."""
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(
-            folder, None, 256, 4, dtype="fp32", device="cpu", mute_ranks=False, speculate="lookup"
+            folder, None, 256, 4, dtype="fp32", device="cpu", mute_ranks=False, speculate=draft
         )
     called = llama.generate(prompts, 60, 0.0)[0]
     found = llama.lead(lambda: llama.generate(prompts, 60, 0.0)[0])

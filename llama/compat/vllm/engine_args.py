@@ -54,12 +54,16 @@ def _speculate(config: Any) -> dict[str, Any]:
             config = json.loads(config)
     if config is None:
         return {}
-    if not isinstance(config, dict) or config.get("method") not in ("ngram", "suffix"):
+    given = config if isinstance(config, dict) else {}
+    method, draft = given.get("method"), given.get("model")
+    if method in ("ngram", "suffix"):
+        draft = "lookup"
+    elif method not in (None, "draft_model") or not isinstance(draft, str):
         raise ValueError(
-            f"speculative_config={brief(config)}: its method must be 'ngram' or 'suffix', both of "
-            "which are look-up here; there are no draft models"
+            f"speculative_config={brief(config)}: give the model that drafts, or the method "
+            "'ngram' or 'suffix', both of which are look-up here"
         )
-    return {"speculate": "lookup", "speculate_tokens": config.get("num_speculative_tokens", 7)}
+    return {"speculate": draft, "speculate_tokens": given.get("num_speculative_tokens", 7)}
 
 
 @refusing(_ONLY, _NO_EFFECT)
