@@ -18,9 +18,9 @@ from llama.cli import commands, ranks
 from llama.cli.download import download
 from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, HelpWanted, UsageError, nearest, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
-from llama.cli.serve import serve
+from llama.cli.serve import NETWORK_FLAGS, serve
 
-_CLIENT_FLAGS = {"url": None, "api_key": None, "model": None}  # of a server that runs
+_CLIENT_FLAGS = {"resident": False, "url": None, "api_key": None, "model": None}  # of a server
 
 COMMANDS = {
     "chat": Command(
@@ -36,13 +36,14 @@ COMMANDS = {
             'llama chat Meta-Llama-3-8B-Instruct --system "Answer briefly."',
             "llama chat Meta-Llama-3-70B-Instruct --ranks 8",
             "llama chat --url http://localhost:8000",
+            "llama chat Meta-Llama-3-8B-Instruct --resident",
         ],
     ),
     "complete": Command(
         "Continue a text; the continuation streams to standard output.",
         {
             **BUILD_FLAGS, "ranks": 1, "max_batch_size": 1, **SAMPLING_FLAGS,
-            "prompt": None, "prompt_file": None,
+            "prompt": None, "prompt_file": None, "resident": False,
         },
         ["ckpt_dir"],
         commands.complete,
@@ -71,12 +72,10 @@ COMMANDS = {
     "serve": Command(
         "Serve OpenAI's API over HTTP, until SIGTERM or Ctrl-C.",
         {
-            "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
-            "allow_origin": None, "served_model_name": None, "max_queue": 1024,
-            "max_wait_s": 600.0, "max_connections": 4096, "max_per_address": None,
-            "drain_s": 20.0, "tool_format": None, "lenient": False,
-            "fastchat_controller": None, "worker_address": None,
-            **BUILD_FLAGS, "ranks": 1,
+            **NETWORK_FLAGS, "served_model_name": None, "max_queue": 1024,
+            "max_wait_s": 600.0, "max_connections": 4096, "drain_s": 20.0,
+            "tool_format": None, "lenient": False,
+            **BUILD_FLAGS, "ranks": 1, "background": False, "idle_minutes": 10,
         },
         ["ckpt_dir"],
         serve,
@@ -84,6 +83,7 @@ COMMANDS = {
             "llama serve",
             "llama serve Meta-Llama-3-8B-Instruct --port 8080",
             "llama serve Meta-Llama-3-70B-Instruct --ranks 8",
+            "llama serve Meta-Llama-3-8B-Instruct --background --idle_minutes 60",
         ],
     ),
     "download": Command(

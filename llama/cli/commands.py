@@ -6,12 +6,13 @@ a command needs, torch above all, is imported in it.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from llama.cli.model import (
     load,
 )
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
+from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested
 
 _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
@@ -35,12 +37,11 @@ def chat(options: argparse.Namespace) -> int:
     check_sampling(options)
     finish_on_signal()
     settings = {name: getattr(options, name) for name in ("system", "seed", *SAMPLING_FLAGS)}
-    if options.url:  # without torch, which takes seconds to import
-        check_client(options)
-        with extra("client", "--url"):
+    if options.url or options.resident:  # without torch, which takes seconds to import
+        with _server(options) as url:
             from llama.cli.chat.server_session import chat_on_server
 
-        chat_on_server(options.url, api_key=options.api_key, model=options.model, **settings)
+            chat_on_server(url, api_key=options.api_key, model=options.model, **settings)
         return 0
     context = _CHAT_CONTEXT if options.ckpt_dir else _DEMO_CONTEXT
     options.max_seq_len = options.max_seq_len or context
@@ -51,16 +52,55 @@ def chat(options: argparse.Namespace) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _server(options: argparse.Namespace) -> Iterator[str]:
+    """The URL of the server of --url or --resident."""
+    url, names = getattr(options, "url", None), ("ckpt_dir", *KEYED)
+    if url and options.resident:
+        raise UsageError("--url and --resident are both given: give one of them")
+    check_client(options, "--url" if url else "--resident", *([] if url else names))
+    with contextlib.ExitStack() as stack, extra("client", "--url and --resident"):
+        if not url:
+            options.api_key = None  # of another server
+            flags = {name: x for name in names if (x := getattr(options, name)) is not None}
+            url = stack.enter_context(resident_server(options, flags))
+        yield url
+
+
 def complete(options: argparse.Namespace) -> int:
     """Continue one text; the continuation streams to stdout as it is generated."""
     check_sampling(options)
     prompt = read_prompt(options.prompt, options.prompt_file)
+    finish_on_signal()
+    if options.resident:
+        with _server(options) as url:
+            _complete_on_server(url, prompt, options)
+        return 0
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
-    finish_on_signal()
     sampling = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
     stream_continuation(load(options), prompt, **sampling)
     return 0
+
+
+def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) -> None:
+    from llama.cli.client import Client, found_at
+
+    async def stream(client: Client) -> None:
+        text = prompt.decode()
+        counted = (await client.post("/tokenize", {"prompt": text})).body
+        room = found_at(counted, "max_model_len") - found_at(counted, "count")
+        body = {
+            "prompt": text, "stream": True, "temperature": options.temperature,
+            "top_p": options.top_p, "seed": options.seed,
+            "max_tokens": max(1, min(options.max_gen_len or room, room)),
+        }  # fmt: skip
+        async for event in client.events("/v1/completions", body):
+            _write(found_at(event, "choices", 0, "text") or "", alone=True)
+        _write("\n", alone=True)
+
+    with contextlib.closing(Client(url)) as client:
+        client.run(stream(client))
 
 
 def stream_continuation(
@@ -137,7 +177,8 @@ def batch(options: argparse.Namespace) -> int:
         options.resume = True
     finish_on_signal()
     try:
-        written, failed = (_batch_on_server if options.url else _batch_on_engine)(options)
+        is_client = options.url or options.resident
+        written, failed = (_batch_on_server if is_client else _batch_on_engine)(options)
     except KeyboardInterrupt:
         say(f"stopped: what was finished is in {options.out_file}; add --resume to do the rest")
         raise
@@ -171,14 +212,12 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
 
 def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
     """Without torch, which takes seconds to import."""
-    check_client(options)
-    with extra("client", "--url"):
+    names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume", *SAMPLING_FLAGS)
+    with _server(options) as url, SIGNALS.taken_alone(signal.SIGTERM):
         from llama.cli.batch.server_job import run_server_batch
 
-    names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume", *SAMPLING_FLAGS)
-    with SIGNALS.taken_alone(signal.SIGTERM):
         return run_server_batch(
-            options.url,
+            url,
             options.in_file,
             options.out_file,
             **{name: getattr(options, name) for name in names},

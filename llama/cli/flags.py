@@ -98,6 +98,11 @@ FLAGS = {
     "speculate_tokens": Flag(int, "N", "the most tokens that are guessed at once"),
     "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),
+    "resident": Flag(bool, "", "let a server of this model answer that stays; start it if need be"),
+    "background": Flag(bool, "", "stay, at a socket of this user; --resident finds it there"),
+    "idle_minutes": Flag(
+        within(0, 10**6), "N", "such a server ends so long after its last client; 0: never"
+    ),
     "model": Flag(str, "NAME", "of the server's models, this one", "its first"),
     "concurrency": Flag(int, "N", "requests under way at the server at once"),
     "retry_s": Flag(float, "S", "seconds that a failed request to the server is tried again"),

@@ -59,19 +59,20 @@ def check_sampling(options: argparse.Namespace) -> None:
         raise UsageError(str(e).replace("max_tokens", "max_gen_len")) from e
 
 
-def check_client(options: argparse.Namespace) -> None:
-    """UsageError for what cannot stand beside --url: flags of a model of our own, and ranks."""
+def check_client(options: argparse.Namespace, how: str, *allowed: str) -> None:
+    """UsageError for what cannot stand beside `how`, --url or --resident: flags of a model of our
+    own but those allowed, and ranks."""
     own = {**BUILD_FLAGS, "seed": options.seed}
     if options.max_batch_size == 1:  # the default of a chat
         own["max_batch_size"] = 1
-    given = [name for name, default in own.items() if getattr(options, name) != default]
-    if given:
-        raise UsageError(
-            f"{given[0]} is of a model that is loaded here, and with --url the server's answers: "
-            f"leave out --{given[0]} and LLAMA_{given[0].upper()}, or --url"
-        )
+    for name, default in own.items():
+        if name not in allowed and getattr(options, name) != default:
+            raise UsageError(
+                f"{name} is of a model that is loaded here, and with {how} the server's answers: "
+                f"leave out --{name} and LLAMA_{name.upper()}, or {how}"
+            )
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("with --url one process is enough: start it without torchrun")
+        raise UsageError(f"with {how} one process is enough: start it without torchrun")
 
 
 def load(options: argparse.Namespace) -> Any:

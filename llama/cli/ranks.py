@@ -48,8 +48,9 @@ def start_ranks(options: argparse.Namespace) -> int | None:
     if size := os.environ.get("WORLD_SIZE"):
         words = f"--ranks {count} starts ranks, and by WORLD_SIZE={size} torchrun has started some"
         raise UsageError(f"{words}: leave out --ranks and LLAMA_RANKS, or unset WORLD_SIZE")
-    if getattr(options, "url", None):
-        raise UsageError("with --url one process is enough: leave out --ranks and LLAMA_RANKS")
+    for name in ("url", "resident", "background"):
+        if getattr(options, name, None):
+            raise UsageError(f"with --{name} one process is enough: leave out --ranks, LLAMA_RANKS")
     return launch(sys.orig_argv[1:], count)
 
 

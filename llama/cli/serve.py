@@ -13,20 +13,31 @@ from typing import Any
 from llama.cli.flags import UsageError, extra
 from llama.cli.model import demo_dir, load
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
+from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.ranks.signals import SIGNALS
 
+NETWORK_FLAGS: dict[str, Any] = {  # with their defaults
+    "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
+    "allow_origin": None, "max_per_address": None, "fastchat_controller": None,
+    "worker_address": None,
+}  # fmt: skip
 _INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's own, with its default
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/,\s]+")  # RFC 6454: scheme, host, port
 
 
 def serve(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; 1 after a step that failed."""
+    inherited = None
+    if options.background:
+        if LISTENER_FD not in os.environ:
+            return _start_in_background(options)
+        inherited = InheritedSocket(options.idle_minutes)
     name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
     llama = server = None
     if global_rank() == 0:
         if not _has_model(options):
             llama = load(options)  # says what is wrong, on every rank alike
-        server = _listen(options, name)
+        server = _listen(options, name, inherited)
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         finish_on_signal(options.drain_s)
@@ -34,7 +45,8 @@ def serve(options: argparse.Namespace) -> int:
     try:
         if server is not None:
             server.start()
-            say(f"listening on {_url(options.host, server.port)}; loading {name}")
+            url = inherited.url if inherited else _url(options.host, server.port)
+            say(f"listening on {url}; loading {name}")
         llama = llama or load(options)
         remedy = "and start a server for each replica"
         check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
@@ -43,14 +55,30 @@ def serve(options: argparse.Namespace) -> int:
         def work() -> None:
             assert server is not None
             server.open(llama)
-            say(f"ready: {name} at {_url(options.host, server.port)}/v1")
+            say(f"ready: {name} at {url}{'' if inherited else '/v1'}")
             with SIGNALS.taken_alone(*signals):
-                server.serve(options.drain_s)
+                server.serve(options.drain_s, inherited.is_idle if inherited else lambda: False)
 
         llama.lead(work)
     finally:
         if server is not None:
             server.stop()
+    return 0
+
+
+def _start_in_background(options: argparse.Namespace) -> int:
+    """Start this server as one that stays, and print its URL once it is ready."""
+    flags = vars(options)
+    for name, default in {**NETWORK_FLAGS, "ranks": 1}.items():
+        if flags[name] != default:
+            raise UsageError(
+                f"--background serves at a socket of this user, from one process: leave out "
+                f"--{name} and LLAMA_{name.upper()}"
+            )
+    others = flags.keys() - NETWORK_FLAGS.keys() - {"background", "ranks"}
+    given = {name: x for name in others if (x := flags[name]) is not None and x is not False}
+    with resident_server(options, given, is_new=True) as url:
+        print(url)
     return 0
 
 
@@ -65,7 +93,7 @@ def _has_model(options: argparse.Namespace) -> bool:
         return False
 
 
-def _listen(options: argparse.Namespace, name: str) -> Any:
+def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket | None) -> Any:
     with extra("serve", "the server"):
         from llama.server.process import Server, log_to_stderr
     from llama.prompts import ToolFormat
@@ -93,6 +121,7 @@ def _listen(options: argparse.Namespace, name: str) -> Any:
         allowed_origins=_origins(options),
         host_routes=_fastchat(options),
         lenient=options.lenient,
+        listener=inherited.socket if inherited else None,
     )
 
 

@@ -45,7 +45,9 @@ class Server:
         allowed_origins: Sequence[str] = (),
         host_routes: Callable[[Service, int], APIRouter | None] = lambda service, port: None,
         lenient: bool = False,
+        listener: socket.socket | None = None,
     ) -> None:
+        """listener: a socket that listens already, in place of one at host and port."""
         loopback = is_loopback(host)
         if not loopback and not api_keys:
             raise ValueError(
@@ -54,8 +56,8 @@ class Server:
             )
         self.service = Service(model_name, limits, tool_format)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=2048)
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = listener or socket.create_server((host, port), family=family, backlog=2048)
+        self.port: int = port if listener else self._socket.getsockname()[1]
         allowed = Connections(limits.max_connections, limits.max_per_address)
         protocol: Any = functools.partial(BoundedProtocol, allowed)
         self._uvicorn = uvicorn.Server(
@@ -91,17 +93,18 @@ class Server:
         if watch is not None:
             watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
 
-    def serve(self, drain_s: float) -> None:
-        """Until a signal, or RuntimeError after a step that failed. Rank 0 runs this, and leads."""
+    def serve(self, drain_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Until a signal, until `is_over` while nothing runs, or RuntimeError after a step that
+        failed. Rank 0 runs this, and leads."""
         try:
-            self._serve(drain_s)
+            self._serve(drain_s, is_over)
         except SystemExit:  # of a second signal: what still runs is told
             self._break_off(is_failure=False)
             raise
 
-    def _serve(self, drain_s: float) -> None:
+    def _serve(self, drain_s: float, is_over: Callable[[], bool]) -> None:
         service = self.service
-        while not (stop_requested() or service.has_failed):
+        while not (stop_requested() or service.has_failed or (not service.is_busy and is_over())):
             time.sleep(_POLL_S)
         service.drain()
         end = time.monotonic() + drain_s

@@ -26,8 +26,6 @@ QUOTES = '"""'
 PROMPT, MORE = "> ", ". "
 _CTRL_C = b"\x03"
 _DIM = "\x1b[2m{}\x1b[0m"
-_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|O.|.)?|[\x00-\x07\x09\x0b-\x1f]")
-_ERASED = re.compile(r"[^\n]?[\x08\x7f]")  # a character and the backspace after it
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 
 
@@ -60,7 +58,6 @@ class Terminal:
         self._notes = sys.stdout if self.screen else sys.stderr  # for all that is not an answer
         self._dim_notes = self.screen and not os.environ.get("NO_COLOR")
         self._watch = watch
-        self._typed_ahead = ""  # typed during an answer: input of the next prompts
         self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
         self._readline: ModuleType | None = None
         self.stops = False  # SIGTERM came: nothing new is asked
@@ -109,13 +106,9 @@ class Terminal:
 
     def read_line(self, prompt: str) -> str:
         """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
-        typed, enter, self._typed_ahead = self._typed_ahead.partition("\n")
-        if enter:
-            print(prompt + typed, file=self._notes, flush=True)
-            return typed
         self._reading, self._pressed = True, False
         try:
-            line = self._input(prompt, typed)
+            line = self._input(prompt)
         except (EOFError, KeyboardInterrupt):
             if self.keyboard:
                 print(file=self._notes)
@@ -126,17 +119,14 @@ class Terminal:
             raise KeyboardInterrupt
         return line
 
-    def _input(self, prompt: str, typed: str) -> str:
-        """A line from stdin. `typed` is its beginning: a line editor can still change it."""
-        readline = self._readline
-        if readline is None:
+    def _input(self, prompt: str) -> str:
+        if self._readline is None:
             if self.keyboard:
-                print(prompt + typed, end="", file=self._notes, flush=True)
-            return typed + input()
-        readline.set_startup_hook(lambda: readline.insert_text(typed))
+                print(prompt, end="", file=self._notes, flush=True)
+            return input()
         line = input(prompt)
         if line.strip() and _CTRL_C.decode() not in line:
-            readline.add_history(line)
+            self._readline.add_history(line)
         return line
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
@@ -147,16 +137,14 @@ class Terminal:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
-        """While an answer is shown: yields a function that says whether Ctrl-C was pressed."""
+        """While an answer is shown: yields a function that says whether Ctrl-C was pressed. Other
+        keys are dropped."""
         if not self.keyboard:
             yield lambda: False
             return
-        typed = b""
 
         def pressed() -> bool:
-            nonlocal typed
-            typed += _read_keys()
-            self._pressed = self._pressed or _CTRL_C in typed
+            self._pressed = _CTRL_C in _read_keys() or self._pressed
             return self._pressed
 
         before = termios.tcgetattr(0)
@@ -165,7 +153,6 @@ class Terminal:
             yield pressed
         finally:
             pressed()  # takes the last keys
-            self._typed_ahead += _typed_text(typed)
             self._pressed = False
             _restore(before)
 
@@ -208,14 +195,6 @@ def _read_keys() -> bytes:
     except OSError:
         return keys + _CTRL_C
     return keys
-
-
-def _typed_text(typed: bytes) -> str:
-    """Keys as a line editor would leave them: what follows the last Ctrl-C, without cursor keys."""
-    text = _ESCAPES.sub("", typed.rpartition(_CTRL_C)[2].decode(errors="ignore"))
-    while _ERASED.search(text):
-        text = _ERASED.sub("", text, count=1)
-    return text
 
 
 def _load_readline() -> ModuleType | None:

@@ -1,0 +1,249 @@
+"""`--resident` and `serve --background`: real servers and clients, and the locks between them.
+
+The oracle of the answers is the same model in this process.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.launch import environment
+from helpers.prompts import FRANCE, STORY, replies
+from llama.cli import main, resident
+from llama.cli.client import Client, found_at
+
+LIMIT_S = 60  # tells a hang from an end
+FLAGS = ["--dtype", "fp32", "--device", "cpu"]
+OPTIONS = argparse.Namespace(ckpt_dir=None, dtype="fp32", device="cpu", quantize=None)
+COMPLETE = ["complete", "--resident", *FLAGS, "--temperature", "0", "--max_gen_len", "12"]
+WITHOUT_TORCH = (
+    "import sys; from llama.cli import main; code = main(sys.argv[1:]); "
+    "assert 'torch' not in sys.modules; sys.exit(code)"
+)
+
+
+@pytest.fixture
+def folder(monkeypatch) -> Iterator[Path]:
+    """That of the sockets; its path is short, as a socket's must be."""
+    place = tempfile.mkdtemp()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", place)
+    yield Path(place, "llama")
+    for log in Path(place).glob("llama/*.log"):
+        if not is_free(log):
+            os.kill(process_of(log), signal.SIGKILL)
+    shutil.rmtree(place)
+
+
+def begin(*words: str, **how: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *words]
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, env=environment(), text=True, **pipes, **how)
+
+
+def run(*words: str, text: str = "") -> tuple[int, str, str]:
+    with begin(*words) as process:
+        out, err = process.communicate(text, timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def process_of(log: Path) -> int:
+    """The server's, which lives: it holds the lock of its log."""
+    assert not is_free(log)
+    return int(log.read_text().partition("\n")[0].removeprefix("process "))
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds a lock of the file."""
+    with path.open("ab") as file:
+        return resident._try_lock(file, fcntl.LOCK_EX)
+
+
+@pytest.mark.slow
+def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
+    """A stale socket is replaced. Of two that start at once one starts the server, and Ctrl-C of
+    that one leaves it. The answers are those of this process; SIGTERM lets what runs end."""
+    stem = resident._stem(OPTIONS)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(f"{stem}.sock")
+    log = stem.with_suffix(".log")
+    with begin(*COMPLETE, "--prompt", "x", start_new_session=True) as first:
+        wait_until(lambda: log.exists() and "process" in log.read_text())
+        server = process_of(log)
+        with begin(*COMPLETE, "--prompt", STORY) as second:
+            os.killpg(first.pid, signal.SIGINT)
+            assert first.wait(LIMIT_S) == 130
+            out, _ = second.communicate(timeout=LIMIT_S)
+    assert process_of(log) == server
+    assert out == demo.text_completion([STORY], 0, max_gen_len=12)[0]["generation"] + "\n"
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert modes == {".log": 0o600, ".sock": 0o600, ".users": 0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    code, out, err = run("chat", "--resident", *FLAGS, "--temperature", "0", text=FRANCE)
+    assert (code, out.splitlines()) == (0, replies(demo, FRANCE)), err
+    (tmp_path / "in").write_text("The capital of Japan is\n")
+    files = [str(tmp_path / "in"), str(tmp_path / "out")]
+    code, _, err = run("batch", *files, "--resident", *FLAGS, "--temperature", "0")
+    assert code == 0 and "results added 1, errors in it 0" in err
+    assert process_of(log) == server and log.read_text().count("Loaded in") == 1
+
+    body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+    async def drained(client: Client) -> list[Any]:
+        reasons: list[Any] = []
+        async for event in client.events("/v1/completions", body):
+            if not reasons:
+                os.kill(server, signal.SIGTERM)
+            reasons.append(found_at(event, "choices", 0, "finish_reason"))
+        return reasons
+
+    with contextlib.closing(Client(f"unix:{stem}.sock")) as client:
+        assert client.run(drained(client))[-1] == "length"
+    wait_until(lambda: is_free(log))
+
+
+@pytest.mark.slow
+def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, demo):
+    """It has flags that --resident cannot give, and is found all the same; a second is refused."""
+    words = ["serve", "--background", *FLAGS, "--max_seq_len", "64", "--idle_minutes", "1"]
+    code, out, err = run(*words)
+    assert code == 0 and out.startswith(f"unix:{folder}/"), err
+    log = Path(out.strip().removeprefix("unix:")).with_suffix(".log")
+    server, users = process_of(log), log.with_suffix(".users")
+    code, _, err = run(*words)
+    assert code == 1 and f"process {server} (its log: {log}) serves this model already" in err
+    with begin("chat", "--resident", *FLAGS) as client:
+        wait_until(lambda: not is_free(users))
+        os.utime(users, (1, 1))
+        wait_until(lambda: users.stat().st_mtime > 1)  # it looked, and somebody was here
+        assert process_of(log) == server
+        client.communicate("/bye\n", timeout=LIMIT_S)
+    code, out, err = run(*COMPLETE[:-2], "--prompt", STORY)
+    room = 64 - len(demo.tokenizer.encode(STORY, bos=True, eos=False))
+    whole = demo.text_completion([STORY], 0, max_gen_len=room)[0]["generation"]
+    assert (code, out) == (0, whole + "\n"), "an answer may fill the server's context"
+    os.utime(users, (1, 1))
+    wait_until(lambda: is_free(log))
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path) -> Callable[[str], None]:
+    """Servers are shell scripts in place of Python."""
+
+    def install(script: str) -> None:
+        path = tmp_path / "server"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr("sys.executable", str(path))
+
+    return install
+
+
+def test_a_killed_server_is_replaced(folder, fake):
+    fake("exec sleep 100")
+    stem = resident._stem(OPTIONS)
+    first = resident._start(stem, {})
+    assert first is not None and resident._start(stem, {}) is None
+    with first, socket.socket(socket.AF_UNIX) as client:
+        first.kill()
+        first.wait(LIMIT_S)
+        with pytest.raises(ConnectionRefusedError):
+            client.connect(f"{stem}.sock")
+    with socket.socket(socket.AF_UNIX) as client:
+        assert resident._start(stem, {}) is not None
+        client.connect(f"{stem}.sock")
+
+
+def test_a_server_that_cannot_start_is_told_with_its_last_words(folder, fake, monkeypatch, capfd):
+    """Also one that does not come: the wait has a limit, and its process is named."""
+    monkeypatch.setenv("LLAMA_DTYPE", "fp32")
+    fake('echo "error: no $LLAMA_DTYPE$*"; echo more; exit 1')
+    assert main([*COMPLETE, "--prompt", "x"]) == 1
+    told = capfd.readouterr().err
+    assert "error: the server ended: no -P -m llama serve --background --device=cpu" in told
+    fake("exec sleep 100")
+    monkeypatch.setattr(resident, "_START_S", 0.3)
+    monkeypatch.setattr(resident, "_NOTE_S", 0.1)
+    monkeypatch.setattr("llama.cli.client._CONNECT_S", 0.2)
+    assert main([*COMPLETE, "--prompt", "x"]) == 1
+    told = capfd.readouterr().err
+    number = told.partition("waiting for process ")[2].partition(" (its log: ")[0]
+    assert f"error: process {number} (its log: " in told and "not ready within 0.3 s" in told
+
+
+def test_a_server_is_idle_once_no_client_has_the_lock(folder, monkeypatch):
+    path = folder.parent / "key.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        monkeypatch.setenv("LLAMA_LISTENER_FD", str(os.dup(listener.fileno())))
+    inherited = resident.InheritedSocket(1)
+    with inherited.socket, open(path.with_suffix(".users"), "ab") as users:
+        assert inherited.url == f"unix:{path}" and not inherited.is_idle()
+        fcntl.flock(users, fcntl.LOCK_SH)
+        os.utime(users.fileno(), (1, 1))
+        assert not inherited.is_idle() and os.fstat(users.fileno()).st_mtime > 1
+        os.utime(users.fileno(), (1, 1))
+        fcntl.flock(users, fcntl.LOCK_UN)
+        assert inherited.is_idle()
+        assert not resident._try_lock(users, fcntl.LOCK_SH), "nobody comes any more"
+        inherited._users.close()
+
+
+def test_each_model_and_way_to_hold_it_has_a_server(folder, tmp_path, monkeypatch):
+    def key(**change: str | None) -> str:
+        return resident._stem(argparse.Namespace(**{**vars(OPTIONS), **change})).name
+
+    keys = [key(), key(dtype=None), key(quantize="int8"), key(ckpt_dir=str(tmp_path))]
+    monkeypatch.setattr("llama.__version__", "0.0.1", raising=False)
+    assert len({*keys, key()}) == 5
+    monkeypatch.chdir(tmp_path)
+    assert key(ckpt_dir=".") == key(ckpt_dir=str(tmp_path))
+
+
+def test_a_folder_that_others_can_enter_is_refused(folder, monkeypatch):
+    """In place of XDG_RUNTIME_DIR, one beside other users' in /tmp."""
+    folder.mkdir(0o755)
+    for make in (lambda: folder.chmod(0o750), lambda: (folder.rmdir(), folder.symlink_to("/tmp"))):
+        make()
+        with pytest.raises(PermissionError, match=rf"{folder} must be a folder that is yours"):
+            resident._stem(OPTIONS)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", str(folder.parent))
+    assert resident._stem(OPTIONS).parent == folder.parent / f"llama-{os.getuid()}"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["chat", "--resident", "--max_seq_len", "64"], "leave out --max_seq_len and LLAMA_MAX_SE"),
+        (["chat", "--resident", "--url", "http://localhost:1"], "--url and --resident are both"),
+        (["complete", "--resident", "--prompt", "x", "--ranks", "2"], "--resident one process is"),
+        (["serve", "--background", "--port", "1"], "leave out --port and LLAMA_PORT"),
+        (["serve", "--background", "--idle_minutes", "-1"], "--idle_minutes: '-1' is not a whole"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_named(words, told, folder, capfd):
+    assert main(words) == 2 and told in capfd.readouterr().err
+    assert not folder.exists()
