@@ -1,8 +1,9 @@
-"""Write a checkpoint again: Meta's in another number of shards, or in another layout.
+"""Write a checkpoint again: Meta's in another number of shards, in another layout, or quantized.
 
-In: what `find` understands. Out: a new folder, complete or not there at all, with the same values,
-those of a quantized GGUF file in bfloat16. Each file is first put together in scratch files on the
-same disk, so that memory holds one tensor at most, and a laptop converts a model larger than that.
+In: what `find` understands. Out: a new folder or GGUF file, complete or not there at all, with the
+same values, those of quantized files in bfloat16; or with matrices that are rounded to fewer bits.
+Each file of a folder is first put together in scratch files on the same disk, so that memory holds
+one tensor at most, and a laptop converts a model larger than that.
 """
 
 import os
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from llama.checkpoint import gguf_writing, packed, writing
 from llama.checkpoint import huggingface as hf
-from llama.checkpoint import packed, writing
 from llama.checkpoint.find import Checkpoint, find
+from llama.checkpoint.quantize import BLOCKS, GROUP, encoded, quantization_config
 from llama.checkpoint.reader import CheckpointReader, bytes_of
 from llama.checkpoint.table import name_in, shard_shapes
 from llama.checkpoint.tokenizer_files import (
@@ -24,10 +27,10 @@ from llama.checkpoint.tokenizer_files import (
     tokenizer_config,
     tokenizer_json,
 )
-from llama.checks import whole_number
+from llama.checks import brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
-from llama.weights import check_quantize
+from llama.weights import QUANTIZED, check_quantize
 
 Weights = dict[str, list[str]]  # titles of files, and the tensors of each, by Meta's names
 Files = dict[str, Path | dict[str, Any]]  # titles of the other files: copies of one, or JSON
@@ -58,7 +61,7 @@ def reshard(
     checkpoint.params.check_ranks(size)
     copied = [checkpoint.params_path, *_tokenizer(checkpoint)]
     files: Files = {path.name: path for path in copied}
-    reader = CheckpointReader(checkpoint)
+    reader = _Reader(checkpoint)
     return _write(reader, "meta", _shards(reader, size), files, out_dir, progress)
 
 
@@ -66,20 +69,33 @@ def convert(
     ckpt_dir: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     *,
+    quantize: str | None = None,
     progress: bool = False,
 ) -> list[str]:
     """Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's (one shard).
 
     Hugging Face's folder has what `AutoTokenizer` and `AutoModelForCausalLM` of transformers read,
     the chat template among it; without a tokenizer in `ckpt_dir`, the weights and their config.
+    `quantize` writes such a folder from any layout, as compressed-tensors has it, the matrices of
+    the layers rounded to a format that `quantize` of `build` names. An `out_dir` that ends in
+    .gguf becomes a file for llama.cpp instead: in bf16, or rounded to "q8_0" or "q4_0".
     Returns a line for each file written and one for all; `progress` draws a bar on stderr.
     ValueError or OSError, before anything is written, for a bad checkpoint or tokenizer, or an
     `out_dir` that holds something.
     """
+    to_gguf = Path(out_dir).suffix == ".gguf"
+    if quantize not in (None, *(known := BLOCKS if to_gguf else QUANTIZED)):
+        out = "an OUT that ends in .gguf" if to_gguf else "a folder OUT"
+        raise ValueError(f"quantize={brief(quantize)}: give one of {', '.join(known)} for {out}")
     checkpoint = find(ckpt_dir)
-    reader, tokenizer = CheckpointReader(checkpoint), _tokenizer(checkpoint)
+    reader, tokenizer = _Reader(checkpoint, quantize), _tokenizer(checkpoint)
+    if to_gguf:
+        total, content = gguf_writing.content(checkpoint, reader, _names(reader), quantize)
+        with writing.new_folder(out_dir) as folder, _bar(total, progress) as bar:
+            writing.save_bytes(folder / Path(out_dir).name, total, content, bar.update)
+        return writing.written(out_dir)
     files: Files = {path.name: path for path in tokenizer}
-    if checkpoint.layout != "hf":
+    if checkpoint.layout != "hf" or quantize:
         layout, weights = "hf", _hf_weights(reader)
         files = _hf_files(checkpoint, reader, weights, tokenizer)
     else:
@@ -141,45 +157,69 @@ def _tokenizer(checkpoint: Checkpoint) -> list[Path]:
         return []
 
 
-def _num_bytes(reader: CheckpointReader, size: int) -> dict[str, int]:
-    """Of each tensor's share of one of `size` ranks, in the type of the files."""
-    shapes = shard_shapes(reader.params, size)
-    return {name: shape.numel() * reader.dtype(name).itemsize for name, shape in shapes.items()}
+class _Reader(CheckpointReader):
+    """With a `quantize`, the matrices of layers are rounded."""
+
+    def __init__(self, checkpoint: Checkpoint, quantize: str | None = None) -> None:
+        super().__init__(checkpoint)
+        self.quantize = quantize
+        if quantize and (self.params.dim % GROUP or self.params.ffn_dim % GROUP):
+            raise ValueError(f"quantize={quantize!r} needs rows of a multiple of {GROUP} numbers")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16 if self.quantize else super().dtype(name)
+
+    def rounding(self, name: str) -> str | None:
+        return self.quantize if name.startswith("layers.") and "norm" not in name else None
 
 
-def _shards(reader: CheckpointReader, size: int) -> Weights:
+def _num_bytes(reader: _Reader, size: int) -> dict[str, int]:
+    """Of each tensor's share of one of `size` ranks; where it is rounded, about so many."""
+    sizes = {}
+    for name, shape in shard_shapes(reader.params, size).items():
+        rounding = reader.rounding(name)
+        bits = QUANTIZED[rounding].in_files[1] if rounding else 8 * reader.dtype(name).itemsize
+        sizes[name] = shape.numel() * bits // (7 if rounding else 8)  # an eighth for scales
+    return sizes
+
+
+def _names(reader: CheckpointReader) -> list[str]:
+    """Of all tensors; not of an output that is the embedding."""
+    *names, last = reader.shapes
+    is_tied = last == "output.weight" and reader.are_equal(last, names[0])
+    return names if is_tied else [*names, last]
+
+
+def _shards(reader: _Reader, size: int) -> Weights:
     """A file for each of `size` ranks: it gets a share of every tensor."""
     return {f"consolidated.{rank:02d}.pth": list(reader.shapes) for rank in range(size)}
 
 
-def _hf_weights(reader: CheckpointReader) -> Weights:
+def _hf_weights(reader: _Reader) -> Weights:
     """The tensors in order, in files of at most _FILE_BYTES, or of one tensor."""
     sizes = _num_bytes(reader, 1)
-    if "output.weight" in sizes and reader.are_equal("output.weight", "tok_embeddings.weight"):
-        del sizes["output.weight"]
     groups: list[list[str]] = []
     room = 0
-    for name, size in sizes.items():
-        if size > room:
+    for name in _names(reader):
+        if sizes[name] > room:
             groups.append([])
             room = _FILE_BYTES
         groups[-1].append(name)
-        room -= size
+        room -= sizes[name]
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
 
 
 def _hf_files(
-    checkpoint: Checkpoint, reader: CheckpointReader, weights: Weights, tokenizer: list[Path]
+    checkpoint: Checkpoint, reader: _Reader, weights: Weights, tokenizer: list[Path]
 ) -> Files:
-    """The index of several files, the configurations, and the tokenizer.
+    """The configurations and the tokenizer.
 
     As in Meta's releases, tokenizer.model is in original/: beside tokenizer.json, programs would
     take it for one of SentencePiece.
     """
-    params, sizes, files = checkpoint.params, _num_bytes(reader, 1), Files()
-    title_of = {name: title for title, names in weights.items() for name in names}
+    params, files = checkpoint.params, Files()
     ids = hf.metas_special_ids(params)
     for path in tokenizer:
         found = load_tokenizer(path, params)
@@ -189,13 +229,11 @@ def _hf_files(
             files["original/tokenizer.model"] = path
         config = tokenizer_config(found, params, is_guard=checkpoint.is_guard)
         files["tokenizer_config.json"] = config
-    if len(weights) > 1:
-        files["model.safetensors.index.json"] = {
-            "metadata": {"total_size": sum(sizes[name] for name in title_of)},
-            "weight_map": {name_in("hf", name): title for name, title in title_of.items()},
-        }
-    tied, dtype = "output.weight" not in title_of, reader.dtype("tok_embeddings.weight")
-    files["config.json"] = hf.config_of(params, tied=tied, dtype=dtype, ids=ids)
+    tied = all("output.weight" not in names for names in weights.values())
+    config = hf.config_of(params, tied=tied, dtype=reader.dtype("norm.weight"), ids=ids)
+    if reader.quantize:
+        config["quantization_config"] = quantization_config(reader.quantize)
+    files["config.json"] = config
     return files | {"generation_config.json": ids | _SAMPLING} if ids else files
 
 
@@ -215,7 +253,7 @@ def _meta_params(args: ModelArgs) -> dict[str, Any]:
 
 
 def _write(
-    reader: CheckpointReader,
+    reader: _Reader,
     layout: str,
     weights: Weights,
     files: Files,
@@ -237,15 +275,20 @@ def _write_others(files: Files, folder: Path) -> None:
             writing.write_json(folder / title, content)
 
 
+def _bar(total: int, progress: bool) -> "tqdm[Any]":
+    return tqdm(total=total, desc="Writing", unit="B", unit_scale=True, disable=not progress)
+
+
 def _write_weights(
-    reader: CheckpointReader, layout: str, weights: Weights, folder: Path, progress: bool
+    reader: _Reader, layout: str, weights: Weights, folder: Path, progress: bool
 ) -> None:
+    """Write the files of tensors, and the index of several of Hugging Face's."""
     ranks = len(weights) if layout == "meta" else 1
     shapes, sizes = shard_shapes(reader.params, ranks), _num_bytes(reader, ranks)
     each = [sum(sizes[name] for name in names) for names in weights.values()]
-    total = sum(each)
+    total, total_size, title_of = sum(each), 0, dict[str, str]()
     writing.check_room(folder, total + max(each))  # all, and the scratch of one
-    bar = tqdm(total=total, desc="Writing", unit="B", unit_scale=True, disable=not progress)
+    bar = _bar(total, progress)
 
     def report(count: int) -> None:
         """A tensor counts half when it is in scratch, and half when it is in its file. A .pth has
@@ -255,12 +298,22 @@ def _write_weights(
     with bar:
         for i, (title, names) in enumerate(weights.items()):
             bar.set_postfix_str(f"file {i + 1} of {len(weights)}")
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for name in names:
                 tensor = writing.scratch(folder, shapes[name], reader.dtype(name))
                 reader.copy(name, tensor, i % ranks, ranks, layout)
-                report(tensor.nbytes)
-                tensors[name_in(layout, name)] = tensor
+                parts = {name_in(layout, name): tensor}
+                if rounding := reader.rounding(name):
+                    parts = encoded(name_in(layout, name), tensor, rounding)
+                    for own, x in parts.items():
+                        parts[own] = writing.scratch(folder, x.shape, x.dtype).copy_(x)
+                report(sum(part.nbytes for part in parts.values()))
+                tensors |= parts
             if layout == "meta":  # a tied output is a second name for the embedding's bytes
                 tensors.setdefault("output.weight", tensors["tok_embeddings.weight"])
             writing.save(folder / title, tensors, report)
+            total_size += sum(tensor.nbytes for tensor in tensors.values())
+            title_of |= dict.fromkeys(tensors, title)
+    if layout == "hf" and len(weights) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": title_of}
+        writing.write_json(folder / "model.safetensors.index.json", index)

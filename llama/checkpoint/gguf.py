@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from llama.checkpoint.downloads import broken, check_download
 from llama.checks import brief
 
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _MOST_BYTES = 32 << 20  # of a header: that of Llama 3 has 8 MB, most of them the merges
 _NUMBERS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -86,7 +86,7 @@ def is_gguf(path: Path) -> bool:
         if not path.is_file():  # a pipe would be waited for
             return False
         with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
 
@@ -127,7 +127,7 @@ def read_header(path: Path) -> Header:
         mmap.mmap(file.fileno(), min(size, _MOST_BYTES), access=mmap.ACCESS_READ) as data,
     ):
         content = _Content(path, data)
-        if bytes(content.numbers("B", len(_MAGIC))) != _MAGIC:
+        if bytes(content.numbers("B", len(MAGIC))) != MAGIC:
             raise broken(path, "is not a GGUF file")
         (version,) = content.numbers("I")
         if version not in (2, 3):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llama.checkpoint import huggingface as hf
 from llama.checkpoint.gguf import Header, TensorInfo
@@ -17,7 +18,7 @@ from llama.model.args import ModelArgs
 from llama.ops.rope import rope_frequencies
 
 _ARCHITECTURE = "llama"
-_KEYS = {  # as config.json has them; what a file may leave out
+KEYS = {  # as config.json has them; what a file may leave out
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
@@ -29,7 +30,7 @@ _KEYS = {  # as config.json has them; what a file may leave out
     "max_position_embeddings": "context_length",
 }
 _OPTIONAL = ("num_key_value_heads", "head_dim")
-_ROPE = "rope_freqs.weight"
+ROPE = "rope_freqs.weight"
 
 
 def args_of(headers: list[Header]) -> ModelArgs:
@@ -42,7 +43,7 @@ def args_of(headers: list[Header]) -> ModelArgs:
             "runs models of 'llama' only: give the file of a Llama 3, or run this with llama.cpp"
         )
     config: dict[str, Any] = {"model_type": "llama"}
-    for name, key in _KEYS.items():
+    for name, key in KEYS.items():
         config[name] = first.get(f"{_ARCHITECTURE}.{key}")
         if config[name] is None and name not in _OPTIONAL:
             raise ValueError(f"{path}: the key {_ARCHITECTURE}.{key} is missing: download it again")
@@ -54,8 +55,8 @@ def args_of(headers: list[Header]) -> ModelArgs:
         config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
     args = hf.args_of(config, str(path))
     _check_same_mathematics(headers[0], args.head_dim)
-    if _ROPE in tensors:
-        factor = _rope_factor(*tensors[_ROPE], args)
+    if ROPE in tensors:
+        factor = _rope_factor(*tensors[ROPE], args)
         args = replace(args, use_scaled_rope=True, rope_scale_factor=factor)
     return args
 
@@ -82,12 +83,16 @@ def _rope_factor(header: Header, info: TensorInfo, args: ModelArgs) -> float:
         data = file.read(2 * args.head_dim)
     if info.kind.name == "F32" and info.shape == (args.head_dim // 2,):
         divisors = torch.tensor(struct.unpack(f"<{args.head_dim // 2}f", data))
-        plain = rope_frequencies(args.head_dim, args.rope_theta, None)
         factor = divisors[-1].item()
-        scaled = rope_frequencies(args.head_dim, args.rope_theta, factor)
-        if torch.allclose(divisors * scaled, plain, rtol=1e-5, atol=0):
+        if torch.allclose(divisors, rope_divisors(args, factor), rtol=1e-5, atol=0):
             return factor
     raise ValueError(
-        f"{header.file}: {_ROPE} does not hold the divisors of Llama 3.1's RoPE scaling, the only "
+        f"{header.file}: {ROPE} does not hold the divisors of Llama 3.1's RoPE scaling, the only "
         "ones that this runtime knows: get the file from who published the model"
     )
+
+
+def rope_divisors(args: ModelArgs, factor: float) -> Tensor:
+    """(D/2): what Llama 3.1's scaling divides the turns of each pair by."""
+    plain = rope_frequencies(args.head_dim, args.rope_theta, None)
+    return plain / rope_frequencies(args.head_dim, args.rope_theta, factor)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from llama.checkpoint.downloads import check_utf8
 def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
     """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails.
 
-    A process that is killed leaves `out_dir`.partial.
+    A file of its name in the draft is all of it. A process that is killed leaves `out_dir`.partial.
     """
     check_utf8(Path(out_dir))
     out = Path(out_dir).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} holds something: give a new folder, nothing is overwritten")
+        raise FileExistsError(
+            f"{out} holds something: give a new folder or file, nothing is overwritten"
+        )
     draft = out.with_name(out.name + ".partial")
     if draft.exists():
         raise FileExistsError(f"{draft} was left by a run that was cut off: remove it")
@@ -43,10 +45,21 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         raise OSError(f"{out} cannot be made ({e.strerror}): give another folder") from e
     try:
         yield draft
-        draft.replace(out)
-    except BaseException:
-        shutil.rmtree(draft)
-        raise
+        file = draft / out.name
+        (file if file.exists() else draft).replace(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def save_bytes(
+    path: Path, total: int, pieces: Iterable[bytes], report: Callable[[int], object]
+) -> None:
+    """Write a file of `total` bytes; `report` is told how many it has more."""
+    check_room(path.parent, total)
+    with _disk_errors(path), path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            report(len(piece))
 
 
 def check_room(folder: Path, needed: int) -> None:
@@ -167,6 +180,8 @@ def copy_file(source: Path, path: Path) -> None:
 def written(out_dir: str | os.PathLike[str]) -> list[str]:
     """What lies in a folder just written: a line for each file and one for all."""
     folder = Path(out_dir).resolve()
+    if folder.is_file():
+        return [f"{folder}: {folder.stat().st_size:,} bytes written"]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
     lines = [f"{name}: {size:,} bytes" for name, size in sizes.items()]

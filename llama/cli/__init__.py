@@ -111,7 +111,7 @@ COMMANDS = {
         ["llama reshard Meta-Llama-3-70B one-shard --model_parallel_size 1"],
     ),
     "convert": Command(
-        "Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's, anew.",
+        "Write Hugging Face's layout from Meta's or GGUF, or the other way, or GGUF; or quantized.",
         {
             "ckpt_dir": REQUIRED, "out_dir": REQUIRED, "packed": False, "quantize": None,
             "ranks": 1,
@@ -120,8 +120,11 @@ COMMANDS = {
         commands.convert,
         [
             "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-hf",
+            "llama convert Llama-3.2-1B Llama-3.2-1B-FP8 --quantize fp8",
+            "llama convert Llama-3.2-1B Llama-3.2-1B-Q4_0.gguf --quantize q4_0",
             "llama convert Meta-Llama-3-8B Meta-Llama-3-8B-packed --packed",
         ],
+        has_variables=False,  # LLAMA_QUANTIZE is of loading
     ),
     "doctor": Command(
         "Show what this machine offers and what stands in the way; 1 if something does.",

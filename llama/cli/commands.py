@@ -243,15 +243,15 @@ def reshard(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Write the other layout, or packed, and say which files were written."""
+    """Write another layout, or packed, and say which files were written."""
     from llama.checkpoint.convert import convert as write
     from llama.checkpoint.convert import pack
 
     if options.packed:
         return _write_weights(pack, options, quantize=options.quantize, ranks=options.ranks)
-    if options.quantize or options.ranks > 1:
-        raise UsageError("--quantize and --ranks are for --packed weights: add that, or leave them")
-    return _write_weights(write, options)
+    if options.ranks > 1:
+        raise UsageError("--ranks is for --packed weights: add that, or leave it")
+    return _write_weights(write, options, quantize=options.quantize)
 
 
 def _write_weights(

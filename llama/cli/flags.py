@@ -73,7 +73,9 @@ FLAGS = {
     "out_file": Flag(str, "OUT", "results, one JSON record per line"),
     "name": Flag(str, "NAME", "a model: ORG/NAME, or one of Meta's alone: Llama-3.2-1B"),
     "file": Flag(str, "FILE", "of a model's files this GGUF file alone", "its safetensors"),
-    "out_dir": Flag(str, "OUT", "folder to write; it must not exist yet"),
+    "out_dir": Flag(
+        str, "OUT", "folder, or of convert a .gguf file, to write; it must not exist yet"
+    ),
     "packed": Flag(bool, "", "write what a CPU maps and runs at once, for one of --ranks each"),
     "prompt": Flag(str, "TEXT", "text to continue", "that of prompt_file"),
     "prompt_file": Flag(str, "FILE", "file of the text to continue", "standard input, as with -"),
@@ -91,7 +93,10 @@ FLAGS = {
     "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
     "dtype": Flag(str, "NAME", "bf16, fp16 or fp32", "bf16 if the device has it"),
     "quantize": Flag(
-        str, "NAME", "round the weights at load: int8, fp8, int4 (CPU)", "as they are"
+        str,
+        "NAME",
+        "round the weights: int8, fp8, int4 (CPU); in a .gguf file q8_0, q4_0",
+        "as they are",
     ),
     "verify": Flag(bool, "", "compare the weights with their checksums while they are loaded"),
     "speculate": Flag(str, "NAME", "guess ahead: lookup, in the text; or a draft model", "none"),

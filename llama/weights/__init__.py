@@ -24,7 +24,7 @@ __all__ = [
     "packed",
 ]  # fmt: skip
 
-QUANTIZED: dict[str, type[Weight]] = {  # by the name that `quantize=` takes
+QUANTIZED: dict[str, type[GroupedWeight]] = {  # by the name that `quantize=` takes
     "int8": BytesWeight, "fp8": Fp8Weight, "int4": NibblesWeight,
 }  # fmt: skip
 FORMATS: dict[str, type[Weight]] = {  # by the name in files

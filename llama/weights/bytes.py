@@ -23,6 +23,7 @@ class BytesWeight(GroupedWeight):
 
     kind = 1
     layout = (torch.int8, 2, (N_BLOCK, 2))
+    in_files = "int", 8
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -40,12 +41,17 @@ class BytesWeight(GroupedWeight):
         return cls(coded.shape, values, pack_scales(coded))
 
     @classmethod
+    def rounded(cls, plain: Tensor) -> Coded:
+        """The same numbers as those of `pack`."""
+        scale, units = _units(plain, 127)
+        codes = (plain.float() / units).round() + 128
+        return Coded(codes.byte(), torch.arange(-128.0, 128), scale)
+
+    @classmethod
     def pack(cls, plain: Tensor) -> Self:
         n, k = plain.shape
         if native.kernels() is None:
-            scale, units = _units(plain, 127)
-            codes = (plain.float() / units).round() + 128
-            return cls.of(Coded(codes.byte(), torch.arange(-128.0, 128), scale))
+            return cls.of(cls.rounded(plain))
         values = huge_empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.int8)
         scales = torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
         room = workspace("pack_workspace", k, torch.get_num_threads())
@@ -61,6 +67,7 @@ class Fp8Weight(BytesWeight):
 
     kind = 2
     layout = (_E4M3.dtype, 2, (N_BLOCK, 2))
+    in_files = "float", 8
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -72,11 +79,15 @@ class Fp8Weight(BytesWeight):
         return cls(coded.shape, values, pack_scales(coded, 2**-8))
 
     @classmethod
-    def pack(cls, plain: Tensor) -> Self:
+    def rounded(cls, plain: Tensor) -> Coded:
         scale, units = _units(plain, 448)
         pieces = zip(plain.split(_ROWS), units.split(_ROWS), strict=True)
         codes = torch.cat([(rows / unit).to(_E4M3.dtype) for rows, unit in pieces])
-        return cls.of(Coded(codes.view(torch.uint8), _E4M3.float(), scale))
+        return Coded(codes.view(torch.uint8), _E4M3.float(), scale)
+
+    @classmethod
+    def pack(cls, plain: Tensor) -> Self:
+        return cls.of(cls.rounded(plain))
 
     def numbers(self, ids: Tensor) -> Tensor:
         return super().numbers(ids) * 2**-8

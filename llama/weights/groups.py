@@ -29,6 +29,7 @@ class GroupedWeight(BlockedWeight):
     nibbles stand for."""
 
     kind: ClassVar[int]  # Matrix::Numbers in kernels.h
+    in_files: ClassVar[tuple[str, int]]  # as compressed-tensors has them: type and bits
     scales: Tensor
 
     def __init__(
@@ -48,6 +49,11 @@ class GroupedWeight(BlockedWeight):
     @classmethod
     def of(cls, coded: Coded) -> Self:
         """What it `takes`, in this format."""
+        raise NotImplementedError
+
+    @classmethod
+    def rounded(cls, plain: Tensor) -> Coded:
+        """Rows of a matrix in bf16, rounded for a file."""
         raise NotImplementedError
 
     @classmethod
