@@ -5,18 +5,11 @@ text count as such, as in transformers: clients render chat templates to text.
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from llama.prompts import ToolFormat, encode_chat
 from llama.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class BatchEncoding:
-    """What a call of the tokenizer returns, under transformers' name."""
-
-    input_ids: Any  # of one text a list of ids, of a list of texts a list of such lists
 
 
 class ClientTokenizer:
@@ -44,11 +37,12 @@ class ClientTokenizer:
 
     def __call__(
         self, text: str | list[str] | tuple[str, ...], add_special_tokens: bool = True
-    ) -> BatchEncoding:
-        """Encode one text, or each of a list."""
+    ) -> SimpleNamespace:
+        """One text, or each of a list: `input_ids` of what is returned has its ids, or theirs."""
         if isinstance(text, str):
-            return BatchEncoding(self.encode(text, add_special_tokens))
-        return BatchEncoding([self.encode(each, add_special_tokens) for each in text])
+            return SimpleNamespace(input_ids=self.encode(text, add_special_tokens))
+        ids = [self.encode(each, add_special_tokens) for each in text]
+        return SimpleNamespace(input_ids=ids)
 
     def num_tokens(self, text: str) -> int:
         return len(self.encode(text))

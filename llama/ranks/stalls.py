@@ -5,7 +5,6 @@ wait alike.
 """
 
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ def rank_state(thread: int | None, what: str, steps: int) -> dict[str, Any]:
         waits = waits or frame.f_code.co_filename in _WAITING
         frame = frame.f_back
     return {"what": what, "waits": waits, "steps": steps}
-
-
-def stack_of(thread: int | None) -> str:
-    """The Python stack of a thread, as in a traceback."""
-    frame = sys._current_frames().get(thread or 0)
-    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (ended)"
 
 
 def find_left_early(peers: Peers, group: range) -> str:

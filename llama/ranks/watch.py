@@ -22,6 +22,7 @@ limit of silence: Ctrl-Z of a whole job ends nothing, nor does a debugger of an 
 """
 
 import contextlib
+import faulthandler
 import os
 import select
 import signal
@@ -38,7 +39,7 @@ from llama.ranks.launch import LAUNCHER, agent
 from llama.ranks.peers import PeerInfo, Peers
 from llama.ranks.rendezvous import GRACE_S, POLL_S, SILENCE_S, TICK_S, Rendezvous
 from llama.ranks.signals import SIGNALS
-from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state, stack_of
+from llama.ranks.stalls import find_left_early, find_stalled_rank, rank_state
 
 LATER_S = 5.0  # a collective, or the kernel, gives up later than the watch, which can say why
 _UNWIND_S = 2.0  # for the rank that failed to leave its `finally` blocks; for others to follow it
@@ -350,10 +351,10 @@ class Watch(threading.Thread):
 
     def _print_stack(self) -> None:
         """Where this rank is, for a person."""
-        thread, what, _ = self._current_wait()
-        main = threading.main_thread().ident
-        heading = f"--- {self.peers.own.name}, {self.steps} steps begun, "
-        say(heading + f"now in {what or 'no step'}:\n" + stack_of(thread or main))
+        _, what, steps = self._current_wait()
+        say(f"--- {self.peers.own.name}, {steps} steps begun, now in {what or 'no step'}:")
+        with contextlib.suppress(OSError):
+            faulthandler.dump_traceback(2)
 
     def _current_wait(self) -> tuple[int | None, str, int]:
         """The thread that waits for others, in what ("": in nothing), and the steps begun."""

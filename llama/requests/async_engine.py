@@ -111,11 +111,6 @@ class AsyncLLMEngine:
         if request is not None:
             self.engine.abort(request)
 
-    async def idle(self) -> None:
-        """Wait until the requests of now are finished."""
-        if not self._is_closed:
-            await asyncio.wrap_future(self._thread.submit(lambda: None))  # behind all others
-
     def close(self) -> None:
         """Abort what is not finished and end the thread, after the step that it may be in."""
         self._is_closed = True

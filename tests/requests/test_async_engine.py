@@ -45,7 +45,6 @@ def test_close_ends_what_is_in_flight_and_what_comes_after(served):
         last = [output async for output in stream][-1]
         with pytest.raises(RuntimeError, match="closed: make another one"):
             await anext(served.generate(PROMPTS[0], LONG, "b"))
-        await served.idle()
         return last, str(last.outputs[0].finish_reason)
 
     last, reason = asyncio.run(main())
@@ -106,7 +105,9 @@ def test_a_slow_reader_gets_several_steps_in_one_output(served, shared_llama):
     async def main() -> list[RequestOutput]:
         stream = served.generate(PROMPTS[0], LONG, "slow")
         outputs = [await anext(stream)]
-        await served.idle()  # all steps are done, and none was read
+        await asyncio.wrap_future(
+            served._thread.submit(lambda: None)
+        )  # all steps are done, and none was read
         return outputs + [output async for output in stream]
 
     outputs = asyncio.run(main())

@@ -519,7 +519,6 @@ def test_many_async_requests_at_once(engine, llama):
         try:
             return await asyncio.gather(*(one(served, i) for i in range(20)))
         finally:
-            await served.idle()
             served.close()
 
     assert asyncio.run(main()) == wanted
@@ -551,7 +550,6 @@ def test_leaving_or_cancelling_an_async_request_frees_its_pages(engine, llama):
             else:
                 await served.abort(f"r{i}")
         ends = await asyncio.gather(*tasks, return_exceptions=True)
-        await served.idle()
         served.close()
         return ends
 
@@ -569,7 +567,6 @@ def test_a_bad_async_request_disturbs_nobody(engine, llama):
         with pytest.raises(ValueError, match="600"):
             await anext(served.generate([600], SamplingParams(), "bad"))
         assert [o async for o in good][-1].finished
-        await served.idle()
         served.close()
 
     asyncio.run(main())
@@ -588,7 +585,6 @@ def test_an_error_in_a_step_reaches_every_waiter(engine, llama, monkeypatch):
                     await anext(served.generate([256, 65], SamplingParams(), "a"))
         outputs = [o async for o in served.generate([256, 65], SamplingParams(max_tokens=2), "a")]
         assert outputs[-1].finished
-        await served.idle()
         served.close()
 
     asyncio.run(main())
