@@ -70,34 +70,6 @@ def test_a_name_that_other_machines_cannot_use(monkeypatch):
     assert "names no interface of this machine, which has lo, eth0: name the" in found["interface"]
 
 
-def test_the_rendezvous_before_a_launch_and_in_it(monkeypatch):
-    monkeypatch.undo()  # real sockets
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        assert (
-            "it cannot be used: Address already in use"
-            in problems(*environment_facts(here))["rendezvous"]
-        )
-        server.listen()
-        assert "a process listens there already" in problems(*environment_facts(here))["rendezvous"]
-        assert "rendezvous" not in problems(*environment_facts({**here, **TWO_MACHINES}))
-    assert "rendezvous" not in problems(*environment_facts(here))
-    assert "is machine 0 up" in problems(*environment_facts({**here, **TWO_MACHINES}))["rendezvous"]
-    bad = problems(*environment_facts({**here, "MASTER_PORT": "ssh"}))
-    assert bad["rendezvous"] == "MASTER_PORT='ssh' is not a port"
-
-
-def test_a_rendezvous_behind_a_firewall(monkeypatch):
-    def drop(*_: object) -> None:
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(socket, "create_connection", drop)
-    found = problems(*environment_facts({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}))
-    assert found["rendezvous"].startswith("10.0.0.9:29500 cannot be reached (timed out): open")
-
-
 @pytest.mark.parametrize(
     ("cores", "variables", "name", "told"),
     [

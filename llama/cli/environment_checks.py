@@ -4,7 +4,6 @@ In: the environment's variables and what the system says of itself. Out: facts f
 of which the problems say the remedy. It must not know models.
 """
 
-import errno
 import os
 import shutil
 import socket
@@ -17,7 +16,6 @@ from llama.ranks.groups import check_interfaces
 _MIB = 2**20
 _MIN_SHM = 64 * _MIB  # Docker's default, of which nothing is in use
 _MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a machine
-_CONNECT_S = 5.0
 
 
 class Fact(NamedTuple):
@@ -44,8 +42,6 @@ def environment_facts(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[
         check_interfaces(environ.get("GLOO_SOCKET_IFNAME"))
     except ValueError as e:
         yield problem("interface", str(e))
-    if "MASTER_ADDR" in environ:
-        yield _rendezvous(environ["MASTER_ADDR"], environ)
 
 
 def thread_facts(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
@@ -113,42 +109,3 @@ def _host_name(*, matters: bool) -> Fact:
         f"{text}{wrong}: set GLOO_SOCKET_IFNAME to the interface that the machines share, or "
         "mend /etc/hosts",
     )
-
-
-def _rendezvous(address: str, environ: Mapping[str, str]) -> Fact:
-    """MASTER_ADDR:MASTER_PORT. Under torchrun somebody must listen there; else it must be free.
-
-    So it can be tried before a launch: MASTER_ADDR=host-0 MASTER_PORT=29500 llama doctor
-    """
-    port, launched, wrong = environ.get("MASTER_PORT", "29500"), "WORLD_SIZE" in environ, ""
-    if not port.isdecimal() or not 0 < int(port) < 2**16:
-        return problem("rendezvous", f"MASTER_PORT={port!r} is not a port")
-    try:
-        socket.create_connection((address, int(port)), _CONNECT_S).close()
-        if not launched:
-            wrong = ": a process listens there already: stop it, or choose another --master_port"
-    except socket.gaierror as e:
-        wrong = f" does not resolve ({e.strerror})"
-    except ConnectionRefusedError:
-        if launched:
-            wrong = ": nobody listens there: is machine 0 up, and MASTER_PORT the same everywhere?"
-        elif bound := _bind_error(address, int(port)):
-            wrong = f": it cannot be used: {bound}; choose another --master_port"
-    except OSError as e:
-        wrong = (
-            f" cannot be reached ({e.strerror or e}): open that port in the firewall, or give the "
-            "address that this machine reaches machine 0 by"
-        )
-    fine = ": reached" if launched else ": nobody listens, and no firewall answered for it"
-    return Fact("rendezvous", f"{address}:{port}{wrong or fine}", problem=bool(wrong))
-
-
-def _bind_error(address: str, port: int) -> str | None:
-    """Why this machine cannot listen there; None if it can, or the address is another machine's."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((address, port))
-        except OSError as e:
-            return None if e.errno == errno.EADDRNOTAVAIL else e.strerror
-    return None

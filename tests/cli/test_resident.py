@@ -27,6 +27,7 @@ from llama.cli import main, resident
 from llama.cli.client import Client, found_at
 
 LIMIT_S = 60  # tells a hang from an end
+ONCE = "Once upon a time"
 FLAGS = ["--dtype", "fp32", "--device", "cpu"]
 OPTIONS = argparse.Namespace(ckpt_dir=None, dtype="fp32", device="cpu", quantize=None)
 COMPLETE = ["complete", "--resident", *FLAGS, "--temperature", "0", "--max_gen_len", "12"]
@@ -139,9 +140,9 @@ def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, d
         wait_until(lambda: users.stat().st_mtime > 1)  # it looked, and somebody was here
         assert process_of(log) == server
         client.communicate("/bye\n", timeout=LIMIT_S)
-    code, out, err = run(*COMPLETE[:-2], "--prompt", STORY)
-    room = 64 - len(demo.tokenizer.encode(STORY, bos=True, eos=False))
-    whole = demo.text_completion([STORY], 0, max_gen_len=room)[0]["generation"]
+    code, out, err = run(*COMPLETE[:-2], "--prompt", ONCE)
+    room = 64 - len(demo.tokenizer.encode(ONCE, bos=True, eos=False))
+    whole = demo.text_completion([ONCE], 0, max_gen_len=room)[0]["generation"]
     assert (code, out) == (0, whole + "\n"), "an answer may fill the server's context"
     os.utime(users, (1, 1))
     wait_until(lambda: is_free(log))

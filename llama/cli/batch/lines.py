@@ -22,27 +22,14 @@ MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _NO_STREAM = "stream must be false: a line gets one record"
 _MAX_MESSAGE = 1000  # characters of an error message: it may quote the line
-_BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
 
 
 def check_encoding(name: str, data: bytes) -> None:
     """ValueError if the beginning of a file shows that it is not UTF-8."""
-    marks = (coding for mark, coding in _BYTE_ORDER_MARKS.items() if data.startswith(mark))
-    encoding = next(marks, None)
-    if encoding is None and b"\0" in data:
-        even, odd = b"\0" in data[::2], b"\0" in data[1::2]
-        if even and odd:
-            raise ValueError(f"{name} has zero bytes, so it is not text: give lines of UTF-8")
-        encoding = "UTF-16LE" if odd else "UTF-16BE"
-    if encoding is not None:
+    if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
-            f"{name} is {encoding}, and must be UTF-8: convert it with "
-            f"iconv -f {encoding} -t UTF-8 {name} > NEW_FILE"
+            f"{name} is not UTF-8: where it is UTF-16, convert it with "
+            f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE"
         )
 
 

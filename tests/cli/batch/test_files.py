@@ -67,27 +67,14 @@ def test_an_output_without_permission_is_refused_before_the_model_is_loaded():
         folder.chmod(0o755)
 
 
-@pytest.mark.parametrize(
-    ("encoding", "name"),
-    [
-        ("utf-16", "UTF-16"),
-        ("utf-16-le", "UTF-16LE"),
-        ("utf-16-be", "UTF-16BE"),
-        ("utf-32", "UTF-32"),
-    ],
-)
-def test_other_encodings_are_named_with_the_remedy(encoding, name, tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_told_with_the_remedy(encoding, tmp_path):
     """Before the model is loaded; of a pipe, which is not read before, at its first line."""
-    (tmp_path / "in").write_bytes('{"prompt": "hello"}\nworld\n'.encode(encoding))
-    message = f"in is {name}, and must be UTF-8: convert it with iconv -f {name} -t UTF-8"
+    (tmp_path / "in").write_bytes("hello\nworld\n".encode(encoding))
+    message = "in is not UTF-8: where it is UTF-16, convert it with iconv -f UTF-16 -t UTF-8"
     refused(ValueError, message, tmp_path / "in", tmp_path / "out")
     with (tmp_path / "in").open("rb") as file, pytest.raises(ValueError, match=message):
         list(read_lines(file, ""))
-
-
-def test_a_binary_input_is_refused(tmp_path):
-    (tmp_path / "in").write_bytes(b"\x7fELF\x02\x01\x01\0\0\0\0\n")
-    refused(ValueError, "has zero bytes, so it is not text", tmp_path / "in", tmp_path / "out")
 
 
 def test_two_jobs_cannot_write_one_file(tmp_path):
