@@ -21,7 +21,7 @@ from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
 
 log = logging.getLogger("llama.server")
 HEAD_S = 30.0  # for a client to send its headers, from its connection on
-BODY_S = 65.0  # then, to send its body: a little longer than its route waits for it
+BODY_S = 60.0  # then, to send its body
 UNREAD_S = 60.0  # for a client to take some of the answer that waits for it
 _KEPT_BACK = 24  # descriptors: of connections that are being refused, of files, of the engine
 _LINGER_S = 0.5  # for a client to read why it is refused

@@ -34,7 +34,6 @@ log = logging.getLogger("llama.server")
 IGNORED = "X-Ignored-Fields"  # of a response, where a lenient server left fields out
 _MOST_IGNORED = 16  # that it names
 _SMALL = 16 * 1024  # bytes of a body that is checked before anyone could notice
-_BODY_S = 60.0  # for a client to send its body
 # To read JSON holds every thread up: 100,000 lists or fields of objects take as long as a million
 # numbers, 0.1 s. The signs are counted in texts, too, which have them rarely.
 _MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
@@ -131,16 +130,13 @@ def _counted(num_bytes: int) -> int:
 
 
 async def _read_into(data: bytearray, http: Request, memory: BodyMemory) -> None:
-    """All of the body; ApiError 413, 503 or 408 as soon as it is too long or too slow."""
+    """All of the body; ApiError 413 or 503 as soon as it is too long. `BoundedProtocol` ends what is
+    too slow."""
     length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > memory.most:
         raise memory.too_large()
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for part in http.stream():
-                memory.add(data, part)
-    except TimeoutError:
-        raise ApiError(408, f"the request did not come within {_BODY_S:.0f} s") from None
+    async for part in http.stream():
+        memory.add(data, part)
 
 
 def _checked(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
