@@ -7,7 +7,7 @@ tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
@@ -17,28 +17,13 @@ TOKEN_IDS = (0, _MOST)
 MOST_LETTERS = 256  # of a stop string, and of a bad word
 MOST_STOPS, MOST_STOP_IDS, MOST_WORDS, MOST_BIASES = 32, 256, 256, 1024
 BIASES = (-100, 100)
-# name: (lowest, highest, may be None)
-WHOLE_NUMBERS = {
-    "max_tokens": (0, _MOST, True),
-    "top_k": (-1, _MOST, False),
-    "seed": (0, 2**63 - 1, True),
-    "n": (1, 64, False),
-    "logprobs": (0, 100, True),
-    "prompt_logprobs": (0, 100, True),
-}
-# As those, within what max_tokens and n leave of it.
-NARROWED = {"min_tokens": (0, _MOST, False), "best_of": (1, 64, True)}
-NUMBERS = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 10),  # divides logits: nearer to 0, float32 would overflow
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
-
 _MOST_CHARACTERS = 100_000  # of a schema, an expression or a grammar
 _MOST_CHOICES = 1024
+
+
+def _within(default: Any, low: float, high: float) -> Any:
+    """A field for a number from `low` to `high`, both included."""
+    return field(default=default, metadata={"limits": (low, high)})
 
 
 def _wrong(name: str, value: Any, must: str) -> FieldTypeError:
@@ -225,40 +210,41 @@ class SamplingParams:
         mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: int | None = _within(16, 0, _MOST)
+    min_tokens: int = _within(0, 0, _MOST)  # and at most max_tokens
+    temperature: float = _within(1.0, 0, 100)
+    top_p: float = _within(1.0, 0, 1)
+    top_k: int = _within(0, -1, _MOST)
+    min_p: float = _within(0.0, 0, 1)
+    repetition_penalty: float = _within(1.0, 0.01, 10)  # nearer to 0, float32 would overflow
+    presence_penalty: float = _within(0.0, -2, 2)
+    frequency_penalty: float = _within(0.0, -2, 2)
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = False
     ignore_eos: bool = False
-    seed: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    seed: int | None = _within(None, 0, 2**63 - 1)
+    n: int = _within(1, 1, 64)
+    best_of: int | None = _within(None, 1, 64)  # and at least n
+    logprobs: int | None = _within(None, 0, 100)
+    prompt_logprobs: int | None = _within(None, 0, 100)
     bad_words: Sequence[str] = ()
     prediction: str = ""
     structured_output: StructuredOutput | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, optional) in WHOLE_NUMBERS.items():
-            value = whole_number(name, getattr(self, name), low, high, optional=optional)
-            self._set(name, value)
-        for name, (least, greatest) in NUMBERS.items():
-            self._set(name, number(name, getattr(self, name), least, greatest))
-        most = _MOST if self.max_tokens is None else self.max_tokens
-        self._set("min_tokens", whole_number("min_tokens", self.min_tokens, 0, most))
-        most = NARROWED["best_of"][1]
-        self._set("best_of", whole_number("best_of", self.best_of, self.n, most, optional=True))
+        for name, (kind, low, high, optional) in LIMITS.items():
+            if name == "min_tokens" and self.max_tokens is not None:
+                high = self.max_tokens
+            if name == "best_of":
+                low = self.n
+            value = getattr(self, name)
+            if kind is float:
+                self._set(name, number(name, value, low, high))
+            else:
+                self._set(name, whole_number(name, value, int(low), int(high), optional=optional))
         for each in fields(self):
             if each.type is bool:
                 _switch(each.name, getattr(self, each.name))
@@ -291,3 +277,15 @@ class SamplingParams:
                     f"{name} has the token id {max(ids)}: this vocabulary's are from 0 to "
                     f"{vocab_size - 1}",
                 )
+
+
+LIMITS: dict[str, tuple[type, float, float, bool]] = {
+    each.name: (
+        float if each.type is float else int,
+        *each.metadata["limits"],
+        each.type not in (int, float),
+    )
+    for each in fields(SamplingParams)
+    if each.metadata
+}
+"""Of each number: float or int, the least, the greatest; whether an int may be None."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from llama.checks import brief, errors_in, whole_number
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.sampling_params import NUMBERS, WHOLE_NUMBERS, SamplingParams
+from llama.sampling_params import LIMITS, SamplingParams
 from llama.tokenizer import Tokenizer
 
 # Keys in which hosts describe themselves, the request or the model. None changes the answer:
@@ -22,7 +22,7 @@ _LABELS = frozenset({
     "convert_to_compatible_format", "string_prompt", "prompt_echo_len_char", "is_reasoning_model",
     "think_start_token", "think_end_token", "use_cache",
 })  # fmt: skip
-_NUMBERS = {*NUMBERS, *WHOLE_NUMBERS, "best_of"} - {"max_tokens", "prompt_logprobs"}
+_NUMBERS = LIMITS.keys() - {"max_tokens", "min_tokens", "prompt_logprobs"}
 _OTHERS = {"prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample"}
 _GREEDY_UP_TO = 1e-5  # a temperature; so do FastChat and DB-GPT
 _MOST_TOKENS = 2**31 - 1

@@ -130,8 +130,8 @@ def _counted(num_bytes: int) -> int:
 
 
 async def _read_into(data: bytearray, http: Request, memory: BodyMemory) -> None:
-    """All of the body; ApiError 413 or 503 as soon as it is too long. `BoundedProtocol` ends what is
-    too slow."""
+    """All of the body; ApiError 413 or 503 as soon as it is too long. What is too slow is ended by
+    `BoundedProtocol`."""
     length = http.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > memory.most:
         raise memory.too_large()

@@ -14,15 +14,13 @@ from llama.checks import FieldError
 from llama.prompts.fields import Fields, said
 from llama.sampling_params import (
     BIASES,
+    LIMITS,
     MOST_BIASES,
     MOST_LETTERS,
     MOST_STOP_IDS,
     MOST_STOPS,
     MOST_WORDS,
-    NARROWED,
-    NUMBERS,
     TOKEN_IDS,
-    WHOLE_NUMBERS,
     SamplingParams,
 )
 
@@ -59,12 +57,9 @@ _TYPES: dict[str, Any] = {
     "stop_token_ids": Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS)],
     "bad_words": Annotated[list[Word], Field(max_length=MOST_WORDS)],
     "logit_bias": Annotated[dict[_Key, _Bias], Field(max_length=MOST_BIASES)],
-    **{
-        name: _within(int, low, high) for name, (low, high, _) in (WHOLE_NUMBERS | NARROWED).items()
-    },
-    **{name: _within(float, low, high) for name, (low, high) in NUMBERS.items()},
+    **{name: _within(kind, low, high) for name, (kind, low, high, _) in LIMITS.items()},
     "logprobs": Annotated[  # false: as a chat has it
-        _within(int, *WHOLE_NUMBERS["logprobs"][:2]) | Literal[False],
+        _within(int, *LIMITS["logprobs"][1:3]) | Literal[False],
         AfterValidator(lambda value: None if value is False else value),
     ],
 }
