@@ -20,12 +20,56 @@ from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
 from helpers.kernels import BODIES, HAS_KERNELS, library
 from helpers.launch import DEMO
 from llama import Llama
+from llama.engine.core import EngineCore
+from llama.engine.sequence import Sequence
+from llama.engine.speculative import Lookup
 from llama.ops.cpu import native
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
     "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "every engine guesses tokens ahead, some of them wrong: -n 0 tests/test_generation.py"
+    parser.addoption("--guess", action="store_true", help=help)
+
+
+class _Guesses:
+    """Of each text what it repeats, and a wrong token behind it."""
+
+    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
+        drafts = []
+        for seq in sequences:
+            lookup = Lookup()
+            lookup.extend(seq.tokens)
+            drafts.append([*lookup.guess(len(seq.tokens) % 5), 65])
+        return drafts
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
+    """With --guess: the engines that did. A program in another process does not."""
+    cores: list[EngineCore] = []
+    with pytest.MonkeyPatch.context() as patched:
+        if pytestconfig.option.guess:
+            made = EngineCore.__init__
+
+            def init(core: EngineCore, runner: Any, scheduler: Any, drafter: Any = None) -> None:
+                made(
+                    core,
+                    runner,
+                    scheduler,
+                    drafter or (None if runner.async_scheduling else _Guesses()),
+                )
+                cores.append(core)
+
+            patched.setattr(EngineCore, "__init__", init)
+        yield cores
+    if pytestconfig.option.guess:
+        stats = [core.stats for core in cores]
+        print(f"\n{sum(x.accepted_tokens for x in stats)} of {sum(x.draft_tokens for x in stats)}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -342,6 +342,16 @@ def test_quality_of_a_trained_model(bench):
         assert most / 8 < rows[name]["kl"] < most and rows[name]["gb"] == size / 1e9
 
 
+@pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
+def test_speculate_compares_runs_with_and_without_guesses(bench):
+    folder = Path(run.__file__).parents[2] / "checkpoints" / "demo"
+    document = bench(f"speculate --model {folder} --batches 2 --steps 24 --repeats 1 --threads 1")
+    rows = {row["kind"]: row for row in document["rows"]}
+    assert list(rows) == ["edit", "quote", "chat", "random"]
+    assert all(row["tokens"] == 48 and row["gain"] > 0 for row in rows.values())
+    assert all(row["accepted"] <= row["drafted"] for row in rows.values())
+
+
 def test_vllm_preloads_what_its_environment_has(tmp_path):
     assert "LD_PRELOAD" not in vllm_environment(tmp_path)
     (tmp_path / "lib").mkdir()

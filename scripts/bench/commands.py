@@ -9,6 +9,7 @@
     python scripts/bench linear --model 1b --rows 1,8,32,512
     python scripts/bench quality --model DIR --formats int8,int4
     python scripts/bench host --batches 1,256
+    python scripts/bench speculate --model DIR --speculate lookup
 
 Flags in, a table and one line of JSON, the last, out. A model is a shape (demo, 1b, 3b, 8b) with
 random weights, or a folder with weights. `python scripts/bench COMMAND --help` lists the flags.
@@ -38,6 +39,7 @@ from bench.shapes import (
     step_roofline,
 )
 from bench.soak import soak
+from bench.speculate import speculate
 from llama.cli import ranks
 from llama.cli.flags import UsageError, nearest, read
 
@@ -242,7 +244,19 @@ def startup(max_seq_len: int = 512, **flags: Any) -> None:
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     command.__name__: command
-    for command in (latency, prefill, offline, load, startup, soak, linear, quality, serve, host)
+    for command in (
+        latency,
+        prefill,
+        offline,
+        load,
+        startup,
+        soak,
+        linear,
+        quality,
+        serve,
+        host,
+        speculate,
+    )
 } | {"ranks": ranks_command}  # `ranks` is a module here
 
 

@@ -37,6 +37,8 @@ FLAGS = {
     "busy": Flag(int, "N", "also beside N processes that compute all the time"),
     "plot": Flag(str, "FILE", "SVG to draw", "none"),
     "tokens": Flag(int, "N", "tokens of the prompt"),
+    "temperature": Flag(float, "X", "of sampling"),
+    "speculate": Flag(str, "NAME", "lookup, or the folder of a draft model"),
     "repeats": Flag(int, "N", "runs; the median counts"),
     "requests": Flag(int, "N", "requests of mixed lengths"),
     "clients": Flag(whole_numbers, "N,N", "clients at a time"),

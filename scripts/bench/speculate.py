@@ -1,0 +1,170 @@
+"""What guessing tokens ahead gains: the same requests with it and without it, in turn.
+
+In: a folder with weights that were trained, and batch sizes. Out: a row for each kind of text and
+batch: tokens per second both ways, by the processor's time, steps, and guesses that were right.
+Every answer must be the same both ways.
+
+A time with random weights says nothing here, as they repeat nothing, or themselves.
+"""
+
+import contextlib
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.report import Column
+from bench.run import Bench, Row, whole
+from llama import Llama, SamplingParams
+from llama.weights import QUANTIZED
+
+_COLUMNS: list[Column] = [
+    ("text", "kind", ""), ("batch", "batch", ""), ("without", "plain", ".1f"),
+    ("with", "guessing", ".1f"), ("gain", "gain", ".2f"), ("by the clock", "wall_gain", ".2f"),
+    ("steps", "steps", ""), ("tokens", "tokens", ""), ("guessed", "drafted", ""),
+    ("right", "accepted", ""),
+]  # fmt: skip
+_CODE = '''def read_rows(path, limit):
+    """Return the first rows of a file as lists of words."""
+    rows = []
+    with open(path) as handle:
+        for number, line in enumerate(handle):
+            if number >= limit:
+                break
+            words = line.strip().split(",")
+            if len(words) < 2:
+                continue
+            rows.append(words)
+    return rows
+
+
+def write_rows(path, rows):
+    """Write lists of words to a file, one row on a line."""
+    with open(path, "w") as handle:
+        for words in rows:
+            line = ",".join(words)
+            handle.write(line + "\\n")
+
+
+def count_rows(path):
+    """Return how many rows a file has."""
+    total = 0
+    with open(path) as handle:
+        for line in handle:
+            total += 1
+    return total
+'''
+_STORY = """The harbour of Millbrook was built in 1874, when the railway came down from the hills.
+For forty years its cranes loaded coal from the mines of Upper Dell onto ships bound for the north.
+In 1921 a storm broke the outer wall, and the council had no money to build it again. The mines
+closed in 1934. Since then fishermen have used the inner harbour, and since 1988 a museum in the old
+customs house has shown how the coal was loaded. Last year 41,000 people came to see it.
+"""
+
+
+def _edit(i: int) -> str:
+    new = f"read_table_{i}"
+    edited = _CODE.replace("read_rows", new)
+    return (
+        f"File before:\n```python\n{_CODE}```\n\nThe same file, where read_rows is called {new}:\n"
+        f"```python\n{edited[:60]}"
+    )
+
+
+def _quote(i: int) -> str:
+    return (
+        f"Text {i}:\n{_STORY}\nThe sentences of this text with a year in them, word for word:\n"
+        "1. The harbour of Millbrook was built in 1874,"
+    )
+
+
+def _chat(i: int) -> str:
+    asked = ["Why is the sky blue?", "How do I learn to swim?", "What is a good name for a cat?"]
+    return f"Question: {asked[i % 3]}\nAnswer:"
+
+
+def speculate(
+    batches: tuple[int, ...] = (1, 8, 32),
+    steps: int = 160,
+    repeats: int = 3,
+    temperature: float = 0.0,
+    speculate: str = "lookup",
+    **flags: Any,
+) -> None:
+    """A file edited in one name, sentences quoted, questions answered, random words; for each, the
+    median of pairs of runs in turn. steps: without guesses, one a token of each answer."""
+    bench = Bench(**flags)
+    if not Path(bench.model).is_dir():
+        raise ValueError(f"model={bench.model!r}: give a folder with trained weights")
+    sizes = [whole("batches", n) for n in batches]
+    quantize = bench.dtype if bench.dtype in QUANTIZED else None
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        llama = Llama.build(
+            bench.model, None, 2048, max(sizes), device="cpu", dtype=bench.stored,
+            quantize=quantize, speculate=speculate,
+        )  # fmt: skip
+    draw = random.Random(bench.seed)
+    ids = range(llama.tokenizer.n_words - 256)
+    kinds: dict[str, Callable[[int], str | list[int]]] = {
+        "edit": _edit, "quote": _quote, "chat": _chat,
+        "random": lambda i: draw.choices(ids, k=300),
+    }  # fmt: skip
+    rows = []
+    for (kind, prompt), batch in ((each, batch) for each in kinds.items() for batch in sizes):
+        print(f"... {kind}, {batch}", file=sys.stderr, flush=True)
+        # Random words go on as random ones: at temperature 1 of flat logits.
+        asked = SamplingParams(
+            max_tokens=whole("steps", steps), ignore_eos=True, seed=bench.seed,
+            temperature=temperature if kind != "random" else 10.0,
+        )  # fmt: skip
+        prompts = [prompt(i) for i in range(batch)]
+        rows.append({"kind": kind, "batch": batch} | _measure(llama, prompts, asked, repeats))
+    bench.report(_COLUMNS, rows, None)
+
+
+def _measure(
+    llama: Llama, prompts: list[str | list[int]], asked: SamplingParams, repeats: int
+) -> Row:
+    core, drafter = llama.engine, llama.engine.drafter
+    found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    answers: list[list[list[int]]] = []
+    counts: Row = {}
+    for _ in range(whole("repeats", repeats) + 1):  # the first is a warm-up, and reads the prompts
+        for guesses in (False, True):
+            core.drafter = drafter if guesses else None
+            stats = core.stats
+            before = stats.steps, stats.draft_tokens, stats.accepted_tokens
+            requests = [
+                llama.llm_engine.prepare("", p, asked, index=i) for i, p in enumerate(prompts)
+            ]
+            began, spent = time.perf_counter(), time.process_time()
+            outputs = llama.llm_engine.run(requests)
+            found[guesses].append((time.process_time() - spent, time.perf_counter() - began))
+            answers.append([output.outputs[0].token_ids for output in outputs])
+            if guesses:
+                steps, drafted, accepted = (
+                    now - old
+                    for now, old in zip(
+                        (stats.steps, stats.draft_tokens, stats.accepted_tokens),
+                        before,
+                        strict=True,
+                    )
+                )
+                counts = {"steps": steps, "drafted": drafted, "accepted": accepted}
+    core.drafter = drafter
+    if any(answer != answers[0] for answer in answers):
+        raise RuntimeError("an answer depends on guesses")
+    num = sum(map(len, answers[0]))
+    pairs = list(zip(found[False][1:], found[True][1:], strict=True))
+    return {
+        **counts,
+        "tokens": num,
+        "plain": num / statistics.median(a[0] for a, _ in pairs),
+        "guessing": num / statistics.median(b[0] for _, b in pairs),
+        "gain": statistics.median(a[0] / b[0] for a, b in pairs),
+        "wall_gain": statistics.median(a[1] / b[1] for a, b in pairs),
+    }
