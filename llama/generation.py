@@ -35,6 +35,7 @@ from llama.tokenizer import ChatFormat, Message, Tokenizer
 __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
 _T = TypeVar("_T")
+_SLOW_S = 2.0  # seconds of a load
 _Dialogs = Seq[Seq[Mapping[str, Any]]]  # of Meta's messages, or of OpenAI's
 
 
@@ -267,6 +268,8 @@ class Llama:
             loaded = replace(loaded, num_pages=runner.num_pages)
             what = loaded.describe(has_graphs=runner.has_graphs)
             print(f"Loaded in {seconds:.2f} seconds: {what}")
+            if loaded.packed_by and seconds > _SLOW_S:
+                print(f"Weights that need no loading: {loaded.packed_by}")
         elif mute_ranks:
             self._muted = MutedStdout.held()
 

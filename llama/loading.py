@@ -35,6 +35,7 @@ _PROBES = (  # tokenizers that agree on these are taken to be the same
     "Hello, world!  The year 1984;\n\n\tdef f(x): return {x: 'é'}",
     "straße, naïve, 日本語, привет, عربى, 🎈 and antidisestablishmentarianism",
 )
+_LARGE = 1 << 28  # bytes of weights that take long to load
 _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
 
@@ -49,6 +50,7 @@ class Loaded:
     num_pages: int
     is_guard: bool = False
     file_type: str | None = None
+    packed_by: str | None = None  # the command that would have spared reading and packing
     draft_model: Transformer | None = None
 
     def describe(self, *, has_graphs: bool = False) -> str:
@@ -129,7 +131,8 @@ def load_model(
         place = parallel, chosen_device, kv_format, (seq_len, batch_size)
         model, *draft = [each.load(*place, verify) for each in models]
         model.use_kernels(kernels)
-    return Loaded(model, tokenizer, pages, checkpoint.is_guard, checkpoint.file_type, *draft)
+    told = checkpoint.is_guard, checkpoint.file_type, files.packed_by(model)
+    return Loaded(model, tokenizer, pages, *told, *draft)
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,15 @@ class _Files:
         """That of a file, or the one beside the weights."""
         chosen = path_like("tokenizer_path", path or self.checkpoint.tokenizer_path())
         return load_tokenizer(chosen, self.checkpoint.params)
+
+    def packed_by(self, model: Transformer) -> str | None:
+        """The command that writes these weights packed; None where it would gain nothing."""
+        is_ours = model.norm.weight.device.type == "cpu" and native.kernels() is not None
+        large = sum(x.nbytes for x in model.parameters()) >= _LARGE
+        if self.checkpoint.packed is not None or not (is_ours and large):
+            return None
+        path = str(self.checkpoint.weights_path)
+        return packed.command(path, model.parallel.size, self.quantize)
 
     def load(
         self,

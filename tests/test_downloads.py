@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from llama.checkpoint.downloads import check_download
+from llama.checkpoint.downloads import check_download, read_ahead
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92ab9\nsize 2183982\n"
 
@@ -53,3 +53,17 @@ def test_what_is_no_regular_file(tmp_path):
         check_download(tmp_path)
     with pytest.raises(FileNotFoundError, match="nothing is missing: download it"):
         check_download(tmp_path / "nothing")
+
+
+def test_files_are_read_ahead_and_what_is_missing_is_silent(tmp_path):
+    """Where the file system drops pages that it is told to, they come back; else they stay."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(os.urandom(32 << 20))
+    (tmp_path / "empty.pth").touch()
+
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read_ahead(tmp_path / "nothing").join(60)
+        read_ahead(tmp_path).join(60)
+        assert os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1, "it is not there"

@@ -4,13 +4,18 @@ In: a path, or the name of a model. Out: the model's folder, the bytes of a smal
 OSError or ValueError with the remedy. No file format is known here, and no network is used.
 """
 
+import contextlib
+import ctypes
+import mmap
 import os
 import re
 import stat
+import threading
 from pathlib import Path
 
 _HEAD_BYTES = 512  # enough to recognise what a server sends instead of a file
 _MOST_BYTES = 64 << 20  # of a file that is read whole: the largest tokenizer.json has 17 MB
+_WEIGHTS = (".pth", ".safetensors", ".gguf")
 _MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<[!?a-z]", re.IGNORECASE)
 
 
@@ -32,6 +37,32 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
     if folder.exists() or not (commit := home / "refs" / "main").is_file():
         return folder
     return home / "snapshots" / commit.read_text()
+
+
+def read_ahead(folder: Path) -> threading.Thread:
+    """Have the system read the weights in a folder, or a file, into its page cache, in a thread: a
+    disk is read while torch is imported. What cannot be read is left to who opens it.
+
+    They are mapped in huge pages for that. posix_fadvise would leave pages of 4 KiB in the cache,
+    and a product with mapped weights takes 1.8 to 2.4 times the CPU time in those (an Intel Xeon
+    with AMX, two threads, as a virtual machine with Linux 6.18).
+    """
+    files = [folder] if folder.is_file() else [x for x in folder.glob("*") if x.suffix in _WEIGHTS]
+    reading = threading.Thread(target=_touch, args=(files,), daemon=True)
+    reading.start()
+    return reading
+
+
+def _touch(files: list[Path]) -> None:
+    for path in files:
+        with contextlib.suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
+            try:
+                os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT)
+            except BlockingIOError:  # the last byte is not there, so that others may not be
+                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                first, madvise = ctypes.c_char.from_buffer(pages), ctypes.CDLL(None).madvise
+                for advice in (14, 22):  # MADV_HUGEPAGE, MADV_POPULATE_READ: madvise(2)
+                    madvise(ctypes.byref(first), ctypes.c_size_t(len(pages)), advice)
 
 
 def check_download(path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.checkpoint import reader, writing
+from llama.checkpoint.downloads import read_ahead
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED, Checkpoint
 from llama.checks import brief
@@ -117,6 +118,7 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
     ValueError names the file, and what in it does not fit the model.
     """
     file = checkpoint.shards[model.parallel.rank]
+    read_ahead(file)
     found = open_tensors(file)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in found.items():

@@ -7,6 +7,7 @@ copies and no others, and nothing in a file is run.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Size, Tensor, nn
@@ -213,7 +214,8 @@ def load(
 
     The checkpoint may have any number of shards, and the model's group any size that divides it.
     Every file is checked before anything is copied: ValueError names what is wrong. Host memory
-    beside the model: none on a CPU, two buffers on a GPU. `check` is called with the tensors of all
+    beside the model: none on a CPU, but that of two parts where `filled` makes them smaller; two
+    buffers on a GPU. `check` is called with the tensors of all
     files that are copied next, on every rank with the same. `filled` is called with each module of
     `model.loading_order` once it is whole, on a GPU once its bytes are on their way, and with the
     matrices that stay in codes, by the first of their names: those are not filled. `progress` draws
@@ -226,7 +228,8 @@ def load(
     reader = CheckpointReader(checkpoint, device)
     total = sum(weight.nbytes for weight in model.parameters())
     bar = tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress)
-    with bar:
+    with bar, ThreadPoolExecutor(1, "llama-pack") as packer:
+        packing: Future[object] = packer.submit(int)
         for module, shards in model.loading_order():
             if check is not None:
                 check([files[name] for files in reader.shards for name in shards])
@@ -238,7 +241,12 @@ def load(
             for name, shard in left.items():
                 reader.copy(name, shard, parallel.rank, parallel.size)
                 bar.update(shard.nbytes)
-            filled(module, coded)
+            packing.result()
+            if device.type == "cpu":  # while the next part is read
+                packing = packer.submit(filled, module, coded)
+            else:
+                filled(module, coded)
+        packing.result()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llama.checkpoint.downloads import model_folder, read_ahead
 from llama.cli.flags import UsageError
 from llama.sampling_params import SamplingParams
 
@@ -79,6 +80,7 @@ def load(options: argparse.Namespace) -> Any:
     """The `Llama` that the flags describe; what `Llama.build` prints goes to stderr."""
     given = {name: getattr(options, name) for name in BUILD_FLAGS}
     given["ckpt_dir"] = options.ckpt_dir or demo_dir()
+    read_ahead(model_folder(given["ckpt_dir"]))
     from llama.generation import Llama
 
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers

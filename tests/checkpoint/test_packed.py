@@ -16,7 +16,7 @@ from helpers.checkpoints import change_params, random_state, write_byte_tokenize
 from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN
 from helpers.weights import tokens_of
-from llama import Llama, Transformer
+from llama import Llama, Transformer, generation, loading
 from llama.checkpoint import packed
 from llama.checkpoint.convert import convert, pack
 from llama.checkpoint.find import Checkpoint, find
@@ -203,3 +203,15 @@ def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         pack(source, tmp_path / "three")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["meta", "packed", "two"]
+
+
+def test_a_slow_load_names_the_command(made, tmp_path, capsys, monkeypatch):
+    """It is that of the folder's own weights; of packed ones nothing is said."""
+    monkeypatch.setattr(generation, "_SLOW_S", 0.0)
+    monkeypatch.setattr(loading, "_LARGE", 0)
+    source = tmp_path / "meta"
+    Llama.build(str(source), None, 64, 1, device="cpu", quantize="int8").close()
+    wanted = f"llama convert {source} OUT --packed --quantize int8"
+    assert wanted in capsys.readouterr().out
+    Llama.build(str(made), None, 64, 1, device="cpu").close()
+    assert "convert" not in capsys.readouterr().out

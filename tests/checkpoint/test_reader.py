@@ -3,6 +3,7 @@
 `checkpoints.py` cuts the shards on its own: it is what the loader is compared with.
 """
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"] if KERNELS_RUN else ["int8"])
 def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
-    """Norms and the embedding stay in bf16; a part is packed before the next one is read."""
+    """Norms and the embedding stay in bf16; while a part is packed, the next one alone is read."""
     params = PARAMS | {"dim": 128, "vocab_size": 256}
     found = find(write_meta(tmp_path, params, random_state(params), 2))
     model = Transformer(found.params, dtype=torch.bfloat16)
@@ -122,7 +123,9 @@ def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
 
     load(found, model, filled=filled)
     counts = [len(names) for names in loaded_so_far]
-    assert counts == sorted(counts) and len(set(counts)) == len(counts) == 5  # 2 layers
+    through = [1, 10, 19, 20, 21, 21]  # the embedding, 2 layers of 9, the norm, the output
+    limits = itertools.pairwise(through)
+    assert all(a <= n <= b for n, (a, b) in zip(counts, limits, strict=True)), counts
     assert loaded_so_far[-1] == list(whole)
     held = [x.nbytes for x in (*model.parameters(), *model.buffers())]
     assert bytes_of(found, 1, torch.bfloat16, quantize) == sum(held)
