@@ -380,12 +380,13 @@ def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_siz
     """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache.
 
     The residual stream and its norm, q with k and v twice, gate and up with their product; and
-    float32 logits three times over (whole, adjusted, sampled), for sequences or for scored rows.
+    float32 logits four times over (whole, counted, adjusted, sampled), for sequences or for scored
+    rows.
     """
     per_token = 4 * plan.dim + 2 * plan.qkv_dim + 3 * plan.ffn_dim
     tokens = max(TOKEN_BUDGET, batch_size)
     rows = max(batch_size, _SCORED_ROWS)
-    return tokens * per_token * dtype.itemsize + 3 * 4 * rows * params.vocab_size
+    return tokens * per_token * dtype.itemsize + 4 * 4 * rows * params.vocab_size
 
 
 def _gib(size: int) -> str:

@@ -78,6 +78,8 @@ class EngineCore:
         self.drafter = drafter
         self.stats = Stats()
         self._in_flight: _Started | None = None  # begun, and not read yet
+        self._moved: list[Sequence] = []  # what this step gave a token or an end
+        runner.settle = self._settle
 
     @classmethod
     def for_model(
@@ -167,7 +169,7 @@ class EngineCore:
         If the runner fails, every sequence ends with "error" and its pages are freed before the
         exception goes on: the core is then empty, and takes new ones.
         """
-        began = time.perf_counter()
+        began, self._moved = time.perf_counter(), []
         for seq in added:
             self.add(seq)
         for seq in removed:
@@ -179,28 +181,32 @@ class EngineCore:
             assert not self.has_unfinished(), "sequences wait, and none can run"
             return []
         try:
-            due = [] if self._in_flight is None else [self._in_flight]
-            self._in_flight = None
             if self.drafter is not None and scheduled and is_decode(scheduled):
                 sequences = [item.sequence for item in scheduled]
                 drafts = self.drafter.draft(sequences, self.stats.generate_seconds)
                 self.scheduler.add_drafts(scheduled, drafts)
-            if scheduled:
-                started = scheduled, self.runner.start(scheduled)
-                for item in scheduled:
-                    item.sequence.num_pending += item.num_samples
-                if self.runner.async_scheduling and all(x.sequence.allows_async for x in scheduled):
-                    self._in_flight = started
-                else:
-                    due.append(started)
-            moved = [seq for items, read in due for seq in self._update(items, read())]
+            read = self.runner.start(scheduled) if scheduled else None
+            for item in scheduled:
+                item.sequence.num_pending += item.num_samples
+            self._settle()
+            if read is not None:
+                self._in_flight = scheduled, read
+            scores = any(x.sequence.params.prompt_logprobs is not None for x in scheduled)
+            if not self.runner.async_scheduling or scores:
+                self._settle()
         except Exception:
             self.clear("error")
             raise
         self.stats.count(scheduled, time.perf_counter() - began)
         if not self.has_unfinished():
             self._in_flight = None  # nobody wants what it computes
-        return list(dict.fromkeys(moved))
+        return list(dict.fromkeys(self._moved))
+
+    def _settle(self) -> None:
+        """Read the step in flight, if there is one, and give the sequences what it came to."""
+        if self._in_flight is not None:
+            (scheduled, read), self._in_flight = self._in_flight, None
+            self._moved += self._update(scheduled, read())
 
     def _update(self, scheduled: list[Scheduled], results: RowResults) -> list[Sequence]:
         """Give the sequences what a step came to; those that ended while it ran are left out."""

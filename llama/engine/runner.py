@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from llama.device import current, free_bytes
-from llama.engine.constraints import TokenMask, TokenMasks
+from llama.engine.constraints import TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
+from llama.engine.processors import LogitsProcessors
 from llama.engine.rows import RowKind, RowResults, Tokens, TopLogprobs
 from llama.engine.sampler import (
     Sampled,
@@ -48,6 +49,8 @@ class ModelRunner:
         GPU.
     recorder: of graphs; None runs every step operator by operator.
     reserve: bytes of a step. With graphs the cache has only pages that fit beside both.
+    settle: gives the sequences what the step before came to. Called once the model has begun, where
+        rows cannot be sampled without it.
     """
 
     def __init__(
@@ -62,12 +65,14 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.page_size = page_size
+        self.settle: Callable[[], None] = lambda: None
         device = model.norm.weight.device
         self.async_scheduling = (
             device.type == "cuda" if async_scheduling is None else async_scheduling
         )
         self._spin = SpinController.for_this_process()
         self._token_masks = TokenMasks(model.vocab_size)
+        self._processors = LogitsProcessors()
         most_rows = bucket_of(max(model.params.max_batch_size, 64))  # of a graph, or a step
         self._last_ids = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._last_rows: dict[Sequence, int] = {}  # which row of it is whose
@@ -143,15 +148,27 @@ class ModelRunner:
         sampling = [item.sequence for item in scheduled if item.num_samples]
         if scheduled[-1].drafts:  # those with more than one token come last
             sampling = _with_drafts(scheduled)
-        mask = self._token_masks.start(sampling)
+        mask = None if self.async_scheduling else self._token_masks.start(sampling)
+
+        def sample_all(logits: Tensor) -> Sampled:
+            now = mask
+            if self.async_scheduling and any(seq.needs_tokens for seq in sampling):
+                self.settle()
+                now = self._token_masks.start(sampling)
+            return sample(logits, sampling, now, self.model.kernels, self._processors)
+
         is_greedy, scored = needs_top_only(sampling), Tokens()
-        sampled = self._replayed(scheduled, sampling, is_greedy, mask)
+        sampled = self._replayed(scheduled, sampling, is_greedy, sample_all)
         if sampled is None:
             hidden = self._hidden(scheduled)
             scored = self._score(scheduled, hidden[len(sampling) :])
             if not sampling:
                 return lambda: RowResults(Tokens(), scored)
-            sampled = self._sample(hidden[: len(sampling)], sampling, is_greedy, mask)
+            rows = hidden[: len(sampling)]
+            if self.model.parallel.size > 1 and is_greedy:
+                sampled = Sampled(self._top_of_ranks(rows))
+            else:
+                sampled = sample_all(self.model.logits(rows))
         columns = self._columns(sampled, sampling, is_greedy)
         if self.async_scheduling:
             # Of a row without a token, -1, the next step makes nothing that is read.
@@ -165,7 +182,7 @@ class ModelRunner:
         scheduled: list[Scheduled],
         sampling: list[Sequence],
         is_greedy: bool,
-        mask: TokenMask | None,
+        sample_all: Callable[[Tensor], Sampled],
     ) -> Sampled | None:
         """The step by a graph; None where there are none, or not for this kind of step.
 
@@ -184,14 +201,7 @@ class ModelRunner:
             return None
         if is_greedy or decoded.logits is None:
             return Sampled(decoded.ids[: len(sampling)])
-        return sample(decoded.logits[: len(sampling)], sampling, mask, self.model.kernels)
-
-    def _sample(
-        self, rows: Tensor, sampling: list[Sequence], is_greedy: bool, mask: TokenMask | None
-    ) -> Sampled:
-        if self.model.parallel.size > 1 and is_greedy:
-            return Sampled(self._top_of_ranks(rows))
-        return sample(self.model.logits(rows), sampling, mask, self.model.kernels)
+        return sample_all(decoded.logits[: len(sampling)])
 
     def _top_of_ranks(self, hidden: Tensor) -> Tensor:
         """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row.

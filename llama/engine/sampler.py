@@ -1,4 +1,4 @@
-"""Logits processors, and the next token of each sequence: one batched call per step.
+"""The next token of each sequence: one batched call per step.
 
 Logits and sequences in, ids and log-probabilities out; no text, no model, no generator to carry.
 An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
@@ -10,20 +10,16 @@ logit: `top_of_share` and `top_of_all` choose what `sample` would.
 Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
 """
 
-import math
-from collections import Counter
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from llama.engine.constraints import TokenMask
+from llama.engine.processors import LogitsProcessors, is_short
 from llama.engine.sequence import Sequence
-from llama.ops.sample import SamplingRow, choose_ids, on_device_of, top_tokens
+from llama.ops.sample import SamplingRow, choose_ids, top_tokens
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
@@ -47,6 +43,7 @@ def sample(
     sequences: Seq[Sequence],
     mask: TokenMask | None = None,
     kernels: KernelSet = TORCH_ONLY,
+    processors: LogitsProcessors | None = None,
 ) -> Sampled:
     """Choose the next token of each sequence; logits (B, V) float32 are left as they are.
 
@@ -59,11 +56,10 @@ def sample(
     nucleus, those with the lowest ids are kept.
     """
     assert logits.shape[0] == len(sequences)
+    processors = processors or LogitsProcessors()
     adjusted = logits if mask is None else mask.apply(logits)
-    adjusted = _added(adjusted, [_bias(seq) for seq in sequences])
-    adjusted = _repetition_penalty(adjusted, sequences)
-    adjusted = _added(adjusted, [_penalties(seq) for seq in sequences])
-    ids = _choose(adjusted, sequences, kernels)
+    ids = _choose(processors.apply(adjusted, sequences), sequences, kernels)
+    processors.count(ids)
     wanted = [s.params.logprobs for s in sequences if s.params.logprobs is not None]
     if not wanted:
         return Sampled(ids)
@@ -78,7 +74,7 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     return all(
         p.takes_top
         and not seq.is_constrained
-        and not ((p.bad_words or p.min_tokens) and _bias(seq))
+        and not (p.bad_words or (is_short(seq) and seq.stop_ids))
         for seq in sequences
         for p in (seq.params,)
     )
@@ -132,53 +128,6 @@ def sample_top_p(probs: Tensor, p: float) -> Tensor:
     before = ordered.cumsum(dim=-1) - ordered
     nucleus = ordered.masked_fill(before > p, 0)
     return ids.gather(-1, torch.multinomial(nucleus, num_samples=1))
-
-
-def _added(logits: Tensor, amounts: Seq[dict[int, float]]) -> Tensor:
-    """Logits (B, V) plus each row's amounts, by token id; the same tensor if no row has any."""
-    if not any(amounts):
-        return logits
-    values = [amount for row in amounts for amount in row.values()]
-    return logits.index_put(_cells(logits, amounts), on_device_of(logits, values), accumulate=True)
-
-
-def _bias(seq: Sequence) -> dict[int, float]:
-    """logit_bias, and -inf for bad_words and for stop ids before min_tokens."""
-    params = seq.params
-    banned = [word[-1] for word in params.bad_words if _ends_with(seq.tokens, word[:-1])]
-    if seq.num_known - seq.num_prompt < params.min_tokens:
-        banned += sorted(seq.stop_ids)
-    return dict(params.logit_bias) | dict.fromkeys(banned, -math.inf)
-
-
-def _ends_with(tokens: list[int], end: Seq[int]) -> bool:
-    return not end or tuple(tokens[-len(end) :]) == tuple(end)
-
-
-def _repetition_penalty(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
-    """(B, V): a positive logit of a token that occurs is divided by its row's penalty, a negative
-    one multiplied."""
-    penalties = [seq.params.repetition_penalty for seq in sequences]
-    if all(penalty == 1 for penalty in penalties):
-        return logits
-    occurring = zip(penalties, sequences, strict=True)
-    cells = _cells(logits, [() if penalty == 1 else seq.tokens for penalty, seq in occurring])
-    penalty, old = on_device_of(logits, penalties)[cells[0]], logits[cells]
-    return logits.index_put(cells, torch.where(old > 0, old / penalty, old * penalty))
-
-
-def _penalties(seq: Sequence) -> dict[int, float]:
-    """Presence and frequency penalty: what each token of the output gets added, below zero."""
-    presence, frequency = seq.params.presence_penalty, seq.params.frequency_penalty
-    if not (presence or frequency):
-        return {}
-    return {token: -(presence + frequency * n) for token, n in Counter(seq.output).items()}
-
-
-def _cells(logits: Tensor, ids: Seq[Collection[int]]) -> tuple[Tensor, Tensor]:
-    """Row and column of each id listed for each row."""
-    rows = np.repeat(np.arange(len(ids)), [len(found) for found in ids])
-    return on_device_of(logits, rows), on_device_of(logits, list(chain.from_iterable(ids)))
 
 
 def _choose(logits: Tensor, sequences: Seq[Sequence], kernels: KernelSet) -> Tensor:

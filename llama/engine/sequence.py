@@ -49,15 +49,17 @@ class TokenParams:
     @functools.cached_property
     def takes_top(self) -> bool:
         """Whether the top token is all that is asked for, where no token is banned."""
-        changes = self.logit_bias or self.repetition_penalty != 1
-        penalties = self.presence_penalty or self.frequency_penalty
-        return self.greedy and self.logprobs is None and not (changes or penalties)
+        changes = self.logit_bias or self.has_penalties
+        return self.greedy and self.logprobs is None and not changes
 
     @functools.cached_property
-    def needs_tokens(self) -> bool:
-        """Whether the host must know every token before it can choose the next one."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return bool(penalties or self.bad_words or self.prompt_logprobs is not None)
+    def has_penalties(self) -> bool:
+        """Whether it matters which tokens there were."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @functools.cached_property
+    def has_long_bad_words(self) -> bool:
+        return any(len(word) > 1 for word in self.bad_words)
 
 
 class Constraint(Protocol):
@@ -139,9 +141,9 @@ class Sequence:
         return self.num_pending > 0 and self.num_known == self.max_len
 
     @property
-    def allows_async(self) -> bool:
-        """Whether its next step may begin before the token of this one is read."""
-        return not (self.is_constrained or self.params.needs_tokens)
+    def needs_tokens(self) -> bool:
+        """Whether the host must know every token before it can choose the next one."""
+        return self.is_constrained or self.params.has_long_bad_words
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ select, without sorting.
 Shapes: B rows; V vocabulary; C candidates of a nucleus.
 """
 
+import functools
 import math
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -158,17 +159,17 @@ def pack_params(rows: Seq[SamplingRow | None], draws: Seq[Seq[int]]) -> Tensor:
     the least probability that min_p keeps; top_k; top_p of 2**62; and the N numbers of its draw:
     the uniform of 2**62, or the seed and the position of which a GPU makes it.
     """
-    packed = np.zeros((len(rows), 4 + len(draws[0])), np.int64)
-    rates = [0.0 if row is None else math.log2(math.e) / row.temperature for row in rows]
-    packed[:, 0] = np.array(rates, np.float32).view(np.int32)
-    packed[:, 1:4] = [
-        (0, 0, 2**62)
-        if row is None
-        else (math.ceil(row.min_p * UNIT), max(row.top_k, 0), int(row.top_p * 2**62))
-        for row in rows
-    ]
-    packed[:, 4:] = draws
-    return torch.from_numpy(packed)
+    numbers = [(*_numbers(row), *draw) for row, draw in zip(rows, draws, strict=True)]
+    return torch.from_numpy(np.array(numbers, np.int64))
+
+
+@functools.lru_cache(4096)
+def _numbers(row: SamplingRow | None) -> tuple[int, int, int, int]:
+    """Of `pack_params`, those of a row's filters."""
+    if row is None:
+        return 0, 0, 0, 2**62
+    rate = np.float32(math.log2(math.e) / row.temperature).view(np.int32)
+    return int(rate), math.ceil(row.min_p * UNIT), max(row.top_k, 0), int(row.top_p * 2**62)
 
 
 def _probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:

@@ -3,13 +3,15 @@
 In: batch sizes. Out: a table of milliseconds and one JSON line. The engine is the real one, with
 steps of a fixed shape and a step in flight; the recorder's replays do nothing, so that scheduling,
 packing, reading and text are all that is left. What a driver takes to launch a graph and to copy
-ids, some 30 microseconds, is not in it.
+ids, some 30 microseconds, is not in it, nor launches of the sampling kernels. A row has few logits,
+so that penalties cost what calling their operators does.
 """
 
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,36 @@ from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import Outputs
+from llama.ops.triton import sample as gpu_sample
 from llama.ops.triton.kernels import KernelSet
 from llama.requests.llm_engine import LLMEngine
 
-_VOCABULARY = 2048
+_VOCABULARY = 512
+_GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
+_KINDS = {
+    "greedy": _GREEDY,
+    "sampled": replace(_GREEDY, temperature=0.8, top_p=0.95),
+    "penalized": replace(
+        _GREEDY, temperature=0.8, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.2,
+        frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0},
+    ),
+}  # fmt: skip
 _COLUMNS: list[Column] = [
-    ("batch", "batch", ""), ("context", "context", ""), ("engine ms", "core_ms", ".3f"),
+    ("kind", "kind", ""), ("batch", "batch", ""), ("context", "context", ""),
+    ("engine ms", "core_ms", ".3f"),
     ("least", "core_ms_min", ".3f"), ("with text ms", "step_ms", ".3f"),
     ("least", "step_ms_min", ".3f"),
 ]  # fmt: skip
 
 
 class NoDevice:
-    """A recorder whose replays do nothing: every row samples token 0 for ever."""
+    """A recorder whose replays do nothing: to a greedy row, token 0 is the top one for ever."""
 
     def record(
         self, function: Callable[[], Outputs], inputs: Any
     ) -> tuple[Outputs, Callable[[], None]]:
         rows = len(inputs[-1])
-        return (torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, 1)), lambda: None
+        return (torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, _VOCABULARY)), lambda: None
 
     def free_bytes(self) -> int:
         return 0
@@ -54,28 +67,28 @@ def host(
     steps: int = 200,
     **flags: Any,
 ) -> None:
-    """What the host does in a greedy decode step, with a device that does nothing.
+    """What the host does in a decode step, with a device that does nothing.
 
     "engine" is scheduling, packing and reading ids; "with text" is the public request API, which
     also makes text of them. Medians, and the least, of `steps` steps of each.
     """
     bench = Bench(**flags)
     sizes, length = [whole("batches", n) for n in batches], whole("context", context[0])
-    rows = [_measure(n, length, whole("steps", steps)) for n in sizes]
+    count = whole("steps", steps)
+    rows = [_measure(kind, n, length, count) for n in sizes for kind in _KINDS]
     bench.report(_COLUMNS, rows, None)
 
 
-def _measure(batch: int, context: int, steps: int) -> Row:
+def _measure(kind: str, batch: int, context: int, steps: int) -> Row:
     engine = _engine(batch, context + 2 * steps + 32)
-    greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
     for i in range(batch):
-        engine.add_request(str(i), [65 + i % 64] * context, greedy)
+        engine.add_request(str(i), [64 + i % 64] * context, _KINDS[kind])
     while engine.core.scheduler.waiting or engine.core.stats.generated_tokens < 8 * batch:
         engine.step()
     text = _times(engine.step, steps)
     core = _times(engine.core.step, steps)
     return {
-        "batch": batch, "context": context,
+        "kind": kind, "batch": batch, "context": context,
         "core_ms": statistics.median(core), "core_ms_min": min(core),
         "step_ms": statistics.median(text), "step_ms_min": min(text),
     }  # fmt: skip
@@ -96,7 +109,9 @@ def _engine(batch: int, longest: int) -> LLMEngine:
         max_seq_len=longest, max_batch_size=batch,
     )  # fmt: skip
     model = Transformer(args)
-    model.use_kernels(KernelSet(frozenset({"attention"}), frozenset()))  # a GPU's path, in torch
+    # A GPU's path: attention in torch, and launches of the sampling kernels that do nothing.
+    model.use_kernels(KernelSet(frozenset({"attention", "sample"}), frozenset()))
+    gpu_sample.choose = lambda logits, *_, **__: torch.zeros(len(logits), dtype=torch.int64)
     for weight in model.parameters():
         weight.data.zero_()
     core = EngineCore.for_model(

@@ -1,6 +1,7 @@
 """Steps of fixed shape, without a GPU: a tape replays what a CUDA graph would, and the answers are
 those of the steps that run operator by operator; what a graph cannot capture is found."""
 
+import itertools
 import json
 import math
 import random
@@ -65,6 +66,8 @@ def random_sequences(rng: random.Random) -> list[tuple[int, Sequence]]:
                 TokenParams(temperature=0.8, top_p=0.9),
                 TokenParams(temperature=1.0, top_k=20, logprobs=1),
                 TokenParams(temperature=0.0, presence_penalty=0.4),
+                TokenParams(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.2),
+                TokenParams(temperature=0.0, bad_words=((5,), (7, 7)), logit_bias=((9, 2.0),)),
                 TokenParams(temperature=0.0, prompt_logprobs=2),
                 TokenParams(temperature=0.7, min_tokens=6),
             ]
@@ -234,6 +237,45 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
     sent.clear()
     inputs.fill([3] * 5, [-1] * 5, [Scheduled(x, 39, 1, SAMPLE_ONE) for x in live])
     assert sent == [5 * 8, 2]
+
+
+class Even:
+    """Tokens whose number is as even or odd as the one before is not: it must know that one."""
+
+    failure: str | None = None
+
+    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
+        pattern = np.uint32(0x55555555 if output and output[-1] % 2 else 0xAAAAAAAA)
+        bits[:] = pattern.astype(np.int32)
+
+    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+        return [], False
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_rows_that_need_the_token_before_wait_for_it_and_for_no_step(model, graphs):
+    """A constraint, bad words and penalties: the next step has begun when their tokens are read,
+    and they get what they get when each step is read at once."""
+    kinds = [
+        TokenParams(temperature=0.0),
+        TokenParams(temperature=0.0, bad_words=((1, 2), *(((i, i + 1)) for i in range(0, 500, 2)))),
+        TokenParams(temperature=0.8, repetition_penalty=1.5, presence_penalty=0.3),
+        TokenParams(temperature=0.0, min_tokens=7, logit_bias=((3, 4.0),)),
+    ]
+    found = []
+    for ahead in (False, True):
+        core = core_of(model, 60, graphs=graphs, ahead=ahead)
+        live = [Sequence([i + 1] * 6, kind, 26, i) for i, kind in enumerate(kinds)]
+        live.append(Sequence([9] * 6, TokenParams(temperature=0.0), 26, 9, constraint=Even()))
+        for seq in live:
+            core.add(seq)
+        while core.has_unfinished():
+            core.step()
+            assert core.has_step_in_flight == (ahead and core.has_unfinished())
+        found.append([seq.tokens for seq in live])
+    assert found[0] == found[1]
+    last = found[1][-1][6:]
+    assert all((a + b) % 2 for a, b in itertools.pairwise(last)), last
 
 
 class OutOfResources(Exception):

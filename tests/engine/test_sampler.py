@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from llama.engine import processors
+from llama.engine.processors import LogitsProcessors
 from llama.engine.sampler import (
     needs_top_only,
     sample,
@@ -410,6 +412,7 @@ def test_only_rows_that_take_the_top_token_as_it_is_need_no_more() -> None:
         {"logprobs": 0},
         {"logit_bias": {5: 0.1}},
         {"bad_words": ((3,),)},
+        {"bad_words": ((9, 3),)},
         {"min_tokens": 4, "stop_ids": (3,)},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.1},
@@ -418,7 +421,6 @@ def test_only_rows_that_take_the_top_token_as_it_is_need_no_more() -> None:
     less: list[dict[str, Any]] = [
         {"top_p": 0.5, "top_k": 3, "min_p": 0.9},
         {"min_tokens": 3, "stop_ids": (3,)},
-        {"bad_words": ((9, 3),)},
         {"prompt_logprobs": 3},
     ]
     rows = [sequence(**({"temperature": 0.0} | params)) for params in less]
@@ -533,3 +535,54 @@ def test_sample_top_p_follows_metas_rule() -> None:
         assert found.shape == (64, 1)
         assert torch.equal(found, order.gather(-1, drawn))
     assert torch.equal(sample_top_p(probs, 0.0), probs.argmax(-1, keepdim=True))
+
+
+def test_what_is_counted_on_the_device_is_what_the_sequences_have() -> None:
+    """Rows come, go, move, pause and take drafts; the same ids as of sequences looked at anew."""
+    rng, kept = random.Random(4), LogitsProcessors()
+    draw = torch.Generator().manual_seed(4)
+    settings: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.4}, {"presence_penalty": 0.7, "frequency_penalty": -0.4}, {},
+        {"repetition_penalty": 0.6, "frequency_penalty": 0.9, "logit_bias": {3: 2.0, 4: -1.0}},
+        {"min_tokens": 6, "stop_ids": (1, 2, 3)}, {"bad_words": ((3,), (1, 2), (2, 2))},
+    ]  # fmt: skip
+    live: list[Sequence] = []
+    for _ in range(120):
+        live = [seq for seq in live if rng.random() < 0.9]
+        while len(live) < rng.randrange(1, 6):
+            output = [rng.randrange(12) for _ in range(rng.randrange(3))]
+            params = rng.choice(settings) | {"temperature": rng.choice((0.0, 1.0))}
+            live.append(sequence([rng.randrange(12) for _ in range(4)], output, **params))
+        rng.shuffle(live)
+        now = [seq for seq in live if rng.random() < 0.9]
+        if not now:
+            continue
+        logits = torch.randn(len(now), 12, generator=draw)
+        found = sample(logits, now, processors=kept).ids
+        assert found.equal(sample(logits, now).ids)
+        for seq, token in zip(now, found.tolist(), strict=True):
+            seq.tokens.append(token)
+            if rng.random() < 0.1:  # drafts behind it were right
+                seq.tokens += [rng.randrange(12) for _ in range(2)]
+
+
+def test_no_token_is_looked_at_twice(monkeypatch) -> None:
+    """A step costs the host no more the longer its sequences are."""
+    params = TokenParams(repetition_penalty=1.2, frequency_penalty=0.1, logit_bias=((3, 1.0),))
+    rows = [Sequence([i, 5, 6], params, 99, i) for i in range(3)]
+    kept, logits = LogitsProcessors(), torch.zeros(3, 12)
+    sent: list[int] = []
+    to_device = processors.on_device_of
+
+    def noted(tensor: Tensor, values: Any) -> Tensor:
+        sent.append(len(values))
+        return to_device(tensor, values)
+
+    monkeypatch.setattr(processors, "on_device_of", noted)
+    for step in range(5):
+        sent.clear()
+        for seq, token in zip(
+            rows, sample(logits, rows, processors=kept).ids.tolist(), strict=True
+        ):
+            seq.tokens.append(token)
+        assert bool(sent) == (step == 0), sent
