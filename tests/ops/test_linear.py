@@ -30,6 +30,7 @@ SHAPES = [  # (M, N, K): around blocks of 14 and 6 rows, K blocks of 1,024 and M
 
 
 KINDS: list[type[Weight]] = [BytesWeight, BlockedWeight]
+FEW_ROWS = 4  # as in amx.h: vectors do them, where weights are quantized
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -65,6 +66,7 @@ def test_torch_body(no_kernels, m, n, k):
 @pytest.mark.parametrize("k", [1030, 1056])
 def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kernels, k):
     x, weight = numbers(130, k), numbers(96, k, seed=1)
+    x[::9] *= 2.0**-124  # its products are smaller than normal numbers: tiles take them as zero
     for kind in KINDS:
         product = kind.pack(weight.clone()).linear
         whole = product(x)
@@ -286,7 +288,8 @@ def test_tiles_do_all_products_of_whole_steps_and_no_others(kernels):
         for kind in KINDS:
             before = products_of_tiles()
             kind.pack(numbers(n, k)).linear(numbers(m, k))
-            assert products_of_tiles() - before == -(-m // 16) * n // 16 * k // 32
+            tiles = 0 if kind is BytesWeight and m <= FEW_ROWS else -(-m // 16)
+            assert products_of_tiles() - before == tiles * n // 16 * k // 32
     before = products_of_tiles()
     for m, n, k in [(1, 32, 30), (16, 64, 1072), (40, 32, 34)]:
         BlockedWeight.pack(numbers(n, k)).linear(numbers(m, k))
@@ -310,7 +313,7 @@ def test_tiles_that_do_not_work_are_not_used(kernels, monkeypatch, tmp_path, fau
 def test_the_tiles_of_the_cpu_give_the_bytes_of_the_emulation(monkeypatch):
     """To the bit: the emulation adds in the tiles' order. Vectors give other bytes, so that tiles
     are used."""
-    for m, n, k in [(1, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
+    for m, n, k in [(4, 64, 2048), (16, 32, 32), (33, 64, 1056), (300, 96, 512), (520, 288, 544)]:
         x, weight = numbers(m, k), numbers(n, k, seed=1)
         results = {}
         for body in ("amx", "amx_emulated", "avx512"):

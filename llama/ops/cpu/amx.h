@@ -1,7 +1,8 @@
 // Products of bf16 in a CPU's tiles (AMX: Sapphire Rapids and later): up to 32 rows of x, times a
 // packed weight block of 32 outputs, onto float32 sums. On two cores of a Xeon, 512 rows take 38 ms
-// for a weight (16384, 2048). linear.cpp asks tiles_work(), and then has multiply_all() do
-// whole products; it knows nothing of tiles.
+// for a weight (16384, 2048). Weights of 4 and 8 bits are widened to bf16 before; a few rows of x
+// are multiplied with them in vectors, to the same bits. linear.cpp asks tiles_work(), and then has
+// multiply_all() do whole products; it knows nothing of tiles.
 //
 // A tile is 16 rows of 64 bytes. One instruction adds to C (16 rows of x, 16 outputs) the product
 // of A (16 rows of x, 32 k) and B (16 pairs of k, 16 outputs, 2): B is half of a weight block in
@@ -61,46 +62,12 @@ constexpr bool has_groups(const Weight& weight) {
   return weight.per_group > 1 || weight.group < weight.k;
 }
 
-// LANES rows of pairs of numbers -> of weights, rounded to bf16.
-inline Pairs scaled(Pairs numbers, Floats scale, Floats offset) {
-  const Words words = (Words)numbers;
-  return (Pairs)to_bf16(first_of(words) * scale + offset, second_of(words) * scale + offset);
+// Number * scale + offset. Cut off behind its upper half it is a bf16, rounded to the nearest, away
+// from zero at ties: that takes half as many instructions as ties to even.
+inline Words scaled(Floats numbers, Floats scale, Floats offset) {
+  add_product(offset, numbers, scale);
+  return (Words)offset + 0x8000;
 }
-
-// Some k of a weight block, from k = `begin` on, as bf16.
-template <class Kind>
-void widen_block(const Weight& weight, const Parameters& parameters, const char* from, uint16_t* to,
-                 long begin, long count) {
-  constexpr long STEP_K = 2 * Kind::PAIRS;
-  finish_stores();  // and loads, of what was there before
-  const Kind kind(weight.table);
-  if (!has_groups(weight)) unpack<Kind>(weight, from, to, count);
-  alignas(64) float scales[2 * N_BLOCK] = {};
-  for (long k = begin, stop; has_groups(weight) && k < begin + count; k = stop) {
-    const long group = k / weight.group;
-    stop = std::min((group + 1) * weight.group, begin + count);
-    parameters.unpack(group, group + 1, scales);
-    for (long row = 0; row < N_BLOCK; row += LANES) {
-      const Floats scale = load<Floats>(scales + row), offset = load<Floats>(scales + N_BLOCK + row);
-      for (long i = k - begin; i < stop - begin; i += STEP_K)
-        for (int j = 0; j < Kind::PAIRS; j++)
-          store(to + (i + 2 * j) * N_BLOCK + 2 * row,
-                scaled(kind.pairs(from + i * K_BYTES<Kind> + row * Kind::ROW_BYTES, j), scale,
-                       offset));
-    }
-  }
-  finish_stores();
-}
-
-// Some steps over k of a weight block, from k = `begin` on, and what comes later, of which each step
-// fetches a part.
-struct Steps {
-  const Weight& weight;
-  Parameters parameters;
-  const char *weights, *next;
-  long begin, count, fetched;
-  bool is_near;  // to be fetched into L1, and not L2
-};
 
 inline void fetch(const char* from, long bytes, bool is_near) {
   for (const char* line = from; line < from + bytes; line += 64)
@@ -110,9 +77,60 @@ inline void fetch(const char* from, long bytes, bool is_near) {
       __builtin_prefetch(line, 0, 2);
 }
 
+// Some k of a weight block, from k = `begin` on, as bf16; and as many bytes of what comes later are
+// fetched on the way.
+template <class Kind, bool HAS_GROUPS>
+void widen_as(const Weight& weight, const Parameters& parameters, const char* from, uint16_t* to,
+              long begin, long count, const char* next, bool is_near) {
+  alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK : 1] = {};
+  const float* of = scales;
+  const Kind kind(weight.table);
+  const long width = HAS_GROUPS ? weight.group : weight.k, end = begin + count;
+  if (HAS_GROUPS) parameters.unpack(begin / width, (end - 1) / width + 1, scales);
+  for (long k = begin, stop; k < end; k = stop, of += 2 * N_BLOCK) {
+    stop = std::min((k / width + 1) * width, end);
+    Floats parts[4];  // scales, and offsets, of the first rows and the second
+    for (int i = 0; i < 4 && HAS_GROUPS; i++) parts[i] = load<Floats>(of + i * LANES);
+    for (; k < stop; k += 2 * Kind::PAIRS, from += Kind::STEP, next += Kind::STEP) {
+      fetch(next, Kind::STEP, is_near);
+#pragma GCC unroll 4
+      for (int j = 0; j < Kind::PAIRS; j++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++, to += 2 * LANES) {
+          const char* w = from + half * LANES * Kind::ROW_BYTES;
+          if (HAS_GROUPS) {
+            const FloatPairs numbers = kind.floats(w, j);
+            const Words first = scaled(numbers.first, parts[half], parts[2 + half]);
+            const Words second = scaled(numbers.second, parts[half], parts[2 + half]);
+            store(to, first >> 16 | (second & 0xffff0000u));
+          } else {
+            store(to, kind.pairs(w, j));
+          }
+        }
+    }
+  }
+}
+
+template <class Kind>
+void widen_block(const Weight& weight, const Parameters& parameters, const char* from, uint16_t* to,
+                 long begin, long count, const char* next, bool is_near) {
+  finish_stores();  // and loads, of what was there before
+  const auto run = has_groups(weight) ? widen_as<Kind, true> : widen_as<Kind, false>;
+  run(weight, parameters, from, to, begin, count, next, is_near);
+  finish_stores();
+}
+
+// Some steps over k of a weight block in bf16, and what comes later, of which each step fetches a
+// part.
+struct Steps {
+  const char *weights, *next;
+  long count, fetched;
+  bool is_near;  // to be fetched into L1, and not L2
+};
+
 // One or two tiles of rows of x, the second `apart` numbers behind the first, times some steps of a
 // weight block, onto their rows of 32 sums, which start from zero at the first step of all.
-template <class Kind, int TILES>
+template <int TILES>
 void multiply(const uint16_t* x, long height, long apart, Steps steps, float* sums, bool is_first) {
   constexpr long STRIDE = N_BLOCK * sizeof(float);
   float* lower = sums + height * N_BLOCK;
@@ -129,12 +147,7 @@ void multiply(const uint16_t* x, long height, long apart, Steps steps, float* su
   }
   for (long i = 0; i < steps.count; i++, x += height * TILE_K) {
     fetch(steps.next + i * steps.fetched, steps.fetched, steps.is_near);
-    const char* w = steps.weights + i * TILE_K * K_BYTES<Kind>;
-    alignas(64) uint16_t wide[TILE_K * N_BLOCK];
-    if (!IS_BF16<Kind>) {
-      widen_block<Kind>(steps.weight, steps.parameters, w, wide, steps.begin + i * TILE_K, TILE_K);
-      w = (const char*)wide;
-    }
+    const char* w = steps.weights + i * TILE_K * K_BYTES<Bf16>;
     _tile_loadd(6, w, 4 * N_BLOCK);
     _tile_loadd(7, w + 64, 4 * N_BLOCK);
     _tile_loadd(4, x, 2 * TILE_K);
@@ -163,12 +176,9 @@ inline bool product_is_right() {
   for (long i = 0; i < ROWS * K; i += TILE_ROWS * K)
     fill_tiles(x + i, tiles + i, TILE_ROWS, TILE_ROWS, K, K);
   configure(TILE_ROWS);
-  const Weight weight{{(const char*)block, nullptr, nullptr, Matrix::BF16, 0, 0, K}, N_BLOCK, K};
   for (long i = 0; i < K; i += TILE_K)
-    multiply<Bf16, 2>(tiles + i * TILE_ROWS, TILE_ROWS, TILE_ROWS * K,
-                      {weight, Parameters(weight, 0), (const char*)(block + i * N_BLOCK), nullptr,
-                       i, 1, 0, false},
-                      sums, i == 0);
+    multiply<2>(tiles + i * TILE_ROWS, TILE_ROWS, TILE_ROWS * K,
+                {(const char*)(block + i * N_BLOCK), nullptr, 1, 0, false}, sums, i == 0);
   _tile_release();
   bool is_right = true;
   for (long r = 0; r < ROWS; r++)
@@ -191,15 +201,16 @@ inline bool tiles_work() {
 }
 
 // The layout of x in tiles: one K block after another, in each the tiles of all rows, each of them
-// (K/32, height, 32). A single row block has one K block, and its sums never leave the tiles.
+// (K/32, height, 32). A single row block has one K block where the weights are bf16, and its sums
+// never leave the tiles; others are widened to bf16 one K block after another.
 struct PackedX {
   long m, k, height, tiles, depth;
-  PackedX(long m, long k)
+  PackedX(long m, const Weight& weight)
       : m(m),
-        k(k),
+        k(weight.k),
         height(std::clamp(m, 1L, TILE_ROWS)),  // none would be a fault
         tiles(Parts(m, TILE_ROWS).count),
-        depth(tiles > 2 ? TILE_K_BLOCK : k) {}
+        depth(tiles > 2 || weight.numbers != Matrix::BF16 ? TILE_K_BLOCK : k) {}
   long k_blocks() const { return (k + depth - 1) / depth; }
   long count_k(long begin) const { return std::min(k - begin, depth); }
   long at(long tile, long begin) const {
@@ -224,25 +235,25 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
   const long rows = (row_blocks.first(to) - first) * height;
   const char* group = weight.data + first_block * k * K_BYTES<Kind>;
   const bool is_alone = packed_x.tiles <= 2, is_near = is_alone && height <= L1_PREFETCH_ROWS;
-  const bool is_shared = !IS_BF16<Kind> && to - from > 1;  // then it is widened once for all
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : TILE_K_BLOCK * N_BLOCK];
+  const long fetched = IS_BF16<Kind> ? TILE_K * K_BYTES<Kind> / (to - from) : 0;
   for (long begin = 0; begin < k; begin += packed_x.depth)
     for (long block = 0; block < blocks; block++) {
-      const Parameters parameters(weight, first_block + block);
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
       const char* weights = group + (block * k + begin) * K_BYTES<Kind>;
       const char* next = group + (begin + packed_x.depth) * K_BYTES<Kind>;
       if (is_alone) next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>);
       else if (block + 1 < blocks) next = weights + k * K_BYTES<Kind>;
-      const long fetched = TILE_K * K_BYTES<Kind> / (to - from);
-      if (is_shared) widen_block<Kind>(weight, parameters, weights, wide, begin, count_k);
+      if constexpr (!IS_BF16<Kind>) {
+        widen_block<Kind>(weight, Parameters(weight, first_block + block), weights, wide, begin,
+                          count_k, next, is_near);
+        weights = (const char*)wide;
+      }
       for (long b = from; b < to; b++, next += fetched * steps) {
-        const long tile = row_blocks.first(b), pair = row_blocks.size(b) == 2;
-        const Steps todo{weight, parameters, is_shared ? (const char*)wide : weights, next, begin,
-                         steps,  fetched,    is_near};
-        const auto run = is_shared ? (pair ? multiply<Bf16, 2> : multiply<Bf16, 1>)
-                                   : (pair ? multiply<Kind, 2> : multiply<Kind, 1>);
-        run(x + packed_x.at(tile, begin), height, height * count_k, todo,
+        const long tile = row_blocks.first(b);
+        (row_blocks.size(b) == 2 ? multiply<2> : multiply<1>)(
+            x + packed_x.at(tile, begin), height, height * count_k,
+            {weights, next, steps, fetched, is_near},
             totals + (block * rows + (tile - first) * height) * N_BLOCK, begin == 0);
       }
     }
@@ -255,6 +266,13 @@ inline void scale_rows(const Weight& weight, long block, long rows, float* sums)
   for (long row = 0; row < rows; row++)
     for (long i = 0; i < N_BLOCK; i++) *sums++ *= scales[i];
 }
+
+// Tiles take what is smaller than a normal number as zero, and make it zero.
+struct FlushDenormals {
+  const unsigned before = _mm_getcsr();
+  FlushDenormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(before); }
+};
 
 // As multiply_all() in linear.cpp, which has vectors.
 template <class Kind, class Packed>
@@ -278,6 +296,7 @@ void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight&
     const char* packed_rows = packed();
     if (!is_configured) configure(height);
     is_configured = true;
+    const FlushDenormals flush;  // of what widens and scales, as with few rows
     group_sums_in_tiles<Kind>((const uint16_t*)packed_rows, x, row_blocks, from, to, weight, first,
                               groups.size(group), totals);
     for (long p = 0; p < groups.size(group) && weight.per_group && !has_groups(weight); p++)
@@ -294,6 +313,90 @@ void multiply_all(Worker& member, const PackedX& x, Packed packed, const Weight&
   };
   member.run(m_blocks.count * groups.count, compute, write_out);
   if (is_configured) _tile_release();
+}
+
+// One to a few rows of x as floats, (K, rows), for weights of few bytes: their products are bound by
+// memory, which vectors read ahead of better than tiles. The sums are those of the tiles to the bit:
+// within a step one over the even k, one over the odd, and both are added to what was before.
+constexpr int FEW_ROWS = 4;
+
+struct FewRows {
+  long m, k;
+  long pieces() const { return 1; }
+  void pack(const uint16_t* x, char* to, long) const {
+    for (long r = 0; r < m; r++)
+      for (long i = 0; i < k; i++) ((float*)to)[i * m + r] = widen(x[r * k + i]);
+  }
+};
+
+template <class Kind, bool HAS_GROUPS, int R>
+void few_sums(const float* x, const Weight& weight, long block, float* out) {
+  constexpr long STEP_K = 2 * Kind::PAIRS;
+  alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK : 1] = {};
+  const Parameters parameters(weight, block);
+  const Kind kind(weight.table);
+  const char* w = weight.data + block * weight.k * K_BYTES<Kind>;
+  const long width = HAS_GROUPS ? weight.group : weight.k;
+  Floats totals[R][2] = {};
+  for (long k = 0, first = 0; k < weight.k; k += TILE_K) {
+    if (HAS_GROUPS && k % TILE_K_BLOCK == 0) {
+      first = k / width;
+      const long end = std::min(k + TILE_K_BLOCK, weight.k);
+      parameters.unpack(first, (end - 1) / width + 1, scales);
+    }
+    Floats sums[R][2][2] = {};  // of the first outputs and the second, over even k and odd
+    for (long i = k; i < k + TILE_K; i += LEAST_GROUP) {
+      Floats parts[4];
+      const float* of = scales + (HAS_GROUPS ? (i / width - first) * 2 * N_BLOCK : 0);
+      for (int p = 0; p < 4 && HAS_GROUPS; p++) parts[p] = load<Floats>(of + p * LANES);
+#pragma GCC unroll 2
+      for (long step = 0; step < LEAST_GROUP; step += STEP_K, w += Kind::STEP) {
+        fetch(w + PREFETCH_BYTES, Kind::STEP, true);
+#pragma GCC unroll 4
+        for (int j = 0; j < Kind::PAIRS; j++, x += 2 * R)
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; half++) {
+            FloatPairs v = kind.floats(w + half * LANES * Kind::ROW_BYTES, j);
+            if (HAS_GROUPS) {
+              v.first = (Floats)(scaled(v.first, parts[half], parts[2 + half]) & 0xffff0000u);
+              v.second = (Floats)(scaled(v.second, parts[half], parts[2 + half]) & 0xffff0000u);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+              add_product(sums[r][half][0], v.first, x[r]);
+              add_product(sums[r][half][1], v.second, x[R + r]);
+            }
+          }
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int half = 0; half < 2; half++) totals[r][half] += sums[r][half][0] + sums[r][half][1];
+  }
+  std::memcpy(out, totals, sizeof totals);
+}
+
+template <class Kind, bool HAS_GROUPS, int... R>
+auto pick_few(long rows, std::integer_sequence<int, R...>) {
+  static constexpr decltype(&few_sums<Kind, HAS_GROUPS, 1>) RUN[] = {
+      few_sums<Kind, HAS_GROUPS, R + 1>...};
+  return RUN[rows - 1];
+}
+
+template <class Kind, class Packed>
+void multiply_all(Worker& member, const FewRows& x, Packed packed, const Weight& weight,
+                  const Outputs& out) {
+  constexpr std::make_integer_sequence<int, FEW_ROWS> ROWS;
+  const auto run = has_groups(weight) ? pick_few<Kind, true>(x.m, ROWS)
+                                      : pick_few<Kind, false>(x.m, ROWS);
+  alignas(64) float sums[FEW_ROWS * N_BLOCK];
+  const auto compute = [&](long block) {
+    const float* rows = (const float*)packed();
+    const FlushDenormals flush;
+    run(rows, weight, block, sums);
+    if (weight.per_group && !has_groups(weight)) scale_rows(weight, block, x.m, sums);
+  };
+  const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
+  member.run(weight.n / N_BLOCK, compute, write_out);
 }
 
 }  // namespace

@@ -261,8 +261,12 @@ template <class Kind>
 void linear_of(Worker& member, const Rows& x, const Weight& weight, const Outputs& out,
                char* workspace) {
 #if defined(HAS_TILES)
-  if (weight.k % TILE_K == 0 && tiles_work())
-    return product<Kind>(member, x, PackedX(x.count, weight.k), weight, out, workspace);
+  if (weight.k % TILE_K == 0 && tiles_work()) {
+    if constexpr (!IS_BF16<Kind>)
+      if (x.count && x.count <= FEW_ROWS)
+        return product<Kind>(member, x, FewRows{x.count, weight.k}, weight, out, workspace);
+    return product<Kind>(member, x, PackedX(x.count, weight), weight, out, workspace);
+  }
 #endif
   product<Kind>(member, x, PackedPairs(x.count, weight), weight, out, workspace);
 }

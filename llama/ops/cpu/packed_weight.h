@@ -47,16 +47,8 @@ struct Bf16 {
 struct Int8 {
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   explicit Int8(const float*) {}
-#if defined(__AVX512BF16__)
-  static __m512 widened(const char* w) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
-  }
-  Pairs pairs(const char* w, int) const {
-    return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w));
-  }
-#else
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  Pairs pairs(const char* w, int) const {  // gcc makes poor code of a portable conversion
+  FloatPairs floats(const char* w, int) const {  // gcc makes poor code of a portable conversion
 #if defined(__AVX512F__)
     const __m512i both = _mm512_cvtepi16_epi32(load<__m256i>(w));
     const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
@@ -67,6 +59,15 @@ struct Int8 {
     return {(Floats)_mm256_cvtepi32_ps((__m256i)even), (Floats)_mm256_cvtepi32_ps((__m256i)odd)};
 #endif
   }
+#if defined(__AVX512BF16__)
+  static __m512 widened(const char* w) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
+  }
+  Pairs pairs(const char* w, int) const {
+    return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w));
+  }
+#else
+  Pairs pairs(const char* w, int j) const { return floats(w, j); }
 #endif
 };
 
@@ -75,24 +76,32 @@ struct Int8 {
 struct Fp8 {
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   explicit Fp8(const float*) {}
-  Pairs pairs(const char* w, int) const {
+  static FloatPairs in_order(const char* w) {  // the first LANES numbers, and the second
 #if defined(__AVX512F__)
     const __m512i halves = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load<__m256i>(w)), 7);
     const __m512i bits = _mm512_and_si512(halves, _mm512_set1_epi16((short)0xbfff));
-    const Floats lower = (Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits));
-    const Floats upper = (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+    return {(Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits)),
+            (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
 #else
     const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(w)), 7);
     const __m256i bits = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
-    const Floats lower = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
-    const Floats upper = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
-#endif
-#if defined(__AVX512BF16__)
-    return _mm512_cvtne2ps_pbh((__m512)upper, (__m512)lower);
-#else
-    return {every_second_of(lower, upper, 0, Lanes()), every_second_of(lower, upper, 1, Lanes())};
+    return {(Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits)),
+            (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
 #endif
   }
+  FloatPairs floats(const char* w, int) const {
+    const FloatPairs v = in_order(w);
+    return {every_second_of(v.first, v.second, 0, Lanes()),
+            every_second_of(v.first, v.second, 1, Lanes())};
+  }
+#if defined(__AVX512BF16__)
+  Pairs pairs(const char* w, int) const {
+    const FloatPairs v = in_order(w);
+    return _mm512_cvtne2ps_pbh((__m512)v.second, (__m512)v.first);
+  }
+#else
+  Pairs pairs(const char* w, int j) const { return floats(w, j); }
+#endif
 };
 
 struct Nibbles {
@@ -104,6 +113,7 @@ struct Nibbles {
   Pairs pairs(const char* w, int j) const {
     return (__m512bh)_mm512_permutexvar_epi16((__m512i)(load<Words>(w) >> 4 * j), table);
   }
+  FloatPairs floats(const char* w, int j) const { return pairs_of((Words)pairs(w, j)); }
 #elif defined(__AVX512F__)
   __m512 table;
   explicit Nibbles(const float* numbers) : table(_mm512_loadu_ps(numbers)) {}

@@ -115,6 +115,10 @@ inline void add_product(Floats& sum, Floats a, float b) {
 
 // Two neighbouring numbers of each of LANES rows, and of one row that all are multiplied with. The
 // CPU's own product of bf16 pairs takes them as they lie.
+struct FloatPairs {
+  Floats first, second;
+};
+inline FloatPairs pairs_of(Words words) { return {first_of(words), second_of(words)}; }
 #if defined(__AVX512BF16__)
 typedef __m512bh Pairs;
 typedef uint32_t Pair;
@@ -127,14 +131,11 @@ inline void multiply_add(Floats& sum, Pairs a, Pair b) {
   sum = (Floats)_mm512_dpbf16_ps((__m512)sum, a, (__m512bh)_mm512_set1_epi32(b));
 }
 #else
-struct Pairs {
-  Floats first, second;
-};
+typedef FloatPairs Pairs;
 struct Pair {
   float first, second;
 };
 
-inline Pairs pairs_of(Words words) { return {first_of(words), second_of(words)}; }
 inline Pairs load_pairs(const void* from) { return pairs_of(load<Words>(from)); }
 inline Pair load_pair(const uint16_t* from) { return {widen(from[0]), widen(from[1])}; }
 inline void store_exact(void* to, Pairs pairs) {  // of numbers that are bf16
