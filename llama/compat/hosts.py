@@ -9,7 +9,7 @@ is read, and what it leaves open, is in `host_params.py`.
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from llama.checks import whole_number
@@ -87,8 +87,14 @@ def generate_stream(
         checked.append(request)
         yield engine.prepare("", request.prompt, request.sampling)
 
-    outputs = engine.stream(prepared())
-    return _due(engine, checked[0], outputs, Pace(stream_interval))
+    outputs, pace = engine.stream(prepared()), Pace(stream_interval)
+
+    def reports() -> Iterator[_Report]:
+        with contextlib.closing(outputs):
+            for output in outputs:
+                yield from pace.told(report_of(checked[0], output, engine.tokenizer))
+
+    return reports()
 
 
 async def async_generate_stream(
@@ -130,18 +136,6 @@ async def async_generate_stream(
     async with contextlib.aclosing(model.stream([prepared])) as outputs:
         async for output in outputs:
             yield report_of(request, output, engine.tokenizer)
-
-
-def _due(
-    engine: LLMEngine,
-    request: HostRequest,
-    outputs: Generator[RequestOutput, None, None],
-    pace: Pace,
-) -> Iterator[_Report]:
-    """The reports that are due."""
-    with contextlib.closing(outputs):
-        for output in outputs:
-            yield from pace.told(report_of(request, output, engine.tokenizer))
 
 
 def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer) -> _Report:
