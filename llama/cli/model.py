@@ -72,6 +72,10 @@ def check_client(options: argparse.Namespace, how: str, *allowed: str) -> None:
                 f"{name} is of a model that is loaded here, and with {how} the server's answers: "
                 f"leave out --{name} and LLAMA_{name.upper()}, or {how}"
             )
+    check_alone(how)
+
+
+def check_alone(how: str) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"with {how} one process is enough: start it without torchrun")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.cli.flags import UsageError, extra
-from llama.cli.model import demo_dir, load
+from llama.cli.model import check_alone, demo_dir, load
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.ranks.signals import SIGNALS
@@ -68,6 +68,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def _start_in_background(options: argparse.Namespace) -> int:
     """Start this server as one that stays, and print its URL once it is ready."""
+    check_alone("--background")
     flags = vars(options)
     for name, default in {**NETWORK_FLAGS, "ranks": 1}.items():
         if flags[name] != default:
