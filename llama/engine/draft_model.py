@@ -9,10 +9,11 @@ computes a text when it first guesses for it, then what was added; a page that i
 is computed again only if the small model has not had it.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, takewhile
 
 import torch
 from torch import Tensor
@@ -32,17 +33,26 @@ _TRY_EVERY = 64  # steps, where guesses do not pay
 
 @dataclass
 class SequenceDraft:
-    """Of one sequence: how many of its tokens are in the cache, in which pages, and the guesses
-    that came behind them (`fed`). guess: what was last handed out, when it had `num_known` tokens.
-    """
+    """What the small model knows of a sequence: how many tokens of it are in the cache, and in
+    which pages; what it chose after the first `num_known`, and what of it was handed out."""
 
+    seq: Sequence
     pages: object = None
     num_computed: int = 0
-    num_kept: int = 0  # pages that others can use
-    fed: list[int] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)
+    num_kept: int = 0  # pages that other sequences can use
     num_known: int = 0
+    chosen: list[int] = field(default_factory=list)
+    guess: list[int] = field(default_factory=list)
     counts: Counts = field(default_factory=lambda: Counts(0, [0], 64))
+
+    def forget_wrong(self) -> None:
+        """After a step: what was computed of tokens that did not come will be computed again."""
+        known = self.num_known
+        for chosen, token in zip(self.chosen, self.seq.tokens[known:], strict=False):
+            if chosen != token:
+                break
+            known += 1
+        self.num_computed, self.chosen = min(self.num_computed, known), []
 
 
 class DraftLengths:
@@ -57,70 +67,56 @@ class DraftLengths:
         self._seconds = self._spent = 0.0
         self._num_idle = 0
 
-    def note_verified(self, seq: Sequence, draft: SequenceDraft) -> None:
+    def note_verified(self, draft: SequenceDraft) -> None:
         """The tokens that came say which guesses were right."""
-        for depth, (guess, token) in enumerate(
-            zip(draft.guess[: self.most], seq.tokens[draft.num_known :], strict=False)
-        ):
+        came = draft.seq.tokens[draft.num_known :]
+        for depth, (guess, token) in enumerate(zip(draft.guess, came, strict=False)):
             self._counts.note(depth, guess == token)
             draft.counts.note(0, guess == token)
             if guess != token:
                 break
 
-    def note_passes(
-        self, num_sequences: int, num_passes: int, seconds: float, spent: float
-    ) -> None:
-        """What the guesses of this step took: `seconds` for passes that follow one another, and
-        `spent` with all that came before them."""
+    def note_passes(self, num: int, num_passes: int, seconds: float, spent: float) -> None:
+        """For so many sequences, `seconds` went into passes that follow one another, and `spent` in
+        all, with what came before them."""
         self._spent = spent
         if num_passes:
-            key, each = num_sequences.bit_length(), seconds / num_passes
+            key, each = num.bit_length(), seconds / num_passes
             self._passes[key] = self._passes.get(key, each) * 0.9 + each * 0.1
 
-    def choose(
-        self, sequences: list[Sequence], drafts: list[SequenceDraft], seconds: float
-    ) -> list[int]:
+    def choose(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
         """For each sequence; a guess is worth a row, and all of one depth a pass, where that gives
         more tokens for the time than the step does without it (Dinkelbach, 1967)."""
-        cost, num_drafts = self._last
+        last, num_drafts = self._last
         if seconds > self._seconds:
-            cost.note(max(seconds - self._seconds - self._spent, 1e-9), num_drafts)
+            last.note(max(seconds - self._seconds - self._spent, 1e-9), num_drafts)
         self._seconds, self._spent = seconds, 0.0
-        key, lengths = len(sequences).bit_length(), [0] * len(sequences)
+        key, num = len(drafts).bit_length(), len(drafts)
         cost = self._costs.setdefault(key, StepCost())
-        if cost.plain:
-            self._fill(lengths, sequences, drafts, cost, self._passes.get(key, cost.plain / 4))
-            self._num_idle = 0 if any(lengths) else self._num_idle + 1
-            if self._num_idle == _TRY_EVERY:
-                self._num_idle, lengths = 0, [min(2, self.most)] * len(lengths)
-        room = [max(seq.max_len - len(seq.tokens) - 1, 0) for seq in sequences]
-        lengths = list(map(min, lengths, room))
-        self._last = cost, sum(lengths)
-        return lengths
-
-    def _fill(
-        self,
-        lengths: list[int],
-        sequences: list[Sequence],
-        drafts: list[SequenceDraft],
-        cost: StepCost,
-        a_pass: float,
-    ) -> None:
-        of_row, tokens, spent = cost.of_draft(len(sequences)), float(len(sequences)), cost.plain
-        rate, chances = cost.rate or tokens / cost.plain, [1.0] * len(sequences)
-        for depth in range(self.most):
-            usual = self._counts.right[depth] / self._counts.tried[depth]
-            for i, draft in enumerate(drafts):
-                own = draft.counts
-                chances[i] *= (own.right[0] + 8 * usual) / (own.tried[0] + 8)
-            rows = [i for i, n in enumerate(lengths) if n == depth and chances[i] > rate * of_row]
+        a_pass, of_row = self._passes.get(key, cost.plain / 4), cost.of_draft(num)
+        rate = cost.rate or num / (cost.plain or math.inf)
+        room = [min(x.seq.max_len - len(x.seq.tokens) - 1, self.most) for x in drafts]
+        lengths, chances, tokens, spent = [0] * num, [1.0] * num, float(num), cost.plain
+        for depth in range(self.most if cost.plain else 0):
+            usual = 8 * self._counts.right[depth] / self._counts.tried[depth]
+            chances = [
+                chance * (x.counts.right[0] + usual) / (x.counts.tried[0] + 8)
+                for chance, x in zip(chances, drafts, strict=True)
+            ]
+            rows = [i for i in range(num) if lengths[i] == depth < room[i]]
+            rows = [i for i in rows if chances[i] > rate * of_row]
             if sum(chances[i] - rate * of_row for i in rows) <= rate * a_pass:
                 break
             for i in rows:
-                lengths[i] += 1
-                tokens += chances[i]
+                lengths[i], tokens = depth + 1, tokens + chances[i]
             spent += a_pass + len(rows) * of_row
-        cost.rate = tokens / spent
+        if cost.plain:
+            cost.rate = tokens / spent
+            self._num_idle = 0 if any(lengths) else self._num_idle + 1
+        if self._num_idle == _TRY_EVERY:
+            self._num_idle, lengths = 0, [min(max(most, 0), 2) for most in room]
+        self._last = cost, sum(lengths)
+        return lengths
 
 
 class ModelDrafter:
@@ -147,114 +143,89 @@ class ModelDrafter:
 
     def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
         """See `Drafter`."""
-        began, parallel = time.perf_counter(), self._model.parallel
+        began, parallel, lengths = time.perf_counter(), self._model.parallel, list[int]()
         if len(self._drafts) > 2 * len(sequences) + 8:
             self._drafts = {seq: x for seq, x in self._drafts.items() if not seq.finished}
-        drafts = [self._drafts.setdefault(seq, SequenceDraft()) for seq in sequences]
-        for seq, draft in zip(sequences, drafts, strict=True):
-            self._lengths.note_verified(seq, draft)
-        lengths = self._lengths.choose(sequences, drafts, seconds) if parallel.rank == 0 else []
+        drafts = [self._drafts.setdefault(seq, SequenceDraft(seq)) for seq in sequences]
+        for draft in drafts:
+            self._lengths.note_verified(draft)
+            draft.forget_wrong()
+        if parallel.rank == 0:
+            lengths = self._lengths.choose(drafts, seconds)
         lengths = told_by_rank_zero(parallel, lengths)
         lengths = [self._reserve(*pair) for pair in zip(sequences, lengths, strict=True)]
         with torch.inference_mode(), current(self._cache.device):
-            guesses = self._guess(sequences, drafts, lengths, began)
-        for i, seq in enumerate(sequences):
-            is_stop = [token in seq.stop_ids for token in guesses[i]]
-            guesses[i] = guesses[i][: is_stop.index(True) if any(is_stop) else None]
-            if seq.constraint is not None:
-                guesses[i] = seq.constraint.draft(seq.output, guesses[i])[0][: self._lengths.most]
+            self._guess(drafts, lengths, began)
+        guesses = [
+            self._allowed(draft) if n else [] for draft, n in zip(drafts, lengths, strict=True)
+        ]
         if any(seq.is_constrained for seq in sequences):  # the constraint may be rank 0's alone
             guesses = told_by_rank_zero(parallel, guesses)
-        for seq, draft, guess in zip(sequences, drafts, guesses, strict=True):
-            draft.guess, draft.num_known = guess, len(seq.tokens)
+        for draft, guess in zip(drafts, guesses, strict=True):
+            draft.guess, draft.num_known = guess, len(draft.seq.tokens)
         return guesses
 
-    def _guess(
-        self,
-        sequences: list[Sequence],
-        drafts: list[SequenceDraft],
-        lengths: list[int],
-        began: float,
-    ) -> list[list[int]]:
-        """So many ids for each."""
-        guesses: list[list[int]] = [[] for _ in sequences]
-        num_passes = max(lengths)
-        for seq, draft, length in zip(sequences, drafts, lengths, strict=True):
+    def _allowed(self, draft: SequenceDraft) -> list[int]:
+        """What was chosen before a stop id, or what a constraint makes of it."""
+        seq, guess = draft.seq, draft.chosen
+        is_stop = [token in seq.stop_ids for token in guess]
+        guess = guess[: is_stop.index(True)] if any(is_stop) else guess[:]
+        if seq.constraint is not None:
+            guess = seq.constraint.draft(seq.output, guess)[0][: self._lengths.most]
+        return guess
+
+    def _guess(self, drafts: list[SequenceDraft], lengths: list[int], began: float) -> None:
+        """Choose so many ids for each."""
+        for draft, length in zip(drafts, lengths, strict=True):
             if length:
-                self._catch_up(seq, draft)
-        ready = time.perf_counter()
-        for depth in range(num_passes):
-            rows = [i for i, length in enumerate(lengths) if length > depth]
-            pieces = [
-                (
-                    sequences[i],
-                    drafts[i].num_computed,
-                    sequences[i].tokens[drafts[i].num_computed :],
-                )
-                if depth == 0
-                else (sequences[i], len(sequences[i].tokens) + depth - 1, guesses[i][-1:])
-                for i in rows
-            ]
-            order = sorted(range(len(rows)), key=lambda at: len(pieces[at][2]) > 1)
-            rows, hidden = [rows[at] for at in order], self._run([pieces[at] for at in order])
-            views = [sequences[i].ahead(guesses[i]) for i in rows]
-            for i, token in zip(rows, self._ids(hidden, views), strict=True):
-                guesses[i].append(token)
-        for seq, draft, guess in zip(sequences, drafts, guesses, strict=True):
-            if guess:
-                draft.num_computed, draft.fed = len(seq.tokens), guess[:-1]
+                self._catch_up(draft)
+        ready, model = time.perf_counter(), self._model
+        for depth in range(max(lengths)):
+            asked = [x for x, length in zip(drafts, lengths, strict=True) if length > depth]
+            asked.sort(key=lambda x: len(x.seq.tokens) + depth - x.num_computed > 1)
+            views = [x.seq.ahead(x.chosen) for x in asked]
+            hidden = self._run(asked, [view.tokens for view in views])
+            ids = sample(model.logits(hidden), views).ids.clamp(min=0)
+            if not model.parallel.shares_memory_of(ids):
+                ids = model.parallel.broadcast(ids)  # unlike machines round in other ways
+            for draft, token in zip(asked, ids.tolist(), strict=True):
+                draft.chosen.append(token)
         ended = time.perf_counter()
-        self._lengths.note_passes(len(sequences), num_passes, ended - ready, ended - began)
-        return guesses
+        self._lengths.note_passes(len(drafts), max(lengths), ended - ready, ended - began)
 
-    def _ids(self, hidden: Tensor, views: list[Sequence]) -> list[int]:
-        """The same on every rank, also between unlike machines."""
-        ids, parallel = (
-            sample(self._model.logits(hidden), views).ids.clamp(min=0),
-            self._model.parallel,
-        )
-        return (ids if parallel.shares_memory_of(ids) else parallel.broadcast(ids)).tolist()
-
-    def _catch_up(self, seq: Sequence, draft: SequenceDraft) -> None:
+    def _catch_up(self, draft: SequenceDraft) -> None:
         """Find out what of a sequence is in the cache, and compute the rest but for its end."""
-        size = self._page_size
+        seq, size = draft.seq, self._page_size
         if draft.pages is not seq.pages:  # new, or preempted since
-            draft.pages, draft.num_computed, draft.fed = seq.pages, 0, []
-            for page, value in zip(seq.pages, seq.page_hashes, strict=False):
-                if self._hashes.get(page) != value:
-                    break
-                draft.num_computed += size
-            draft.num_computed = min(draft.num_computed, len(seq.tokens) - 1)
-            draft.num_kept = draft.num_computed // size
-        for guess, token in zip(draft.fed, seq.tokens[draft.num_computed :], strict=False):
-            if guess != token:
-                break
-            draft.num_computed += 1
+            held = (self._hashes.get(page) for page in seq.pages)
+            pairs = zip(held, seq.page_hashes, strict=False)
+            draft.num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            draft.pages, draft.num_computed = seq.pages, draft.num_kept * size
         draft.num_computed = min(draft.num_computed, len(seq.tokens) - 1)
         while len(seq.tokens) - draft.num_computed > _NEAR:
-            start = draft.num_computed
-            piece = seq.tokens[start : min(start + _AT_ONCE, len(seq.tokens) - 1)]
-            self._run([(seq, start, piece)])
-            draft.num_computed += len(piece)
+            end = min(draft.num_computed + _AT_ONCE, len(seq.tokens) - 1)
+            self._run([draft], [seq.tokens[:end]])
         whole = min(draft.num_computed // size, len(seq.page_hashes))
         for i in range(draft.num_kept, whole):
             self._hashes[seq.pages[i]] = seq.page_hashes[i]
         draft.num_kept = max(draft.num_kept, whole)
 
-    def _run(self, pieces: list[tuple[Sequence, int, list[int]]]) -> Tensor:
-        """The hidden states (B, E) behind tokens of sequences, each with the place of its first;
-        single tokens come first."""
-        for seq, start, tokens in pieces:
-            for at in range(
-                start // self._page_size, (start + len(tokens) - 1) // self._page_size + 1
-            ):
-                self._hashes.pop(seq.pages[at], None)
-        counts = [len(tokens) for _, _, tokens in pieces]
+    def _run(self, drafts: list[SequenceDraft], texts: list[list[int]]) -> Tensor:
+        """Compute what the cache lacks of the texts, those with one token first -> the hidden
+        states (B, E) behind them."""
+        starts = [draft.num_computed for draft in drafts]
+        pieces = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        counts = [len(piece) for piece in pieces]
+        for draft, text in zip(drafts, texts, strict=True):
+            first, last = draft.num_computed // self._page_size, (len(text) - 1) // self._page_size
+            for page in draft.seq.pages[first : last + 1]:
+                self._hashes.pop(page, None)
+            draft.num_computed = len(text)
         ids, batch = Batch.pack(
-            [token for _, _, tokens in pieces for token in tokens],
-            [start for _, start, _ in pieces],
+            list(chain.from_iterable(pieces)),
+            starts,
             counts,
-            [seq.pages for seq, _, _ in pieces],
+            [draft.seq.pages for draft in drafts],
             self._page_size,
             [end - 1 for end in accumulate(counts)],
             self._cache.device,

@@ -115,8 +115,9 @@ class Drafts:
 class SomeLengths(DraftLengths):
     """Of 0 to `most` tokens, by no clock."""
 
-    def choose(self, sequences: list[Sequence], drafts: list, seconds: float) -> list[int]:
-        rng = random.Random(sum(map(len, (seq.tokens for seq in sequences))))
+    def choose(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
+        sequences = [draft.seq for draft in drafts]
+        rng = random.Random(sum(len(seq.tokens) for seq in sequences))
         return [rng.randint(0, min(self.most, x.max_len - len(x.tokens) - 1)) for x in sequences]
 
 
@@ -216,9 +217,10 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     monkeypatch.setattr(drafter, "_lengths", SomeLengths(4))
     num_computed, run = [0], drafter._run
 
-    def counted(pieces: list) -> torch.Tensor:
-        num_computed[-1] += sum(len(tokens) for _, _, tokens in pieces)
-        return run(pieces)
+    def counted(drafts: list[SequenceDraft], texts: list[list[int]]) -> torch.Tensor:
+        for draft, text in zip(drafts, texts, strict=True):
+            num_computed[-1] += len(text) - draft.num_computed
+        return run(drafts, texts)
 
     monkeypatch.setattr(drafter, "_run", counted)
     cached = []
@@ -372,11 +374,11 @@ def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
     it costs so much of a step, a row a hundredth; so many of its guesses are right."""
     rng, lengths, seconds, counts = random.Random(1), DraftLengths(4), 0.0, list[int]()
     sequences = [Sequence([0] * 9, TokenParams(), 10**6) for _ in range(batch)]
-    drafts = [SequenceDraft() for _ in range(batch)]
+    drafts = [SequenceDraft(seq) for seq in sequences]
     while len(counts) < 600:
-        for seq, draft in zip(sequences, drafts, strict=True):
-            lengths.note_verified(seq, draft)
-        chosen = lengths.choose(sequences, drafts, seconds)
+        for draft in drafts:
+            lengths.note_verified(draft)
+        chosen = lengths.choose(drafts, seconds)
         counts.append(sum(chosen))
         passes = 0.01 * pass_cost * max(chosen)
         lengths.note_passes(batch, max(chosen), passes, passes)
