@@ -21,10 +21,18 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 TYPES = {
     **dict.fromkeys(("logits", "maxima", "row_max"), "*fp32"),
     **dict.fromkeys(("params", "sums", "ids"), "*i64"),
-    **dict.fromkeys(("places", "counts", "slots"), "*i32"),
+    **dict.fromkeys(("places", "bins", "slots"), "*i32"),
     **dict.fromkeys(("stride", "v", "n"), "i32"),
 }
-SIZES = {"BLOCK": 1024, "N": 128, "SLOTS": sample.SLOTS, "CHUNK": sample._CHUNK, "ID_DIGITS": 5}
+SIZES: dict = {
+    "BLOCK": 1024,
+    "N": 128,
+    "BINS": sample._BINS,
+    "FILTERS": True,
+    "SLOTS": sample.SLOTS,
+    "CHUNK": sample._CHUNK,
+    "ID_DIGITS": 5,
+}
 ONE_BLOCK = SIZES | {"N": 16, "ID_DIGITS": 3}  # Triton makes a constant of an argument that is 1
 KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a tiny one
     (kernel, sizes | {"CHECKED": True}, warps)

@@ -6,11 +6,11 @@ Nothing here waits for the device, and no shape depends on a value, so all of it
 a CUDA graph: two launches for the top tokens, two more for a draw, two more where rows have
 filters. Inside those, a row that needs less leaves early.
 
-Filters need no sort. Each block of a row says how much probability it holds and its largest; from
-these follows a bound below which no token is kept, and what reaches it is gathered, in any order.
+Filters need no sort. A histogram says how many tokens of a row there are of each probability; from
+it follows a bound below which no token is kept, and what reaches it is gathered, in any order.
 One program per row then finds the thresholds of top_k and of top_p by radix select, 4 bits at a
 time, and the ids of the last kept tie and of the sampled token likewise, as ids in order are whole
-numbers too. Where more than SLOTS tokens reach the bound, as for a flat distribution, it reads the
+numbers too. Where more than SLOTS tokens reach the bound, as they do if more are kept, it reads the
 whole row instead: slower, the same id.
 
 Shapes: B rows, V vocabulary, N blocks per row.
@@ -26,6 +26,7 @@ from llama.ops.triton.sample_rows import (
     NUM_PARAMS,
     block_sums,
     block_tops,
+    edge_of,
     filters_of,
     is_sampled,
     pick_of_all,
@@ -40,6 +41,7 @@ from llama.ops.triton.sample_rows import (
 SLOTS = 4096  # tokens per row that filters look at together
 
 _MAX_BLOCKS, _MIN_BLOCK = 128, 1024  # per row, tokens
+_BINS = 256  # of probability, and one place more
 _CHUNK = 512  # tokens that are compared with the 16 bounds of a digit at once
 
 
@@ -73,20 +75,23 @@ def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool
     assert params.shape == (b, NUM_PARAMS.value) and params.is_contiguous(), params.shape
     sums = logits.new_empty(b, n, dtype=torch.int64)
     maxima = logits.new_empty(b, n)
-    counts = logits.new_empty(b, dtype=torch.int32)
     row = logits, row_max, params  # what each kernel reads of its row
-    block_sums[b, n](*row, sums, maxima, counts, logits.stride(0), v, BLOCK=block)
+    # Of each row with filters: tokens by probability; in the last place, how many are gathered.
+    bins = logits.new_zeros(b if has_filters else 0, _BINS, dtype=torch.int32)
+    block_sums[b, n](
+        *row, sums, maxima, bins, logits.stride(0), v, BLOCK=block, BINS=_BINS, FILTERS=has_filters
+    )
     sizes = {"N": _padded(n), "BLOCK": block}
     pick_of_all[b,](*row, sums, ids, logits.stride(0), v, n, **sizes, num_warps=8)
     if has_filters:
         slots = logits.new_empty(b, SLOTS, dtype=torch.int32)
         gather[b, n](
-            *row, sums, maxima, counts, slots, logits.stride(0), v, n, **sizes, SLOTS=SLOTS,
-            num_warps=8,
+            *row, sums, maxima, bins, slots, logits.stride(0), v, n, **sizes, BINS=_BINS,
+            SLOTS=SLOTS, num_warps=8,
         )  # fmt: skip
         pick_of_kept[b,](
-            *row, sums, counts, slots, ids, logits.stride(0), v, n, N=sizes["N"], SLOTS=SLOTS,
-            CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
+            *row, sums, bins, slots, ids, logits.stride(0), v, n, N=sizes["N"], BINS=_BINS,
+            SLOTS=SLOTS, CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
         )  # fmt: skip
     return ids
 
@@ -108,43 +113,28 @@ def _padded(n: int) -> int:
 
 
 @triton.jit
-def _lower_bound(mass, largest, v, floor, top_k, top_p, n, BLOCK: tl.constexpr):
-    """A probability of at least 1 below which no token is kept, from sums and maxima of blocks.
+def _lower_bound(bins, total, floor, top_k, top_p, BINS: tl.constexpr):
+    """A probability of at least 1 below which no token is kept, from how many tokens of a row there
+    are in each bin.
 
-    The k-th largest of some tokens is at most that of all, so the maxima of n blocks bound a top_k
-    of up to n; a larger one has no bound, and its row is read whole. Without min_p and top_k,
-    tokens that together have less than the mass beyond top_p are outside: V tokens below its V-th
-    part, and those below a power of 2 where the blocks show that they come to less.
+    The k-th largest is in the last bin that k tokens reach. Without min_p and top_k, the least
+    tokens that together have less than the mass beyond top_p are outside, each taken for as much as
+    its bin allows.
     """
-    bound = tl.maximum(floor, 1)
-    fixed = to_fixed(largest)
-    if (top_k > 0) & (top_k <= n):
-        kth = bound * 0  # by radix select, as in `_threshold`
-        shift = kth + 40
-        for _digit in range(0, 11):
-            marks = kth + ((tl.arange(0, 16) + 1).to(tl.int64) << shift)
-            reaching = tl.sum((fixed[:, None] >= marks[None, :]).to(tl.int32), 0)
-            kth += tl.sum((reaching >= top_k).to(tl.int64), 0) << shift
-            shift -= 4
-        bound = tl.maximum(bound, kth)
-    if (top_k == 0) & (floor == 0):
-        total = tl.sum(mass, 0)
-        beyond = total - share_of(total, top_p)
-        bound = tl.maximum(bound, beyond // v)
-        power = tl.arange(0, 16).to(tl.int64) + 1
-        for _group in range(0, 3):  # 2 to 2**42, which is more than any token has
-            marks = (power * 0 + 1) << tl.minimum(power, 42)
-            at_most = tl.minimum(mass[:, None], marks[None, :] * BLOCK)
-            below = tl.where(fixed[:, None] < marks[None, :], mass[:, None], at_most)
-            bound = tl.maximum(bound, tl.max(tl.where(tl.sum(below, 0) < beyond, marks, 1), 0))
-            power += 16
-    return bound
+    nth = tl.arange(0, BINS)
+    counts = tl.load(bins + nth, mask=nth < BINS - 1, other=0).to(tl.int64)
+    reaching = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    below = tl.cumsum(counts * edge_of(nth + 1), 0) - counts * edge_of(nth + 1)
+    least = (top_k > 0) & (reaching >= top_k)
+    least |= (top_k == 0) & (floor == 0) & (below < total - share_of(total, top_p))
+    bound = tl.max(tl.where(least & (nth < BINS - 1), edge_of(nth), 0), 0)
+    return tl.maximum(tl.maximum(bound, floor), 1)
 
 
 @triton.jit
 def gather(
-    logits, row_max, params, sums, maxima, counts, slots, stride, v, n, N: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    logits, row_max, params, sums, maxima, bins, slots, stride, v, n, N: tl.constexpr,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Of each row with filters: the ids of what reaches its bound, in any order, and how many."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -152,15 +142,15 @@ def gather(
     floor, top_k, top_p = filters_of(params, row)
     if is_sampled(top, rate) & ((floor > 0) | (top_k > 0) | (top_p < ALL)):
         blocks = tl.arange(0, N)
-        mass = tl.load(sums + row * n + blocks, mask=blocks < n, other=0)
-        largest = tl.load(maxima + row * n + blocks, mask=blocks < n, other=0.0)
-        bound = _lower_bound(mass, largest, v, floor, top_k, top_p, n, BLOCK)
+        total = tl.sum(tl.load(sums + row * n + blocks, mask=blocks < n, other=0), 0)
+        bins += row * BINS
+        bound = _lower_bound(bins, total, floor, top_k, top_p, BINS)
         if to_fixed(tl.load(maxima + row * n + block)) >= bound:
             cols = block * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
             reaches = to_fixed(probs_of(x, top, rate)) >= bound
             nth = tl.cumsum(reaches.to(tl.int32), 0)
-            start = tl.atomic_add(counts + row, tl.sum(reaches.to(tl.int32), 0), sem="relaxed")
+            start = tl.atomic_add(bins + BINS - 1, tl.sum(reaches.to(tl.int32), 0), sem="relaxed")
             at = start + nth - 1
             tl.store(slots + row * SLOTS + at, cols, mask=reaches & (at < SLOTS))
 
@@ -242,8 +232,9 @@ def _sum_above(
 
 @triton.jit
 def pick_of_kept(
-    logits, row_max, params, sums, counts, slots, ids, stride, v, n,
-    N: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ID_DIGITS: tl.constexpr,
+    logits, row_max, params, sums, bins, slots, ids, stride, v, n,
+    N: tl.constexpr, BINS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    ID_DIGITS: tl.constexpr,
 ):  # fmt: skip
     """The id of a row that draws and has filters, of what `gather` found or of the whole row."""
     row = tl.program_id(0).to(tl.int64)
@@ -252,7 +243,7 @@ def pick_of_kept(
     if is_sampled(top, rate) & ((floor > 0) | (top_k > 0) | (top_p < ALL)):
         logits += row * stride
         slots += row * SLOTS
-        count = tl.load(counts + row)
+        count = tl.load(bins + row * BINS + BINS - 1)
         is_whole = (count > SLOTS).to(tl.int32)
         count = tl.where(is_whole != 0, v, count)
         has_floor = (floor > 0) | (top_k > 0)

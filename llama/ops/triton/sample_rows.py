@@ -12,6 +12,9 @@ import triton.language as tl
 NUM_PARAMS = tl.constexpr(6)  # int64 numbers per row, see `pack_params`
 UNIT = tl.constexpr(float(2**40))
 ALL = tl.constexpr(2**62)  # a share of one
+# Of the upper bits of a float32: exponent and two more. 2**-40 has the first that is counted.
+FIRST_BIN = tl.constexpr(347)
+LAST_BIN = tl.constexpr(162)  # behind that of the likeliest token
 LOW_31 = tl.constexpr(2**31 - 1)
 LOW_32 = tl.constexpr(2**32 - 1)
 
@@ -101,12 +104,24 @@ def row_tops(maxima, places, row_max, ids, n, CHECKED: tl.constexpr, N: tl.const
 
 
 @triton.jit
-def block_sums(logits, row_max, params, sums, maxima, counts, stride, v, BLOCK: tl.constexpr):
-    """Of each block of a row that draws: the sum of probabilities, and the largest as a float."""
+def edge_of(bins):
+    """The least probability of each bin, as a whole number; 0 of the first."""
+    edge = ((tl.minimum(bins, LAST_BIN) + FIRST_BIN) << 21).to(tl.float32, bitcast=True)
+    return tl.where(bins > 0, to_fixed(edge), 0)
+
+
+@triton.jit
+def block_sums(
+    logits, row_max, params, sums, maxima, bins, stride, v, BLOCK: tl.constexpr,
+    BINS: tl.constexpr, FILTERS: tl.constexpr,
+):  # fmt: skip
+    """Of each block of a row that draws: the sum of probabilities, and the largest as a float.
+
+    FILTERS: in rows that have some, too, how many tokens there are in each bin of probability: a
+    quarter of what lies between two powers of 2.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top, rate = tl.load(row_max + row), rate_of(params, row)
-    if block == 0:
-        tl.store(counts + row, 0)  # for `gather`
     if is_sampled(top, rate):
         cols = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
@@ -114,6 +129,13 @@ def block_sums(logits, row_max, params, sums, maxima, counts, stride, v, BLOCK: 
         at = row * tl.num_programs(1) + block
         tl.store(sums + at, tl.sum(to_fixed(probs), 0))
         tl.store(maxima + at, tl.max(probs, 0))
+        if FILTERS:
+            floor, top_k, top_p = filters_of(params, row)
+            if (floor > 0) | (top_k > 0) | (top_p < ALL):
+                own = tl.maximum((probs.to(tl.int32, bitcast=True) >> 21) - FIRST_BIN, 0)
+                found = tl.histogram(own, BINS)
+                own_bins = bins + row * BINS + tl.arange(0, BINS)
+                tl.atomic_add(own_bins, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit

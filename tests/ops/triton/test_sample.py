@@ -4,6 +4,7 @@ are whole numbers, so that all after them is exact."""
 import math
 import random
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +89,31 @@ def test_more_candidates_than_slots(monkeypatch, row):
     logits[1] = 0.0  # ties everywhere
     wanted, found = both(logits, [row] * 3, random.Random(4))
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    "row", [SamplingRow(0.8, top_p=0.95), SamplingRow(1.0, top_k=300)], ids=str
+)
+def test_hardly_more_is_looked_at_than_is_kept(monkeypatch, row):
+    """Of a flat row, as at temperature 0.8: one program goes through what is gathered."""
+    ranks = torch.randperm(20_000, generator=torch.Generator().manual_seed(1)) + 1
+    logits = (-1.2 * ranks.double().log()).float()[None]
+    gathered: list[int] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*given: Any, **sizes: Any) -> None:
+                gathered.extend(given[4][:, -1].tolist())
+                kernel[grid](*given, **sizes)
+
+            return launch
+
+    kernel = gpu.pick_of_kept
+    monkeypatch.setattr(gpu, "pick_of_kept", Noted())
+    wanted, found = both(logits, [row], random.Random(2))
+    probs = (logits[0] / row.temperature).softmax(0).sort(descending=True).values
+    kept = row.top_k or int((probs.cumsum(0) - probs <= row.top_p).sum())
+    assert found == wanted and kept <= gathered[0] <= 1.35 * kept, (kept, gathered)
 
 
 def test_the_real_vocabulary(monkeypatch):
