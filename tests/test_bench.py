@@ -332,13 +332,14 @@ def test_quality_compares_distributions():
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 def test_quality_of_a_trained_model(bench):
-    """What eight and four bits may cost the demo model, measured at 0.0005, 0.004 and 0.02."""
+    """What eight and four bits may cost the demo model, measured at 0.0005, 0.004 and 0.02; and
+    eight bits of its keys and values at 0.0003."""
     folder = Path(run.__file__).parents[2] / "checkpoints" / "demo"
     document = bench(f"quality --model {folder} --window 65 --windows 2 --threads 1")
     rows = {row["weights"]: row for row in document["rows"]}
-    assert list(rows) == ["bf16", "int8", "fp8", "int4"] and rows["bf16"]["kl"] == 0
-    sizes = {"int8": 4573696, "fp8": 4573696, "int4": 3324416}
-    for (name, size), most in zip(sizes.items(), (0.001, 0.008, 0.04), strict=True):
+    assert list(rows) == ["bf16", "int8", "fp8", "int4", "kv_int8"] and rows["bf16"]["kl"] == 0
+    sizes = {"int8": 4573696, "fp8": 4573696, "int4": 3324416, "kv_int8": 8000000}
+    for (name, size), most in zip(sizes.items(), (0.001, 0.008, 0.04, 0.0008), strict=True):
         assert most / 8 < rows[name]["kl"] < most and rows[name]["gb"] == size / 1e9
 
 

@@ -1,4 +1,5 @@
-"""How much of a model's answers rounding its weights costs: perplexity, and the distance to bf16.
+"""What rounding costs a model's answers, of its weights or of its KV cache: perplexity, and the
+distance to bf16.
 
 In: a folder with weights, formats, and a text. Out: a row a format. The text is read in windows of
 their own. "KL" is the mean over all tokens of the Kullback-Leibler divergence, in nats, of the next
@@ -19,9 +20,12 @@ from torch import Tensor
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from llama import Llama
+from llama.ops.kv_cache import FORMATS as KV_FORMATS
 from llama.weights import QUANTIZED
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
+_CACHES = {f"kv_{name}": name for name in KV_FORMATS}  # of a model in bf16
+_KNOWN = (*QUANTIZED, *_CACHES)
 _COLUMNS: list[Column] = [
     ("weights", "weights", ""), ("GB", "gb", ".3f"), ("perplexity", "perplexity", ".3f"),
     ("to bf16", "to_bf16", "+.2%"), ("KL", "kl", ".4f"), ("+-", "kl_error", ".4f"),
@@ -30,13 +34,14 @@ _COLUMNS: list[Column] = [
 
 
 def quality(
-    formats: str = ",".join(QUANTIZED),
+    formats: str = ",".join(_KNOWN),
     text: str = str(_TEXT),
     window: int = 512,
     windows: int = 4,
     **flags: Any,
 ) -> None:
-    """Perplexity of a text with weights of several formats, and how far each is from bf16.
+    """Perplexity of a text with weights, or a KV cache (kv_int8), of several formats, and how far
+    each is from bf16.
 
     Needs a folder with weights: random ones have nothing to lose. On a CPU; all log-probabilities
     of bf16 are kept: 2 GB for 4 windows of Llama 3.
@@ -45,8 +50,8 @@ def quality(
     if not Path(bench.model).is_dir():
         raise ValueError(f"model={bench.model!r}: give a folder with trained weights")
     for name in (names := formats.split(",")):
-        if name not in QUANTIZED:
-            raise ValueError(f"formats={name!r}: give some of {', '.join(QUANTIZED)}")
+        if name not in _KNOWN:
+            raise ValueError(f"formats={name!r}: give some of {', '.join(_KNOWN)}")
     sizes = whole("window", window, 2), whole("windows", windows)
     expected, rows = None, []
     for name in ("bf16", *names):
@@ -64,9 +69,11 @@ def _log_probabilities(
     folder: str, name: str, text: Path, window: int, windows: int
 ) -> tuple[int, Tensor, Tensor]:
     """Bytes of the weights, ids (windows, window) and log-probabilities (windows, window, V)."""
-    quantize = None if name == "bf16" else name
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bf16"}
+    options["kv_cache_dtype"] = _CACHES.get(name)
+    options["quantize"] = name if name in QUANTIZED else None
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-        llama = Llama.build(folder, None, window, 1, device="cpu", dtype="bf16", quantize=quantize)
+        llama = Llama.build(folder, None, window, 1, **options)
     each = window - 1
     ids = llama.tokenizer.encode(text.read_text(), bos=False, eos=False)[: windows * each]
     if len(ids) < windows * each:
