@@ -256,6 +256,8 @@ def test_two_ranks_keep_keys_and_values_in_8_bits(sharded, two_ranks):
     assert results[0][0] == results[1][0] and wanted is not None
     for ours, theirs in zip(results[0][0][1], wanted, strict=True):
         assert ours[:-1] == pytest.approx(theirs[:-1], abs=0.05)
+    plain = alone(sharded["kv4"], **GREEDY | {"max_gen_len": 1})[1]
+    assert plain[1][:-1] != pytest.approx(wanted[1][:-1], abs=1e-4)
     for _, error in results:
         assert "0 (kv_cache_dtype=int8) and rank 1 (kv_cache_dtype=None)" in error
 
