@@ -58,8 +58,9 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     url, names = getattr(options, "url", None), ("ckpt_dir", *KEYED)
     if url and options.resident:
         raise UsageError("--url and --resident are both given: give one of them")
-    check_client(options, "--url" if url else "--resident", *([] if url else names))
-    with contextlib.ExitStack() as stack, extra("client", "--url and --resident"):
+    how = "--url" if url else "--resident"
+    check_client(options, how, *([] if url else names))
+    with contextlib.ExitStack() as stack, extra("client", how):
         if not url:
             options.api_key = None  # of another server
             flags = {name: x for name in names if (x := getattr(options, name)) is not None}

@@ -157,9 +157,10 @@ def test_the_extra_is_named_where_it_is_not_installed(monkeypatch, capsys, comma
     for name in loaded:
         monkeypatch.delitem(sys.modules, f"llama.cli.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    assert main([*command, "--url", "http://localhost:1"]) == 2
-    assert "--url needs httpx2" in (told := capsys.readouterr().err)
-    assert "pip install 'llama[client]'" in told
+    for how, flags in (("--url", ["--url", "http://localhost:1"]), ("server", ["--resident"])):
+        assert main([*command, *flags]) == 2
+        told = capsys.readouterr().err
+        assert f"{how} needs httpx2" in told and "pip install 'llama[client]'" in told
 
 
 def test_what_a_server_says_cannot_move_the_cursor():
