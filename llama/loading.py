@@ -99,21 +99,20 @@ def load_model(
         batch_size = whole_number("max_batch_size", max_batch_size, 1, 2**20, optional=True)
         batch_size = batch_size or default_batch_size(chosen_device)
         kv_bytes = whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True)
-        whole_number("seed", seed, 0, 2**63 - 1)
         check_speculate(speculate, speculate_tokens)
         given = parallel.size, seq_len, chosen_device, dtype, quantize
         files = _Files.of(ckpt_dir, *given)
         kv_format = pick_kv_format(kv_cache_dtype, chosen_device)
-        checkpoint, params = files.checkpoint, files.checkpoint.params
-        tokenizer = files.tokenizer(tokenizer_path)
+        params, tokenizer = files.checkpoint.params, files.tokenizer(tokenizer_path)
         models = [files, *_draft_files(speculate, tokenizer, *given)]
+        longest = min(x.checkpoint.params.longest_context for x in models)
         allowed, _ = gpu.asked_for(), native.asked_for()  # wrong names are told before weights
         compared = {
             "max_seq_len": seq_len,
             "max_batch_size": batch_size,
             "kv_cache_memory_bytes": kv_bytes,
             "kv_cache_dtype": kv_format.name,
-            "seed": seed,
+            "seed": whole_number("seed", seed, 0, 2**63 - 1),
             "device": chosen_device.type,
             "speculate": (speculate, speculate_tokens),
             **{f"{name}{' (draft)' * i}": v for i, x in enumerate(models) for name, v in x.said()},
@@ -126,12 +125,12 @@ def load_model(
     free = parallel.all_reduce_min(free_bytes(chosen_device))
     with parallel.agree("the memory of the ranks", world=True):
         memory = _memory(models, parallel.size, chosen_device, free, batch_size, kv_format)
-        seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, _longest(models))
+        seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, longest)
     with parallel.agree("the checkpoint", world=True):
         place = parallel, chosen_device, kv_format, (seq_len, batch_size)
         model, *draft = [each.load(*place, verify) for each in models]
         model.use_kernels(kernels)
-    told = checkpoint.is_guard, checkpoint.file_type, files.packed_by(model)
+    told = files.checkpoint.is_guard, files.checkpoint.file_type, files.packed_by(model)
     return Loaded(model, tokenizer, pages, *told, *draft)
 
 
@@ -248,14 +247,14 @@ def _draft_files(
         other = files.tokenizer(None)
     except (OSError, ValueError) as e:
         raise ValueError(f"speculate={path!r}, neither 'lookup' nor a draft model: {e}") from e
-    sizes = other.n_words, tokenizer.n_words
-    if sizes[0] != sizes[1] or any(
-        other.encode(text, bos=True, eos=True) != tokenizer.encode(text, bos=True, eos=True)
-        for text in _PROBES
-    ):
+    own, drafts = (
+        (x.n_words, [x.encode(text, bos=True, eos=True) for text in _PROBES])
+        for x in (tokenizer, other)
+    )
+    if own != drafts:
         raise ValueError(
-            f"speculate={path!r}: the draft model has another vocabulary ({sizes[0]} tokens) than "
-            f"the model ({sizes[1]}): give one of the same family"
+            f"speculate={path!r}: the draft model has another vocabulary ({drafts[0]} tokens) than "
+            f"the model ({own[0]}): give one of the same family"
         )
     return [files]
 
@@ -313,10 +312,6 @@ class Memory:
     def kv_tokens(self) -> int:
         """Tokens in the whole pages that fit."""
         return self.room // (self.per_token * PAGE_SIZE) * PAGE_SIZE
-
-
-def _longest(models: list[_Files]) -> int:
-    return min(x.checkpoint.params.longest_context for x in models)
 
 
 def _memory(
