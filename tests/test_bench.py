@@ -191,8 +191,10 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
     with pytest.raises(SystemExit):
         fails.report([("engine", "engine", "")], [], None)
     capsys.readouterr()
-    (row,) = bench(f"load --work_dir {tmp_path}")["rows"]
-    assert row["load"] > 0 and row["resident_gb"] > row["private_gb"] > 0
+    packed = ["ours_packed"] * KERNELS_RUN
+    rows = bench(f"load --work_dir {tmp_path} --vs ,{','.join(packed)}")["rows"]
+    assert [row["engine"] for row in rows] == ["ours", *packed]
+    assert all(row["load"] > 0 and row["resident_gb"] > row["private_gb"] > 0 for row in rows)
     assert (tmp_path / "demo-bf16" / "meta" / "consolidated.00.pth").exists()
 
 

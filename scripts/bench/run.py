@@ -6,6 +6,7 @@ table and one line of JSON. What a figure means is for the command to say: see `
 
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ from bench.machine import facts, matrix_flops, read_bandwidth
 from bench.report import Column, table
 from bench.shapes import DTYPES, layouts, once, params_of, write_checkpoint
 from llama import ModelArgs
+from llama.checkpoint.convert import pack
 from llama.checkpoint.find import find
 from llama.device import pick_device
 from llama.weights import QUANTIZED
@@ -132,6 +134,8 @@ class Bench:
         try:
             for shared, engine in itertools.product(jobs, self.pythons):
                 job = shared | self._dtypes(engine)
+                if engine == "ours_packed":
+                    job["folder"] = shared["packed"]
                 if (row := self._one(engine, job)) is not None:
                     measured.append((job, row))
         except KeyboardInterrupt:  # hours of rows are still reported
@@ -140,7 +144,8 @@ class Bench:
 
     def _dtypes(self, engine: str) -> Row:
         """The dtype that an engine runs with, and torch's name of the one in the files."""
-        dtype = {"ours": self.dtype, "ours_bf16": "bf16"}.get(engine, self.stored)
+        of_ours = {"ours": self.dtype, "ours_packed": self.dtype, "ours_bf16": "bf16"}
+        dtype = of_ours.get(engine, self.stored)
         return {"dtype": dtype, "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch.")}
 
     def _job(self, measure: str) -> Row:
@@ -157,8 +162,9 @@ class Bench:
         """Where the weights lie: "folder" for ours (None: made in memory), "meta", "hf", "gguf"."""
         given = Path(self.model) if Path(self.model).is_dir() else None
         on_disk = given is not None or measure in ("load", "startup")
-        peers = self.pythons.keys() - {"ours", "ours_bf16"}
-        if not on_disk and not peers:
+        peers = self.pythons.keys() - {"ours", "ours_bf16", "ours_packed"}
+        is_packed = "ours_packed" in self.pythons
+        if not on_disk and not peers and not is_packed:
             yield {"folder": None}
             return
         with tempfile.TemporaryDirectory() as scratch:
@@ -166,6 +172,11 @@ class Bench:
             work = Path(self.work_dir or scratch, f"{Path(self.model).name}-{self.stored}")
             folder = given or write_checkpoint(work / "meta", self.params, dtype)
             others = layouts(find(folder), work) if peers else {}
+            if is_packed:
+                quantize = self.dtype if self.dtype in QUANTIZED else None
+                write = functools.partial(pack, quantize=quantize)
+                out = once(work / f"packed-{self.dtype}", write, find(folder).folder)
+                others["packed"] = str(out)
             if "llama_cpp" in peers:
                 from bench.gguf_file import write_gguf  # needs a package that nothing else needs
 
@@ -178,7 +189,9 @@ class Bench:
             return None
         print(f"... {engine} {job['measure']} batch {job['batch']}", file=sys.stderr, flush=True)
         if job["measure"] in ("load", "startup"):
-            _read_once({job[key] for key in ("folder", "meta", "hf", "gguf") if key in job})
+            _read_once(
+                {job[key] for key in ("folder", "meta", "hf", "gguf", "packed") if key in job}
+            )
         began = time.monotonic()  # a clock that processes share
         try:
             done = subprocess.run(

@@ -47,6 +47,7 @@ _OUR_MODULES = ("torch", "llama.generation")
 ENGINES = {
     "ours": Peer(Ours, _OUR_MODULES),
     "ours_bf16": Peer(Ours, _OUR_MODULES),  # what it is beside, where --dtype is another
+    "ours_packed": Peer(Ours, _OUR_MODULES),  # from a folder of packed weights
     "transformers": Peer(
         Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
     ),
