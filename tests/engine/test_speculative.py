@@ -237,8 +237,7 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["some", "model"])
-@pytest.mark.parametrize("num_pages", [300, 9])
+@pytest.mark.parametrize(("kind", "num_pages"), [("some", 300), ("some", 9), ("model", 9)])
 def test_drafts_change_no_answer_with_a_cache_in_8_bits(
     kind, num_pages, in_8_bits, plain, monkeypatch
 ):
