@@ -25,6 +25,7 @@ from bench.linear import KERNELS
 from bench.machine import best_seconds
 from bench.quality import compare
 from helpers import warm
+from helpers.gguf_files import MIXED, PARAMS, write_gguf
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import REPO, environment
 from llama import ModelArgs
@@ -104,6 +105,22 @@ def test_latency_beside_a_peer(bench, tmp_path):
     assert plot.read_text().count("<polyline") == 2
     (why,) = document["skipped"].values()
     assert "not installed" in why and why in out.read_text().split("\n{")[0]
+
+
+def test_a_gguf_file_is_run_as_it_is(tmp_path):
+    """By our engine and llama.cpp from the same file; bytes of a step are the file's."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, PARAMS, MIXED)
+    asked = run.Bench(model=str(path), vs="ours_bf16")
+    with asked.folders("latency") as folders:
+        assert folders == {"folder": str(path), "gguf": str(path)}
+    dtypes = {name: asked._dtypes(name)["dtype"] for name in ("ours", "llama_cpp", "ours_bf16")}
+    assert dtypes == {"ours": "auto", "llama_cpp": "auto", "ours_bf16": "bf16"}
+    cache = 20 * 2 * PARAMS["n_layers"] * 2 * 32 * 2  # 20 tokens' keys and values of two heads
+    read = shapes.decode_bytes(asked.args, contexts=[10, 10], **asked.storage({"dtype": "auto"}))
+    assert read == path.stat().st_size + cache
+    with pytest.raises(ValueError, match="only ours_bf16 and llama_cpp"):
+        run.Bench(model=str(path), vs="transformers")
 
 
 def test_latency_beside_busy_processes(bench):

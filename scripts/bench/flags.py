@@ -56,7 +56,9 @@ FLAGS = {
     "text": Flag(str, "FILE", "what is read"),
     "window": Flag(int, "N", "tokens that are read in one piece"),
     "windows": Flag(int, "N", "of these pieces"),
-    "model": Flag(str, "NAME", "demo, 1b, 3b or 8b with random weights, or a folder of weights"),
+    "model": Flag(
+        str, "NAME", "demo, 1b, 3b or 8b with random weights, a folder of weights, or a GGUF file"
+    ),
     "dtype": Flag(
         str, "NAME", "bf16, fp16, fp32; int8, fp8, int4 are of our weights, peers have bf16"
     ),

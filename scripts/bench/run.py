@@ -25,7 +25,7 @@ import torch
 from bench.engines import ENGINES
 from bench.machine import facts, matrix_flops, read_bandwidth
 from bench.report import Column, table
-from bench.shapes import DTYPES, layouts, once, params_of, write_checkpoint
+from bench.shapes import DTYPES, is_gguf, layouts, once, params_of, write_checkpoint
 from llama import ModelArgs
 from llama.checkpoint.convert import pack
 from llama.checkpoint.find import find
@@ -68,6 +68,8 @@ class Bench:
         if self.threads is not None:
             torch.set_num_threads(whole("threads", self.threads))
         self.pythons = {"ours": sys.executable} | _pythons(self.vs)
+        if is_gguf(self.model) and self.pythons.keys() - {"ours", "ours_bf16", "llama_cpp"}:
+            raise ValueError(f"vs={self.vs!r}: of {self.model} only ours_bf16 and llama_cpp run")
 
     @property
     def stored(self) -> str:
@@ -76,13 +78,15 @@ class Bench:
 
     def storage(self, job: Row) -> Row:
         """How an engine's numbers lie in memory, for `decode_bytes`."""
+        if job["dtype"] == "auto":
+            return {"itemsize": 2, "file_bytes": Path(self.model).stat().st_size}
         quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
         stored = DTYPES["bf16" if quantize else job["dtype"]]
         return {"itemsize": stored.itemsize, "quantize": quantize}
 
     def ours(self) -> Row:
         """A job of our own engine, in this process."""
-        folder = self.model if Path(self.model).is_dir() else None
+        folder = self.model if Path(self.model).exists() else None
         return self._job("") | {"dtype": self.dtype, "folder": folder}
 
     def run(
@@ -146,6 +150,8 @@ class Bench:
         """The dtype that an engine runs with, and torch's name of the one in the files."""
         of_ours = {"ours": self.dtype, "ours_packed": self.dtype, "ours_bf16": "bf16"}
         dtype = of_ours.get(engine, self.stored)
+        if is_gguf(self.model) and engine != "ours_bf16":
+            dtype = "auto"  # as the file has them
         return {"dtype": dtype, "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch.")}
 
     def _job(self, measure: str) -> Row:
@@ -160,6 +166,9 @@ class Bench:
     @contextlib.contextmanager
     def folders(self, measure: str) -> Iterator[Row]:
         """Where the weights lie: "folder" for ours (None: made in memory), "meta", "hf", "gguf"."""
+        if is_gguf(self.model):
+            yield {"folder": self.model, "gguf": self.model}
+            return
         given = Path(self.model) if Path(self.model).is_dir() else None
         on_disk = given is not None or measure in ("load", "startup")
         peers = self.pythons.keys() - {"ours", "ours_bf16", "ours_packed"}

@@ -42,16 +42,23 @@ _NOISE = 2**22 - 3  # prime: repeated down a matrix, it makes no two rows alike
 
 
 def params_of(model: str) -> dict[str, Any]:
-    """The params of a shape, or of the checkpoint in a folder; ValueError names what is allowed."""
+    """The params of a shape, or of the checkpoint in a folder or a GGUF file; ValueError names what
+    is allowed."""
     if model in SHAPES:
         return dict(SHAPES[model])
-    if not Path(model).is_dir():
+    if not Path(model).is_dir() and not is_gguf(model):
         raise ValueError(
-            f"model={model!r} is neither a folder nor one of {', '.join(SHAPES)}: give one of those"
+            f"model={model!r} is neither a folder nor a GGUF file nor one of "
+            f"{', '.join(SHAPES)}: give one of those"
         )
     args = find(model).params
     sizes = ("max_batch_size", "max_seq_len")
     return {k: v for k, v in vars(args).items() if k not in sizes and v is not None}
+
+
+def is_gguf(model: str) -> bool:
+    """Whether it names a GGUF file, which our engine and llama.cpp run as it is."""
+    return Path(model).suffix == ".gguf" and Path(model).is_file()
 
 
 def random_model(params: dict[str, Any], dtype: torch.dtype, device: str) -> Transformer:
@@ -155,12 +162,18 @@ def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
 
 
 def decode_bytes(
-    args: ModelArgs, itemsize: int, contexts: list[int], *, quantize: str | None = None
+    args: ModelArgs,
+    itemsize: int,
+    contexts: list[int],
+    *,
+    quantize: str | None = None,
+    file_bytes: int = 0,
 ) -> int:
     """Bytes that one step must read: all weights once, with one embedding row a sequence, and the
     keys and values of each sequence's context.
 
-    quantize: what the matrices are rounded to; the rest is as `itemsize` says.
+    quantize: what the matrices are rounded to; the rest is as `itemsize` says. file_bytes: of a
+    file whose weights are read as they are, in the place of both.
     """
 
     def of_matrix(name: str, shape: tuple[int, int]) -> int:
@@ -172,7 +185,8 @@ def decode_bytes(
     norms = (2 * args.n_layers + 1) * args.dim
     embedding = len(contexts) * args.dim
     cache = sum(contexts) * 2 * args.n_layers * args.kv_heads * args.head_dim
-    return matrices + itemsize * (norms + embedding + cache)
+    weights = file_bytes or matrices + itemsize * (norms + embedding)
+    return weights + itemsize * cache
 
 
 def prefill_flop(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
@@ -190,12 +204,11 @@ def step_roofline(
     contexts: list[int],
     bandwidth: float,
     flops: float,
-    *,
-    quantize: str | None = None,
+    **storage: Any,
 ) -> float:
     """Seconds of one decode step at the roofline (Williams et al., 2009): the longer of reading
     its bytes at `bandwidth` bytes per second and doing its operations at `flops` FLOP/s."""
-    reading = decode_bytes(args, itemsize, contexts, quantize=quantize) / bandwidth
+    reading = decode_bytes(args, itemsize, contexts, **storage) / bandwidth
     return max(reading, prefill_flop(args, len(contexts), len(contexts)) / flops)
 
 
@@ -205,13 +218,12 @@ def offline_roofline(
     lengths: list[tuple[int, int]],
     bandwidth: float,
     flops: float,
-    *,
-    quantize: str | None = None,
+    **storage: Any,
 ) -> float:
     """Seconds: all prompts at `flops` operations per second, then one step per token, with all
     requests that are not finished in one batch."""
     seconds = prefill_flop(args, sum(p for p, _ in lengths), len(lengths)) / flops
     for done in range(1, max(answer for _, answer in lengths)):
         contexts = [prompt + done for prompt, answer in lengths if answer > done]
-        seconds += step_roofline(args, itemsize, contexts, bandwidth, flops, quantize=quantize)
+        seconds += step_roofline(args, itemsize, contexts, bandwidth, flops, **storage)
     return seconds
