@@ -222,6 +222,7 @@ class Pair(ModelParallel):
         (None, [1, 0], [1, 1], 1, None),
         ("capture", [1], [0], 0, "a sum over the ranks cannot be captured: not here"),
         ("sum", [1, 1], [1, 0], 1, "a captured sum over the ranks is wrong"),
+        ("large", [1, 1], [1, 0], 1, "a captured sum over the ranks is wrong"),
     ],
 )
 def test_ranks_take_each_step_of_a_captured_sum_together(
@@ -233,14 +234,16 @@ def test_ranks_take_each_step_of_a_captured_sum_together(
         def record(self, function, inputs):
             if fault == "capture":
                 raise RuntimeError("not here\nand more")
-            (out,) = function()
+            outputs = function()
 
             def replay() -> None:
                 nonlocal count
                 count += 1
-                out.copy_(inputs[0] * (3 if fault == "sum" else 2))
+                for out in outputs:
+                    is_wrong = fault == "sum" or (fault == "large" and out.numel() > 1000)
+                    out.fill_(inputs[0][0, 0] * (3 if is_wrong else 2))
 
-            return (out,), replay
+            return outputs, replay
 
         def close(self) -> None:
             pass

@@ -98,11 +98,16 @@ def try_collectives(model: Transformer) -> str | None:
     """
     parallel, weight = model.parallel, model.norm.weight
     x = torch.zeros(8, 64, dtype=weight.dtype, device=weight.device)
+    large = x.new_zeros(1 << 19)  # its sum goes another way than a small one's
+
+    def collectives() -> tuple[Tensor, ...]:
+        return parallel.all_reduce(x.clone()), parallel.all_reduce(large + x[0, 0])
+
     reason = None
     with parallel.step(), current(weight.device):
         recorder = CudaRecorder(weight.device)
         try:
-            (out,), replay = recorder.record(lambda: (parallel.all_reduce(x.clone()),), [x])
+            sums, replay = recorder.record(collectives, [x, large])
         except RuntimeError as e:
             reason = f"a sum over the ranks cannot be captured: {e}".partition("\n")[0][:300]
         for value in (1.0, 3.0):
@@ -110,7 +115,7 @@ def try_collectives(model: Transformer) -> str | None:
                 break
             x.fill_(value)
             replay()
-            if not bool((out == value * parallel.size).all()):
+            if not all(bool((out == value * parallel.size).all()) for out in sums):
                 reason = "a captured sum over the ranks is wrong"
         recorder.close()
     return reason

@@ -85,9 +85,11 @@ class ModelParallel:
             return x
         if self.shared is not None and x.is_cpu:
             return self.shared.all_gather(x)
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        # Its name from torch 2.13 on, or the one before.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(parts, x.contiguous(), group=self.group)
+        return parts.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's values, in place, so that what was decided once is the same everywhere."""

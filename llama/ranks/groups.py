@@ -31,6 +31,7 @@ from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.watch import LATER_S, Watch
 
+_MANY = 1 << 23  # float32 numbers: as many bytes as a step's sums have, of 2,048 rows
 _INTRODUCTION_BYTES = 512  # what a rank says of itself when ranks share memory
 
 
@@ -264,9 +265,10 @@ def _make_groups(
 
 
 def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:
-    """nccl makes a group's buffers, up to a GiB, at its first call: now, as memory is measured
-    after it."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    """nccl makes a group's buffers, up to a GiB, at its first sums of few bytes and of many: now,
+    as memory is measured after it."""
+    for count in (1, _MANY):
+        dist.all_reduce(torch.zeros(count, device=device), group=group)
 
 
 def check_carries(backends: str, device: torch.device) -> None:

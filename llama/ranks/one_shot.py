@@ -23,7 +23,7 @@ _TRIED = (64, 4096, 16_384)  # numbers
 _DTYPES = (torch.bfloat16, torch.float32)  # torch's kernels have no others
 _LIMIT_S = 30.0  # for all ranks to map each other's memory: it takes milliseconds
 
-Reduce = Callable[[Tensor, Tensor], Any]  # (own part of the symmetric buffer, out) -> sums into out
+Reduce = Callable[[Tensor, Tensor], Any]  # (own part of the symmetric buffer, x) -> sums into x
 
 
 class OneShot:
@@ -84,7 +84,6 @@ class OneShot:
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place. The kernel ends when all ranks have read the buffer."""
         own = self._buffer.view(x.dtype)[: x.numel()]
-        own.copy_(x.view(-1))
         self._reduce(own, x.view(-1))
 
 

@@ -47,16 +47,17 @@ def symmetric_buffer(
 ) -> tuple[Tensor, Callable[[dist.ProcessGroup], Callable[[Tensor, Tensor], Any]]]:
     """Memory that other GPUs of the machine can map, and what maps it on all ranks of a group.
 
-    That gives (part of the buffer, out) -> the sum over the ranks into `out`. Without these names:
-    ImportError or AttributeError here, before any rank waits for another; nccl does the work then.
+    That gives (part of the buffer, x) -> the sum over the ranks into `x`, in one launch. Without
+    these names: ImportError or AttributeError here, before any rank waits for another; nccl does
+    the work then.
     """
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-    op, meet = torch.ops.symm_mem.one_shot_all_reduce_out, symmetric.rendezvous
+    op, meet = torch.ops.symm_mem.one_shot_all_reduce_copy_out, symmetric.rendezvous
 
     def join(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Any]:
         meet(buffer, group)
         name = group.group_name
-        return lambda own, out: op(own, "sum", name, out)
+        return lambda own, x: op(own, x, "sum", name, x)
 
     buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     return buffer, join

@@ -188,7 +188,7 @@ def one_shot_sums(folder: str) -> list:
     group, control = parallel.group, parallel.control
 
     def reduce(own: Tensor, out: Tensor) -> None:
-        out.copy_(own)
+        assert own.shape == out.shape
         dist.all_reduce(out, group=group)
 
     def wrong(own: Tensor, out: Tensor) -> None:

@@ -30,7 +30,7 @@ def test_each_is_there(owner, name):
 
 
 def test_the_sum_of_symmetric_memory_is_an_operator_of_torch():
-    assert torch.ops.symm_mem.one_shot_all_reduce_out is not None
+    assert torch.ops.symm_mem.one_shot_all_reduce_copy_out is not None
 
 
 def test_what_happens_without(monkeypatch):
