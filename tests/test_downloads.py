@@ -67,3 +67,13 @@ def test_files_are_read_ahead_and_what_is_missing_is_silent(tmp_path):
         read_ahead(tmp_path / "nothing").join(60)
         read_ahead(tmp_path).join(60)
         assert os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1, "it is not there"
+
+
+def test_what_is_larger_than_memory_is_not_read_ahead(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(4096))
+    opened: list[tuple] = []
+    monkeypatch.setattr(type(path), "open", lambda *x: opened.append(x))
+    monkeypatch.setattr(os, "sysconf", lambda name: 64)  # a machine of 4096 bytes
+    read_ahead(path).join(60)
+    assert not opened

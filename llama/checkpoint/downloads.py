@@ -41,7 +41,8 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
 
 def read_ahead(folder: Path) -> threading.Thread:
     """Have the system read the weights in a folder, or a file, into its page cache, in a thread: a
-    disk is read while torch is imported. What cannot be read is left to who opens it.
+    disk is read while torch is imported. What cannot be read is left to who opens it, and so are
+    files of more than half of the machine's memory: their end would drive out their beginning.
 
     They are mapped in huge pages for that. posix_fadvise would leave pages of 4 KiB in the cache,
     and a product with mapped weights takes 1.8 to 2.4 times the CPU time in those (an Intel Xeon
@@ -54,7 +55,7 @@ def read_ahead(folder: Path) -> threading.Thread:
 
 
 def _touch(files: list[Path]) -> None:
-    for path in files:
+    for path in files if _fit_in_memory(files) else ():
         with contextlib.suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
             try:
                 os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT)
@@ -63,6 +64,13 @@ def _touch(files: list[Path]) -> None:
                 first, madvise = ctypes.c_char.from_buffer(pages), ctypes.CDLL(None).madvise
                 for advice in (14, 22):  # MADV_HUGEPAGE, MADV_POPULATE_READ: madvise(2)
                     madvise(ctypes.byref(first), ctypes.c_size_t(len(pages)), advice)
+
+
+def _fit_in_memory(files: list[Path]) -> bool:
+    with contextlib.suppress(OSError):
+        sizes = sum(path.stat().st_size for path in files)
+        return sizes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return False
 
 
 def check_download(path: Path) -> None:
