@@ -172,11 +172,20 @@ def is_tied(shard: dict[str, MappedTensor]) -> bool:
 
 def _find_meta(folder: Path) -> Checkpoint:
     shards, path = _meta_shards(folder), folder / "params.json"
-    params = ModelArgs.from_params(_read_json(path), source=str(path))
+    content = _read_json(path)
+    if "quantization_args" in content:
+        raise ValueError(
+            f"{path}: this is a model of QLoRA or SpinQuant, whose adaptors and rotations this "
+            "runtime does not compute: take Meta's model in bfloat16, with quantize='int4', or a "
+            "GGUF file in Q4_K_M"
+        )
+    params = ModelArgs.from_params(content, source=str(path))
     if not params.tied_output:
         tied = all(is_tied(open_tensors(file)) for file in shards)
         params = replace(params, tied_output=tied)
-    return Checkpoint(folder, params, shards, "meta")
+    is_fp8 = (folder / "fp8_scales_0.pt").exists()
+    quantization = {"quant_method": "fp8"} if is_fp8 else None
+    return Checkpoint(folder, params, shards, "meta", quantization=quantization)
 
 
 def _find_hf(folder: Path) -> Checkpoint:

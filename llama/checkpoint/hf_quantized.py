@@ -65,7 +65,7 @@ class _Format:
 Parts = dict[str, Tensor]
 
 
-def _eight_bits(parts: Parts, _: dict[str, Any]) -> _Format:
+def eight_bits(parts: Parts, _: dict[str, Any]) -> _Format:
     weight = parts.pop("weight")
     (n, k), is_fp8 = weight.shape, weight.dtype is torch.float8_e4m3fn
     data, sign = weight.view(torch.uint8), 0 if is_fp8 else 128
@@ -220,4 +220,4 @@ def _format_of(parts: Parts, config: dict[str, Any]) -> Callable[[Parts, dict[st
         return _awq if config.get("quant_method") == "awq" else _gptq
     if "weight_packed" in parts:
         return _compressed
-    return _nf4 if _QUANT_STATE in parts else _eight_bits
+    return _nf4 if _QUANT_STATE in parts else eight_bits

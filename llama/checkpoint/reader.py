@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from llama import weights as formats
 from llama.checkpoint import huggingface as hf
+from llama.checkpoint import meta_quantized
 from llama.checkpoint.downloads import broken
 from llama.checkpoint.files import FileReader, MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
@@ -99,8 +100,10 @@ class CheckpointReader:
                 del shard["output.weight"]
         if self.layout != "meta":  # each file holds some tensors, whole: together, one shard
             shards = [_merged(shards)]
-        if checkpoint.quantization is not None:
-            shards = [gathered(shards[0], checkpoint.quantization)]
+            if checkpoint.quantization is not None:
+                shards = [gathered(shards[0], checkpoint.quantization)]
+        else:
+            shards = [meta_quantized.gathered(shard, i) for i, shard in enumerate(shards)]
         _check(checkpoint, shards)
         names = {name: name_in(self.layout, name) for name in self.shapes}
         self.shards = [{name: shard[there] for name, there in names.items()} for shard in shards]
@@ -187,19 +190,33 @@ class CheckpointReader:
     ) -> Iterator[tuple[int, Coded]]:
         """A rank's share of a tensor in codes: some whole heads' rows at a time, in their order,
         each with the number of its first."""
-        file, _, _, quantized = self.shards[0][name]
-        assert quantized is not None and len(self.shards) == 1, name
-        dim, *ends = share(self.params, name, quantized.shape, rank, size)
-        n, k = quantized.shape
+        n, k = self.shapes[name]
+        dim, *ends = share(self.params, name, self.shapes[name], rank, size)
         rows, columns = (range(*ends), slice(0, k)) if dim == 0 else (range(n), slice(*ends))
         rows = rows[:most_rows]
         step = max(_UNPACKED // k // self.params.head_dim, 1) * self.params.head_dim
         for i in range(0, len(rows), step):
             some = rows[i : i + step]
-            coded = quantized.read(slice(some.start, some.stop), columns, device)
+            coded = self._read(name, slice(some.start, some.stop), columns, device)
+            yield i, coded if fill is Tensor.copy_ else coded.in_order(fill)
+
+    def _read(self, name: str, rows: slice, columns: slice, device: torch.device) -> Coded:
+        """Some rows and columns of a tensor in codes, from all shards that have some."""
+        parts: list[Coded] = []
+        for i, (file, _, _, quantized) in enumerate(shard[name] for shard in self.shards):
+            dim, low, high = share(self.params, name, self.shapes[name], i, len(self.shards))
+            wanted = columns if dim else rows
+            here = wanted.start + sum(part.codes.shape[dim] for part in parts)
+            if quantized is None or not low <= here < min(high, wanted.stop):
+                continue  # replicas are skipped
+            some = slice(here - low, min(high, wanted.stop) - low)
+            coded = quantized.read(*((rows, some) if dim else (some, columns)), device)
             if not coded.is_finite():
                 raise broken(file, f"has a number or a scale of {name} that is not finite")
-            yield i, coded if fill is Tensor.copy_ else coded.in_order(fill)
+            parts.append(coded)
+        whole = parts[0] if len(parts) == 1 else joined(parts, dim)
+        assert whole is not None and whole.codes.shape[dim] == wanted.stop - wanted.start, name
+        return whole
 
 
 def load(

@@ -103,11 +103,12 @@ def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
     """The shards and the files that are listed -> what is said of a good one, and its checks."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
     checks: dict[Path, tuple[str, list[Check]]] = {}
-    for path in [*checkpoint.shards, *(checkpoint.folder / name for name in listed)]:
+    scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
+    for path in [*checkpoint.shards, *scales, *(checkpoint.folder / name for name in listed)]:
         if path.name in listed:
             check_download(path)
             checks[path] = "checksum matches", [_check_md5(path, listed[path.name])]
-        elif path.suffix == ".pth" and (parts := _crc32_checks(path)):
+        elif path.suffix in (".pth", ".pt") and (parts := _crc32_checks(path)):
             checks[path] = f"CRC-32 of its {len(parts)} records matches", parts
         else:
             checks[path] = "no checksum to compare with", []

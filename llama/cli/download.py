@@ -19,7 +19,8 @@ from llama.cli.flags import UsageError, extra, nearest
 
 _BESIDE = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
 _HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|chat_template\.\w+|{_BESIDE}"
-_META = rf"original/(consolidated\.\d+\.pth|params\.json|checklist\.chk)|{_BESIDE}"
+_OF_META = r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
+_META = rf"original/({_OF_META})|{_BESIDE}"
 _PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")
 _SIZES = ["3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B", "3.3-70B"]
 _NAMES = [f"{'Meta-' * size.startswith('3-')}Llama-{size}-Instruct" for size in _SIZES]

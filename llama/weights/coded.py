@@ -74,9 +74,10 @@ class Coded:
         return numbers.view(self.shape).to(dtype)
 
 
-def joined(parts: list[Coded]) -> Coded | None:
-    """The rows of several matrices below one another, exactly. Where their tables differ, codes
-    become those of the whole numbers from -128 to 127; None where a table has others."""
+def joined(parts: list[Coded], dim: int = 0) -> Coded | None:
+    """The rows of several matrices below one another, or with `dim` 1 their columns side by side,
+    exactly. Where their tables differ, codes become those of the whole numbers from -128 to 127;
+    None where a table has others."""
     table, group = parts[0].table, math.gcd(*(part.group for part in parts))
     if not all(part.table is table or torch.equal(part.table, table) for part in parts):
         table = torch.arange(-128.0, 128)
@@ -84,11 +85,11 @@ def joined(parts: list[Coded]) -> Coded | None:
             return None
         parts = [replace(part, codes=_in_bytes(part), table=table) for part in parts]
     parts = [part.columns(0, part.shape[1], group) for part in parts]
-    codes, scale = torch.cat([x.codes for x in parts]), torch.cat([x.scale for x in parts])
+    codes, scale = (torch.cat([getattr(x, of) for x in parts], dim) for of in ("codes", "scale"))
     if all(part.offset is None for part in parts):
         return Coded(codes, table, scale)
     offsets = [torch.zeros_like(x.scale) if x.offset is None else x.offset for x in parts]
-    return Coded(codes, table, scale, torch.cat(offsets))
+    return Coded(codes, table, scale, torch.cat(offsets, dim))
 
 
 def _in_bytes(coded: Coded) -> Tensor:
