@@ -77,13 +77,14 @@ inline void fetch(const char* from, long bytes, bool is_near) {
       __builtin_prefetch(line, 0, 2);
 }
 
-// Some k of a weight block, from k = `begin` on, as bf16; and as many bytes of what comes later are
-// fetched on the way.
+// Some k of a weight block, from k = `begin` on, as bf16; and as many bytes from `next` on, if
+// it is there, are fetched on the way.
 template <class Kind, bool HAS_GROUPS>
 void widen_as(const Weight& weight, const Parameters& parameters, const char* from, uint16_t* to,
               long begin, long count, const char* next, bool is_near) {
   alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK : 1] = {};
   const float* of = scales;
+  const char* start = from;
   const Kind kind(weight.table);
   const long width = HAS_GROUPS ? weight.group : weight.k, end = begin + count;
   if (HAS_GROUPS) parameters.unpack(begin / width, (end - 1) / width + 1, scales);
@@ -91,8 +92,8 @@ void widen_as(const Weight& weight, const Parameters& parameters, const char* fr
     stop = std::min((k / width + 1) * width, end);
     Floats parts[4];  // scales, and offsets, of the first rows and the second
     for (int i = 0; i < 4 && HAS_GROUPS; i++) parts[i] = load<Floats>(of + i * LANES);
-    for (; k < stop; k += 2 * Kind::PAIRS, from += Kind::STEP, next += Kind::STEP) {
-      fetch(next, Kind::STEP, is_near);
+    for (; k < stop; k += 2 * Kind::PAIRS, from += Kind::STEP) {
+      if (next) fetch(next + (from - start), Kind::STEP, is_near);
 #pragma GCC unroll 4
       for (int j = 0; j < Kind::PAIRS; j++)
 #pragma GCC unroll 2
@@ -236,7 +237,9 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
   const char* group = weight.data + first_block * k * K_BYTES<Kind>;
   const bool is_alone = packed_x.tiles <= 2, is_near = is_alone && height <= L1_PREFETCH_ROWS;
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : TILE_K_BLOCK * N_BLOCK];
-  const long fetched = IS_BF16<Kind> ? TILE_K * K_BYTES<Kind> / (to - from) : 0;
+  // Numbers that are widened for one row block are fetched then, else while the tiles multiply.
+  const bool is_single = !IS_BF16<Kind> && to - from == 1;
+  const long fetched = is_single ? 0 : TILE_K * K_BYTES<Kind> / (to - from);
   for (long begin = 0; begin < k; begin += packed_x.depth)
     for (long block = 0; block < blocks; block++) {
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
@@ -246,7 +249,7 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
       else if (block + 1 < blocks) next = weights + k * K_BYTES<Kind>;
       if constexpr (!IS_BF16<Kind>) {
         widen_block<Kind>(weight, Parameters(weight, first_block + block), weights, wide, begin,
-                          count_k, next, is_near);
+                          count_k, is_single ? next : nullptr, is_near);
         weights = (const char*)wide;
       }
       for (long b = from; b < to; b++, next += fetched * steps) {
