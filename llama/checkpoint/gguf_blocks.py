@@ -26,9 +26,9 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 def _fields(some: Tensor, bits: int, run: int) -> Tensor:
     """(n, bytes) -> (n, bytes * 8 / bits): `run` bytes give `run` numbers by their lowest bits,
     then `run` by the next ones. For example, 4 bits and run 2: 0x21 0x43 are 1 3 2 4."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=some.device)[:, None]
-    runs = some.reshape(len(some), -1, 1, run)
-    return (runs >> shifts & (1 << bits) - 1).flatten(1)
+    runs = some.reshape(len(some), -1, run)
+    fields = [runs >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.stack(fields, 2).flatten(1)
 
 
 def _nibbles(blocks: Tensor, *, has_offset: bool = False, has_fifth: bool = False) -> Unpacked:
