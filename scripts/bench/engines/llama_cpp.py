@@ -5,9 +5,11 @@ has a slot, all that run are one llama_batch, and its own key-value cache (no un
 """
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
+_REPACK = "BENCH_LLAMA_CPP_REPACK"  # 0: quantized weights stay in the file's order
 _UBATCH = 512  # tokens that go through the model at once: llama.cpp's own default
 
 
@@ -18,10 +20,9 @@ class LlamaCpp:
 
         self.api, self.numpy, self.vocab_size = llama_cpp, numpy, job["params"]["vocab_size"]
         llama_cpp.llama_backend_init()
-        path = str(Path(job["gguf"])).encode()
-        self.model = llama_cpp.llama_model_load_from_file(
-            path, llama_cpp.llama_model_default_params()
-        )
+        path, params = str(Path(job["gguf"])).encode(), llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = os.environ.get(_REPACK) != "0"
+        self.model = llama_cpp.llama_model_load_from_file(path, params)
         self.context = self.model and llama_cpp.llama_init_from_model(
             self.model, self._settings(job)
         )
