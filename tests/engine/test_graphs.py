@@ -284,6 +284,7 @@ class OutOfResources(Exception):
     __module__ = "triton.runtime.errors"
 
 
+@pytest.mark.filterwarnings("ignore:steps run without graphs")
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, graphs):
     """One that the check did not meet: torch's body does its work from then on."""
