@@ -65,7 +65,10 @@ def test_figures_count_requests_and_tokens(own_server):
     assert now["e2e_request_latency_seconds_count",] == 2
     assert now["rank_alive", "0"] == 1
     assert now["step_seconds_count",] >= 6 and now["step_seconds_sum",] > 0
-    lines = [line for line in own_server.log if " mine: 200, 41 prompt tokens (" in line]
+    deadline, lines = time.monotonic() + 30, [""]  # the log is read by a thread
+    while len(lines) != 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        lines = [line for line in own_server.log if " mine: 200, 41 prompt tokens (" in line]
     assert len(lines) == 2 and "6 generated, ended by length" in lines[1]
 
     long = {"prompt": "Xylophone", "max_tokens": 400, "ignore_eos": True, "n": 5, "stream": True}
