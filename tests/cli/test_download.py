@@ -19,6 +19,7 @@ import pytest
 
 from helpers.hub import COMMIT, Hub, run_hub
 from helpers.launch import DEMO, environment
+from helpers.waiting import wait_until
 from llama.checkpoint.convert import convert
 from llama.checkpoint.downloads import hub_cache, model_folder
 from llama.checkpoint.find import find
@@ -188,9 +189,7 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_part(hub):
         [sys.executable, "-m", "llama", "download", NAME], env=environment(), stderr=subprocess.PIPE
     )
     parts = hub_cache() / f"models--meta-llama--{NAME}" / "blobs"
-    end = time.monotonic() + 60
-    while ("model.safetensors", 0) not in hub.sent and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_until(lambda: ("model.safetensors", 0) in hub.sent)
     assert list(parts.glob("*.incomplete"))
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)

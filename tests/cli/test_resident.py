@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import pytest
 
 from helpers.launch import environment
 from helpers.prompts import FRANCE, STORY, replies
+from helpers.waiting import wait_until
 from llama.cli import main, resident
 from llama.cli.client import Client, found_at
 
@@ -59,13 +59,6 @@ def run(*words: str, text: str = "") -> tuple[int, str, str]:
     with begin(*words) as process:
         out, err = process.communicate(text, timeout=LIMIT_S)
     return process.returncode, out, err
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def process_of(log: Path) -> int:

@@ -359,7 +359,6 @@ def test_two_ranks_are_one_worker(demo, tmp_path):
         stream.read(1)
         server.process.send_signal(signal.SIGTERM)
         assert json.loads(stream.read().split(b"\0")[-2])["text"] == answer, "it is finished"
-        server.process.wait(LIMIT_S)
-    log = "".join(server.log)
+        log = server.ended()[1]
     assert "error:" not in log and log.count("registered with the controller") == 1, log
     assert {path for path, _ in said.queue} <= {"/receive_heart_beat"}

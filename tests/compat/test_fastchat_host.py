@@ -23,6 +23,7 @@ import pytest
 
 from helpers.fastchat import DIALOGS
 from helpers.launch import DEMO, PROGRAMS, environment
+from helpers.waiting import wait_until
 from llama.compat.client_tokenizer import ClientTokenizer
 from llama.compat.fastchat import as_trained, conversation_template
 from llama.tokenizer import ChatFormat
@@ -34,13 +35,6 @@ pytestmark = [
 ]
 LIMIT_S = 60.0
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-def wait_until(is_so: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 class Process:

@@ -6,12 +6,12 @@ The ranks are two threads with a queue between them; test_parallel.py has real o
 import queue
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import pytest
 
 from helpers.scheduling import VOCAB, FakeEngine, engine, next_token, sequence
+from helpers.waiting import wait_until
 from llama.engine.core import EngineCore
 from llama.engine.leader import MESSAGE, Follower, Leader, Message, Told
 from llama.engine.sequence import Sequence, TokenParams
@@ -90,16 +90,6 @@ def test_the_follower_holds_what_the_leader_holds_after_each_step(ahead: bool) -
     ranks.close()
     assert ranks.num_calls == [77] and not ranks.follower.has_unfinished()
     assert ranks.follower.scheduler.pool.num_free == 9
-
-
-def wait_until(is_true: Callable[[], bool], what: str = "") -> None:
-    """The follower works at its own pace; a limit, so that a difference is seen."""
-    event = threading.Event()
-    for _ in range(3000):
-        if is_true():
-            return
-        event.wait(0.01)
-    raise AssertionError(what)
 
 
 def test_a_message_carries_every_field() -> None:

@@ -25,6 +25,13 @@ class RunningServer:
     process: subprocess.Popen
     log: list[str]
     url: str
+    reader: threading.Thread
+
+    def ended(self) -> tuple[int, str]:
+        """Waits for its end; the exit code, and all that it wrote."""
+        code = self.process.wait(60)
+        self.reader.join(60)
+        return code, "".join(self.log)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -56,7 +63,8 @@ def run_server(
     reader = threading.Thread(target=_read, args=(process.stderr, log), daemon=True)
     reader.start()
     try:
-        server = RunningServer(process, log, _wait_for(log, process, r"listening on (\S+);"))
+        url = _wait_for(log, process, r"listening on (\S+);")
+        server = RunningServer(process, log, url, reader)
         _wait_for(log, process, "(ready): ")
         yield server
     finally:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.waiting import wait_until
 from llama.ranks import shared_memory
 from llama.ranks.errors import RankError
 from llama.ranks.shared_memory import SharedMemory
@@ -222,11 +223,6 @@ def interrupt(times: int, done: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.2)
     done.touch()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    while not is_true():
-        time.sleep(0.01)
 
 
 def leave_nothing(rank: Rank) -> list[list[str]]:

@@ -3,11 +3,12 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from helpers.waiting import wait_until
 from llama.ranks import processes
 from llama.ranks import rendezvous as rendezvous_module
 from llama.ranks.peers import Peers
@@ -62,13 +63,6 @@ def ranks_of(store: DictStore, machines: list[str], limit_s: float = 20.0) -> It
             stack.callback(peers.close)
             stack.callback(found[-1].close)
         yield found
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_rank_is_whole_when_others_are_told_of_it():

@@ -13,14 +13,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.launch import REPO, environment
+from helpers.waiting import num_lines, wait_until
 from llama import Llama
 from llama.cli.batch.job import run_batch
 
@@ -45,17 +45,6 @@ def cluster() -> Iterator[Any]:
         yield found
     finally:
         found.shutdown()
-
-
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def wait_until(is_so: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def replicas(session: str) -> list[int]:

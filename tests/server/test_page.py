@@ -6,7 +6,6 @@ come from a scripted stream, in OpenAI's shapes.
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from helpers.browser import (
 )
 from helpers.markdown import TEXTS, TREE, commonmark, in_one_form
 from helpers.server import run_server
+from helpers.waiting import wait_until
 from helpers.web import web
 
 PAGE = Path(__file__).resolve().parents[2] / "llama/server/page.html"
@@ -215,10 +215,7 @@ def test_stop_retry_and_edit(page, server):
     page.dispatch_event("#stop", "click")
     stopped = answer_of(page)
     assert stopped and "Stopped" in page.inner_text(f"{DONE} .figures")
-    end = time.monotonic() + 30
-    while web.get(f"{server.url}/load").json() != {"server_load": 0}:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: web.get(f"{server.url}/load").json() == {"server_load": 0})
     settings(page, temperature="0.6", max_tokens="6", seed="7", system=" Be brief. ")
     with bodies_of(page) as bodies:
         page.click("text=Retry")

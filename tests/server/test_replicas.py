@@ -14,6 +14,7 @@ import pytest
 
 from helpers.launch import REPO
 from helpers.server import RunningServer, raw_events, run_server
+from helpers.waiting import num_lines, wait_until
 from helpers.web import web
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
@@ -40,10 +41,7 @@ def test_a_server_that_dies_behind_nginx_is_not_noticed(tmp_path):
 
         thread = threading.Thread(target=work, daemon=True)  # it may try again for minutes
         thread.start()
-        end = time.monotonic() + 60
-        while not out.exists() or out.read_bytes().count(b"\n") < 40:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: num_lines(out) >= 40)
         servers[0].process.kill()
         thread.join(60)
         assert reports == [BatchReport(300, 0)]

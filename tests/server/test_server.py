@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from helpers.server import raw_events, run_server
+from helpers.waiting import wait_until
 from helpers.web import web
 from llama import Llama, SamplingParams
 
@@ -284,11 +285,11 @@ def test_what_it_says_of_itself(server, demo):
     assert get("/tokenizer_info").json()["bos_token"] == "<|begin_of_text|>"
 
 
-def wait_for_load(url: str, load: int) -> None:
-    end = time.monotonic() + 60
-    while web.get(f"{url}/load").json() != {"server_load": load}:
-        assert time.monotonic() < end, web.get(f"{url}/load").json()
-        time.sleep(0.01)
+def wait_for_load(url: str, load: int, **headers: str) -> None:
+    wait_until(
+        lambda: web.get(f"{url}/load", headers=headers).json() == {"server_load": load},
+        lambda: web.get(f"{url}/load", headers=headers).json(),
+    )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -302,10 +303,7 @@ def test_a_client_that_leaves_frees_its_pages(server, stream):
         with pytest.raises(httpx.ReadTimeout):
             web.post(url, json=body, timeout=httpx.Timeout(60, read=0.2))
     wait_for_load(server.url, 0)
-    end = time.monotonic() + 60
-    while "kv_cache_usage_perc 0.0\n" not in web.get(f"{server.url}/metrics").text:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: "kv_cache_usage_perc 0.0\n" in web.get(f"{server.url}/metrics").text)
 
 
 def test_signals_drain_and_a_full_queue_is_refused():
@@ -333,18 +331,15 @@ def test_signals_drain_and_a_full_queue_is_refused():
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 60
-        while web.get(f"{server.url}/load", headers=headers).json() != {"server_load": 2}:
-            assert time.monotonic() < end
+        wait_for_load(server.url, 2, **headers)
         refused = web.post(url, json=body, headers=headers)
         assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (503, True)
         server.process.terminate()
-        while web.get(f"{server.url}/ready").status_code == 200:
-            assert time.monotonic() < end
+        wait_until(lambda: web.get(f"{server.url}/ready").status_code != 200)
         late = web.post(url, json=body, headers=headers)
         assert (late.status_code, "shutting down" in late.text) == (503, True)
         for thread in threads:
             thread.join(60)
         assert [answer.status_code for answer in answers] == [200, 200]
         assert all(answer.json()["usage"]["completion_tokens"] == 300 for answer in answers)
-        assert server.process.wait(30) == 0, server.log
+        assert server.ended()[0] == 0, server.log

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from helpers.launch import PROGRAMS, environment
 from helpers.server import RunningServer, run_server
+from helpers.waiting import wait_until
 from helpers.web import web
 
 sys.path.insert(0, str(PROGRAMS))
@@ -45,8 +45,8 @@ def test_a_row_that_fails_touches_no_other():
         figures = web.get(f"{server.url}/metrics").text
         assert 'llama:request_success_total{finished_reason="error"} 2.0' in figures
         _check_that_a_step_fails(server)
-        assert server.process.wait(LIMIT_S) == 1
-        log = "".join(server.log)
+        code, log = server.ended()
+        assert code == 1
         assert "made to fail" in log and log.count("a step failed: the server ends") == 1
 
 
@@ -60,12 +60,12 @@ def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
             body = {"prompt": [5, RAISE], "max_tokens": 4}
             web.post(f"{server.url}/v1/completions", json=body, timeout=SOON)
         with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
-            _wait_until(lambda: client.get("/load").json() == {"server_load": 0})
+            wait_until(lambda: client.get("/load").json() == {"server_load": 0})
             assert client.get("/health").status_code == 200, "the step still runs"
             go_on.touch()
-            _wait_until(lambda: client.get("/health").status_code == 503)
-        assert server.process.wait(LIMIT_S) == 1
-        assert "made to fail" in "".join(server.log), "".join(server.log)
+            wait_until(lambda: client.get("/health").status_code == 503)
+        code, log = server.ended()
+        assert code == 1 and "made to fail" in log, log
 
 
 @pytest.mark.dist
@@ -78,8 +78,8 @@ def test_a_step_that_fails_on_ranks_answers_and_ends(fault, rank):
         figures = web.get(f"{server.url}/metrics").text
         assert 'llama:rank_alive{rank="1"} 1.0' in figures
         _check_that_a_step_fails(server)
-        assert server.process.wait(LIMIT_S) != 0
-        log = "".join(server.log)
+        code, log = server.ended()
+        assert code != 0
         assert log.count("\nerror: ") == 1, log
 
 
@@ -94,19 +94,11 @@ def test_a_stopped_rank_of_an_idle_server_ends_it():
             ranks = [pid for file in agent.glob("*/children") for pid in file.read_text().split()]
             os.kill(int(max(ranks, key=int)), signal.SIGSTOP)  # it was started last
             began = time.monotonic()
-            _wait_until(lambda: client.get("/ready").status_code == 503)
+            wait_until(lambda: client.get("/ready").status_code == 503)
             assert 'llama:rank_alive{rank="1"} 0.0' in client.get("/metrics").text
-        assert server.process.wait(LIMIT_S) == 1
-        assert time.monotonic() - began < 5 + SLACK_S
-        log = "".join(server.log)
+        code, log = server.ended()
+        assert code == 1 and time.monotonic() - began < 5 + SLACK_S
         assert log.count("\nerror: ") == 1 and "was stopped (by SIGSTOP or Ctrl-Z) for 3 s" in log
-
-
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def _check_that_a_step_fails(server: RunningServer) -> None:

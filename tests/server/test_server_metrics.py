@@ -6,14 +6,14 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.launch import REPO
-from helpers.server import run_server
+from helpers.server import RunningServer, run_server
+from helpers.waiting import wait_until
 from helpers.web import web
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.peers import PeerInfo, Peers
@@ -65,11 +65,9 @@ def test_figures_count_requests_and_tokens(own_server):
     assert now["e2e_request_latency_seconds_count",] == 2
     assert now["rank_alive", "0"] == 1
     assert now["step_seconds_count",] >= 6 and now["step_seconds_sum",] > 0
-    deadline, lines = time.monotonic() + 30, [""]  # the log is read by a thread
-    while len(lines) != 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-        lines = [line for line in own_server.log if " mine: 200, 41 prompt tokens (" in line]
-    assert len(lines) == 2 and "6 generated, ended by length" in lines[1]
+    answered = " mine: 200, 41 prompt tokens ("
+    wait_until(lambda: len(lines_with(own_server, answered)) == 2)
+    assert "6 generated, ended by length" in lines_with(own_server, answered)[1]
 
     long = {"prompt": "Xylophone", "max_tokens": 400, "ignore_eos": True, "n": 5, "stream": True}
     with web.stream("POST", url, json=long, timeout=60) as response:
@@ -81,10 +79,12 @@ def test_figures_count_requests_and_tokens(own_server):
         assert 0 < now["kv_cache_usage_perc",] <= 1
     assert web.post(url, json={"prompt": "Xylophone", "n": 99}).status_code == 400
     assert "Xylophone" not in "".join(own_server.log)
-    end = time.monotonic() + 60  # for the thread that reads the log
-    while not any(": 400, for 'n', POST '/v1/completions'" in line for line in own_server.log):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: lines_with(own_server, ": 400, for 'n', POST '/v1/completions'"))
+
+
+def lines_with(server: RunningServer, text: str) -> list[str]:
+    """Those of its log; a thread reads it, so a line may come later than what it tells of."""
+    return [line for line in server.log if text in line]
 
 
 def test_a_name_of_a_request_may_come_twice(own_server):

@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from helpers import warm
 from helpers.batch import answers, written
 from helpers.launch import PROGRAMS, REPO, environment
+from helpers.waiting import num_lines, wait_until
 from llama import Llama
 from llama.cli import main
 from llama.cli.batch.files import Results, read_lines
@@ -64,18 +63,6 @@ def records(path: Path) -> dict[str, Any]:
         if record["response"]:
             del record["response"]["body"]["usage"]["prompt_tokens_details"]
     return by_id
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll. The limit is no measure: it ends a test that would never end."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.002)
-
-
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.fixture(scope="module")

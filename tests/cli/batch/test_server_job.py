@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from helpers import warm
 from helpers.batch import answers, written
 from helpers.launch import environment
 from helpers.server import run_server
+from helpers.waiting import num_lines, wait_until
 from llama.cli import main
 from llama.cli.batch.loop import BatchReport
 from llama.cli.batch.server_job import run_server_batch
@@ -72,10 +72,7 @@ def start_job(folder: Path, url: str, *flags: str) -> subprocess.Popen:
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
-    end = time.monotonic() + 60
-    while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < count):
-        assert time.monotonic() < end
-        time.sleep(0.002)
+    wait_until(lambda: process.poll() is not None or num_lines(path) >= count)
 
 
 def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
