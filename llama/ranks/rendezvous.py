@@ -58,6 +58,7 @@ class Rendezvous:
         self.own_state: Callable[[], dict[str, Any] | None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None  # after each look at the store
         self.read_at = 0.0  # when the last whole look at the store began
+        self._asked_at = self._awake_at = 0.0  # for a failure; and since when without a long pause
         self._world_size = world_size
         self._open_store = open_store
         self._address = address
@@ -102,8 +103,15 @@ class Rendezvous:
         return self.read_at > then or bool(self._error) or time.monotonic() - then > GRACE_S
 
     def failure(self) -> str:
-        """A cause to end the job that this rank sees in the store; "" while all is well."""
+        """A cause to end the job that this rank sees in the store; "" while all is well.
+
+        Silence counts from when this process runs itself: after a pause of the whole machine it has
+        heard nobody, and that is nobody's fault.
+        """
         now = time.monotonic()
+        if now - self._asked_at > SILENCE_S / 2:
+            self._awake_at = now
+        self._asked_at = now
         if self._error:
             return self._describe_error(now)
         if self._is_done.is_set():
@@ -111,7 +119,7 @@ class Rendezvous:
         is_meeting = not self.has_met.is_set()
         if (
             self.read_at
-            and now - self.read_at > SILENCE_S
+            and now - max(self.read_at, self._awake_at) > SILENCE_S
             and (is_meeting or self.peers.are_spread)
         ):
             return self._describe_lost()
@@ -241,7 +249,7 @@ class Rendezvous:
             if peer.machine != self.peers.own.machine and not peer.has_left:
                 machines.setdefault(peer.machine, []).append(peer)
         for there in machines.values():
-            if all(now - peer.heard > SILENCE_S for peer in there):
+            if all(now - max(peer.heard, self._awake_at) > SILENCE_S for peer in there):
                 ranks = ", ".join(str(peer.rank) for peer in there)
                 return (
                     f"{there[0].host} (rank {ranks}) was not heard of for {SILENCE_S:g} s: the "
