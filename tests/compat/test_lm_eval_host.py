@@ -1,7 +1,7 @@
 """lm-eval's own code against the server: equal to its transformers backend on the same weights.
 
-It lives in an environment of its own, with `lm-eval[api,hf]`, torch and transformers. In this
-environment: LM_EVAL_PYTHON=ITS/bin/python python -m pytest -m hosts tests/server
+It lives in an environment of its own, with `lm-eval[api]`, torch, transformers and accelerate. In
+this environment: LM_EVAL_PYTHON=ITS/bin/python python -m pytest -m hosts tests/compat
 """
 
 import json
