@@ -6,6 +6,7 @@ torch.
 """
 
 import contextlib
+import dataclasses
 import math
 import operator
 import os
@@ -95,6 +96,29 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
     if not (inside and math.isfinite(result)):
         raise FieldError(name, f"{name}={brief(plain)} must be {allowed}")
     return result
+
+
+def limits_of(kind: type) -> dict[str, tuple[type, float, float, bool]]:
+    """Of each field of a dataclass whose metadata has limits: float or int, the least, the
+    greatest; whether an int may be None."""
+    return {
+        each.name: (
+            float if each.type is float else int,
+            *each.metadata["limits"],
+            each.type not in (int, float),
+        )
+        for each in dataclasses.fields(kind)
+        if "limits" in each.metadata
+    }
+
+
+def checked_number(
+    name: str, value: Any, kind: type, low: float, high: float, optional: bool
+) -> float | int | None:
+    """A value that is within what `limits_of` has of it, as such a number."""
+    if kind is float:
+        return number(name, value, low, high)
+    return whole_number(name, value, int(low), int(high), optional=optional)
 
 
 def path_like(name: str, value: Any) -> str | os.PathLike[str]:

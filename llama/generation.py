@@ -13,8 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar
 
-import torch
-
+from llama.build_args import BuildArgs, taking
 from llama.checks import FieldError, whole_number
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
@@ -113,95 +112,26 @@ class Llama:
     """
 
     @staticmethod
-    def build(
-        ckpt_dir: str,
-        tokenizer_path: str | None = None,
-        max_seq_len: int | None = None,
-        max_batch_size: int | None = None,
-        model_parallel_size: int | None = None,
-        seed: int = 1,
-        *,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype | None = None,
-        quantize: str | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        kv_cache_dtype: str | None = None,
-        timeout_s: float = 600.0,
-        verify: bool = False,
-        mute_ranks: bool = True,
-        speculate: str | None = None,
-        speculate_tokens: int = 7,
-    ) -> "Llama":
+    @taking(BuildArgs)
+    def build(args: BuildArgs) -> "Llama":
         """Load a checkpoint, on one process or on all that torchrun started.
-
-        Args:
-            ckpt_dir: a folder with Meta's consolidated.NN.pth and params.json, in any number of
-                shards, or with Hugging Face's *.safetensors and config.json; or a GGUF file, or a
-                folder of one; or the name of a model that `llama download` has fetched.
-            tokenizer_path: tokenizer.model, tokenizer.json or a GGUF file. Default: the one beside
-                the weights, or in them.
-            max_seq_len: the most tokens of prompt and answer. Default: the model's limit, at most
-                8,192, or what fits the memory.
-            max_batch_size: how many sequences run at once; more wait. Default: 32, on CUDA 256.
-            model_parallel_size: ranks that share the model. Default: all processes.
-            seed: of calls that give none. Each draws from it and the number of the call: anew in
-                the second call, and the same when the program is run again.
-            device: "cuda", "mps" or "cpu". Default: the first of these that there is.
-            dtype: "bf16", "fp16", "fp32", or the names that torch has for them. Default, also by
-                "auto": bf16 where the device has it, else fp16; on the CPU, quantized matrices stay
-                as their file has them, unless "bf16" is given.
-            quantize: a format that matrices are rounded to while they are loaded, on the CPU.
-                "int8" and "fp8" take half the memory of bf16, with a scale per row; "int4" less
-                than a third, with a scale and an offset for each 32, and the output's matrix in
-                int8. The rest is bf16. The older dtype="int8" means the same.
-            kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
-                beside the weights, but no more than max_batch_size x max_seq_len tokens.
-            kv_cache_dtype: "int8" keeps keys and values in 8 bits, on the CPU, with a unit for each
-                token and head: almost twice the tokens fit. Default, also by "auto": `dtype`.
-            timeout_s: the longest wait for another rank, in seconds.
-            verify: compare the weights in .pth files with their CRC-32 while they are loaded; a
-                warning names files without one, such as *.safetensors. See `llama verify`.
-            mute_ranks: drop what ranks but 0 print to `sys.stdout`, until `close`; not stderr.
-            speculate: "lookup" guesses the next tokens from what the request's text has had, and
-                lets one step verify several. The folder, file or name of a smaller model with the
-                same vocabulary guesses with that, held in the same dtype and quantize. Answers keep
-                their bits in the CPU's kernels (bf16 and quantized), and come sooner where guesses
-                are right. Not on CUDA, for now.
-            speculate_tokens: the most that are guessed at once.
 
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
         are read. The docstring of the class says what changes in the process.
         """
         began = time.perf_counter()
-        loaded = load_model(
-            ckpt_dir,
-            tokenizer_path,
-            max_seq_len,
-            max_batch_size,
-            model_parallel_size,
-            seed,
-            device=device,
-            dtype=dtype,
-            quantize=quantize,
-            kv_bytes=kv_cache_memory_bytes,
-            kv_cache_dtype=kv_cache_dtype,
-            timeout_s=timeout_s,
-            verify=verify,
-            speculate=speculate,
-            speculate_tokens=speculate_tokens,
-        )
-        guessed = speculate_tokens if speculate else 0
+        loaded = load_model(args)
         with loaded.model.parallel.agree("the KV cache", world=True):
             llama = Llama(
                 loaded.model,
                 loaded.tokenizer,
-                seed=seed,
+                seed=args.seed,
                 num_pages=loaded.num_pages,
-                speculate_tokens=guessed,
+                speculate_tokens=args.speculate_tokens if args.speculate else 0,
                 draft_model=loaded.draft_model,
             )
         llama.is_guard = loaded.is_guard
-        llama._announce(loaded, time.perf_counter() - began, mute_ranks)
+        llama._announce(loaded, time.perf_counter() - began, args.mute_ranks)
         return llama
 
     def __init__(

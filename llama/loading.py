@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from llama import gpu, weights
+from llama.build_args import BuildArgs
 from llama.checkpoint import packed, reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
-from llama.checks import number, path_like, whole_number
+from llama.checks import number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.engine.speculative import check_speculate
@@ -72,63 +73,40 @@ class Loaded:
         )
 
 
-def load_model(
-    ckpt_dir: str,
-    tokenizer_path: str | None,
-    max_seq_len: int | None,
-    max_batch_size: int | None,
-    model_parallel_size: int | None,
-    seed: int,
-    *,
-    device: str | torch.device | None,
-    dtype: str | torch.dtype | None,
-    quantize: str | None,
-    kv_bytes: int | None,
-    kv_cache_dtype: str | None = None,
-    timeout_s: float,
-    verify: bool,
-    speculate: str | None = None,
-    speculate_tokens: int = 7,
-) -> Loaded:
-    """The arguments are those of `Llama.build`; the sizes chosen are in the model's params."""
-    chosen_device = pick_device(device)
-    number("timeout_s", timeout_s, 0, 10**6, above=True)
-    parallel = connect(model_parallel_size, chosen_device, timeout_s)
+def load_model(args: BuildArgs) -> Loaded:
+    """The sizes that are chosen are in the model's params."""
+    device = pick_device(args.device)
+    number("timeout_s", args.timeout_s, 0, 10**6, above=True)
+    parallel = connect(args.model_parallel_size, device, args.timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
-        seq_len = whole_number("max_seq_len", max_seq_len, 1, 2**31, optional=True)
-        batch_size = whole_number("max_batch_size", max_batch_size, 1, 2**20, optional=True)
-        batch_size = batch_size or default_batch_size(chosen_device)
-        kv_bytes = whole_number("kv_cache_memory_bytes", kv_bytes, 1, 2**60, optional=True)
-        check_speculate(speculate, speculate_tokens)
-        given = parallel.size, seq_len, chosen_device, dtype, quantize
-        files = _Files.of(ckpt_dir, *given)
-        kv_format = pick_kv_format(kv_cache_dtype, chosen_device)
-        params, tokenizer = files.checkpoint.params, files.tokenizer(tokenizer_path)
-        models = [files, *_draft_files(speculate, tokenizer, *given)]
+        args = args.checked()
+        check_speculate(args.speculate)
+        files = _Files.of(args, parallel.size, device)
+        kv_format = pick_kv_format(args.kv_cache_dtype, device)
+        params, tokenizer = files.checkpoint.params, files.tokenizer(args.tokenizer_path)
+        models = [files, *_draft_files(args, tokenizer, parallel.size, device)]
         longest = min(x.checkpoint.params.longest_context for x in models)
         allowed, _ = gpu.asked_for(), native.asked_for()  # wrong names are told before weights
         compared = {
-            "max_seq_len": seq_len,
-            "max_batch_size": batch_size,
-            "kv_cache_memory_bytes": kv_bytes,
-            "kv_cache_dtype": kv_format.name,
-            "seed": whole_number("seed", seed, 0, 2**63 - 1),
-            "device": chosen_device.type,
-            "speculate": (speculate, speculate_tokens),
+            **args.shared(),
+            "device": device.type,
             **{f"{name}{' (draft)' * i}": v for i, x in enumerate(models) for name, v in x.said()},
         }
         must_match += [f"{name}={value}" for name, value in compared.items()]
     with parallel.agree("the weights", world=True) as must_match:
         for each in models if parallel.world is not None else ():
             must_match += each.checkpoint.samples()
-    kernels = gpu.kernels_for(params, parallel, chosen_device, files.dtype, PAGE_SIZE, allowed)
-    free = parallel.all_reduce_min(free_bytes(chosen_device))
+    kernels = gpu.kernels_for(params, parallel, device, files.dtype, PAGE_SIZE, allowed)
+    free = parallel.all_reduce_min(free_bytes(device))
+    batch_size = args.max_batch_size or default_batch_size(device)
     with parallel.agree("the memory of the ranks", world=True):
-        memory = _memory(models, parallel.size, chosen_device, free, batch_size, kv_format)
-        seq_len, pages = choose_sizes(memory, seq_len, batch_size, kv_bytes, longest)
+        memory = _memory(models, parallel.size, device, free, batch_size, kv_format)
+        seq_len, pages = choose_sizes(
+            memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
+        )
     with parallel.agree("the checkpoint", world=True):
-        place = parallel, chosen_device, kv_format, (seq_len, batch_size)
-        model, *draft = [each.load(*place, verify) for each in models]
+        place = parallel, device, kv_format, (seq_len, batch_size), args.verify
+        model, *draft = [each.load(*place) for each in models]
         model.use_kernels(kernels)
     told = files.checkpoint.is_guard, files.checkpoint.file_type, files.packed_by(model)
     return Loaded(model, tokenizer, pages, *told, *draft)
@@ -143,27 +121,20 @@ class _Files:
     quantize: str | None
 
     @classmethod
-    def of(
-        cls,
-        ckpt_dir: str,
-        ranks: int,
-        seq_len: int | None,
-        device: torch.device,
-        dtype: str | torch.dtype | None,
-        quantize: str | None,
-    ) -> "_Files":
+    def of(cls, args: BuildArgs, ranks: int, device: torch.device) -> "_Files":
         """ValueError for what `ranks` ranks cannot load so; no weight is read."""
+        dtype, quantize = args.dtype, args.quantize
         if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
             dtype, quantize = None, dtype  # as it was written before there was quantize=
         chosen_dtype = pick_dtype(dtype, device)
         weights.check_quantize(quantize, chosen_dtype, device)
-        checkpoint = find(path_like("ckpt_dir", ckpt_dir))
+        checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
         checkpoint.params.check_ranks(ranks)
         longest = checkpoint.params.longest_context
-        if seq_len is not None and seq_len > longest:
+        if args.max_seq_len is not None and args.max_seq_len > longest:
             raise ValueError(
-                f"max_seq_len={seq_len} is beyond this model's limit of {longest} tokens: build "
-                "with that or less"
+                f"max_seq_len={args.max_seq_len} is beyond this model's limit of {longest} tokens: "
+                "build with that or less"
             )
         if checkpoint.packed is not None:
             packed.check_use(checkpoint, ranks, device, chosen_dtype, quantize)
@@ -229,21 +200,16 @@ class _Files:
 
 
 def _draft_files(
-    path: str | None,
-    tokenizer: Tokenizer,
-    ranks: int,
-    seq_len: int | None,
-    device: torch.device,
-    dtype: str | torch.dtype | None,
-    quantize: str | None,
+    args: BuildArgs, tokenizer: Tokenizer, ranks: int, device: torch.device
 ) -> list[_Files]:
     """Those of a draft model, where one is given. ValueError where it cannot be one."""
+    path = args.speculate
     if path in (None, "lookup"):
         return []
     if device.type != "cpu":
         raise ValueError(f"speculate={path!r}: a draft model runs on the CPU only, for now")
     try:
-        files = _Files.of(str(path), ranks, seq_len, device, dtype, quantize)
+        files = _Files.of(replace(args, ckpt_dir=str(path)), ranks, device)
         other = files.tokenizer(None)
     except (OSError, ValueError) as e:
         raise ValueError(f"speculate={path!r}, neither 'lookup' nor a draft model: {e}") from e

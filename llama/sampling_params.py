@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from llama.checks import FieldError, FieldTypeError, brief, number, whole_number
+from llama.checks import (
+    FieldError,
+    FieldTypeError,
+    brief,
+    checked_number,
+    limits_of,
+    number,
+    whole_number,
+)
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
 TOKEN_IDS = (0, _MOST)
@@ -240,11 +248,8 @@ class SamplingParams:
                 high = self.max_tokens
             if name == "best_of":
                 low = self.n
-            value = getattr(self, name)
-            if kind is float:
-                self._set(name, number(name, value, low, high))
-            else:
-                self._set(name, whole_number(name, value, int(low), int(high), optional=optional))
+            value = checked_number(name, getattr(self, name), kind, low, high, optional)
+            self._set(name, value)
         for each in fields(self):
             if each.type is bool:
                 _switch(each.name, getattr(self, each.name))
@@ -279,13 +284,4 @@ class SamplingParams:
                 )
 
 
-LIMITS: dict[str, tuple[type, float, float, bool]] = {
-    each.name: (
-        float if each.type is float else int,
-        *each.metadata["limits"],
-        each.type not in (int, float),
-    )
-    for each in fields(SamplingParams)
-    if each.metadata
-}
-"""Of each number: float or int, the least, the greatest; whether an int may be None."""
+LIMITS = limits_of(SamplingParams)

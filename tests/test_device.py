@@ -17,6 +17,7 @@ import torch
 from helpers import warm
 from helpers.launch import environment
 from llama import device as device_module
+from llama.build_args import BuildArgs
 from llama.device import available_cores, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.runner import ModelRunner
 from llama.loading import load_model
@@ -175,20 +176,7 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
     monkeypatch.setattr("llama.loading.pick_device", lambda _: torch.device(device))
     monkeypatch.setattr("llama.loading.choose_sizes", lambda *_: (64, 8))
     monkeypatch.setattr("llama.loading.reader.load", lambda *_, **__: None)
-    load_model(
-        str(checkpoint_dir[0]),
-        None,
-        64,
-        2,
-        None,
-        1,
-        device=None,
-        dtype="fp32",
-        quantize=None,
-        kv_bytes=None,
-        timeout_s=9,
-        verify=False,
-    )
+    load_model(BuildArgs(str(checkpoint_dir[0]), None, 64, 2, dtype="fp32", timeout_s=9))
     assert len(calls) == times
 
 

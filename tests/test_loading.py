@@ -1,11 +1,14 @@
 """How large the KV cache becomes: by hand, and through `Llama.build` on a simulated machine."""
 
+import inspect
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from llama import Llama
+from llama.cli.flags import FLAGS
+from llama.cli.model import BUILD_FLAGS
 from llama.loading import Memory, choose_sizes, step_bytes
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -98,3 +101,29 @@ def test_what_does_not_fit_the_memory_is_refused(checkpoint_dir, monkeypatch):
 def test_timeout_s_is_checked(timeout, checkpoint_dir):
     with pytest.raises((TypeError, ValueError), match="timeout_s"):
         Llama.build(str(checkpoint_dir[0]), device="cpu", timeout_s=timeout)
+
+
+def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
+    """Meta's six come first and by position; all are in the help, and flags but the last."""
+    parameters = inspect.signature(Llama.build).parameters
+    by_position = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert by_position == [
+        "ckpt_dir", "tokenizer_path", "max_seq_len", "max_batch_size", "model_parallel_size",
+        "seed",
+    ]  # fmt: skip
+    doc = inspect.getdoc(Llama.build) or ""
+    assert all(f"\n    {name}: " in doc for name in parameters)
+    assert {"mute_ranks"} == parameters.keys() - BUILD_FLAGS.keys()
+    flags = {**BUILD_FLAGS, "ckpt_dir": inspect.Parameter.empty}
+    assert all(parameters[name].default == default for name, default in flags.items())
+    kinds = {name: FLAGS[name].kind for name in ("seed", "timeout_s", "verify", "dtype")}
+    assert kinds == {"seed": int, "timeout_s": float, "verify": bool, "dtype": str}
+    folder = str(checkpoint_dir[0])
+    for bad in (
+        {"max_seq_len": 0},
+        {"max_batch_size": 1.5},
+        {"seed": -1},
+        {"speculate_tokens": 65},
+    ):
+        with pytest.raises(ValueError, match=f"^{next(iter(bad))}=.* must be a whole number from "):
+            Llama.build(folder, device="cpu", **bad)

@@ -12,8 +12,10 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, NoReturn, get_args
+
+from llama.build_args import BuildArgs
 
 REQUIRED = object()  # the default of a flag that must be given
 
@@ -64,11 +66,16 @@ def within(low: int, high: int) -> Callable[[str], int]:
     return read_number
 
 
-_LENGTH = "what fits; in a chat 4096; with the demo model 512"
+def _build_flag(argument: Field) -> Flag:
+    """The flag of an argument of `Llama.build`."""
+    types = (argument.type, *get_args(argument.type))
+    kind = next((kind for kind in (bool, int, float) if kind in types), str)
+    return Flag(kind, *argument.metadata["flag"])
+
 
 FLAGS = {
+    **{each.name: _build_flag(each) for each in fields(BuildArgs) if each.metadata},
     "ckpt_dir": Flag(str, "DIR", "folder of the weights, or a GGUF file", "the demo model"),
-    "tokenizer_path": Flag(str, "FILE", "tokenizer file", "the one beside the weights"),
     "in_file": Flag(str, "IN", "prompts or OpenAI batch requests, one per line"),
     "out_file": Flag(str, "OUT", "results, one JSON record per line"),
     "name": Flag(str, "NAME", "a model: ORG/NAME, or one of Meta's alone: Llama-3.2-1B"),
@@ -83,25 +90,7 @@ FLAGS = {
     "temperature": Flag(float, "X", "0 takes the likeliest token; higher values vary more"),
     "top_p": Flag(float, "P", "sample from the likeliest tokens that hold this probability"),
     "max_gen_len": Flag(int, "N", "most tokens of one answer", "what max_seq_len leaves"),
-    "seed": Flag(int, "N", "of the samples; the same command gives the same answers again"),
-    "max_seq_len": Flag(int, "N", "most tokens of one prompt and its answer", _LENGTH),
-    "max_batch_size": Flag(int, "N", "sequences that run at once; more wait", "what fits"),
-    "kv_cache_memory_bytes": Flag(int, "N", "bytes of the KV cache on each rank", "what fits"),
-    "kv_cache_dtype": Flag(str, "NAME", "of the KV cache: int8, half the bytes (CPU)", "dtype"),
-    "model_parallel_size": Flag(int, "N", "ranks that share one model", "all that were started"),
     "ranks": Flag(within(1, 1024), "N", "processes of this machine that share the work"),
-    "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
-    "dtype": Flag(str, "NAME", "bf16, fp16 or fp32", "bf16 if the device has it"),
-    "quantize": Flag(
-        str,
-        "NAME",
-        "round the weights: int8, fp8, int4 (CPU); in a .gguf file q8_0, q4_0",
-        "as they are",
-    ),
-    "verify": Flag(bool, "", "compare the weights with their checksums while they are loaded"),
-    "speculate": Flag(str, "NAME", "guess ahead: lookup, in the text; or a draft model", "none"),
-    "speculate_tokens": Flag(int, "N", "the most tokens that are guessed at once"),
-    "timeout_s": Flag(float, "S", "seconds that a rank waits for another rank"),
     "url": Flag(str, "URL", "server of OpenAI's API that answers; no model is loaded", "none"),
     "resident": Flag(bool, "", "let a server of this model answer that stays; start it if need be"),
     "background": Flag(bool, "", "stay, at a socket of this user; --resident finds it there"),

@@ -7,29 +7,18 @@ import argparse
 import contextlib
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from llama.build_args import BuildArgs
 from llama.checkpoint.downloads import model_folder, read_ahead
 from llama.cli.flags import UsageError
 from llama.sampling_params import SamplingParams
 
 BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defaults
     "ckpt_dir": None,
-    "tokenizer_path": None,
-    "max_seq_len": None,
-    "max_batch_size": None,
-    "kv_cache_memory_bytes": None,
-    "kv_cache_dtype": None,
-    "model_parallel_size": None,
-    "seed": 1,
-    "device": None,
-    "dtype": None,
-    "quantize": None,
-    "timeout_s": 600.0,
-    "verify": False,
-    "speculate": None,
-    "speculate_tokens": 7,
+    **{each.name: each.default for each in fields(BuildArgs) if each.metadata},
 }
 SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from llama.checks import brief, whole_number
+from llama.checks import brief
 from llama.engine.sequence import Sequence
 from llama.ranks.collectives import ModelParallel
 
@@ -27,9 +27,8 @@ _FORCED = 6  # of a constraint; 1 to 5 are matches of 1, 2, 4, 8 and 16 tokens
 _FIRST_RATES = (0.0, 0.2, 0.35, 0.5, 0.7, 0.8, 0.9)  # of each kind, before any was seen
 
 
-def check_speculate(speculate: str | None, most: int) -> None:
-    """ValueError or TypeError for arguments of `Llama.build` that can name no drafter."""
-    whole_number("speculate_tokens", most, 1, 64)
+def check_speculate(speculate: str | None) -> None:
+    """TypeError for what can name no drafter."""
     if speculate is not None and not (isinstance(speculate, str) and speculate):
         raise TypeError(f"speculate={brief(speculate)}: give 'lookup', a draft model, or None")
 

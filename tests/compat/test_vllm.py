@@ -427,8 +427,8 @@ def test_generation_config_gives_the_defaults(tmp_path):
 def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     seen: list[Any] = []
 
-    def build(*args: Any, **named: Any) -> Llama:
-        seen.append((args, named))
+    def build(**named: Any) -> Llama:
+        seen.append(named)
         return shared_llama
 
     monkeypatch.setattr(Llama, "build", build)
@@ -446,30 +446,21 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     assert LLMEngine.from_engine_args(args).model_config.get_vocab_size() == 512
     small = {"model": "small", "num_speculative_tokens": 3}
     LLMEngine.from_engine_args(EngineArgs("m", speculative_config=small))
-    _, named = seen.pop()
+    named = seen.pop()
     assert (named["speculate"], named["speculate_tokens"]) == ("small", 3)
     with pytest.raises(TypeError, match="from_engine_args cannot do executor=1"):
         LLMEngine.from_engine_args(args, executor=1)
     tokenizer = str(DEMO / "tokenizer.model")
-    common: dict[str, Any] = {"device": None, "kv_cache_memory_bytes": None}
-    assert seen == [
-        (
-            ("m", tokenizer, 64, 5, 2, 3),
-            {**common, "dtype": "bfloat16", "quantize": None, "kv_cache_dtype": "auto"},
-        ),
-        (
-            ("m", None, None, None, 1, 0),
-            {
-                **common,
-                "dtype": "auto",
-                "quantize": "int8",
-                "kv_cache_dtype": "int8",
-                "timeout_s": 9,
-                "speculate": "lookup",
-                "speculate_tokens": 5,
-            },
-        ),
-    ]
+    first = {
+        "ckpt_dir": "m", "tokenizer_path": tokenizer, "max_seq_len": 64, "max_batch_size": 5,
+        "model_parallel_size": 2, "seed": 3, "dtype": "bfloat16",
+    }  # fmt: skip
+    second = {
+        "ckpt_dir": "m", "tokenizer_path": None, "model_parallel_size": 1, "seed": 0,
+        "quantize": "int8", "kv_cache_dtype": "int8", "timeout_s": 9, "speculate": "lookup",
+        "speculate_tokens": 5,
+    }  # fmt: skip
+    assert seen == [first, second]
 
 
 def test_an_option_may_be_spelled_with_dashes_or_underscores(monkeypatch):

@@ -13,6 +13,7 @@ from dataclasses import InitVar, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llama.build_args import BuildArgs
 from llama.checkpoint.downloads import model_folder
 from llama.checks import brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
@@ -44,6 +45,11 @@ _UTILIZATION = (
     "gpu_memory_utilization has no effect: the KV cache takes what max_num_seqs sequences of "
     "max_model_len tokens need, as far as memory is free; kv_cache_memory_bytes sets its size"
 )
+_OURS = {  # the arguments of `Llama.build` that vLLM has other names for
+    "model": "ckpt_dir", "tokenizer": "tokenizer_path", "max_model_len": "max_seq_len",
+    "max_num_seqs": "max_batch_size", "tensor_parallel_size": "model_parallel_size",
+    "quantization": "quantize", "distributed_timeout_seconds": "timeout_s",
+}  # fmt: skip
 _DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # of a model
 
 
@@ -112,23 +118,13 @@ class EngineArgs:
 
     def build(self) -> Llama:
         """The model, loaded by `Llama.build`, whose errors these are."""
-        seconds = self.distributed_timeout_seconds
-        limits: dict[str, Any] = {} if seconds is None else {"timeout_s": seconds}
-        return Llama.build(
-            self.model,
-            _tokenizer_file(self.tokenizer, self.model),
-            self.max_model_len,
-            self.max_num_seqs,
-            self.tensor_parallel_size,
-            0 if self.seed is None else self.seed,
-            device=None if self.device == "auto" else self.device,
-            dtype=self.dtype,
-            quantize=self.quantization,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            kv_cache_dtype=self.kv_cache_dtype,
-            **limits,
-            **_speculate(self.speculative_config),
-        )
+        named = {_OURS.get(name, name): value for name, value in vars(self).items()}
+        names = {each.name for each in fields(BuildArgs)}
+        given = {k: x for k, x in named.items() if k in names and x not in (None, "auto")}
+        asked: dict[str, Any] = {
+            "seed": 0, **given, "tokenizer_path": _tokenizer_file(self.tokenizer, self.model),
+        }  # fmt: skip
+        return Llama.build(**asked, **_speculate(self.speculative_config))
 
     def default_params(self) -> SamplingParams:
         """For calls that give none: what the model's generation_config.json says, as in vLLM."""
