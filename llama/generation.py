@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar
 
 from llama.build_args import BuildArgs, taking
@@ -35,6 +35,7 @@ __all__ = ["ChatPrediction", "CompletionPrediction", "Llama", "sample_top_p"]
 
 _T = TypeVar("_T")
 _SLOW_S = 2.0  # seconds of a load
+_NO_OPTIONS = ChatOptions()  # of a call without tools
 _Dialogs = Seq[Seq[Mapping[str, Any]]]  # of Meta's messages, or of OpenAI's
 
 
@@ -73,32 +74,6 @@ class TextDelta:
     text: str
     finish_reason: str | None
     tool_calls: tuple[dict[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments that Meta's calls share; nothing is checked before `sampling_params`."""
-
-    max_gen_len: int | None
-    temperature: float
-    top_p: float
-    logprobs: bool = False
-    echo: bool = False
-    seed: int | None = None
-    stop: str | Seq[str] = ()
-    chat: ChatOptions = field(default_factory=ChatOptions)
-
-    def sampling_params(self, tool_format: ToolFormat) -> SamplingParams:
-        params = SamplingParams(
-            max_tokens=whole_number("max_gen_len", self.max_gen_len, 0, 2**31 - 1, optional=True),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=self.stop,
-            logprobs=0 if self.logprobs else None,
-            prompt_logprobs=0 if self.logprobs and self.echo else None,
-        )
-        return self.chat.params(params, tool_format)
 
 
 class Llama:
@@ -240,8 +215,8 @@ class Llama:
         TypeError names the bad prompt or parameter, before any work, and where the ranks of one
         group were given different ones.
         """
-        settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
-        outputs = self._run(_rows("prompt_tokens", prompt_tokens), settings)
+        asked = max_gen_len, temperature, top_p, seed, logprobs, echo
+        outputs = self._run(_rows("prompt_tokens", prompt_tokens), *asked)
         tokens = [_tokens(output, echo) for output in outputs]
         return tokens, [_scores(output, echo) for output in outputs] if logprobs else None
 
@@ -257,15 +232,11 @@ class Llama:
         seed: int | None = None,
     ) -> list[CompletionPrediction]:
         """Continue each text: [{"generation": text}]; with logprobs, also "tokens", "logprobs"."""
-        settings = _Settings(max_gen_len, temperature, top_p, logprobs, echo, seed)
-        outputs = self._run(self._encode_texts(prompts), settings)
-        return [
-            {
-                "generation": self.tokenizer.decode(_tokens(output, echo)),
-                **self._scored(output, settings),
-            }
-            for output in outputs
-        ]
+        asked = max_gen_len, temperature, top_p, seed, logprobs, echo
+        outputs = self._run(self._encode_texts(prompts), *asked)
+        texts = [self.tokenizer.decode(_tokens(output, echo)) for output in outputs]
+        scored = [self._scored(output, logprobs, echo) for output in outputs]
+        return [{"generation": text, **x} for text, x in zip(texts, scored, strict=True)]
 
     def chat_completion(
         self,
@@ -289,15 +260,11 @@ class Llama:
         the dialog, and ask again. Errors name the dialog and the message, before any work.
         """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
-        settings = _Settings(max_gen_len, temperature, top_p, logprobs, False, seed, (), chat)
-        outputs = self._run(self._encode_dialogs(dialogs, chat), settings)
-        return [
-            {
-                "generation": self._reader(output, chat).message(output.outputs[0]),  # type: ignore[typeddict-item]
-                **self._scored(output, settings),
-            }
-            for output in outputs
-        ]
+        asked = max_gen_len, temperature, top_p, seed, logprobs
+        outputs = self._run(self._encode_dialogs(dialogs, chat), *asked, chat=chat)
+        answers: list[Any] = [self._reader(x, chat).message(x.outputs[0]) for x in outputs]
+        scored = [self._scored(output, logprobs) for output in outputs]
+        return [{"generation": answer, **x} for answer, x in zip(answers, scored, strict=True)]
 
     def stream_text(
         self,
@@ -314,8 +281,8 @@ class Llama:
         No delta holds half a character or any part of a stop string. Leaving the loop early aborts
         what is left. Errors are raised at the call, before any work.
         """
-        settings = _Settings(max_gen_len, temperature, top_p, seed=seed, stop=stop)
-        return self._stream(self._encode_texts(prompts), settings)
+        asked = max_gen_len, temperature, top_p, seed
+        return self._stream(self._requests(self._encode_texts(prompts), *asked, stop=stop))
 
     def stream_chat(
         self,
@@ -337,8 +304,9 @@ class Llama:
         arguments, as JSON.
         """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
-        settings = _Settings(max_gen_len, temperature, top_p, seed=seed, stop=stop, chat=chat)
-        return self._stream(self._encode_dialogs(dialogs, chat), settings)
+        asked = max_gen_len, temperature, top_p, seed
+        prompts = self._encode_dialogs(dialogs, chat)
+        return self._stream(self._requests(prompts, *asked, stop=stop, chat=chat), chat)
 
     def beam_search(
         self,
@@ -350,8 +318,7 @@ class Llama:
         early_stopping: bool | str = False,
     ) -> list[list[BeamPrediction]]:
         """The likeliest continuations of each text, best first; see `BeamParams`."""
-        settings = _Settings(max_gen_len, 0.0, 1.0)
-        requests = self._requests(self._encode_texts(prompts), settings)
+        requests = self._requests(self._encode_texts(prompts), max_gen_len, 0.0, 1.0)
         found = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
         return [
             [
@@ -361,26 +328,46 @@ class Llama:
             for beams in found
         ]
 
-    def _requests(self, prompts: Iterable[Any], settings: _Settings) -> Iterator[Request]:
+    def _requests(
+        self,
+        prompts: Iterable[Any],
+        max_gen_len: int | None,
+        temperature: float,
+        top_p: float,
+        seed: int | None = None,
+        logprobs: bool = False,
+        echo: bool = False,
+        *,
+        stop: str | Seq[str] = (),
+        chat: ChatOptions = _NO_OPTIONS,
+    ) -> Iterator[Request]:
         """A request for each prompt, as ids. All checks run when this is iterated, not when it is
         called: the engine does that where an error on one rank becomes an error on every rank."""
-        params = settings.sampling_params(self.tool_format)
+        params = SamplingParams(
+            max_tokens=whole_number("max_gen_len", max_gen_len, 0, 2**31 - 1, optional=True),
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            logprobs=0 if logprobs else None,
+            prompt_logprobs=0 if logprobs and echo else None,
+        )
+        params = chat.params(params, self.tool_format)
         for i, ids in enumerate(prompts):
             if isinstance(ids, str):  # which the engine would take for a prompt
                 raise not_ids(f"prompt {i}", ids)
             yield self.llm_engine.prepare("", ids, params, index=i)
 
-    def _run(self, prompts: Iterable[Any], settings: _Settings) -> list[RequestOutput]:
-        outputs = self.llm_engine.run(self._requests(prompts, settings))
+    def _run(self, prompts: Iterable[Any], *asked: Any, **more: Any) -> list[RequestOutput]:
+        outputs = self.llm_engine.run(self._requests(prompts, *asked, **more))
         for output in outputs:
             _check(output)
         return outputs
 
     def _stream(
-        self, prompts: Iterable[Any], settings: _Settings
+        self, requests: Iterable[Request], chat: ChatOptions = _NO_OPTIONS
     ) -> Generator[TextDelta, None, None]:
-        outputs = self.llm_engine.stream(self._requests(prompts, settings))
-        return self._deltas(outputs, settings.chat)
+        return self._deltas(self.llm_engine.stream(requests), chat)
 
     def _deltas(
         self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
@@ -404,12 +391,11 @@ class Llama:
         key = ("", output.prompt_token_ids, output.index, 0)
         return AnswerDeltas(chat.tool_request, self.tokenizer, key)
 
-    def _scored(self, output: RequestOutput, settings: _Settings) -> _Scored:
-        if not settings.logprobs:
+    def _scored(self, output: RequestOutput, logprobs: bool, echo: bool = False) -> _Scored:
+        if not logprobs:
             return {}
-        tokens = _tokens(output, settings.echo)
-        pieces = [self.tokenizer.decode([token]) for token in tokens]
-        return {"tokens": pieces, "logprobs": _scores(output, settings.echo)}
+        pieces = [self.tokenizer.decode([token]) for token in _tokens(output, echo)]
+        return {"tokens": pieces, "logprobs": _scores(output, echo)}
 
     def _encode_texts(self, prompts: Any) -> Iterator[list[int]]:
         for i, prompt in enumerate(_rows("prompts", prompts)):

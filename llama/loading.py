@@ -6,6 +6,7 @@ cache, or one clear error on every rank before any weight is read. Nothing here 
 
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,7 +101,12 @@ def load_model(args: BuildArgs) -> Loaded:
     free = parallel.all_reduce_min(free_bytes(device))
     batch_size = args.max_batch_size or default_batch_size(device)
     with parallel.agree("the memory of the ranks", world=True):
-        memory = _memory(models, parallel.size, device, free, batch_size, kv_format)
+        rest = free, batch_size, kv_format
+        needs = [
+            Memory.of(x.checkpoint, parallel.size, device, x.dtype, x.quantize, *rest)
+            for x in models
+        ]
+        memory = Memory.of_all(needs)
         seq_len, pages = choose_sizes(
             memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
         )
@@ -268,6 +274,12 @@ class Memory:
             per_token=plan.kv_bytes_per_token(dtype),
         )
 
+    @classmethod
+    def of_all(cls, each: "Sequence[Memory]") -> "Memory":
+        """Of models that run in turn, with the same tokens in their caches."""
+        weights, per_token = sum(x.weights for x in each), sum(x.per_token for x in each)
+        return cls(each[0].free, weights, max(x.reserve for x in each), per_token)
+
     @property
     def room(self) -> int:
         """Bytes for the KV cache; 0 where not even the weights fit."""
@@ -278,27 +290,6 @@ class Memory:
     def kv_tokens(self) -> int:
         """Tokens in the whole pages that fit."""
         return self.room // (self.per_token * PAGE_SIZE) * PAGE_SIZE
-
-
-def _memory(
-    models: list[_Files],
-    ranks: int,
-    device: torch.device,
-    free: int,
-    batch_size: int,
-    kv_format: KVFormat,
-) -> Memory:
-    """Of models that run in turn, with the same tokens in their caches."""
-    each = [
-        Memory.of(x.checkpoint, ranks, device, x.dtype, x.quantize, free, batch_size, kv_format)
-        for x in models
-    ]
-    return Memory(
-        free,
-        sum(memory.weights for memory in each),
-        max(memory.reserve for memory in each),
-        sum(memory.per_token for memory in each),
-    )
 
 
 def pages_for(num_tokens: int) -> int:

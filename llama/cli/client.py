@@ -101,7 +101,7 @@ class Client:
         async with self._within(_CONNECT_S):
             response = await self._http.get("/v1/models")
             await self._check(response)
-        listing = found_at(self._json(response), "data")
+        listing = found_at(self._json(response.content, response.status_code), "data")
         cards = listing if isinstance(listing, list) else []
         contexts = {str(found_at(c, "id")): found_at(c, "max_model_len") for c in cards}
         if not contexts:
@@ -123,7 +123,8 @@ class Client:
             content = json.dumps(body)  # ASCII: a text may hold half of a pair of surrogates
             response = await self._http.post(path, content=content, headers=headers)
             await self._check(response)
-        return Reply(self._json(response), response.headers.get("X-Request-Id", ""))
+        body = self._json(response.content, response.status_code)
+        return Reply(body, response.headers.get("X-Request-Id", ""))
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
         """The data of each server-sent event of a POST, up to [DONE]. ServerError."""
@@ -141,16 +142,10 @@ class Client:
                         continue
                     if data.strip() == b"[DONE]":
                         return
-                    yield self._event(data)
-
-    def _event(self, data: bytes) -> Any:
-        try:
-            event = json.loads(data)
-        except (ValueError, RecursionError) as e:
-            raise ServerError(f"{self.url} sent an event that is no JSON: {e}") from None
-        if error := found_at(event, "error"):
-            raise ServerError(_message(error, data.decode(errors="replace")))
-        return event
+                    read = self._json(data)
+                    if error := found_at(read, "error"):
+                        raise ServerError(_message(error, data.decode(errors="replace")))
+                    yield read
 
     async def _check(self, response: httpx2.Response) -> None:
         """ServerError unless the status is that of an answer."""
@@ -180,15 +175,12 @@ class Client:
             what = "broke off" if has_begun else "cannot be reached"
             raise ServerError(f"{self.url} {what}: {str(e) or type(e).__name__}") from None
 
-    def _json(self, response: httpx2.Response) -> Any:
+    def _json(self, data: bytes, status: int | None = None) -> Any:
         try:
-            return json.loads(response.content)
+            return json.loads(data)
         except (ValueError, RecursionError):
-            raise ServerError(
-                f"{response.url} answered with no JSON ({response.content[:80]!r}): is it a "
-                "server of OpenAI's API?",
-                response.status_code,
-            ) from None
+            words = f"{self.url} answered with no JSON ({data[:80]!r})"
+            raise ServerError(f"{words}: is it a server of OpenAI's API?", status) from None
 
 
 def found_at(body: Any, *path: str | int) -> Any:

@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 import signal
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +105,14 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     if options.tool_format not in (None, *names):
         raise UsageError(f"--tool_format {options.tool_format} must be one of {', '.join(names)}")
     tool_format = None if options.tool_format is None else ToolFormat(options.tool_format)
-    limits = Limits(
-        max_queue=options.max_queue,
-        max_wait_s=options.max_wait_s,
-        max_connections=options.max_connections,
-        max_per_address=options.max_per_address,
-    )
+    given = vars(options)
+    limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
     log_to_stderr()
-    keys = _keys(options)
     return Server(
         name,
         host=options.host,
         port=options.port,
-        api_keys=keys,
+        api_keys=_keys(options),
         limits=limits,
         tool_format=tool_format,
         allowed_origins=_origins(options),

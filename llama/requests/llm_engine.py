@@ -16,6 +16,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from llama.checks import brief
@@ -36,26 +37,20 @@ _T = TypeVar("_T")
 _LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the model
 
 
+@dataclass(eq=False)
 class LLMEngine:
     """Requests of one model; `core` computes them, `parallel` are the ranks that do it together."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        tokenizer: Tokenizer,
-        *,
-        max_seq_len: int,
-        seed: int,
-        parallel: ModelParallel,
-    ) -> None:
-        self.core = core
-        self.tokenizer = tokenizer
-        self.max_seq_len = max_seq_len
-        self.seed = seed
-        self.parallel = parallel
-        self.grammars = GrammarCompiler(tokenizer)
-        self.prepare = Preparer(tokenizer, max_seq_len, self.grammars).prepare
-        self._ranks = RankCalls(core, parallel)
+    core: EngineCore
+    tokenizer: Tokenizer
+    max_seq_len: int
+    seed: int
+    parallel: ModelParallel
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer)
+        self.prepare = Preparer(self.tokenizer, self.max_seq_len, self.grammars).prepare
+        self._ranks = RankCalls(self.core, self.parallel)
         self.agree = self._ranks.agree
         # For all below; not held while the model runs. One thread may take it again: a stream that
         # nobody reads any more is closed wherever Python finds it.

@@ -23,13 +23,8 @@ _TEXTS = (
     "request_id", "reasoning_effort", "verbosity",
 )  # fmt: skip
 _OBJECTS = (
-    "metadata",
-    "client_metadata",
-    "cache_control",
-    "reasoning",
-    "thinking",
-    "context_management",
-)
+    "metadata", "client_metadata", "cache_control", "reasoning", "thinking", "context_management",
+)  # fmt: skip
 LABELS: dict[str, Any] = {  # for the client's own books, or hints: any value of the type
     **dict.fromkeys(_TEXTS, str),
     **dict.fromkeys(_OBJECTS, dict[str, Any]),

@@ -53,13 +53,10 @@ def make_app(
     own = (_status_routes(service), _page_route(), host_routes or APIRouter())
     for router in (routes.routes(service), tokens.routes(service), *own):
         app.include_router(router)
-    app.add_exception_handler(ApiError, _tell)
-    app.add_exception_handler(FieldError, _tell_field)
-    app.add_exception_handler(HTTPException, _tell_http)
-    app.add_exception_handler(ClientDisconnect, _tell_nobody)
-    app.add_exception_handler(Exception, _tell_unexpected)
+    for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _tell)
     no_key = {getattr(route, "path", "") for route in host_routes.routes} if host_routes else ()
-    checked = AuthAndLimits(app, api_keys=api_keys, loopback=loopback, open_paths=no_key)
+    checked = AuthAndLimits(app, list(api_keys), loopback, frozenset(no_key))
     if not allowed_origins:
         return checked
     return CORSMiddleware(  # outside: a browser asks without a key first, and reads errors, too
@@ -169,33 +166,24 @@ def _hashed(page: str, tag: str) -> str:
 
 
 async def _tell(http: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    path = http.url.path
-    if not error.is_logged:
-        log_refusal(http.state.request_id, http.method, path, error)
-    return JsonResponse(error.body_for(path), error.status, headers=error.headers())
-
-
-async def _tell_field(http: Request, error: Exception) -> Response:
-    """Of a body, by itself or beside the others of the body."""
-    assert isinstance(error, FieldError)
-    param = first_name(error.field) or None
-    return await _tell(http, ApiError(400, str(error), param=param))
-
-
-async def _tell_http(http: Request, error: Exception) -> Response:
-    """A path or a method that there is not."""
-    assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path[:200]}: {error.detail}"
-    response = await _tell(http, ApiError(error.status_code, message))
-    response.headers.update(error.headers or {})
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_LEFT)
+    told = _as_api_error(http, error)
+    if not told.is_logged:
+        log_refusal(http.state.request_id, http.method, http.url.path, told)
+    response = JsonResponse(told.body_for(http.url.path), told.status, headers=told.headers())
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
     return response
 
 
-async def _tell_nobody(http: Request, error: Exception) -> Response:
-    return Response(status_code=_CLIENT_LEFT)
-
-
-async def _tell_unexpected(http: Request, error: Exception) -> Response:
+def _as_api_error(http: Request, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, FieldError):  # of a body, by itself or beside the others of the body
+        return ApiError(400, str(error), param=first_name(error.field) or None)
+    if isinstance(error, HTTPException):  # a path or a method that there is not
+        words = f"{http.method} {http.url.path[:200]}: {error.detail}"
+        return ApiError(error.status_code, words)
     log.error("%s %s", http.method, http.url.path, exc_info=error)
-    return await _tell(http, ApiError(500, "an error of the server: see its log"))
+    return ApiError(500, "an error of the server: see its log")

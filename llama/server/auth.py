@@ -8,7 +8,8 @@ import hmac
 import ipaddress
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ _OPEN = frozenset({"/health", "/ready", "/"})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+@dataclass(frozen=True)
 class AuthAndLimits:
     """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", if there
     are any.
@@ -28,22 +30,14 @@ class AuthAndLimits:
     that no web page can reach it by a name of its own (DNS rebinding). open_paths: they need no
     key."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_keys: Iterable[str],
-        loopback: bool,
-        open_paths: Iterable[str] = (),
-    ) -> None:
-        self._app = app
-        self._api_keys = [key.encode() for key in api_keys]
-        self._open = _OPEN.union(open_paths)
-        self._loopback = loopback
+    app: ASGIApp
+    api_keys: Sequence[str]
+    loopback: bool
+    open_paths: frozenset[str] = frozenset()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -60,19 +54,19 @@ class AuthAndLimits:
             log_refusal(request_id, scope["method"], scope["path"], e)
             response = JsonResponse(e.body_for(scope["path"]), e.status, headers=e.headers())
             return await response(scope, receive, send_with_id)
-        await self._app(scope, receive, send_with_id)
+        await self.app(scope, receive, send_with_id)
 
     def _check(self, path: str, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
             raise headers_too_large()
-        if self._loopback:
+        if self.loopback:
             host = re.sub(r":\d+$", "", headers.get("host", ""))
             if not is_loopback(host.removeprefix("[").removesuffix("]")):
                 raise ApiError(400, "the Host header must name this machine: use localhost")
-        if not self._api_keys or path in self._open:
+        if not self.api_keys or path in _OPEN | self.open_paths:
             return
         key = _key_of(headers)
-        matches = [hmac.compare_digest(key, known) for known in self._api_keys]
+        matches = [hmac.compare_digest(key, known.encode()) for known in self.api_keys]
         if not any(matches):
             raise ApiError(
                 401,

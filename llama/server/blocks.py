@@ -8,7 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic_core import from_json
 
@@ -51,6 +51,8 @@ class Block:
 class BlockAnswer(ABC):
     """One answer in the words of an API, which its own methods have: whole, or as events."""
 
+    end = b""  # follows the last event of a stream
+    idle_event: ClassVar[dict[str, Any] | None] = None  # sent while nothing else comes
     output: RequestOutput  # the latest
     _deltas: AnswerDeltas
 

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,10 @@ from llama.requests.request import RequestOutput
 from llama.server.blocks import BlockAnswer
 from llama.server.encoding import COMMENT, EventStream, JsonResponse, event, unless_client_leaves
 from llama.server.errors import ApiError
-from llama.server.openai.answers import Completion
+from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.request import OpenAIRequest
 from llama.server.service import Service
+from llama.tokenizer import Tokenizer
 
 log = logging.getLogger("llama.server")
 IGNORED = "X-Ignored-Fields"  # of a response, where a lenient server left fields out
@@ -187,16 +189,19 @@ async def respond(
     http: Request,
     request: OpenAIRequest,
     prepared: list[EngineRequest],
-    answer: Completion | BlockAnswer,
-    *,
-    end: bytes = b"",
-    keep_alive: bytes = COMMENT,
+    make_answer: Callable[[OpenAIRequest, Tokenizer, ResponseMeta], Completion | BlockAnswer],
 ) -> Response:
-    """The response to a request. end: what follows the last event of a stream."""
-    outputs = service.outputs(prepared, http.state.request_id, request.fields)
+    """The response to a request."""
+    model = service.model_name if request.model is None else request.model
+    meta = ResponseMeta(http.state.request_id, model, int(time.time()))
+    answer = make_answer(request, service.loaded().tokenizer, meta)
+    outputs = service.outputs(prepared, meta.id, request.fields)
     if request.stream:
-        events = _encoded(outputs, answer, end)
-        return EventStream(events, lambda e: event(answer.failed(e)) + end, keep_alive=keep_alive)
+        events = _encoded(outputs, answer)
+        keep_alive = COMMENT if answer.idle_event is None else event(answer.idle_event)
+        return EventStream(
+            events, lambda e: event(answer.failed(e)) + answer.end, keep_alive=keep_alive
+        )
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)
     # Beside the event loop: to look for calls in an answer takes 7 us for each of its characters,
     # and a grammar can make them a million.
@@ -213,11 +218,11 @@ async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Re
 
 
 async def _encoded(
-    outputs: AsyncGenerator[RequestOutput, None], answer: Completion | BlockAnswer, end: bytes
+    outputs: AsyncGenerator[RequestOutput, None], answer: Completion | BlockAnswer
 ) -> AsyncGenerator[bytes, None]:
     """The bytes of a stream: those of each output, where it has any, then the last ones."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             if part := b"".join(map(event, answer.of(output))):
                 yield part
-    yield b"".join(map(event, answer.last())) + end
+    yield b"".join(map(event, answer.last())) + answer.end

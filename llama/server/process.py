@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -42,12 +42,12 @@ class Server:
         api_keys: list[str],
         limits: Limits,
         tool_format: ToolFormat | None = None,
-        allowed_origins: Sequence[str] = (),
         host_routes: Callable[[Service, int], APIRouter | None] = lambda service, port: None,
-        lenient: bool = False,
         listener: socket.socket | None = None,
+        **of_app: Any,
     ) -> None:
-        """listener: a socket that listens already, in place of one at host and port."""
+        """listener: a socket that listens already, in place of one at host and port. of_app: what
+        else `make_app` takes."""
         loopback = is_loopback(host)
         if not loopback and not api_keys:
             raise ValueError(
@@ -66,9 +66,8 @@ class Server:
                     self.service,
                     api_keys=api_keys,
                     loopback=loopback,
-                    allowed_origins=allowed_origins,
                     host_routes=host_routes(self.service, self.port),
-                    lenient=lenient,
+                    **of_app,
                 ),
                 http=protocol,
                 access_log=False,

@@ -5,19 +5,19 @@ two, a body of any API is the same request.
 """
 
 import asyncio
-import time
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llama.requests.request import Request as EngineRequest
 from llama.sampling_params import SamplingParams
-from llama.server.anthropic.answers import PING, MessageAnswer
+from llama.server.anthropic.answers import MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
-from llama.server.encoding import DONE, JsonResponse, event
+from llama.server.encoding import JsonResponse
 from llama.server.errors import ApiError
 from llama.server.exchange import body_router, chat_ids, prepare_chat, respond
-from llama.server.openai.answers import Completion, ResponseMeta
+from llama.server.openai.answers import Completion
 from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
 from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.answers import ResponseAnswer
@@ -30,31 +30,46 @@ _CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 def routes(service: Service) -> APIRouter:
+    """Responses and Messages say how an answer ends that has reached the end of the context, so
+    their limit of tokens may be larger than what is left of it: agents ask for 32,000 whatever the
+    model is."""
     router = body_router()
-    _add_completions(router, service)
-    _add_blocks(router, service)
-    return router
 
-
-def _add_completions(router: APIRouter, service: Service) -> None:
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
         request = await asyncio.to_thread(body.request, _TEXT_DEFAULTS)
-        return await answer(http, request, await _prepare_texts(service, request))
+        prepared = await _prepare_texts(service, request)
+        return await respond(service, http, request, prepared, Completion)
 
     @router.post(CHAT_URL)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         """Answer a dialog (https://platform.openai.com/docs/api-reference/chat)."""
         request = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        return await answer(http, request, [await prepare_chat(service, request)])
+        prepared = [await prepare_chat(service, request)]
+        return await respond(service, http, request, prepared, Completion)
 
-    async def answer(
-        http: Request, request: OpenAIRequest, prepared: list[EngineRequest]
-    ) -> Response:
-        meta = _meta(service, http, request)
-        completion = Completion(request, service.loaded().tokenizer, meta)
-        return await respond(service, http, request, prepared, completion, end=DONE)
+    @router.post(RESPONSES_URL)
+    async def responses(body: ResponsesBody, http: Request) -> Response:
+        """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
+        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
+        request = await prepare_chat(service, chat, ends_with_context=True)
+        return await respond(service, http, chat, [request], partial(ResponseAnswer, body))
+
+    @router.post(MESSAGES_URL)
+    async def messages(body: MessagesBody, http: Request) -> Response:
+        """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
+        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
+        request = await prepare_chat(service, chat, ends_with_context=True)
+        return await respond(service, http, chat, [request], MessageAnswer)
+
+    @router.post(COUNT_URL)
+    async def count_tokens(body: CountBody, http: Request) -> Response:
+        """The tokens of the prompt that /v1/messages would make of the body."""
+        ids = await chat_ids(service, await asyncio.to_thread(body.request, _CHAT_DEFAULTS))
+        return JsonResponse({"input_tokens": len(ids)})
+
+    return router
 
 
 async def _prepare_texts(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
@@ -70,37 +85,3 @@ async def _prepare_texts(service: Service, request: OpenAIRequest) -> list[Engin
         prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
         await asyncio.sleep(0)  # hundreds of prompts would hold the others' events up
     return prepared
-
-
-def _add_blocks(router: APIRouter, service: Service) -> None:
-    """Responses and Messages say how an answer ends that has reached the end of the context, so
-    their limit of tokens may be larger than what is left of it: agents ask for 32,000 whatever the
-    model is."""
-
-    @router.post(RESPONSES_URL)
-    async def responses(body: ResponsesBody, http: Request) -> Response:
-        """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
-        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        request = await prepare_chat(service, chat, ends_with_context=True)
-        meta = _meta(service, http, chat)
-        events = ResponseAnswer(body, chat, service.loaded().tokenizer, meta)
-        return await respond(service, http, chat, [request], events)
-
-    @router.post(MESSAGES_URL)
-    async def messages(body: MessagesBody, http: Request) -> Response:
-        """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
-        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        request = await prepare_chat(service, chat, ends_with_context=True)
-        events = MessageAnswer(chat, service.loaded().tokenizer, _meta(service, http, chat))
-        return await respond(service, http, chat, [request], events, keep_alive=event(PING))
-
-    @router.post(COUNT_URL)
-    async def count_tokens(body: CountBody, http: Request) -> Response:
-        """The tokens of the prompt that /v1/messages would make of the body."""
-        ids = await chat_ids(service, await asyncio.to_thread(body.request, _CHAT_DEFAULTS))
-        return JsonResponse({"input_tokens": len(ids)})
-
-
-def _meta(service: Service, http: Request, request: OpenAIRequest) -> ResponseMeta:
-    model = service.model_name if request.model is None else request.model
-    return ResponseMeta(http.state.request_id, model, int(time.time()))

@@ -13,19 +13,7 @@ from llama.compat.vllm.vllm_request import CompletionOutput, Logprob, RequestOut
 from llama.sampling_params import StructuredOutput as StructuredOutputsParams
 
 __all__ = [
-    "LLM",
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "AsyncLLMEngine",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "EngineArgs",
-    "FlexibleArgumentParser",
-    "LLMEngine",
-    "Logprob",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "random_uuid",
-]
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
+    "EngineArgs", "FlexibleArgumentParser", "LLMEngine", "Logprob", "RequestOutput",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "random_uuid",
+]  # fmt: skip

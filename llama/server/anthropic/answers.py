@@ -3,18 +3,19 @@
 It knows no network, and runs nothing.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.errors import ApiError, anthropic_body
 
-PING = {"type": "ping"}
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageAnswer(BlockAnswer):
     """A message, or the events of one that streams, for outputs as they come. Each is named by its
     type. The client's own accumulation of them is the whole message."""
+
+    idle_event: ClassVar[Any] = {"type": "ping"}
 
     def body(self) -> dict[str, Any]:
         content = [_content(block) for block in self.blocks]

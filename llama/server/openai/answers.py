@@ -11,6 +11,7 @@ from typing import Any
 from llama.prompts.answer import AnswerDeltas
 from llama.requests.detokenizer import Detokenizer
 from llama.requests.request import CompletionOutput, RequestOutput
+from llama.server.encoding import DONE
 from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
@@ -63,6 +64,9 @@ class Completion:
     A choice's text comes in pieces that, joined, are the text of the whole; its finish_reason comes
     in its last one. Of a chat, a choice's first chunk alone has the role.
     """
+
+    end = DONE  # follows the last event of a stream
+    idle_event = None  # sent while nothing else comes
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
         self._request = request
