@@ -175,14 +175,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(params=BODIES)
-def kernels(request, monkeypatch):
-    """An op with its kernel, in each body that runs here."""
+def kernels(request, monkeypatch) -> str:
+    """An op with its kernel, in each body that runs here: the body's name."""
     if not HAS_KERNELS:
         pytest.skip("needs x86-64 with AVX2, and g++")
     if not native.cpu_flags() >= BODIES[request.param].needs:
         pytest.skip(f"this CPU has no {request.param}")
     body = library(request.param)
     monkeypatch.setattr(native, "kernels", lambda: body)
+    return request.param
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

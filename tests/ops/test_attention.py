@@ -108,6 +108,11 @@ def check(case: Case, out: Tensor, loss: float, known: tuple[Tensor, Tensor] | N
     assert ((out.double() - exact).abs() <= exact.abs() / 256 + size * loss).all()
 
 
+def loss_of(body: str) -> float:
+    """Of float32 sums; one body rounds what it multiplies values with to bf16."""
+    return 1e-5 + (1 / 256 if body == "avx512_bf16" else 0)
+
+
 def case_of(number: int, size: float) -> Case:
     lens, query_lens, shape, page_size = CASES[number]
     return Case(lens, query_lens, shape, page_size, size=size)
@@ -123,7 +128,7 @@ def exact_answer(number: int, size: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("size", [1, 12])
 def test_paged_attention_is_attention(kernels, number, size):
     case = case_of(number, size)
-    check(case, case.run(), 1e-5, exact_answer(number, size))
+    check(case, case.run(), loss_of(kernels), exact_answer(number, size))
 
 
 @functools.cache
@@ -143,7 +148,7 @@ def test_a_cache_in_8_bits(kernels, number):
     a batch and in a prefill."""
     case, known = in_8_bits(number)
     whole = case.run()
-    check(case, whole, 1e-5, known)
+    check(case, whole, loss_of(kernels), known)
     for row, seq, length in case.rows()[::9] + case.rows()[-1:]:
         assert same(case.row(row, seq, length), whole[row : row + 1]), row
 
