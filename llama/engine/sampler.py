@@ -49,7 +49,7 @@ def sample(
 
     In this order, each only if some row asks for it: what its constraint excludes; logit_bias,
     bad_words, min_tokens; repetition, then presence and frequency penalty; temperature; min_p,
-    top_k, top_p; one draw by inverse transform, in the order of ids. That is vLLM's order.
+    top_k, top_p; one draw, by a race (see `llama.ops.sample`). That is vLLM's order.
     transformers has the same but for min_p, which comes last there, so that top_p counts the mass
     that min_p is about to remove. As there, a bad word may begin in the prompt (vLLM looks at the
     output only), and top_k keeps what equals the k-th. Of tokens as likely as the last one of a

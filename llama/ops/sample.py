@@ -1,11 +1,16 @@
 """The next token of each row: logits and how to choose in, ids out, the top ones or sampled.
 
 Fixed-point probabilities: each becomes a whole number, so that sums are exact in any order. The id
-depends on its own row of logits, its filters and its uniform alone, not on the batch or on how a
+depends on its own row of logits, its filters, seed and position alone, not on the batch or on how a
 device adds up. The torch body is the definition; on a CPU, sample.cpp gives the same ids by radix
 select, without sorting.
 
-Shapes: B rows; V vocabulary; C candidates of a nucleus.
+A draw is an exponential race: each id has a random time, a whole number that follows from seed,
+position and id, and the least time over probability wins. Two models that find the same ids likely
+so draw the same one as often as is possible without a word between them (Daliri, Musco and Suresh,
+2024, drafter-invariant speculative decoding).
+
+Shapes: B rows; V vocabulary; C candidates of a race.
 """
 
 import functools
@@ -24,6 +29,9 @@ UNIT = 2**40  # of the likeliest token; one under 2**-40 of it becomes 0 and is 
 _LOW_31, _LOW_32 = 2**31 - 1, 2**32 - 1
 MAX_KERNEL_VOCAB = 2**19  # of triton/sample.py, whose blocks are at most 128 per row
 _BLOCK = 256  # tokens, at most, whose maximum is found first
+_GROUP = 256  # neighbouring ids, the first of which to come is known by one number
+# Of (-log2(1 - x / 2)) / x from 0 to 1, as a polynomial within 7e-6 of it: of 2**30, highest first.
+_LOG2 = (20484697, -15056127, 39049523, 60738888, 193981894, 774535977)
 
 
 class SamplingRow(NamedTuple):
@@ -104,8 +112,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     """(B, V) float32 logits, left as they are, and their row maxima (B) -> (B) ids.
 
-    A row's uniform, of (B) int64 below 2**62 on the host, chooses by inverse transform, in the
-    order of ids.
+    A row's uniform, of (B) int64 below 2**62 on the host, gives the random times of its ids.
 
     temperature divides the logits. min_p keeps what is at least min_p times as likely as the top
     token; top_k the k likeliest, and what equals the k-th; top_p, of what those leave, a token
@@ -115,15 +122,10 @@ def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms
     assert logits.dtype is torch.float32, logits.dtype
     if logits.device.type == "cpu" and native.kernels() is not None:
         return _native(logits, row_max, rows, uniforms)
-    uniforms = uniforms.to(logits.device, non_blocking=logits.device.type == "cuda")
+    uniforms = uniforms.to(logits.device, non_blocking=logits.device.type == "cuda")[:, None]
     fixed_probs = _probs(logits, row_max, rows).mul_(UNIT).long()
-    is_filtered = [row.is_filtered for row in rows]
-    if not any(is_filtered):
-        return _inverse(fixed_probs, uniforms)
-    filtered = on_device_of(fixed_probs, is_filtered)
-    kept, kept_ids = _filtered(fixed_probs, rows, filtered)
-    drawn = kept_ids.gather(1, _inverse(kept, uniforms)[:, None]).squeeze(1)
-    return drawn if all(is_filtered) else drawn.where(filtered, _inverse(fixed_probs, uniforms))
+    kept, ids = _filtered(fixed_probs, rows, uniforms)
+    return ids.gather(1, _finishes(kept, ids, uniforms).argmin(1, keepdim=True)).squeeze(1)
 
 
 def on_device_of(tensor: Tensor, values: Seq | np.ndarray) -> Tensor:
@@ -181,20 +183,24 @@ def _probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
 
 
 def _filtered(
-    fixed_probs: Tensor, rows: Seq[SamplingRow], is_filtered: Tensor
+    fixed_probs: Tensor, rows: Seq[SamplingRow], uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What min_p, top_k and top_p keep: (B, C) probabilities, 0 for the rest, and ids, ascending.
+    Of rows without filters, what can win the race.
 
-    Only rows that are filtered (B) bool have any. Each filter has a lower bound, so that few tokens
-    are sorted: min_p and top_k are nothing else, and V tokens that are each below a V-th of the
-    mass beyond top_p cannot reach into the nucleus.
+    Each filter has a lower bound, so that few tokens are sorted: min_p and top_k are nothing else,
+    and V tokens that are each below a V-th of the mass beyond top_p cannot reach into the nucleus.
     """
     floor = _floor(fixed_probs, rows)
     total = fixed_probs.sum(dim=-1)
     shares = on_device_of(fixed_probs, [int(row.top_p * 2**62) for row in rows])
     beyond = total - _share(total, shares)
     lowest = torch.where(floor > 0, floor, beyond // fixed_probs.shape[1]).clamp(min=1)
-    kept, ids = _gathered(fixed_probs, lowest.where(is_filtered, 2 * UNIT))
+    is_kept, is_filtered = fixed_probs >= lowest[:, None], [row.is_filtered for row in rows]
+    if not all(is_filtered):
+        filtered = on_device_of(fixed_probs, is_filtered)[:, None]
+        is_kept &= filtered | _can_win(fixed_probs, uniforms)
+    kept, ids = _gathered(fixed_probs, is_kept)
     if all(row.top_p == 1 for row in rows):
         return kept, ids
     ordered, order = kept.sort(dim=-1, descending=True, stable=True)
@@ -215,12 +221,12 @@ def _floor(fixed_probs: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     return torch.where(last > 0, floor.maximum(kth), floor)
 
 
-def _gathered(fixed_probs: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities (B, V) of at least floor (B), and ids, as (B, C); 0 fills the shorter rows.
+def _gathered(fixed_probs: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """What is kept (B, V) bool of probabilities (B, V), and ids, as (B, C); 0 fills shorter rows.
 
     Syncs, as C depends on the values: tens for a sure model, V where all are equally likely.
     """
-    where, ids = (fixed_probs >= floor[:, None]).nonzero(as_tuple=True)
+    where, ids = is_kept.nonzero(as_tuple=True)
     counts = where.bincount(minlength=len(fixed_probs))
     column = torch.arange(len(where), device=where.device) - (counts.cumsum(0) - counts)[where]
     shape = (len(fixed_probs), max(1, int(counts.max())))
@@ -230,16 +236,51 @@ def _gathered(fixed_probs: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     return packed, packed_ids
 
 
-def _inverse(fixed_probs: Tensor, uniform: Tensor) -> Tensor:
-    """(B, C) probabilities, overwritten, and uniforms (B) -> (B) columns, none of probability 0.
+def _finishes(fixed_probs: Tensor, ids: Tensor, uniforms: Tensor) -> Tensor:
+    """When ids (B, C) of these probabilities (B, C) reach the goal, for uniforms (B, 1): float64.
 
-    Column i owns the integers [sum before i, sum through i). The number drawn is below the total,
-    so exactly one column owns it. (The clamp: a row without a finite maximum holds anything.)
+    The first time in a group of ids has a number of its own, and so has each time after that one.
+    Times are then exponential, and whether a group can win is known by one number: the first of so
+    many comes so many times as early, and what is left to wait for is as long as ever.
     """
-    sums = fixed_probs.cumsum_(dim=-1)
-    drawn = _share(sums[:, -1], uniform)
-    columns = torch.searchsorted(sums, drawn[:, None], right=True).squeeze(1)
-    return columns.clamp(max=fixed_probs.shape[1] - 1)
+    of_group = _number(uniforms, ids // _GROUP + 2**32)
+    after = _exponential(_number(uniforms, ids)) * _GROUP
+    after.masked_fill_((of_group >> 23) % _GROUP == ids % _GROUP, 0)
+    return (_exponential(of_group) + after).double() / fixed_probs
+
+
+def _can_win(fixed_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """(B, V) bool: those whose group is early enough, next to the first ids of all groups."""
+    v = fixed_probs.shape[1]
+    groups = torch.arange(-(-v // _GROUP), device=fixed_probs.device)
+    of_group = _number(uniforms, groups + 2**32)
+    firsts = (groups * _GROUP + (of_group >> 23) % _GROUP).clamp(max=v - 1)
+    best = _finishes(fixed_probs.gather(1, firsts), firsts, uniforms).amin(1, keepdim=True)
+    earliest = _exponential(of_group).repeat_interleave(_GROUP, dim=1)[:, :v]
+    return earliest.double() / fixed_probs <= best
+
+
+def _number(uniforms: Tensor, n: Tensor) -> Tensor:
+    """The n-th number, from 0, of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
+    number generators", OOPSLA 2014), begun at a row's uniform: 64 bits, as int64."""
+    z = uniforms + (n + 1) * -0x61C8864680B583EB  # all these wrap: 0x9E3779B97F4A7C15
+    z = (z ^ z >> 30 & 2**34 - 1) * -0x40A7B892E31B1A47
+    z = (z ^ z >> 27 & 2**37 - 1) * -0x6B2FB644ECCEEE15
+    return z ^ z >> 31 & 2**33 - 1
+
+
+def _exponential(numbers: Tensor) -> Tensor:
+    """Numbers of 64 bits -> exponentially distributed ones, above 0, of which log2(e) is 2**-44.
+
+    The zeros that the low 23 bits begin with are how often it halves; the others say how much of
+    the last half is left.
+    """
+    exponent = (numbers & 2**23 - 1 | 1).float().view(torch.int32) >> 23
+    rest = numbers >> 23 & 2**41 - 1 | 1
+    log = torch.full_like(rest, _LOG2[0])
+    for c in _LOG2[1:]:
+        log = c + (log * (rest >> 21) >> 20)
+    return (149 - exponent.long() << 44) + (rest * (log >> 10) >> 17)
 
 
 def _share(whole: Tensor, share: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours[:2] == theirs[:2]
             for values, known in ((ours[2], theirs[2]), (ours[4], theirs[4])):
-                assert values == pytest.approx(known, abs=1e-5)
+                assert values == pytest.approx(known, abs=4e-5)
             tops, known_tops = ours[3], theirs[3]
             assert [[i for i, _ in t] for t in tops] == [[i for i, _ in t] for t in known_tops]
         if graphs:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.kernels import KERNELS_RUN
+from helpers.race import exponential, is_winner, split_mix
 from llama.ops import sample as op
 from llama.ops.cpu import native
 from llama.ops.sample import UNIT, SamplingRow, sample_ids
@@ -19,8 +20,9 @@ SIZES = (1, 2, 40, 255, 256, 257, 700, 5000)
 SPREADS = (0.0, 0.3, 2.0, 8.0)
 
 
-def by_hand(probs: Tensor, rule: SamplingRow, share: int) -> int:
-    """The definition, by sorting: probabilities (V) over the likeliest's, a number of 2**62."""
+def by_hand(probs: Tensor, rule: SamplingRow) -> list[tuple[int, int]]:
+    """What the definition keeps, by sorting, of probabilities (V) over the likeliest's: ids and
+    weights."""
     weights = [int(p * UNIT) for p in probs.tolist()]
     floor = max(1, math.ceil(rule.min_p * UNIT))
     if rule.top_k > 0:
@@ -30,14 +32,9 @@ def by_hand(probs: Tensor, rule: SamplingRow, share: int) -> int:
     before, nucleus = 0, []
     for negative, i in ordered:
         if before <= limit:
-            nucleus.append(i)
+            nucleus.append((i, -negative))
         before -= negative
-    drawn = sum(weights[i] for i in nucleus) * share >> 62
-    for i in sorted(nucleus):
-        drawn -= weights[i]
-        if drawn < 0:
-            return i
-    raise AssertionError("nothing is kept")
+    return nucleus
 
 
 def random_rule(rng: random.Random, vocab: int) -> SamplingRow:
@@ -52,19 +49,20 @@ def random_rule(rng: random.Random, vocab: int) -> SamplingRow:
 def random_case(
     rng: random.Random, vocab: int, rows: int
 ) -> tuple[Tensor, list[SamplingRow], list[int]]:
-    """Logits with many ties, rules, and numbers, the least and the greatest among them."""
+    """Logits with many ties, rules, and uniforms."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     logits = torch.randn(rows, vocab, generator=generator) * rng.choice(SPREADS)
     rules = [random_rule(rng, vocab) for _ in range(rows)]
-    shares = [rng.choice([0, 2**62 - 1, rng.getrandbits(62)]) for _ in range(rows)]
-    return logits.bfloat16().float(), rules, shares
+    uniforms = [rng.choice([0, 2**62 - 1, rng.getrandbits(62)]) for _ in range(rows)]
+    return logits.bfloat16().float(), rules, uniforms
 
 
-def check(logits: Tensor, rules: list[SamplingRow], shares: list[int]) -> None:
+def check(logits: Tensor, rules: list[SamplingRow], uniforms: list[int]) -> None:
     peaks = logits.amax(-1)
-    probs = op._probs(logits, peaks, rules)
-    expected = [by_hand(*row) for row in zip(probs, rules, shares, strict=True)]
-    assert sample_ids(logits, peaks, rules, torch.tensor(shares)).tolist() == expected
+    ids = sample_ids(logits, peaks, rules, torch.tensor(uniforms)).tolist()
+    for row in zip(ids, op._probs(logits, peaks, rules), rules, uniforms, strict=True):
+        token, probs, rule, uniform = row
+        assert is_winner(token, by_hand(probs, rule), uniform), row
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -78,8 +76,8 @@ def test_a_draw_is_the_definitions(kernels, vocab):
 def test_torch_body(no_kernels, device, vocab):
     rng = random.Random(vocab)
     for _ in range(20 if vocab < 1000 else 5):
-        logits, rows, shares = random_case(rng, vocab, 8)
-        check(logits.to(device), rows, shares)
+        logits, rows, uniforms = random_case(rng, vocab, 8)
+        check(logits.to(device), rows, uniforms)
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.999999])
@@ -105,8 +103,39 @@ def test_the_whole_vocabulary_as_likely_as_can_be(kernels):
     """The sums of 128,256 greatest weights fit, and ties are cut at the right place."""
     logits = torch.zeros(3, 128_256)
     rules = [SamplingRow(), SamplingRow(top_p=0.5), SamplingRow(top_k=7, top_p=0.5)]
-    ids = sample_ids(logits, logits[:, 0], rules, torch.tensor([2**62 - 1] * 3))
-    assert ids.tolist() == [128_255, 128_256 // 2, 128_256 // 2]
+    uniforms = [2**62 - 1, 5, 7]
+    ids = sample_ids(logits, logits[:, 0], rules, torch.tensor(uniforms)).tolist()
+    for token, kept, uniform in zip(ids, (128_256, 64_129, 64_129), uniforms, strict=True):
+        assert is_winner(token, ((i, 1) for i in range(kept)), uniform)
+
+
+def test_with_each_kernel_an_id_is_that_of_torch(kernels, monkeypatch):
+    """To the last bit of every time, with nothing left to a tolerance."""
+    rng = random.Random(3)
+    for vocab in (9, 300, 4000):
+        logits, rules, uniforms = random_case(rng, vocab, 64)
+        given = logits, logits.amax(-1), rules, torch.tensor(uniforms)
+        found = sample_ids(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "kernels", lambda: None)
+            assert torch.equal(sample_ids(*given), found)
+
+
+def test_times_are_those_of_the_generators_author():
+    """Vigna's splitmix64.c, begun at 1234567, and ours, at the ends of what a row begins at."""
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [split_mix(1234567, n) for n in range(3)] == known
+    for uniform in (0, 1234567, 2**62 - 1):
+        n = torch.tensor([0, 1, 127, 2**19, 2**32, 2**32 + 500])
+        found = [x % 2**64 for x in op._number(torch.tensor(uniform), n).tolist()]
+        assert found == [split_mix(uniform, i) for i in n.tolist()]
+
+
+@pytest.mark.parametrize("number", [0, 2**23 - 1, 2**64 - 2**23, 2**64 - 1, 2**63, 12345 << 23])
+def test_a_time_is_exponential_at_both_ends(number):
+    """Above 0, and within a few millionths of a logarithm. A tiny one is a multiple of 2**-44."""
+    found = int(op._exponential(torch.tensor([number - (number >> 63 << 64)])))
+    assert found > 0 and abs(found / 2**44 - exponential(number)) <= 2**-44 + 1e-5 * found / 2**44
 
 
 def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
@@ -131,11 +160,11 @@ def test_any_number_of_threads_and_rows_gives_the_same_ids(kernels):
 
 
 def test_what_is_a_little_less_likely_than_min_p_is_not_kept(kernels):
-    """The last token weighs 1, the one before it 2, and min_p asks for 1.5."""
-    logits = torch.tensor([[0.0, -38.9, -39.9]]) * math.log(2)
-    greatest = torch.tensor([2**62 - 1])
-    assert sample_ids(logits, logits[:, 0], [SamplingRow()], greatest) == 2
-    assert sample_ids(logits, logits[:, 0], [SamplingRow(min_p=1.5 / UNIT)], greatest) == 1
+    """Weights of powers of 2 from 0 to -0.2, and a min_p between each two of them."""
+    logits = torch.tensor([[0.0, -0.1, -0.1, -0.2, -0.2]]).expand(200, -1) * math.log(2)
+    for min_p, kept in [(2**-0.25, {0, 1, 2, 3, 4}), (2**-0.15, {0, 1, 2}), (2**-0.05, {0})]:
+        rules = [SamplingRow(min_p=min_p)] * 200
+        assert {*sample_ids(logits, logits[:, 0], rules, torch.arange(200)).tolist()} == kept
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 TYPES = {
     **dict.fromkeys(("logits", "maxima", "row_max"), "*fp32"),
     **dict.fromkeys(("params", "sums", "ids"), "*i64"),
-    **dict.fromkeys(("places", "bins", "slots"), "*i32"),
+    **dict.fromkeys(("places", "bins", "slots", "firsts"), "*i32"),
+    "finishes": "*fp64",
     **dict.fromkeys(("stride", "v", "n"), "i32"),
 }
 SIZES: dict = {
@@ -41,7 +42,7 @@ KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a 
         (sample.block_tops, 4),
         (sample.row_tops, 4),
         (sample.block_sums, 4),
-        (sample.pick_of_all, 8),
+        (sample.pick_of_all, 4),
         (sample.gather, 8),
         (sample.pick_of_kept, 8),
     )

@@ -9,8 +9,8 @@ filters. Inside those, a row that needs less leaves early.
 Filters need no sort. A histogram says how many tokens of a row there are of each probability; from
 it follows a bound below which no token is kept, and what reaches it is gathered, in any order.
 One program per row then finds the thresholds of top_k and of top_p by radix select, 4 bits at a
-time, and the ids of the last kept tie and of the sampled token likewise, as ids in order are whole
-numbers too. Where more than SLOTS tokens reach the bound, as they do if more are kept, it reads the
+time, and the id of the last kept tie likewise, as ids in order are whole numbers too; then what is
+kept races. Where more than SLOTS tokens reach the bound, as they do if more are kept, it reads the
 whole row instead: slower, the same id.
 
 Shapes: B rows, V vocabulary, N blocks per row.
@@ -28,6 +28,8 @@ from llama.ops.triton.sample_rows import (
     block_tops,
     edge_of,
     filters_of,
+    finishes_of,
+    first_of,
     is_sampled,
     pick_of_all,
     probs_of,
@@ -75,23 +77,26 @@ def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool
     assert params.shape == (b, NUM_PARAMS.value) and params.is_contiguous(), params.shape
     sums = logits.new_empty(b, n, dtype=torch.int64)
     maxima = logits.new_empty(b, n)
+    finishes = logits.new_empty(b, n, dtype=torch.float64)
+    firsts = logits.new_empty(b, n, dtype=torch.int32)
     row = logits, row_max, params  # what each kernel reads of its row
     # Of each row with filters: tokens by probability; in the last place, how many are gathered.
     bins = logits.new_zeros(b if has_filters else 0, _BINS, dtype=torch.int32)
     block_sums[b, n](
-        *row, sums, maxima, bins, logits.stride(0), v, BLOCK=block, BINS=_BINS, FILTERS=has_filters
-    )
-    sizes = {"N": _padded(n), "BLOCK": block}
-    pick_of_all[b,](*row, sums, ids, logits.stride(0), v, n, **sizes, num_warps=8)
+        *row, sums, maxima, bins, finishes, firsts, logits.stride(0), v, BLOCK=block, BINS=_BINS,
+        FILTERS=has_filters,
+    )  # fmt: skip
+    sizes = {"N": _padded(n)}
+    pick_of_all[b,](row_max, params, finishes, firsts, ids, v, n, **sizes)
     if has_filters:
         slots = logits.new_empty(b, SLOTS, dtype=torch.int32)
         gather[b, n](
-            *row, sums, maxima, bins, slots, logits.stride(0), v, n, **sizes, BINS=_BINS,
-            SLOTS=SLOTS, num_warps=8,
+            *row, sums, maxima, bins, slots, logits.stride(0), v, n, **sizes, BLOCK=block,
+            BINS=_BINS, SLOTS=SLOTS, num_warps=8,
         )  # fmt: skip
         pick_of_kept[b,](
-            *row, sums, bins, slots, ids, logits.stride(0), v, n, N=sizes["N"], BINS=_BINS,
-            SLOTS=SLOTS, CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
+            *row, sums, bins, slots, ids, logits.stride(0), v, n, **sizes, BINS=_BINS, SLOTS=SLOTS,
+            CHUNK=_CHUNK, ID_DIGITS=-(-(v - 1).bit_length() // 4), num_warps=8,
         )  # fmt: skip
     return ids
 
@@ -191,29 +196,21 @@ def _threshold(
 
 
 @triton.jit
-def _nth_id(
-    logits, slots, count, is_whole, top, rate, last, last_id, needed, TIES: tl.constexpr,
-    CHUNK: tl.constexpr, ID_DIGITS: tl.constexpr,
+def _nth_tie(
+    logits, slots, count, is_whole, top, rate, prob, n, CHUNK: tl.constexpr,
+    ID_DIGITS: tl.constexpr,
 ):  # fmt: skip
-    """The least id such that what is kept up to it sums to at least `needed`.
-
-    Kept is what lies above `last`, and of what equals it ids up to last_id. TIES: what equals
-    `last`, each as 1.
-    """
-    found = (needed * 0).to(tl.int32)
+    """The n-th of the ids that have this probability, from 1."""
+    found = (n * 0).to(tl.int32)
     shift = found + 4 * (ID_DIGITS - 1)
     for _digit in range(0, ID_DIGITS):
         bounds = found + ((tl.arange(0, 16) + 1) << shift)
-        amounts = tl.zeros((16,), tl.int64)
+        amounts = tl.zeros((16,), tl.int32)
         for first in range(0, count, CHUNK):
             probs, ids = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
-            if TIES:
-                kept = (probs == last).to(tl.int64)
-            else:
-                kept = tl.where((probs > last) | ((probs == last) & (ids <= last_id)), probs, 0)
-            below = ids[:, None] < bounds[None, :]
-            amounts += tl.sum(tl.where(below, kept[:, None], 0), 0)
-        found += tl.sum((amounts < needed).to(tl.int32), 0) << shift
+            below = (probs == prob)[:, None] & (ids[:, None] < bounds[None, :])
+            amounts += tl.sum(below.to(tl.int32), 0)
+        found += tl.sum((amounts < n).to(tl.int32), 0) << shift
         shift -= 4
     return found
 
@@ -261,18 +258,22 @@ def pick_of_kept(
         # The last kept probability, and the last id kept of it; without top_p nothing is cut.
         limit = share_of(mass, top_p)
         last, last_id = floor - 1, (mass * 0).to(tl.int32) - 1
-        kept = mass
         if limit < mass:
             last = _threshold(logits, slots, count, is_whole, top, rate, floor, limit, False, CHUNK)
             above = _sum_above(logits, slots, count, is_whole, top, rate, last, CHUNK)
             ties = (limit - above) // last + 1
-            kept = above + ties * last
-            last_id = _nth_id(
-                logits, slots, count, is_whole, top, rate, last, 0, ties, True, CHUNK, ID_DIGITS
+            last_id = _nth_tie(
+                logits, slots, count, is_whole, top, rate, last, ties, CHUNK, ID_DIGITS
             )
-        drawn = share_of(kept, uniform_of(params, row))
-        found = _nth_id(
-            logits, slots, count, is_whole, top, rate, last, last_id, drawn + 1, False, CHUNK,
-            ID_DIGITS,
-        )  # fmt: skip
-        tl.store(ids + row, tl.minimum(found, v - 1).to(tl.int64))
+        uniform = uniform_of(params, row)
+        best = tl.full((CHUNK,), float("inf"), tl.float64)
+        winners = tl.full((CHUNK,), 0, tl.int32) + v - 1
+        for first in range(0, count, CHUNK):
+            probs, listed = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
+            is_kept = (probs > last) | ((probs == last) & (listed <= last_id))
+            finish = finishes_of(tl.where(is_kept, probs, 0), listed, uniform)
+            is_first = (finish < best) | ((finish == best) & (listed < winners))
+            best = tl.where(is_first, finish, best)
+            winners = tl.where(is_first, listed, winners)
+        _best, winner = first_of(best, winners, v)
+        tl.store(ids + row, winner.to(tl.int64))

@@ -1,4 +1,4 @@
-"""Kernels that read rows of logits block by block: top tokens, sums, and draws without filters.
+"""Kernels that read rows of logits block by block: top tokens, sums, and races without filters.
 
 In: logits, row maxima and parameters, see sample.py, which launches them and explains the method.
 Out: maxima, sums and ids. The functions at the top are those that its own kernels share.
@@ -17,6 +17,8 @@ FIRST_BIN = tl.constexpr(347)
 LAST_BIN = tl.constexpr(162)  # behind that of the likeliest token
 LOW_31 = tl.constexpr(2**31 - 1)
 LOW_32 = tl.constexpr(2**32 - 1)
+LOW_33 = tl.constexpr(2**33 - 1)
+GROUP = tl.constexpr(256)  # ids, the first of which to come is known by one number
 
 
 @triton.jit
@@ -72,6 +74,47 @@ def uniform_of(params, row):
 
 
 @triton.jit
+def number_of(uniform, n):
+    """The n-th number of SplitMix64, begun at a row's uniform: 64 bits, as int64."""
+    z = uniform + (n + 1) * -0x61C8864680B583EB
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return z ^ ((z >> 31) & LOW_33)
+
+
+@triton.jit
+def exponential(numbers):
+    """Numbers of 64 bits -> exponentially distributed ones, as in the sampler."""
+    exponent = ((numbers & (2**23 - 1)) | 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    rest = ((numbers >> 23) & (2**41 - 1)) | 1
+    x = rest >> 21
+    log = ((20484697 * x) >> 20) - 15056127
+    log = ((log * x) >> 20) + 39049523
+    log = ((log * x) >> 20) + 60738888
+    log = ((log * x) >> 20) + 193981894
+    log = ((log * x) >> 20) + 774535977
+    return ((149 - exponent).to(tl.int64) << 44) + ((rest * (log >> 10)) >> 17)
+
+
+@triton.jit
+def finishes_of(fixed_probs, ids, uniform):
+    """When ids of these probabilities reach the goal of the race, as in the sampler: float64."""
+    ids = ids.to(tl.int64)
+    of_group = number_of(uniform, (ids >> 8) + 2**32)
+    after = exponential(number_of(uniform, ids)) * GROUP
+    after = tl.where(((of_group >> 23) & (GROUP - 1)) == (ids & (GROUP - 1)), 0, after)
+    time = (exponential(of_group) + after).to(tl.float64)
+    return tl.where(fixed_probs > 0, time / tl.maximum(fixed_probs, 1).to(tl.float64), float("inf"))
+
+
+@triton.jit
+def first_of(finishes, ids, v):
+    """The least, and the lowest of the ids that have it."""
+    best = tl.min(finishes, 0)
+    return best, tl.min(tl.where(finishes == best, ids, v - 1), 0)
+
+
+@triton.jit
 def block_tops(logits, maxima, places, stride, v, BLOCK: tl.constexpr):
     """The maximum of each block, NaN where there is one, and its first place."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -112,13 +155,12 @@ def edge_of(bins):
 
 @triton.jit
 def block_sums(
-    logits, row_max, params, sums, maxima, bins, stride, v, BLOCK: tl.constexpr,
+    logits, row_max, params, sums, maxima, bins, finishes, firsts, stride, v, BLOCK: tl.constexpr,
     BINS: tl.constexpr, FILTERS: tl.constexpr,
 ):  # fmt: skip
-    """Of each block of a row that draws: the sum of probabilities, and the largest as a float.
-
-    FILTERS: in rows that have some, too, how many tokens there are in each bin of probability: a
-    quarter of what lies between two powers of 2.
+    """Of each block of a row that draws: without filters, who is first in the race, and when; with
+    some, the sum of probabilities, the largest as a float, and how many tokens there are in each
+    bin of probability: a quarter of what lies between two powers of 2.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top, rate = tl.load(row_max + row), rate_of(params, row)
@@ -127,35 +169,31 @@ def block_sums(
         x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
         probs = probs_of(x, top, rate)
         at = row * tl.num_programs(1) + block
-        tl.store(sums + at, tl.sum(to_fixed(probs), 0))
-        tl.store(maxima + at, tl.max(probs, 0))
-        if FILTERS:
-            floor, top_k, top_p = filters_of(params, row)
-            if (floor > 0) | (top_k > 0) | (top_p < ALL):
-                own = tl.maximum((probs.to(tl.int32, bitcast=True) >> 21) - FIRST_BIN, 0)
-                found = tl.histogram(own, BINS)
-                own_bins = bins + row * BINS + tl.arange(0, BINS)
-                tl.atomic_add(own_bins, found, mask=found > 0, sem="relaxed")
+        floor, top_k, top_p = filters_of(params, row)
+        if (floor == 0) & (top_k == 0) & (top_p >= ALL):
+            finish = finishes_of(to_fixed(probs), cols, uniform_of(params, row))
+            best, first = first_of(finish, cols, v)
+            tl.store(finishes + at, best)
+            tl.store(firsts + at, first)
+        elif FILTERS:
+            tl.store(sums + at, tl.sum(to_fixed(probs), 0))
+            tl.store(maxima + at, tl.max(probs, 0))
+            own = tl.maximum((probs.to(tl.int32, bitcast=True) >> 21) - FIRST_BIN, 0)
+            found = tl.histogram(own, BINS)
+            own_bins = bins + row * BINS + tl.arange(0, BINS)
+            tl.atomic_add(own_bins, found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit
-def pick_of_all(
-    logits, row_max, params, sums, ids, stride, v, n, N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The id of a row that draws and has no filters: first its block, then its place there."""
+def pick_of_all(row_max, params, finishes, firsts, ids, v, n, N: tl.constexpr):
+    """The id of a row that draws and has no filters: of those that are first in their blocks."""
     row = tl.program_id(0).to(tl.int64)
-    top, rate = tl.load(row_max + row), rate_of(params, row)
     floor, top_k, top_p = filters_of(params, row)
-    if is_sampled(top, rate) & (floor == 0) & (top_k == 0) & (top_p >= ALL):
+    is_drawn = is_sampled(tl.load(row_max + row), rate_of(params, row))
+    if is_drawn & (floor == 0) & (top_k == 0) & (top_p >= ALL):
         blocks = tl.arange(0, N)
-        mass = tl.load(sums + row * n + blocks, mask=blocks < n, other=0)
-        target = share_of(tl.sum(mass, 0), uniform_of(params, row))
-        block = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32), 0)
-        block = tl.minimum(block, n - 1)
-        before = tl.sum(tl.where(blocks < block, mass, 0), 0)
-        cols = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
-        through = tl.cumsum(to_fixed(probs_of(x, top, rate)), 0) + before
-        place = tl.sum((through <= target).to(tl.int32), 0)
-        tl.store(ids + row, tl.minimum(block * BLOCK + place, v - 1).to(tl.int64))
+        at = row * n + blocks
+        finish = tl.load(finishes + at, mask=blocks < n, other=float("inf"))
+        first = tl.load(firsts + at, mask=blocks < n, other=v - 1)
+        _best, winner = first_of(finish, first, v)
+        tl.store(ids + row, winner.to(tl.int64))

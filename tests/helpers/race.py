@@ -1,0 +1,34 @@
+"""The race by which a token is drawn, worked out in Python's numbers and with a real logarithm."""
+
+import math
+from collections.abc import Iterable
+
+_GROUP = 256
+
+
+def split_mix(seed: int, n: int) -> int:
+    """The n-th number of Vigna's splitmix64.c, from 0, begun at a seed."""
+    z = (seed + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def exponential(number: int) -> float:
+    """How often it halves, from its low 23 bits, and how much of the last half has gone."""
+    halvings = 23 - (number % 2**23 | 1).bit_length()
+    return halvings - math.log2(1 - (number >> 23 | 1) / 2**42)
+
+
+def finish(uniform: int, token: int, weight: float) -> float:
+    of_group = split_mix(uniform, token // _GROUP + 2**32)
+    time = exponential(of_group) / _GROUP
+    if (of_group >> 23) % _GROUP != token % _GROUP:
+        time += exponential(split_mix(uniform, token))
+    return time / weight
+
+
+def is_winner(token: int, entries: Iterable[tuple[int, int]], uniform: int) -> bool:
+    """Whether a token is first of these ids and weights, as far as a logarithm is exact."""
+    times = {i: finish(uniform, i, weight) for i, weight in entries if weight}
+    return times[token] <= min(times.values()) * (1 + 1e-5)
