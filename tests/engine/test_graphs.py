@@ -128,7 +128,7 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
             assert [[i for i, _ in t] for t in tops] == [[i for i, _ in t] for t in known_tops]
         if graphs:
             recorded = core.runner._graphs._graphs  # type: ignore[union-attr]
-            assert {rows for rows, _, _ in recorded} >= {2, 4}, "the graphs were not used"
+            assert len({rows for rows, _, _ in recorded}) > 1, "the graphs were not used"
     assert preempted, "nobody was preempted: the test tests less than it says"
 
 
