@@ -61,6 +61,7 @@ def reshard(
     checkpoint.params.check_ranks(size)
     copied = [checkpoint.params_path, *_tokenizer(checkpoint)]
     files: Files = {path.name: path for path in copied}
+    files |= {"params.json": _meta_params(checkpoint.params)} if checkpoint.is_quantized else {}
     reader = _Reader(checkpoint)
     return _write(reader, "meta", _shards(reader, size), files, out_dir, progress)
 

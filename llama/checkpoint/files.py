@@ -37,11 +37,12 @@ _MOST_THREADS = 16
 
 class Quantized(NamedTuple):
     """A matrix (N, K) that a file holds in codes. read: its rows and columns from where to where,
-    unpacked on a device."""
+    unpacked on a device. is_rotated: then all columns are read."""
 
     kind: str
     shape: torch.Size
     read: Callable[[slice, slice, torch.device], Coded]
+    is_rotated: bool = False
 
 
 class MappedTensor(NamedTuple):

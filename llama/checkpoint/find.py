@@ -49,7 +49,7 @@ class Checkpoint:
     shards: list[Path]  # in order
     layout: str  # "meta", "hf", "gguf" or "packed"
     header: gguf.Header | None = None  # of a GGUF file, or of its first part
-    quantization: dict[str, Any] | None = None  # config.json's quantization_config
+    quantization: dict[str, Any] | None = None  # as config.json says it
     in_codes: bool = False  # whether quantized matrices are held as the file has them
     packed: dict[str, str] | None = None  # what files of packed weights say of themselves
 
@@ -173,18 +173,13 @@ def is_tied(shard: dict[str, MappedTensor]) -> bool:
 def _find_meta(folder: Path) -> Checkpoint:
     shards, path = _meta_shards(folder), folder / "params.json"
     content = _read_json(path)
-    if "quantization_args" in content:
-        raise ValueError(
-            f"{path}: this is a model of QLoRA or SpinQuant, whose adaptors and rotations this "
-            "runtime does not compute: take Meta's model in bfloat16, with quantize='int4', or a "
-            "GGUF file in Q4_K_M"
-        )
+    quantization = hf_quantized.of_params(content, str(path), len(shards))
     params = ModelArgs.from_params(content, source=str(path))
-    if not params.tied_output:
+    if not params.tied_output and quantization is None:
         tied = all(is_tied(open_tensors(file)) for file in shards)
         params = replace(params, tied_output=tied)
-    is_fp8 = (folder / "fp8_scales_0.pt").exists()
-    quantization = {"quant_method": "fp8"} if is_fp8 else None
+    if (folder / "fp8_scales_0.pt").exists():
+        quantization = {"quant_method": "fp8"}
     return Checkpoint(folder, params, shards, "meta", quantization=quantization)
 
 

@@ -1,8 +1,9 @@
-"""Hugging Face's quantized matrices: the tensors of each, by quantization_config, as one in codes.
+"""Quantized matrices of several tensors, as one in codes: Hugging Face's, and Meta's INT4_EO8.
 
 In: the mapped tensors of a model, and its quantization_config. Out: the same tensors, where those
 of a quantized matrix have become one, which is unpacked when it is read. The formats are those of
-compressed-tensors, fbgemm_fp8 and modelopt (FP8), AutoAWQ (gemm), GPTQ and bitsandbytes.
+compressed-tensors, fbgemm_fp8 and modelopt (FP8), AutoAWQ (gemm), GPTQ and bitsandbytes; and that
+of llama-models' quantization/loader.py, of which `of_params` makes a quantization_config.
 
 Shapes: N outputs, K inputs, G groups along K.
 """
@@ -11,18 +12,19 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
 from llama.checkpoint.files import MappedTensor, Quantized
-from llama.checks import brief
+from llama.checks import brief, errors_in, number, whole_number
 from llama.weights.coded import Coded
 
 METHODS = ("compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "bitsandbytes")
-_MATRIX = re.compile(r"(.+_proj|lm_head)\.(.+)")
+_EO8 = "int4_weight_int8_dynamic_activation"
+_MATRIX = re.compile(r"(.+_proj|lm_head|tok_embeddings|output|.+\.w[qkvo123])\.(.+)")
 _IGNORED = {  # of activations and of the KV cache, which stay as they are; and what shapes tell
     "input_scale", "input_zero_point", "q_scale", "k_scale", "v_scale", "output_scale",
     "weight_shape", "weight_format",
@@ -37,7 +39,7 @@ _QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
 class _Format:
     """weight = scale * table[code]; with a zero, the code that stands for 0, the table has 0 in its
     middle. codes: rows and columns -> (n, k) uint8. scale and zero: rows -> (n, G). group_of: (K),
-    where groups are not neighbours."""
+    where groups are not neighbours. adaptor: A (R, K), B (N, R) and what B is multiplied with."""
 
     shape: Size
     table: Tensor
@@ -45,6 +47,8 @@ class _Format:
     scale: Callable[[slice], Tensor]
     zero: Callable[[slice], Tensor] | None = None
     group_of: Tensor | None = None
+    adaptor: tuple[Tensor, Tensor, float] | None = None
+    is_rotated: bool = False
 
     def read(self, rows: slice, columns: slice, device: torch.device) -> Coded:
         scale, offset = self.scale(rows).float(), None
@@ -59,7 +63,12 @@ class _Format:
             groups = torch.arange(columns.start, columns.stop, step) // whole
         offset = None if offset is None else offset[:, groups].to(device)
         codes = self.codes(rows, columns).to(device)
-        return Coded(codes, self.table.to(device), scale[:, groups].to(device), offset)
+        coded = Coded(codes, self.table.to(device), scale[:, groups].to(device), offset)
+        if self.adaptor is not None:
+            down, up, factor = self.adaptor
+            up = up[rows].float().to(device) * factor
+            coded = replace(coded, down=down[:, columns].float().to(device), up=up)
+        return replace(coded, is_rotated=self.is_rotated)
 
 
 Parts = dict[str, Tensor]
@@ -87,9 +96,8 @@ def _packed_along_k(
     each, k = 32 // bits, words.shape[1] * 32 // bits
     _check(bits in (2, 4, 8) and len(scale) == len(words) and k % scale.shape[1] == 0)
     if group_of is not None:
-        _check(
-            group_of.shape == (k,) and bool(((group_of >= 0) & (group_of < scale.shape[1])).all())
-        )
+        is_inside = (group_of >= 0) & (group_of < scale.shape[1])
+        _check(group_of.shape == (k,) and bool(is_inside.all()))
         if torch.equal(group_of, torch.arange(k) // (k // scale.shape[1])):
             group_of = None
 
@@ -158,6 +166,49 @@ def _nf4(parts: Parts, _: dict[str, Any]) -> _Format:
     return _Format(Size((n, k)), parts.pop("weight.quant_map"), codes, scale)
 
 
+def of_params(content: dict[str, Any], source: str, shards: int) -> dict[str, Any] | None:
+    """What a params.json says of INT4_EO8, taken out of it; ValueError if it is of other bits."""
+    if "quantization_args" not in content:
+        return None
+    args, lora = content.pop("quantization_args"), content.pop("lora_args", None)
+    known, given = (x if isinstance(x, dict) else {} for x in (args, lora))
+    is_rotated = known.get("spinquant", False)
+    kind = "SPINQUANT_" if is_rotated else "" if lora is None else "QLORA_"
+    found: dict[str, Any] = {"quant_method": f"{kind}INT4_EO8", "is_rotated": is_rotated}
+    with errors_in(source):
+        if known.get("scheme") != _EO8 or not isinstance(is_rotated, bool) or shards > 1:
+            raise ValueError(f"quantization_args={brief(args)}: only {_EO8} is read, in one shard")
+        if lora is not None:
+            found["rank"] = whole_number("lora_args.rank", given.get("rank"), 1, 2**16)
+            found["scale"] = number("lora_args.scale", given.get("scale"), 0, 1e6)
+    return found
+
+
+def _eo8(parts: Parts, config: dict[str, Any]) -> _Format:
+    """4 bits, or 8 where a row has one scale, as embedding and output have."""
+    weight, scale = parts.pop("weight"), parts.pop("scales")
+    n, k = weight.shape
+    of = eight_bits({"weight": weight, "weight_scale": scale}, {})
+    _check(weight.dtype is torch.int8 and scale.is_floating_point() and len(scale) == n)
+    if scale.numel() == n:
+        return of
+    zero = parts.pop("zeros", torch.zeros(()).expand(scale.shape))
+    _check(zero.shape == scale.shape)
+    if "rank" in config:
+        down, up = (parts.pop(f"adaptor.{x}.weight") for x in "AB")
+        _check(down.shape == (config["rank"], k) and up.shape == (n, config["rank"]))
+        of = replace(of, adaptor=(down, up, config["scale"]))
+
+    def codes(rows: slice, columns: slice) -> Tensor:
+        some = weight[rows, columns] + 8
+        if some.min() < 0 or some.max() > 15:
+            raise ValueError("a number is not one of 4 bits")
+        return some.byte()
+
+    of = replace(of, zero=lambda rows: zero[rows].float() + 8)
+    return replace(of, table=torch.arange(-8.0, 8), codes=codes)
+
+
 def _covering(some: slice, each: int) -> tuple[slice, slice]:
     """The words of `each` numbers that hold some numbers, and where these are among theirs."""
     first = some.start // each
@@ -198,20 +249,23 @@ def gathered(tensors: dict[str, MappedTensor], config: dict[str, Any]) -> dict[s
     whole = {name: x for name, x in tensors.items() if not _MATRIX.fullmatch(name)}
     for name, parts in matrices.items():
         first = next(iter(parts.values()))
-        if parts.keys() == {"weight"} and first.data.itemsize > 1:
+        if parts.keys() == {"weight"} and (first.quantized or first.data.itemsize > 1):
             whole[f"{name}.weight"] = first
             continue
         left = {own: tensor.data for own, tensor in parts.items()}
         try:
             of = _format_of(left, config)(left, config)
             _check(not left)
+            if config.get("is_rotated") and name.endswith(".w2"):
+                _check(of.shape[1] >= 32 and of.shape[1] & (of.shape[1] - 1) == 0)
+                of = replace(of, is_rotated=True)
         except (ValueError, KeyError, TypeError, IndexError, RuntimeError, AttributeError) as e:
             raise ValueError(
                 f"{first.file}: {name} has {', '.join(sorted(parts))}, which cannot be read as "
                 f"{brief(config.get('quant_method'))}: {brief(str(e))}"
             ) from e
-        quantized = Quantized(str(config.get("quant_method")), of.shape, of.read)
-        whole[f"{name}.weight"] = first._replace(quantized=quantized)
+        quantized = Quantized(str(config.get("quant_method")), of.shape, of.read, of.is_rotated)
+        whole[f"{name}.weight"] = first._replace(quantized=quantized, offset=None)
     return whole
 
 
@@ -220,4 +274,6 @@ def _format_of(parts: Parts, config: dict[str, Any]) -> Callable[[Parts, dict[st
         return _awq if config.get("quant_method") == "awq" else _gptq
     if "weight_packed" in parts:
         return _compressed
+    if "scales" in parts and str(config.get("quant_method")).endswith("_EO8"):
+        return _eo8
     return _nf4 if _QUANT_STATE in parts else eight_bits

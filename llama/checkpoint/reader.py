@@ -21,7 +21,7 @@ from llama.checkpoint.files import FileReader, MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf_quantized import gathered
 from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
-from llama.checks import brief
+from llama.checks import brief, errors_in
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
@@ -63,7 +63,9 @@ def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> in
             most = math.lcm(32, checkpoint.params.head_dim)  # whole heads, and whole blocks
             if (coded := reader.coded(names, 0, size, most)) is not None:
                 rows = sum(len(left.pop(name)) for name in names)
-                total += formats.packed(coded).nbytes * rows / coded.shape[0]
+                (n, k), held = coded.shape, formats.packed(coded)
+                thin = held.tensors().get("adaptor", coded.table[:0]).nbytes  # of (n + k, R)
+                total += (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
         total += sum(shard.nbytes for shard in left.values())
     return math.ceil(total)
 
@@ -100,17 +102,19 @@ class CheckpointReader:
                 del shard["output.weight"]
         if self.layout != "meta":  # each file holds some tensors, whole: together, one shard
             shards = [_merged(shards)]
-            if checkpoint.quantization is not None:
-                shards = [gathered(shards[0], checkpoint.quantization)]
         else:
             shards = [meta_quantized.gathered(shard, i) for i, shard in enumerate(shards)]
+        if checkpoint.quantization is not None:
+            shards = [gathered(shard, checkpoint.quantization) for shard in shards]
         _check(checkpoint, shards)
         names = {name: name_in(self.layout, name) for name in self.shapes}
         self.shards = [{name: shard[there] for name, there in names.items()} for shard in shards]
 
     def are_equal(self, one: str, other: str) -> bool:
         """Are two tensors the same numbers in every shard? Other layouts then hold them once."""
-        return all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards)
+        same = all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards)
+        a, b = (self.coded([name]) for name in (one, other)) if same else (None, None)
+        return same and (a is None or b is None or torch.equal(a.scale, b.scale))
 
     def dtype(self, name: str) -> torch.dtype:
         """Of the numbers; of those in codes, what they become where plain ones are wanted."""
@@ -127,11 +131,12 @@ class CheckpointReader:
         these are shards 2 and 3. On a GPU it is done in the order of the current stream.
         """
         fill, shape = self._fill(name, layout), self.shapes[name]
+        dim, start, end = share(self.params, name, shape, rank, size)
         if self.shards[0][name].quantized is not None:
             for row, coded in self._unpacked(name, rank, size, into.device, fill):
-                into[row : row + coded.shape[0]].copy_(coded.plain(into.dtype))
+                rows = coded.plain(into.dtype)
+                into[row : row + len(rows)] = rows[:, start:end] if coded.is_rotated else rows
             return
-        dim, start, end = share(self.params, name, shape, rank, size)
         here = start
         for i, shard in enumerate(self.shards):
             _, low, high = share(self.params, name, shape, i, len(self.shards))
@@ -167,17 +172,14 @@ class CheckpointReader:
     ) -> Coded | None:
         """What one of `size` ranks holds of tensors whose rows stand below one another, as the file
         has it; None where they are not all in codes that can do so. On the CPU."""
-        if any(self.shards[0][name].quantized is None for name in names):
+        of = [self.shards[0][name].quantized for name in names]
+        if any(x is None or (x.is_rotated and size > 1) for x in of):
             return None
-        return joined(
-            [
-                coded
-                for name in names
-                for _, coded in self._unpacked(
-                    name, rank, size, _CPU, self._fill(name, "meta"), most_rows
-                )
-            ]
-        )
+        parts: list[Coded] = []
+        for name in names:
+            fill = self._fill(name, "meta")
+            parts += [x for _, x in self._unpacked(name, rank, size, _CPU, fill, most_rows)]
+        return joined(parts)
 
     def _unpacked(
         self,
@@ -192,7 +194,8 @@ class CheckpointReader:
         each with the number of its first."""
         n, k = self.shapes[name]
         dim, *ends = share(self.params, name, self.shapes[name], rank, size)
-        rows, columns = (range(*ends), slice(0, k)) if dim == 0 else (range(n), slice(*ends))
+        of, rows = self.shards[0][name].quantized, range(*ends) if dim == 0 else range(n)
+        columns = slice(0, k) if dim == 0 or (of and of.is_rotated) else slice(*ends)
         rows = rows[:most_rows]
         step = max(_UNPACKED // k // self.params.head_dim, 1) * self.params.head_dim
         for i in range(0, len(rows), step):
@@ -210,7 +213,8 @@ class CheckpointReader:
             if quantized is None or not low <= here < min(high, wanted.stop):
                 continue  # replicas are skipped
             some = slice(here - low, min(high, wanted.stop) - low)
-            coded = quantized.read(*((rows, some) if dim else (some, columns)), device)
+            with errors_in(f"{file}: {name}"):
+                coded = quantized.read(*((rows, some) if dim else (some, columns)), device)
             if not coded.is_finite():
                 raise broken(file, f"has a number or a scale of {name} that is not finite")
             parts.append(coded)

@@ -99,7 +99,7 @@ class BlockedWeight(Weight):
         return fits and self.values.shape == (n // N_BLOCK, k // step, *tail)
 
     def native_matrix(self) -> list[int]:
-        return [self.values.data_ptr(), 0, 0, 0, 0, 0, self.shape[1]]
+        return [self.values.data_ptr(), 0, 0, 0, 0, 0, self.shape[1], 0, 0, 0]
 
 
 def in_blocks(plain: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from llama.ops.cpu import native
 from llama.weights.blocks import N_BLOCK, in_blocks, workspace
 from llama.weights.coded import Coded
-from llama.weights.groups import GroupedWeight, huge_empty, pack_scales
+from llama.weights.groups import GroupedWeight, huge_empty, pack_extras, pack_scales
 
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 _ROWS = 4096  # that are rounded at once
@@ -38,7 +38,7 @@ class BytesWeight(GroupedWeight):
     @classmethod
     def of(cls, coded: Coded) -> Self:
         values = _in_layout(coded.codes).view(torch.int8).add_(int(coded.table[0]))
-        return cls(coded.shape, values, pack_scales(coded))
+        return cls(coded.shape, values, pack_scales(coded), **pack_extras(coded))
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
@@ -76,7 +76,7 @@ class Fp8Weight(BytesWeight):
     @classmethod
     def of(cls, coded: Coded) -> Self:
         values = _in_layout(coded.codes).view(_E4M3.dtype)
-        return cls(coded.shape, values, pack_scales(coded, 2**-8))
+        return cls(coded.shape, values, pack_scales(coded, 2**-8), **pack_extras(coded))
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:

@@ -3,12 +3,14 @@
 In: what a reader has unpacked. Out: a `Coded`, from which a format of `llama.weights` packs its
 own, or the plain numbers. No value is rounded here.
 
-Shapes: N outputs, K inputs, G groups of K / G neighbours along K.
+Shapes: N outputs, K inputs, G groups of K / G neighbours along K, R the rank of an adaptor.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,17 @@ class Coded:
 
     codes: (N, K) uint8, each below len(table). table: at most 256 numbers, float32.
     scale and offset: (N, G) float32; offset None: nothing is added.
+    down (R, K) and up (N, R) float32: an adaptor, whose product up @ down is added (LoRA; Hu et
+    al., 2021). is_rotated: then the rows are multiplied with `hadamard`, or x is.
     """
 
     codes: Tensor
     table: Tensor
     scale: Tensor
     offset: Tensor | None = None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    is_rotated: bool = False
 
     def __post_init__(self) -> None:
         (n, k), (rows, groups) = self.codes.shape, self.scale.shape
@@ -48,22 +55,26 @@ class Coded:
         step = math.gcd(self.group, begin, end, group)
         groups = torch.arange(begin, end, step, device=self.scale.device) // self.group
         offset = None if self.offset is None else self.offset[:, groups]
-        return Coded(self.codes[:, begin:end], self.table, self.scale[:, groups], offset)
+        down = None if self.down is None else self.down[:, begin:end]
+        codes, scale = self.codes[:, begin:end], self.scale[:, groups]
+        return replace(self, codes=codes, scale=scale, offset=offset, down=down)
 
     def in_order(self, fill: Callable[[Tensor, Tensor], object]) -> "Coded":
         """With the rows in the order in which `fill` puts them into another tensor."""
-        moved = [self.codes, self.scale] + ([] if self.offset is None else [self.offset])
-        for i, rows in enumerate(moved):
-            moved[i] = torch.empty_like(rows)
-            fill(moved[i], rows)
-        return Coded(moved[0], self.table, *moved[1:])
+        moved: dict[str, Any] = {}
+        for name in ("codes", "scale", "offset", "up"):
+            if (rows := getattr(self, name)) is not None:
+                moved[name] = torch.empty_like(rows)
+                fill(moved[name], rows)
+        return replace(self, **moved)
 
     def is_finite(self) -> bool:
         """Are all numbers finite that the codes stand for, and the scales and offsets?"""
         odd = ~self.table.isfinite()
         if odd.any() and odd.index_select(0, self.codes.flatten().int()).any():
             return False
-        return all(x is None or bool(x.isfinite().all()) for x in (self.scale, self.offset))
+        numbers = (self.scale, self.offset, self.down, self.up)
+        return all(x is None or bool(x.isfinite().all()) for x in numbers)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers (N, K): in float32 the product, then the sum; then rounded to `dtype`."""
@@ -71,7 +82,20 @@ class Coded:
         numbers = numbers.view(*self.scale.shape, self.group).mul_(self.scale[..., None])
         if self.offset is not None:
             numbers += self.offset[..., None]
-        return numbers.view(self.shape).to(dtype)
+        numbers = numbers.view(self.shape)
+        if self.down is not None and self.up is not None:
+            numbers += self.up @ self.down
+        return (hadamard(numbers) if self.is_rotated else numbers).to(dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x (..., K), a power of two, times Sylvester's Hadamard matrix over sqrt(K), which is its own
+    inverse: the rotation R4 of SpinQuant (Liu et al., 2024)."""
+    k = x.shape[-1]
+    for _ in range(k.bit_length() - 1):  # for each bit of a column's number, which goes round
+        first, second = x.chunk(2, -1)
+        x = torch.stack((first + second, first - second), -1).flatten(-2)
+    return x * k**-0.5
 
 
 def joined(parts: list[Coded], dim: int = 0) -> Coded | None:
@@ -86,10 +110,20 @@ def joined(parts: list[Coded], dim: int = 0) -> Coded | None:
         parts = [replace(part, codes=_in_bytes(part), table=table) for part in parts]
     parts = [part.columns(0, part.shape[1], group) for part in parts]
     codes, scale = (torch.cat([getattr(x, of) for x in parts], dim) for of in ("codes", "scale"))
-    if all(part.offset is None for part in parts):
-        return Coded(codes, table, scale)
     offsets = [torch.zeros_like(x.scale) if x.offset is None else x.offset for x in parts]
-    return Coded(codes, table, scale, torch.cat(offsets, dim))
+    offset = torch.cat(offsets, dim) if any(x.offset is not None for x in parts) else None
+    return Coded(codes, table, scale, offset, *_adaptors(parts), parts[0].is_rotated)
+
+
+def _adaptors(parts: list[Coded]) -> tuple[Tensor | None, Tensor | None]:
+    """down and up of all rows. Neighbours with the same `down` are parts of one matrix."""
+    downs = [x.down for x in parts if x.down is not None]
+    ups = [x.up for x in parts if x.up is not None]
+    firsts = [i for i, x in enumerate(downs) if not (i and torch.equal(x, downs[i - 1]))]
+    if not firsts:
+        return None, None
+    of_each = [torch.cat(ups[i:end]) for i, end in pairwise([*firsts, len(ups)])]
+    return torch.cat([downs[i] for i in firsts]), torch.block_diag(*of_each)
 
 
 def _in_bytes(coded: Coded) -> Tensor:

@@ -2,23 +2,25 @@
 
 In: a `Coded`. Out: a weight of which each group of neighbouring k has a scale, or a scale and an
 offset, and is number * scale + offset; the numbers are the subclass's. Nothing is rounded but on a
-CPU with AMX, which takes the weights of rows with several groups in bf16. The kernels are those of
-linear.cpp, with the promises of `llama.weights.blocks`; packed_weight.h has the layouts.
+CPU with AMX, which takes the weights of rows with several groups in bf16; adaptors are not merged.
+The kernels are those of linear.cpp, with the promises of `llama.weights.blocks`; packed_weight.h
+has the layouts.
 
-Shapes: N outputs, K inputs, G groups of K / G.
+Shapes: N outputs, K inputs, G groups of K / G, R the rank of an adaptor.
 """
 
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
-from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack
-from llama.weights.coded import Coded
+from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack, in_blocks
+from llama.weights.coded import Coded, hadamard
 
 _LEAST_GROUP = 16  # as in packed_weight.h
+_MOST_RANK = 256  # of an adaptor, as in kernels.h
 _SCALE_TYPES = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
 EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, then a byte for each
 
@@ -26,17 +28,27 @@ EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, 
 class GroupedWeight(BlockedWeight):
     """values: codes in blocks, as the subclass has them; scales: (N/32, G, 1 or 2, 32) float32 or
     float16, or the same numbers as (N/32, G/8, 1 or 2 times EIGHT) bytes; table: what the codes of
-    nibbles stand for."""
+    nibbles stand for; adaptor: down (R, K), then up (N, R), bf16 in blocks; rotated: if x is."""
 
     kind: ClassVar[int]  # Matrix::Numbers in kernels.h
     in_files: ClassVar[tuple[str, int]]  # as compressed-tensors has them: type and bits
     scales: Tensor
+    adaptor: Tensor | None
+    rotated: Tensor | None
 
     def __init__(
-        self, shape: tuple[int, int], values: Tensor, scales: Tensor, table: Tensor | None = None
+        self,
+        shape: tuple[int, int],
+        values: Tensor,
+        scales: Tensor,
+        table: Tensor | None = None,
+        adaptor: Tensor | None = None,
+        rotated: Tensor | None = None,
     ) -> None:
         super().__init__(shape, values)
-        self.register_buffer("scales", scales, persistent=False)
+        for name, held in {"scales": scales, "adaptor": adaptor, "rotated": rotated}.items():
+            self.register_buffer(name, held, persistent=False)
+        self.rank = 0 if adaptor is None else adaptor.numel() // sum(shape)
         self.table = torch.zeros(16)
         if table is not None:
             self.table[: len(table)] = table.bfloat16()
@@ -61,6 +73,9 @@ class GroupedWeight(BlockedWeight):
         """Whether it can hold these very weights, and the CPU's kernels read them."""
         (n, k), is_here = coded.shape, coded.codes.device.type == "cpu" and native.kernels()
         fits = n % N_BLOCK == 0 and k % 8 == 0 and coded.group % _LEAST_GROUP == 0
+        thin = [x for x in (coded.down, coded.up) if x is not None]
+        fits = fits and all(torch.equal(x.bfloat16().float(), x) for x in thin)
+        fits = fits and (not thin or len(thin[0]) <= _MOST_RANK)
         return bool(fits and is_here) and cls.can_hold(coded.table)
 
     @classmethod
@@ -76,7 +91,14 @@ class GroupedWeight(BlockedWeight):
         blocks, places = (ids // N_BLOCK).unique(return_inverse=True)
         scales = _unpack_scales(self.scales[blocks])[places, :, :, ids % N_BLOCK]
         rows = self.numbers(ids).unflatten(-1, (scales.shape[-2], -1)) * scales[..., :1]
-        return (rows + scales[..., 1:] if scales.shape[-1] > 1 else rows).flatten(-2)
+        rows = (rows + scales[..., 1:] if scales.shape[-1] > 1 else rows).flatten(-2)
+        if self.adaptor is not None:
+            (n, k), r = self.shape, self.rank
+            down, up = self.adaptor.split([r * k, r * n])
+            down = BlockedWeight((r, k), down.view(-1, k // 2, N_BLOCK, 2)).plain()
+            up = BlockedWeight((n, r), up.view(-1, r // 2, N_BLOCK, 2)).plain()
+            rows += up[ids].float() @ down.float()
+        return rows if self.rotated is None else hadamard(rows)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.exact_rows(ids).bfloat16()
@@ -88,20 +110,37 @@ class GroupedWeight(BlockedWeight):
         return self.exact().bfloat16()
 
     def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | {"scales": self.scales, "table": self.table}
+        return super().tensors() | {"table": self.table} | dict(self.named_buffers())
 
     def is_whole(self) -> bool:
         n, k = self.shape
         _, groups, per_group, rows = _unpack_scales(self.scales[:1]).shape
         fits = len(self.scales) == n // N_BLOCK and rows == N_BLOCK and per_group in (1, 2)
         fits = fits and k % (groups * _LEAST_GROUP) == 0 and self.scales.dtype in _SCALE_TYPES
-        return fits and super().is_whole()
+        if (x := self.adaptor) is not None:
+            fits = fits and self.rank in range(N_BLOCK, _MOST_RANK + 1, N_BLOCK)
+            fits = fits and (x.dtype, x.shape) == (torch.bfloat16, (self.rank * (n + k),))
+        is_odd = self.rotated is not None and (k & (k - 1) or k % N_BLOCK)
+        return fits and not is_odd and super().is_whole()
 
     def native_matrix(self) -> list[int]:
         addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
         groups, per_group = _unpack_scales(self.scales[:1]).shape[1:3]
         scale_type = _SCALE_TYPES.index(self.scales.dtype)
-        return [*addresses, self.kind, scale_type, per_group, self.shape[1] // groups]
+        numbers = [self.kind, scale_type, per_group, self.shape[1] // groups]
+        adaptor = 0 if self.adaptor is None else self.adaptor.data_ptr()
+        return [*addresses, *numbers, self.rotated is not None, adaptor, self.rank]
+
+
+def pack_extras(coded: Coded) -> dict[str, Tensor]:
+    """What a weight may have beside codes and scales, by the names of its arguments."""
+    extras = {"rotated": torch.ones(1, dtype=torch.uint8)} if coded.is_rotated else {}
+    if coded.down is not None and coded.up is not None:
+        more = -len(coded.down) % N_BLOCK
+        pad = nn.functional.pad
+        parts = pad(coded.down, (0, 0, 0, more)), pad(coded.up, (0, more))
+        extras["adaptor"] = torch.cat([in_blocks(x.bfloat16()).flatten() for x in parts])
+    return extras
 
 
 def pack_scales(coded: Coded, unit: float = 1) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from llama.ops.cpu import native
 from llama.weights.blocks import N_BLOCK
 from llama.weights.coded import Coded
-from llama.weights.groups import EIGHT, GroupedWeight, huge_empty, pack_scales
+from llama.weights.groups import EIGHT, GroupedWeight, huge_empty, pack_extras, pack_scales
 
 _GROUP = 32  # of a matrix that is rounded, as in pack.cpp
 _SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)  # of 8 k in a word
@@ -67,7 +67,7 @@ class NibblesWeight(GroupedWeight):
         n, k = coded.shape
         values = huge_empty(n // N_BLOCK, k // 8, N_BLOCK, dtype=torch.int32)
         native.call("pack_nibbles", coded.codes.contiguous(), values, n, k)
-        return cls((n, k), values, pack_scales(coded), coded.table)
+        return cls((n, k), values, pack_scales(coded), coded.table, **pack_extras(coded))
 
     def numbers(self, ids: Tensor) -> Tensor:
         words = self.values[ids // N_BLOCK, :, ids % N_BLOCK]

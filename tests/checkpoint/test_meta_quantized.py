@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.checkpoints import change_params, random_state, shard_of, write_meta
+from helpers.checkpoints import random_state, shard_of, write_meta
 from helpers.kernels import HAS_KERNELS
 from helpers.weights import expect_shards, flip_a_bit, loaded
 from llama.checkpoint.convert import convert
@@ -121,11 +121,3 @@ def test_what_does_not_fit_is_named(tmp_path, load_fp8, change, message):
         torch.save({key: x for key, x in scales.items() if x is not None}, file)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         loaded(find(tmp_path))
-
-
-def test_four_bits_with_adaptors_are_refused_by_name(tmp_path):
-    write_meta(tmp_path, PARAMS, random_state(PARAMS))
-    scheme = {"scheme": "int4_weight_int8_dynamic_activation", "group_size": 32}
-    change_params(tmp_path, quantization_args=scheme, lora_args={"rank": 16, "scale": 2.0})
-    with pytest.raises(ValueError, match=r"params\.json: this is a model of QLoRA or SpinQuant"):
-        find(tmp_path)

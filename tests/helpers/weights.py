@@ -148,6 +148,14 @@ def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     return out
 
 
+def sylvester(size: int) -> Tensor:
+    """The orthogonal Hadamard matrix (size, size) by Sylvester's construction, in float64."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]], dtype=torch.float64), matrix)
+    return matrix / size**0.5
+
+
 def tokens_of(length: int = 100) -> Tensor:
     return torch.randint(128, (1, length), generator=torch.Generator().manual_seed(7))
 

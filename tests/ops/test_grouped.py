@@ -1,15 +1,18 @@
 """Weights of 4 and 8 bits against the numbers of a file, and against float64, in each body."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from sympy import fwht
 from torch import Tensor
 
+from helpers.weights import sylvester
 from llama.ops.cpu import native
 from llama.weights import PlainWeight, check_quantize, packed
 from llama.weights.bytes import BytesWeight, Fp8Weight
-from llama.weights.coded import Coded
+from llama.weights.coded import Coded, hadamard
 from llama.weights.groups import GroupedWeight
 from llama.weights.nibbles import NibblesWeight
 
@@ -80,6 +83,53 @@ def test_a_product_is_that_with_the_weights_of_the_file(kernels, request, which)
     torch.set_num_threads(1)
     ids = torch.tensor([[0, 31], [weight.shape[0] - 1, 5]])
     assert torch.equal(held.rows(ids), weight[ids].bfloat16())
+
+
+ADDED = [  # rank of an adaptor, whether x is rotated, (N, K): around blocks, and both at once
+    (16, False, (96, 1056)), (5, False, (32, 64)), (48, False, (64, 2080)), (256, False, (32, 512)),
+    (0, True, (64, 2048)), (0, True, (32, 32)), (16, True, (64, 256)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "is_rotated", "shape"), ADDED, ids=str)
+def test_an_adaptor_is_added_and_x_is_rotated(kernels, request, rank, is_rotated, shape):
+    """Both to float32 sums: x alone is rounded, where it is rotated."""
+    (n, k), file = shape, coded("symmetric", shape, 32, False, torch.float32)
+    weight = file.plain().double()
+    if rank:
+        down, up = (rows(rank, k) / k**0.5).float(), rows(n, rank).float()
+        file = replace(file, down=down, up=up)
+        weight += up.double() @ down.double()
+    x, rotation = rows(70, k), sylvester(k) if is_rotated else torch.eye(k).double()
+    held = packed(replace(file, is_rotated=is_rotated))
+    assert isinstance(held, NibblesWeight)
+    torch.testing.assert_close(held.exact(), (weight @ rotation).float(), rtol=1e-4, atol=1e-4)
+    out, turned = held.linear(x, torch.float32), x.double() @ rotation
+    size = turned.abs() @ (weight.abs() if not rank else weight.abs() + up.abs() @ down.abs()).T
+    loses = 2**-8 if is_rotated or "amx" in request.node.callspec.params["kernels"] else 3e-6
+    assert ((out - turned @ weight.T).abs() <= size * loses).all()
+    for m in (1, 3, 5, 16, 17, 33):  # alone as in any batch
+        assert torch.equal(held.linear(x[:m], torch.float32), out[:m]), m
+    torch.set_num_threads(3)  # conftest puts it back
+    assert torch.equal(held.linear(x, torch.float32), out)
+    assert torch.equal(held.linear(x[:7]), out[:7].bfloat16())
+
+
+def test_a_rotation_is_sympys_walsh_hadamard_transform():
+    x = rows(3, 64).float()
+    theirs = [[float(number) for number in fwht(row)] for row in x.tolist()]
+    torch.testing.assert_close(hadamard(x), torch.tensor(theirs) / 8)
+
+
+def test_an_adaptor_that_bf16_cannot_hold_is_merged(kernels):
+    file = coded("symmetric", (32, 64), 32, False, torch.float32)
+    for down, up in (
+        (torch.randn(4, 64), torch.ones(32, 4)),
+        (torch.ones(300, 64), torch.ones(32, 300)),
+    ):
+        held = packed(replace(file, down=down, up=up))
+        assert not isinstance(held, GroupedWeight)
+        assert torch.equal(held.plain(), (file.plain() + up @ down).bfloat16())
 
 
 def test_codes_lie_as_packed_weight_describes(kernels):

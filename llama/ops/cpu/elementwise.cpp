@@ -64,7 +64,44 @@ void quantize(const uint16_t* from, char* to, long dim) {
   }
 }
 
+// Sylvester's Hadamard matrix times `count` floats, in place: a power of two, at least LANES.
+template <uint32_t... I>
+void transform(float* x, long count, std::integer_sequence<uint32_t, I...>) {
+  const Words lanes = {I...};
+  for (long i = 0; i < count; i += LANES) {
+    Floats v = load<Floats>(x + i);
+    for (uint32_t apart = 1; apart < LANES; apart *= 2) {
+      const Words signs = lanes * (0x80000000u / apart) & 0x80000000u;  // of the second of two
+      v = __builtin_shuffle(v, lanes ^ apart) + (Floats)((Words)v ^ signs);
+    }
+    store(x + i, v);
+  }
+  for (long apart = LANES; apart < count; apart *= 2)
+    for (long from = 0; from < count; from += 2 * apart)
+      for (long i = from; i < from + apart; i += LANES) {
+        const Floats first = load<Floats>(x + i), second = load<Floats>(x + i + apart);
+        store(x + i, first + second);
+        store(x + i + apart, first - second);
+      }
+}
+
 }  // namespace
+
+void hadamard(const uint16_t* x, float* sums, uint16_t* out, long width) {
+  const long half = width / 2;
+  const float scale = 1 / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(width)));
+  float* differences = sums + half;  // of the pairs
+  for (long i = 0; i < half; i += LANES) {
+    const Words words = load<Words>(x + 2 * i);
+    store(sums + i, first_of(words) + second_of(words));
+    store(differences + i, first_of(words) - second_of(words));
+  }
+  transform(sums, half, Lanes());
+  transform(differences, half, Lanes());
+  for (long i = 0; i < half; i += LANES)
+    store(out + 2 * i,
+          to_bf16(load<Floats>(sums + i) * scale, load<Floats>(differences + i) * scale));
+}
 
 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps) {
   Floats sums[2] = {};

@@ -8,6 +8,8 @@
 // elementwise.cpp: one row each, a multiple of 32 numbers.
 void rms_norm(const uint16_t* x, const uint16_t* weight, uint16_t* out, long width, float eps);
 void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long width);
+// Sylvester's Hadamard matrix over sqrt(width), a power of two; with room for so many floats.
+void hadamard(const uint16_t* x, float* room, uint16_t* out, long width);
 
 // A row of the KV cache, of one token and kv head, as kv_cache.py defines it: D bf16; or D whole
 // numbers of one byte and then their unit, a bf16.
@@ -26,7 +28,7 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
                     uint16_t* queries, const Heads& heads);
 
 // linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
-// describes it in seven numbers.
+// describes it in ten numbers.
 struct Matrix {
   enum Numbers { BF16, INT8, FP8, NIBBLES };
   enum ParameterType { FLOAT32, FLOAT16, SCALED_INT8 };
@@ -35,7 +37,13 @@ struct Matrix {
   int64_t numbers, parameter_type;
   int64_t per_group;  // parameters of a group: a scale, or a scale and an offset
   int64_t group;      // how many neighbouring k share them
+  int64_t is_rotated;  // rows go through hadamard() first
+  // What is added to the weight: down (rank, k), then up (n, rank), bf16 in blocks. The rank is a
+  // multiple of 32, and 0 where there is none.
+  const uint16_t* adaptor;
+  int64_t rank;
 };
+constexpr long MAX_RANK = 256;  // as in groups.py
 
 struct Weight : Matrix {
   long n, k;
@@ -49,11 +57,14 @@ struct Rows {
   float eps = 0;
 };
 
-// Where the outputs go: (m, n).
+// Where the outputs go: (m, n). Of an adaptor, `up`, and what `down` gave (m, rank).
 struct Outputs {
   enum Kind { BF16, FLOAT32, ADDED };  // ADDED: rounded to bf16, then added to the bf16 there
   void* data;
   Kind kind;
+  const uint16_t* up = nullptr;
+  const float* middle = nullptr;
+  long rank = 0;
 };
 
 // Bytes of workspace for `m` rows of up to `k` numbers.

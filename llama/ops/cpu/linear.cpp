@@ -167,7 +167,7 @@ struct PackedPairs {
 // Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, which it returns.
 // Several row blocks have the numbers unpacked once: the same numbers, so the same sums.
 template <class Kind>
-const float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
+float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
                         const Weight& weight, long block, float (*memory)[M_BLOCK * N_BLOCK]) {
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : K_BLOCK * N_BLOCK];
   alignas(64) float scales[IS_BF16<Kind> ? 1 : (K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK];
@@ -206,7 +206,7 @@ void multiply_all(Worker& member, const PackedPairs& x, Packed packed, const Wei
                   const Outputs& out) {
   const long blocks = weight.n / N_BLOCK;
   alignas(64) float memory[2][M_BLOCK * N_BLOCK];
-  const float* sums = nullptr;
+  float* sums = nullptr;
   const auto compute = [&](long item) {
     const long m_block = item / blocks;
     sums = block_sums<Kind>(x, packed(), x.m_blocks.first(m_block), x.m_blocks.first(m_block + 1),
@@ -227,31 +227,37 @@ long align(long bytes) { return (bytes + 63) & -64; }
 long packed_bytes(long m, long k) { return align(m * (k + k / LEAST_GROUP) * sizeof(float)); }
 long rows_bytes(long m, long k) { return packed_bytes(m, k) + align(m * k * 2); }
 
-// Few rows are normalised and packed by each thread for itself: it takes less than to wait.
+// Few rows are normalised and packed by each thread for itself: it takes less than to wait. To
+// rotate them takes more.
 bool are_few(long m) { return m <= 16; }
+bool are_few(long m, const Weight& weight) { return are_few(m) && !weight.is_rotated; }
 
 template <class Kind, class Layout>
 void product(Worker& member, const Rows& x, const Layout& layout, const Weight& weight,
              const Outputs& out, char* workspace) {
   const long m = x.count, k = weight.k;
-  char* own = workspace + (are_few(m) ? member.index * rows_bytes(m, k) : 0);
-  uint16_t* normed = (uint16_t*)(own + packed_bytes(m, k));
-  const uint16_t* rows = x.norm ? normed : x.data;
-  const auto normalise = [&](long row) {
-    rms_norm(x.data + row * k, x.norm, normed + row * k, k, x.eps);
+  const bool is_changed = x.norm || weight.is_rotated;  // one of both
+  char* own = workspace + (are_few(m, weight) ? member.index * rows_bytes(m, k) : 0);
+  uint16_t* changed = (uint16_t*)(own + packed_bytes(m, k));
+  const uint16_t* rows = is_changed ? changed : x.data;
+  const auto change = [&](long row) {
+    if (x.norm)
+      rms_norm(x.data + row * k, x.norm, changed + row * k, k, x.eps);
+    else
+      hadamard(x.data + row * k, (float*)own + row * k, changed + row * k, k);
   };
   const auto pack = [&](long piece) { layout.pack(rows, own, piece); };
-  bool is_packed = !are_few(m);
+  bool is_packed = !are_few(m, weight);
   const auto packed = [&] {
     if (!is_packed) {
-      for (long row = 0; row < m && x.norm; row++) normalise(row);
+      for (long row = 0; row < m && is_changed; row++) change(row);
       for (long piece = 0; piece < layout.pieces(); piece++) pack(piece);
       is_packed = true;
     }
     return own;
   };
   if (is_packed) {
-    if (x.norm) member.run(m, normalise);
+    if (is_changed) member.run(m, change);
     member.run(layout.pieces(), pack);
   }
   multiply_all<Kind>(member, layout, packed, weight, out);
@@ -274,10 +280,19 @@ void linear_of(Worker& member, const Rows& x, const Weight& weight, const Output
 }  // namespace
 
 long linear_bytes(long m, long k, long threads) {
-  return rows_bytes(m, k) * (are_few(m) ? std::min(threads, MAX_THREADS) : 1);
+  return m * MAX_RANK * sizeof(float) +
+         rows_bytes(m, k) * (are_few(m) ? std::min(threads, MAX_THREADS) : 1);
 }
 
 void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
+  if (weight.rank) {
+    const Matrix down = {(const char*)weight.adaptor, nullptr, nullptr, Matrix::BF16, 0, 0,
+                         weight.k, weight.is_rotated, nullptr, 0};
+    float* middle = (float*)workspace;
+    workspace += x.count * MAX_RANK * sizeof(float);
+    linear(member, x, {down, weight.rank, weight.k}, {middle, Outputs::FLOAT32}, workspace);
+    out.up = weight.adaptor + weight.rank * weight.k, out.middle = middle, out.rank = weight.rank;
+  }
   constexpr decltype(&linear_of<Bf16>) RUN[] = {linear_of<Bf16>, linear_of<Int8>, linear_of<Fp8>,
                                                 linear_of<Nibbles>};
   RUN[weight.numbers](member, x, weight, out, workspace);

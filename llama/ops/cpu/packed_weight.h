@@ -18,6 +18,8 @@
 // 1 or 2, 32), see Parameters. The sum over a group is multiplied by the scale, and the offset by
 // the sum of the group's x: no weight is rounded. With tiles it is, to bf16, if there is more than
 // one scale a row.
+//
+// x may be rotated before, and an adaptor's product added to the sums after: see kernels.h.
 #pragma once
 #include <type_traits>
 
@@ -215,7 +217,23 @@ void write_as(void* data, long n, const float* sums, long from, long to, long co
     }
 }
 
-inline void write(const Outputs& out, long n, const float* sums, long from, long to, long column) {
+// Adds what an adaptor gives for rows `from` to `to` and 32 columns, one product after another.
+inline void add_adaptor(const Outputs& out, float* sums, long from, long to, long column) {
+  const uint16_t* up = out.up + column * out.rank;
+  for (const float* middle = out.middle + from * out.rank; from < to; from++, middle += out.rank)
+    for (long i = 0; i < N_BLOCK; i += LANES, sums += LANES) {
+      Floats total = load<Floats>(sums);
+      for (long r = 0; r < out.rank; r += 2) {
+        const Words pairs = load<Words>(up + r * N_BLOCK + 2 * i);
+        add_product(total, first_of(pairs), middle[r]);
+        add_product(total, second_of(pairs), middle[r + 1]);
+      }
+      store(sums, total);
+    }
+}
+
+inline void write(const Outputs& out, long n, float* sums, long from, long to, long column) {
+  if (out.rank) add_adaptor(out, sums, from, to, column);
   const auto run = out.kind == Outputs::BF16      ? write_as<Outputs::BF16>
                    : out.kind == Outputs::FLOAT32 ? write_as<Outputs::FLOAT32>
                                                   : write_as<Outputs::ADDED>;
