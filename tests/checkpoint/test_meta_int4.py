@@ -310,6 +310,9 @@ def test_the_same_codes_with_other_scales_are_not_tied(folders, tmp_path):
     change_shard(path, output__scales=shard["tok_embeddings.scales"].clone())
     convert(tmp_path / "in", tmp_path / "one")
     assert [find(tmp_path / x).params.tied_output for x in ("apart", "one")] == [False, True]
+    weight = shard["tok_embeddings.weight"]  # once in the file, by two names
+    change_shard(path, tok_embeddings__weight=weight, output__weight=weight)
+    assert loaded(find(tmp_path / "in")).params.tied_output is False
 
 
 def test_every_byte_is_verified(folders, tmp_path):
