@@ -26,6 +26,11 @@ class FieldError(ValueError):
         self.field = field
         self.message = message
 
+    @classmethod
+    def of(cls, field: str, words: str) -> "FieldError":
+        """Of a message that is the field and then these words."""
+        return cls(field, field + words)
+
     def __str__(self) -> str:
         return self.message
 

@@ -30,7 +30,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if device is None:
-        device = _default_device(num_ranks)
+        has_mps = num_ranks == 1 and torch.backends.mps.is_available()
+        device = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as e:
@@ -43,12 +44,6 @@ def pick_device(device: str | torch.device | None) -> torch.device:
             "use device='cpu', or start one process"
         )
     return _pick_gpu(chosen) if chosen.type == "cuda" else chosen
-
-
-def _default_device(num_ranks: int) -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if num_ranks == 1 and torch.backends.mps.is_available() else "cpu"
 
 
 def _pick_gpu(device: torch.device) -> torch.device:

@@ -18,10 +18,11 @@ from llama.checks import FieldError, whole_number
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
-from llama.loading import Loaded, load_model, pages_for, step_bytes
+from llama.loading import load_model, pages_for, step_bytes
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas
-from llama.prompts.chat import ChatOptions, chat_ids
+from llama.prompts.chat import ChatOptions
+from llama.prompts.template import encode_chat
 from llama.prompts.tools import ToolFormat, tool_format_of
 from llama.ranks.stdout import MutedStdout
 from llama.requests.beam_search import beam_search
@@ -106,7 +107,15 @@ class Llama:
                 draft_model=loaded.draft_model,
             )
         llama.is_guard = loaded.is_guard
-        llama._announce(loaded, time.perf_counter() - began, args.mute_ranks)
+        llama.load_seconds = seconds = time.perf_counter() - began
+        if loaded.model.parallel.global_rank == 0:
+            runner = llama.engine.runner
+            loaded = replace(loaded, num_pages=runner.num_pages)
+            print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(runner.has_graphs)}")
+            if loaded.packed_by and seconds > _SLOW_S:
+                print(f"Weights that need no loading: {loaded.packed_by}")
+        elif args.mute_ranks:
+            llama._muted = MutedStdout.held()
         return llama
 
     def __init__(
@@ -164,19 +173,6 @@ class Llama:
         if self._muted is not None:
             self._muted.release()
             self._muted = None
-
-    def _announce(self, loaded: Loaded, seconds: float, mute_ranks: bool) -> None:
-        """Rank 0 prints what was built; the others are silent from now on."""
-        self.load_seconds = seconds
-        if self.model.parallel.global_rank == 0:
-            runner = self.engine.runner
-            loaded = replace(loaded, num_pages=runner.num_pages)
-            what = loaded.describe(has_graphs=runner.has_graphs)
-            print(f"Loaded in {seconds:.2f} seconds: {what}")
-            if loaded.packed_by and seconds > _SLOW_S:
-                print(f"Weights that need no loading: {loaded.packed_by}")
-        elif mute_ranks:
-            self._muted = MutedStdout.held()
 
     def __enter__(self) -> "Llama":
         return self
@@ -282,7 +278,8 @@ class Llama:
         what is left. Errors are raised at the call, before any work.
         """
         asked = max_gen_len, temperature, top_p, seed
-        return self._stream(self._requests(self._encode_texts(prompts), *asked, stop=stop))
+        requests = self._requests(self._encode_texts(prompts), *asked, stop=stop)
+        return self._deltas(self.llm_engine.stream(requests), _NO_OPTIONS)
 
     def stream_chat(
         self,
@@ -306,7 +303,8 @@ class Llama:
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
         asked = max_gen_len, temperature, top_p, seed
         prompts = self._encode_dialogs(dialogs, chat)
-        return self._stream(self._requests(prompts, *asked, stop=stop, chat=chat), chat)
+        requests = self._requests(prompts, *asked, stop=stop, chat=chat)
+        return self._deltas(self.llm_engine.stream(requests), chat)
 
     def beam_search(
         self,
@@ -364,11 +362,6 @@ class Llama:
             _check(output)
         return outputs
 
-    def _stream(
-        self, requests: Iterable[Request], chat: ChatOptions = _NO_OPTIONS
-    ) -> Generator[TextDelta, None, None]:
-        return self._deltas(self.llm_engine.stream(requests), chat)
-
     def _deltas(
         self, outputs: Generator[RequestOutput, None, None], chat: ChatOptions
     ) -> Generator[TextDelta, None, None]:
@@ -412,7 +405,7 @@ class Llama:
                 raise ValueError(f"dialog {i} is empty: give at least one message")
             tools, tool_format = chat.tool_request, self.tool_format
             try:
-                yield chat_ids(self.tokenizer, dialog, tools, tool_format=tool_format)
+                yield encode_chat(self.tokenizer, dialog, tools, tool_format=tool_format)
             except FieldError as e:
                 raise type(e)(e.field, f"dialog {i}, {e}") from None
 

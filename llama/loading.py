@@ -55,7 +55,7 @@ class Loaded:
     packed_by: str | None = None  # the command that would have spared reading and packing
     draft_model: Transformer | None = None
 
-    def describe(self, *, has_graphs: bool = False) -> str:
+    def describe(self, has_graphs: bool) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
         params, device = self.model.params, self.model.norm.weight.device
         dtype = self.model.norm.weight.dtype

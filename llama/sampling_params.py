@@ -5,6 +5,7 @@ Plain hashable values: the same call has the same `repr` on every rank. It knows
 tokenizer and no model; `check_vocab` is given the size of the vocabulary.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -38,27 +39,17 @@ def _wrong(name: str, value: Any, must: str) -> FieldTypeError:
     return FieldTypeError(name, f"{name}={brief(value)} must {must}")
 
 
-def _token_id(name: str, value: Any) -> int:
-    return whole_number(name, value, *TOKEN_IDS)
-
-
-def _switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "be True or False")
-
-
 def _text(name: str, value: Any, most: int = _MOST_CHARACTERS) -> str:
     if not isinstance(value, str):
         raise _wrong(name, value, f"be a string of 1 to {most} characters")
     if not 1 <= len(value) <= most:
-        raise FieldError(
-            name, f"{name} must have 1 to {most} characters, not {len(value)}: {brief(value)}"
-        )
+        words = f" must have 1 to {most} characters, not {len(value)}: {brief(value)}"
+        raise FieldError.of(name, words)
     return value
 
 
-def _word(name: str, value: Any) -> str:
-    return _text(name, value, MOST_LETTERS)
+_token_id = functools.partial(whole_number, low=TOKEN_IDS[0], high=TOKEN_IDS[1])
+_word = functools.partial(_text, most=MOST_LETTERS)
 
 
 def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int) -> tuple:
@@ -82,9 +73,7 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
         raise _wrong(name, value, "map token ids to numbers, or be None")
     if len(pairs) > MOST_BIASES:
-        raise FieldError(
-            name, f"{name} has {len(pairs)} entries: it must have at most {MOST_BIASES}"
-        )
+        raise FieldError.of(name, f" has {len(pairs)} entries: it must have at most {MOST_BIASES}")
     checked = {
         _token_id(f"{name} id", token): number(f"{name}[{token}]", bias, *BIASES)
         for token, bias in pairs
@@ -114,16 +103,11 @@ class StructuredOutput:
 
     def __post_init__(self) -> None:
         if self.json is False:
-            raise FieldError(
-                "structured_output.json",
-                "structured_output.json: the schema false allows no answer",
-            )
+            raise FieldError.of("structured_output.json", ": the schema false allows no answer")
         given = self._given()
         if len(given) != 1:
             named, known = " and ".join(given) or "none", ", ".join(_FORMS)
-            raise FieldError(
-                "structured_output", f"structured_output must have one of {known}, got {named}"
-            )
+            raise FieldError.of("structured_output", f" must have one of {known}, got {named}")
         name = given[0]
         checked = _FORMS[name](f"structured_output.{name}", getattr(self, name))
         object.__setattr__(self, name, checked)
@@ -250,9 +234,9 @@ class SamplingParams:
                 low = self.n
             value = checked_number(name, getattr(self, name), kind, low, high, optional)
             self._set(name, value)
-        for each in fields(self):
-            if each.type is bool:
-                _switch(each.name, getattr(self, each.name))
+        for name in (each.name for each in fields(self) if each.type is bool):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "be True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", _tuple_of(_word, "stop", stop, MOST_STOPS))
         ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
@@ -263,11 +247,8 @@ class SamplingParams:
         self._set("logit_bias", _bias("logit_bias", self.logit_bias))
         self._set("structured_output", _form("structured_output", self.structured_output))
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
-            raise FieldError(
-                "ignore_eos",
-                "ignore_eos and min_tokens cannot be used with structured_output, which ends an "
-                "answer where its form does: leave them out",
-            )
+            words = " and min_tokens cannot be used with structured_output, which ends an answer "
+            raise FieldError.of("ignore_eos", f"{words}where its form does: leave them out")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen from here on
@@ -277,11 +258,8 @@ class SamplingParams:
         biased = dict(self.logit_bias or ())
         for name, ids in (("logit_bias", biased), ("stop_token_ids", self.stop_token_ids)):
             if ids and max(ids) >= vocab_size:
-                raise FieldError(
-                    name,
-                    f"{name} has the token id {max(ids)}: this vocabulary's are from 0 to "
-                    f"{vocab_size - 1}",
-                )
+                words = f" has the token id {max(ids)}: this vocabulary's are from 0 to "
+                raise FieldError.of(name, f"{words}{vocab_size - 1}")
 
 
 LIMITS = limits_of(SamplingParams)

@@ -78,7 +78,9 @@ class Tokenizer:
         path, release = Path(model_path), "3.0" if llama_3_0 else "3.1"
         ranks, names = _parse(path)
         if names is None:
-            names = _special_names(self.num_reserved_special_tokens, release)
+            reserved = (f"<|reserved_special_token_{i}|>" for i in count())
+            padding = [None] * (self.num_reserved_special_tokens - len(_FIRST[release]))
+            names = [name or next(reserved) for name in [*_FIRST[release], *padding]]
         else:
             _check_special_names(path, names, release)
         _check_ranks(path, ranks)
@@ -163,12 +165,6 @@ def _split_long_runs(s: str, limit: int) -> Iterator[str]:
     yield s[start:]
 
 
-def _special_names(total: int, release: str) -> list[str]:
-    reserved = (f"<|reserved_special_token_{i}|>" for i in count())
-    padded = _FIRST[release] + (None,) * (total - len(_FIRST[release]))
-    return [name or next(reserved) for name in padded]
-
-
 def _check_special_names(path: Path, names: list[str], release: str) -> None:
     """Hold a file's special tokens to the release, where the runtime uses them.
 
@@ -184,20 +180,15 @@ def _check_special_names(path: Path, names: list[str], release: str) -> None:
         )
 
 
-def _read(path: Path) -> bytes:
-    """The bytes of a tokenizer file; OSError or ValueError says what is there instead."""
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no tokenizer at {shown(path)}: give the path of Llama 3's tokenizer"
-        )
-    return read_small(path)
-
-
 def _parse(path: Path) -> tuple[dict[bytes, int], list[str] | None]:
     """A file's ranks, and the names of its special tokens in the order of ids, if it has them."""
     if is_gguf(path):
         return _parse_gguf(path)
-    data = _read(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no tokenizer at {shown(path)}: give the path of Llama 3's tokenizer"
+        )
+    data = read_small(path)
     if path.suffix == ".json" or data.startswith(b"{"):
         return _parse_tokenizer_json(path, data)
     return _parse_ranks(path, data), None

@@ -200,7 +200,14 @@ def run_script(
 
 
 def _run_command(name: str, words: Sequence[str]) -> int:
-    _check_is_ours()
+    # `python -m llama` in a clone of Meta's repository imports the clone's; where this one is
+    # installed from a checkout, its finder then adds these commands.
+    imported = Path(llama.__file__ or "").resolve().parent
+    if Path(__file__).resolve().parent.parent != imported:
+        raise UsageError(
+            f"{imported} is another package, which hides this one here: set PYTHONSAFEPATH=1, use "
+            "the command llama, or rename that folder"
+        )
     if name == "--version":
         raise HelpWanted(f"llama {llama.__version__}\n")
     if name in ("-h", "--help"):
@@ -216,15 +223,3 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     options = read(f"llama {name}", command, words, os.environ)
     code = None if name == "convert" else ranks.start_ranks(options)  # there they are of files
     return command.function(options) if code is None else code
-
-
-def _check_is_ours() -> None:
-    """UsageError unless `llama` is the package of this file. `python -m llama` in a clone of Meta's
-    repository imports the clone's; where this one is installed from a checkout, its finder then
-    adds these commands."""
-    imported = Path(llama.__file__ or "").resolve().parent
-    if Path(__file__).resolve().parent.parent != imported:
-        raise UsageError(
-            f"{imported} is another package, which hides this one here: set PYTHONSAFEPATH=1, use "
-            "the command llama, or rename that folder"
-        )

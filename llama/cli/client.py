@@ -32,7 +32,9 @@ class ServerError(OSError):
     """The server cannot be reached, or refuses. status: of HTTP, if it answered."""
 
     def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
-        super().__init__(_escaped(message))
+        # What a server said must not move the cursor of a terminal, nor colour it.
+        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        super().__init__("".join(shown))
         self.is_transient = status is None or status in _TRANSIENT  # it may answer later
         self.is_about_the_key = status in (401, 403)
         self.retry_after_s = retry_after_s
@@ -201,11 +203,6 @@ def usage_of(body: Any) -> Usage | None:
     paths = [("prompt_tokens",), ("completion_tokens",), ("prompt_tokens_details", "cached_tokens")]
     numbers = [found_at(usage, *path) for path in paths]
     return Usage(*(n if type(n) is int else 0 for n in numbers))
-
-
-def _escaped(text: str) -> str:
-    """What a server said must not move the cursor of a terminal, nor colour it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _message(error: Any, raw: str) -> str:

@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.cli.flags import UsageError, extra
-from llama.cli.model import (
-    SAMPLING_FLAGS,
-    check_client,
-    check_sampling,
-    demo_dir,
-    figures,
-    load,
-)
+from llama.cli.model import SAMPLING_FLAGS, check_client, check_sampling, demo_dir, figures, load
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested

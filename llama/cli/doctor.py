@@ -56,14 +56,10 @@ def doctor(options: argparse.Namespace) -> int:
             yield from _checkpoint(options.ckpt_dir, device, num_ranks)
 
     for fact in facts():
-        code |= _show(fact)
-    return 0 if global_rank() else code
-
-
-def _show(fact: Fact) -> bool:
-    if global_rank() == 0:
-        print(f"{fact.name:<12} {'PROBLEM: ' * fact.problem}{fact.text}", flush=True)
-    return fact.problem
+        if global_rank() == 0:
+            print(f"{fact.name:<12} {'PROBLEM: ' * fact.problem}{fact.text}", flush=True)
+            code |= fact.problem
+    return code
 
 
 def _tried(name: str, find_out: Callable[[], _T], otherwise: _T) -> tuple[_T, Fact | None]:

@@ -66,7 +66,9 @@ def resident_server(
                     client.run(client.model(None))
                     break
             if process is not None and process.poll() is not None:
-                raise OSError(f"the server ended: {_last_words(stem)}")
+                lines = stem.with_suffix(".log").read_text(errors="replace").splitlines()
+                errors = [x.removeprefix("error: ") for x in lines if x.startswith("error: ")]
+                raise OSError(f"the server ended: {[*lines, *errors][-1]}")
             if time.monotonic() > began + _START_S:
                 raise TimeoutError(f"{_described(stem)} was not ready within {_START_S:g} s")
             if time.monotonic() > note_at:
@@ -165,10 +167,3 @@ def _described(stem: Path) -> str:
     log = stem.with_suffix(".log")
     process = log.read_text(errors="replace").partition("\n")[0] or "a process that starts"
     return f"{process} (its log: {log})"
-
-
-def _last_words(stem: Path) -> str:
-    """What the server said of its error, or else its last line."""
-    lines = stem.with_suffix(".log").read_text(errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return [*lines, *errors][-1]

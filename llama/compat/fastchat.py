@@ -83,12 +83,6 @@ class FastChatWorker:
             number = await asyncio.to_thread(count, as_trained(prompt))  # a long text takes long
             return JsonResponse({"count": number, "error_code": 0})
 
-        self._add_facts(router)
-        return router
-
-    def _add_facts(self, router: APIRouter) -> None:
-        """The routes that only tell something of this worker."""
-
         @router.post("/worker_get_embeddings")
         async def embeddings() -> Response:
             return JsonResponse(_error(NO_SUCH_MODEL, _NO_EMBEDDINGS))
@@ -105,6 +99,8 @@ class FastChatWorker:
         async def details() -> Response:
             params = self.service.loaded().model.params
             return JsonResponse({"context_length": params.max_seq_len})
+
+        return router
 
     def status(self) -> dict[str, Any]:
         """What the controller is told of this worker."""

@@ -59,7 +59,15 @@ def read_params(
     prompt's special tokens, as in vLLM; else it is without them. benchmark: no stop token or string
     ends the answer. ValueError names what is wrong.
     """
-    _check_keys(params)
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params must be a dict, got {type(params).__name__}")
+    for key in sorted(params.keys() - (_OTHERS | _LABELS | _NUMBERS), key=str):
+        if params[key]:
+            raise ValueError(
+                f"params has {key}={brief(params[key])}, which this worker cannot do: leave it out"
+            )
+    if not isinstance(params.get("prompt"), str):
+        raise ValueError("params has no 'prompt' that is a string")
     tokens = ClientTokenizer(tokenizer).encode(params["prompt"])
     with errors_in("params"):
         context = whole_number("context_len", _number(context_len), 2, 2**63, optional=True)
@@ -78,19 +86,6 @@ def read_params(
     if not has_raw_echo:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
     return HostRequest(tokens, sampling, text if echo else "")
-
-
-def _check_keys(params: Mapping[str, Any]) -> None:
-    if not isinstance(params, Mapping):
-        raise ValueError(f"params must be a dict, got {type(params).__name__}")
-    known = _OTHERS | _LABELS | _NUMBERS
-    for key in sorted(params.keys() - known, key=str):
-        if params[key]:
-            raise ValueError(
-                f"params has {key}={brief(params[key])}, which this worker cannot do: leave it out"
-            )
-    if not isinstance(params.get("prompt"), str):
-        raise ValueError("params has no 'prompt' that is a string")
 
 
 def _sampling(params: Mapping[str, Any], count: int, echo: bool, benchmark: bool) -> SamplingParams:

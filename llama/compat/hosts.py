@@ -142,11 +142,17 @@ def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer)
     """What a host reads of an output."""
     if output.error is not None:
         raise RuntimeError(output.error)
-    ends = [answer.finish_reason for answer in output.outputs]
+    ends, first = [answer.finish_reason for answer in output.outputs], output.outputs[0]
+    scores = [  # OpenAI's of a completion, which FastChat passes on; with echo, the prompt's too
+        *zip(request.prompt, output.prompt_logprobs or (), strict=False),
+        *zip(first.token_ids, first.logprobs or (), strict=False),
+    ]
     return {
         "text": " ".join(request.echo + answer.text for answer in output.outputs),
         "error_code": 0,
-        "logprobs": _logprobs(request, output, tokenizer),
+        "logprobs": None
+        if first.logprobs is None
+        else TextScores(tokenizer, skip_special_tokens=True).push(scores),
         "usage": {
             "prompt_tokens": output.usage.prompt_tokens,
             "completion_tokens": output.usage.completion_tokens,
@@ -154,17 +160,3 @@ def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer)
         },
         "finish_reason": ends[0] if len(ends) == 1 else ends,
     }
-
-
-def _logprobs(
-    request: HostRequest, output: RequestOutput, tokenizer: Tokenizer
-) -> dict[str, Any] | None:
-    """OpenAI's logprobs of a completion, which FastChat passes on; with echo, the prompt's too."""
-    answer = output.outputs[0]
-    if answer.logprobs is None:
-        return None
-    scores = [
-        *zip(request.prompt, output.prompt_logprobs or (), strict=False),
-        *zip(answer.token_ids, answer.logprobs, strict=False),
-    ]
-    return TextScores(tokenizer, skip_special_tokens=True).push(scores)

@@ -206,13 +206,9 @@ class EngineCore:
         """Read the step in flight, if there is one, and give the sequences what it came to."""
         if self._in_flight is not None:
             (scheduled, read), self._in_flight = self._in_flight, None
-            self._moved += self._update(scheduled, read())
-
-    def _update(self, scheduled: list[Scheduled], results: RowResults) -> list[Sequence]:
-        """Give the sequences what a step came to; those that ended while it ran are left out."""
-        live = [item for item in scheduled if not item.sequence.finished]
-        self.scheduler.update(scheduled, results)
-        return [item.sequence for item in live if item.num_samples or item.sequence.finished]
+            live = [x for x in scheduled if not x.sequence.finished]
+            self.scheduler.update(scheduled, read())
+            self._moved += [x.sequence for x in live if x.num_samples or x.sequence.finished]
 
     def clear(self, reason: str) -> None:
         """End every sequence; what is in the pages is forgotten, as a step may have broken off."""

@@ -147,7 +147,11 @@ class ModelRunner:
     def _start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         sampling = [item.sequence for item in scheduled if item.num_samples]
         if scheduled[-1].drafts:  # those with more than one token come last
-            sampling = _with_drafts(scheduled)
+            sampling = [  # of each row: its sequence as it is there, with the drafts before it
+                item.sequence.ahead(item.drafts[:depth]) if depth else item.sequence
+                for item in scheduled
+                for depth in range(item.num_samples)
+            ]
         mask = None if self.async_scheduling else self._token_masks.start(sampling)
 
         def sample_all(logits: Tensor) -> Sampled:
@@ -288,15 +292,6 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None
-
-
-def _with_drafts(scheduled: list[Scheduled]) -> list[Sequence]:
-    """Of each row that samples: its sequence as it is there, with the drafts before it."""
-    return [
-        item.sequence.ahead(item.drafts[:depth]) if depth else item.sequence
-        for item in scheduled
-        for depth in range(item.num_samples)
-    ]
 
 
 def _to_host(x: Tensor) -> Callable[[], Tensor]:

@@ -4,11 +4,4 @@ from llama.model.args import ModelArgs
 from llama.model.layers import RMSNorm
 from llama.model.transformer import Attention, FeedForward, Transformer, TransformerBlock
 
-__all__ = [
-    "Attention",
-    "FeedForward",
-    "ModelArgs",
-    "RMSNorm",
-    "Transformer",
-    "TransformerBlock",
-]
+__all__ = ["Attention", "FeedForward", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock"]

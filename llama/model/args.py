@@ -106,18 +106,14 @@ class ModelArgs:
             for name in ("use_scaled_rope", "tied_output"):
                 if not isinstance(getattr(self, name), bool):
                     raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")
-            self._check_fit()
-
-    def _check_fit(self) -> None:
-        if self.dim % self.n_heads or self.head_dim % 2:
-            raise ValueError(
-                f"dim={self.dim} / n_heads={self.n_heads} must be an even whole number, the size "
-                "of a head"
-            )
-        if self.n_heads % self.kv_heads:
-            raise ValueError(f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}")
-        if self.ffn_dim < 1:
-            raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
+            if self.dim % self.n_heads or self.head_dim % 2:
+                sizes = f"dim={self.dim} / n_heads={self.n_heads}"
+                raise ValueError(f"{sizes} must be an even whole number, the size of a head")
+            if self.n_heads % self.kv_heads:
+                sizes = f"n_heads={self.n_heads}"
+                raise ValueError(f"n_kv_heads={self.kv_heads} does not divide {sizes}")
+            if self.ffn_dim < 1:
+                raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
 
     def check_ranks(self, size: int) -> None:
         """ValueError unless a model-parallel group of `size` ranks can share this model."""

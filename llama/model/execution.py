@@ -108,7 +108,9 @@ class NativeLayers:
         for sublayer in sublayers:
             norm, pair = sublayer.norm, (sublayer.first, sublayer.second)
             matrices = [x.native_matrix() for x in pair]
-            if not _is_plain(norm.weight, (p.dim,)) or norm.eps != self._eps or None in matrices:
+            is_ours = norm.weight.dtype is torch.bfloat16 and norm.weight.device.type == "cpu"
+            is_ours = is_ours and norm.weight.is_contiguous() and norm.weight.shape == (p.dim,)
+            if not is_ours or norm.eps != self._eps or None in matrices:
                 raise ValueError("these weights are not for the CPU's kernels")
             rows.append([norm.weight.data_ptr(), *chain.from_iterable(filter(None, matrices))])
         has_odd_rows = any(size % 32 for size in (p.head_dim, p.dim, p.ffn_dim))
@@ -162,11 +164,6 @@ class NativeLayers:
                 run_sublayers(part, i, i + 1)
                 x += all_reduce(part)
         return x
-
-
-def _is_plain(x: Tensor, shape: tuple[int, ...]) -> bool:
-    is_there = x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous()
-    return is_there and tuple(x.shape) == shape
 
 
 def _is_cache(plan: LayerPlan, kv_cache: Tensor, dtype: torch.dtype) -> bool:

@@ -1,10 +1,9 @@
-"""What a chat asks of a model: its prompt as ids, and the form that its answer must have.
+"""The form that the answer of a chat must have.
 
-In: messages, tools and a response format, in OpenAI's form. Out: ids and SamplingParams. `Llama`,
-the server and batch files all come through here. It knows no engine.
+In: tools and a response format, in OpenAI's form. Out: SamplingParams. `Llama`, the server and
+batch files all come through here. It knows no engine.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -14,39 +13,10 @@ from pydantic import Field, TypeAdapter
 from llama.checks import FieldError
 from llama.prompts.fields import Fields, read_as, said
 from llama.prompts.grammar import call_grammar
-from llama.prompts.messages import ChatMessage, read_messages
-from llama.prompts.template import encode_chat
 from llama.prompts.tools import ToolFields, ToolFormat, Tools
 from llama.sampling_params import SamplingParams, StructuredOutput
-from llama.tokenizer import Tokenizer
 
 _NO_SCHEMA = " must be an object with a schema"
-
-
-def chat_ids(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
-    tools: Tools | None = None,
-    *,
-    tool_format: ToolFormat,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-) -> list[int]:
-    """`encode_chat`'s ids; a message that stays open also keeps the white space at its end, so that
-    the message and the answer, joined, are the text that the model sees."""
-    dialog = read_messages(messages)
-    ids = encode_chat(
-        tokenizer,
-        dialog,
-        tools,
-        tool_format=tool_format,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-    )
-    text = dialog[-1].content
-    if continue_final_message and isinstance(text, str):
-        ids += tokenizer.encode(text[len(text.rstrip()) :], bos=False, eos=False)
-    return ids
 
 
 def chat_params(
@@ -60,10 +30,8 @@ def chat_params(
         return params
     if params.structured_output is not None:
         field = "tool_choice" if tools.must_call else "tools"
-        raise FieldError(
-            field,
-            f"{field}: a call that is forced, or strict, cannot have {form_field} beside it",
-        )
+        words = f": a call that is forced, or strict, cannot have {form_field} beside it"
+        raise FieldError.of(field, words)
     form = StructuredOutput(grammar=call_grammar(tools, tool_format))
     return replace(params, structured_output=form)
 

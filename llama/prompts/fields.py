@@ -187,7 +187,10 @@ def field_error(error: ValidationError, given: Any, root: str = "") -> FieldErro
     first = next((each for each in same if each["type"] not in _WANTED), same[0])
     wanted = list(dict.fromkeys(_WANTED[e["type"]] for e in same if e["type"] in _WANTED))
     words = _words(first, " or ".join(wanted))
-    message = f"{_place(path, root)}{words}".removeprefix(": ")
+    place = _joined([root, *path] if root else path) or "body"
+    if root == "messages" and path:  # of a dialog alone: message 0: content
+        place = ": ".join(filter(None, [f"message {path[0]}", _joined(path[1:])]))
+    message = f"{place}{words}".removeprefix(": ")
     field = _joined([*([root] if root else []), *path, *first.get("ctx", {}).get("field", ())])
     kind = FieldTypeError if first["type"] in _WANTED else FieldError
     return kind(field, message)
@@ -237,12 +240,3 @@ def _words(error: ErrorDetails, wanted: str) -> str:
 def _joined(path: list[str | int]) -> str:
     """tools[0].function.name"""
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
-
-
-def _place(path: list[str | int], root: str) -> str:
-    """The same in an error's text. Of a dialog alone, a message has a number and no index:
-    message 0: content."""
-    if root == "messages" and path:
-        rest = _joined(path[1:])
-        return f"message {path[0]}" + (f": {rest}" if rest else "")
-    return _joined([root, *path] if root else path) or "body"

@@ -166,8 +166,17 @@ class ToolCallParser:
         return self._take()
 
     def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return _merged(events)
+        """The events so far, neighbours of one content or argument joined."""
+        merged: list[Event] = []
+        for (kind, _), group in itertools.groupby(
+            self._events, key=lambda e: (type(e), getattr(e, "index", 0))
+        ):
+            same: list[Any] = list(group)
+            if kind is not CallStart:
+                same = [replace(same[0], text="".join(e.text for e in same))]
+            merged += same
+        self._events = []
+        return merged
 
     def _answer(self, is_tagged: bool) -> Scan[None]:
         source = self._source
@@ -277,16 +286,3 @@ class ToolCallParser:
             return lambda text: None
         self._events.append(CallStart(index, name))
         return lambda text: self._events.append(CallArguments(index, text))
-
-
-def _merged(events: list[Event]) -> list[Event]:
-    """The same events, neighbours of one content or argument joined."""
-    merged: list[Event] = []
-    for _, group in itertools.groupby(events, key=lambda e: (type(e), getattr(e, "index", 0))):
-        same = list(group)
-        first = same[0]
-        if isinstance(first, CallStart):
-            merged += same
-        else:
-            merged.append(replace(first, text="".join(e.text for e in same)))  # type: ignore[union-attr]
-    return merged

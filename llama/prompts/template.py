@@ -54,6 +54,7 @@ def encode_chat(
     tool_format: ToolFormat = ToolFormat.LLAMA_3_1,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    keeps_space: bool = False,
     date: str = _DATE,
 ) -> list[int]:
     """The ids of a dialog, from begin_of_text on. Without tools it is `ChatFormat`'s prompt.
@@ -65,12 +66,12 @@ def encode_chat(
     tool_format: LLAMA_3_1 is the chat template of Meta's Llama 3.1 to 3.3 Instruct models;
     LLAMA_3_2 and the built-in tools are as in `llama_models`' pages on prompt formats.
     add_generation_prompt: a header for the assistant to go on from. continue_final_message: the
-    last message stays open instead. TypeError or ValueError names the message that is wrong.
+    last message stays open instead; keeps_space: with the white space at its end, so that it and
+    the answer, joined, are the text that the model sees. TypeError or ValueError names the message
+    that is wrong.
     """
     if continue_final_message and add_generation_prompt:
-        raise FieldError(
-            "continue_final_message", "continue_final_message needs add_generation_prompt=False"
-        )
+        raise FieldError.of("continue_final_message", " needs add_generation_prompt=False")
     dialog = read_messages(messages)
     if not isinstance(tools, Tools):
         tools = Tools.of(tools or ())
@@ -81,9 +82,17 @@ def encode_chat(
     chat = ChatFormat(tokenizer)
     ids = [tokenizer.bos_id]
     for turn in turns:
-        ids += _encode(tokenizer, chat, turn)
+        ids += chat.encode_header({"role": turn.role, "content": ""})
+        if turn.has_tag and tokenizer.python_tag_id is not None:
+            ids.append(tokenizer.python_tag_id)
+        for text in turn.texts:
+            ids += tokenizer.encode(text, bos=False, eos=False)
+        eom_id = tokenizer.eom_id if turn.ends_message else None
+        ids.append(tokenizer.eot_id if eom_id is None else eom_id)
     if continue_final_message:
-        return ids[:-1]
+        last = dialog[-1].content
+        space = last[len(last.rstrip()) :] if keeps_space and isinstance(last, str) else ""
+        return ids[:-1] + tokenizer.encode(space, bos=False, eos=False)
     if add_generation_prompt:
         ids += chat.encode_header({"role": "assistant", "content": ""})
     return ids
@@ -101,17 +110,12 @@ def jinja_template(tool_format: ToolFormat) -> str:
 def check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> None:
     """ValueError where the model has no calls for these tools."""
     if tools and tool_format is ToolFormat.NONE:
-        raise FieldError(
-            "tools",
-            "tools cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
-            "Use an Instruct model of Llama 3.1 or later",
-        )
+        words = " cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
+        raise FieldError.of("tools", f"{words}Use an Instruct model of Llama 3.1 or later")
     if tools.built_in and tokenizer.python_tag_id is None:
-        raise FieldError(
-            "tools",
-            f"tools: {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
-            "tokenizer does not have: describe it as a function with parameters",
-        )
+        words = f": {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
+        words += "tokenizer does not have: describe it as a function with parameters"
+        raise FieldError.of("tools", words)
 
 
 @dataclass
@@ -129,16 +133,6 @@ class Turn:
     message: int = 0
 
 
-def _encode(tokenizer: Tokenizer, chat: ChatFormat, turn: Turn) -> Iterator[int]:
-    yield from chat.encode_header({"role": turn.role, "content": ""})
-    if turn.has_tag and tokenizer.python_tag_id is not None:
-        yield tokenizer.python_tag_id
-    for text in turn.texts:
-        yield from tokenizer.encode(text, bos=False, eos=False)
-    eom_id = tokenizer.eom_id if turn.ends_message else None
-    yield tokenizer.eot_id if eom_id is None else eom_id
-
-
 def _error(message: int, words: str) -> FieldError:
     return FieldError(f"messages[{message}]", f"message {message}: {words}")
 
@@ -154,7 +148,10 @@ class _Reader:
     def turns(self, messages: Sequence[ChatMessage]) -> list[Turn]:
         """In the order that the format wants."""
         turns = [self._turn(each, i) for i, each in enumerate(messages)]
-        return list(_one_call_each(_in_order(turns)))
+        ordered: list[Turn] = []  # the format has no ids: the order tells results apart
+        for _, run in itertools.groupby(turns, lambda turn: turn.role):
+            ordered += sorted(run, key=lambda turn: turn.number)
+        return list(_one_call_each(iter(ordered)))
 
     def _turn(self, message: ChatMessage, i: int) -> Turn:
         if isinstance(message, ToolMessage):
@@ -205,12 +202,6 @@ class _Reader:
         text = f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}'
         ends_message = bool(self._tools.built_in)  # as the template has it
         return Turn("assistant", [text], ends_message=ends_message)
-
-
-def _in_order(turns: list[Turn]) -> Iterator[Turn]:
-    """Results in the order of their calls: the format has no ids, so the order tells them apart."""
-    for _, run in itertools.groupby(turns, lambda turn: turn.role):
-        yield from sorted(run, key=lambda turn: turn.number)
 
 
 def _one_call_each(turns: Iterator[Turn]) -> Iterator[Turn]:
@@ -283,9 +274,8 @@ def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: 
         text = head + _PYTHON_INSTRUCTION + _to_json(listed, indent=4)
         return [Turn("system", [f"{text}\n{system}" if system else text]), *turns]
     if not turns or turns[0].role != "user":
-        raise FieldError(
-            "tools", "tools need a first message of the user, after the system's: there is none"
-        )
+        words = " need a first message of the user, after the system's: there is none"
+        raise FieldError.of("tools", words)
     built_in = f"Tools: {', '.join(tools.searches)}\n\n" if tools.built_in else ""
     text = f"Environment: ipython\n{built_in}{dates}\n{system}"
     listed_text = "".join(_to_json(tool, indent=4) + "\n\n" for tool in tools.functions)

@@ -225,15 +225,12 @@ def tool_request(
     name = choice.name if isinstance(choice, FunctionName) else None
     for i, each in enumerate(names):
         if each in names[:i]:
-            raise FieldError(
-                f"tools[{i}]", f"tools[{i}] has the name {each!r}, as one before it: rename it"
-            )
+            words = f" has the name {each!r}, as one before it: rename it"
+            raise FieldError.of(f"tools[{i}]", words)
     if name is not None and name not in names:
         raise FieldError("tool_choice", "tool_choice names a function that is not among the tools")
     if choice == "required" and not names:
-        raise FieldError(
-            "tool_choice", "tool_choice asks for a call, and there are no tools to call"
-        )
+        raise FieldError.of("tool_choice", " asks for a call, and there are no tools to call")
     if not names or choice == "none":
         return None
     return replace(

@@ -140,7 +140,9 @@ class Rendezvous:
         first = self.peers.all.get(0)  # where the store is, if it is not torchrun's
         is_stopped = first is not None and first.stopped_s > 0
         end = time.monotonic() + (4 * POLL_S if is_stopped else SILENCE_S)
-        while not self._first_claim and self._is_talking() and time.monotonic() < end:
+        while not self._first_claim and time.monotonic() < end:
+            if not self._prefix or not self._thread.is_alive() or self._error:
+                break
             time.sleep(POLL_S / 5)
         if self._first_claim:
             return self._first_claim == self._claim
@@ -148,9 +150,6 @@ class Rendezvous:
             return self.peers.is_first
         own, local = self.peers.own.rank, int(os.environ.get("LOCAL_RANK", "0"))
         return own == min(processes.ranks_started_by(agent()), default=own - local)
-
-    def _is_talking(self) -> bool:
-        return bool(self._prefix) and self._thread.is_alive() and not self._error
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
         """Wait until something listens there: torch's own wait cannot be broken off.

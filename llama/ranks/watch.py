@@ -179,18 +179,14 @@ class Watch(threading.Thread):
         do; at once, where memory is out, so that it cannot even say why: the others see its end.
         """
         with processes.or_exit(self._last_words, self.before_end):
-            self._fail(error, during, has_trace)
-
-    def _fail(self, error: BaseException, during: str, has_trace: bool) -> None:
-        """A RuntimeError may be what gloo raises when another rank is gone: wait for the cause."""
-        if isinstance(error, RuntimeError):
-            self.wait_for_cause()
-        what = f"{type(error).__name__}: {error}"
-        if isinstance(error, SystemExit):
-            what = f"sys.exit({error.code!r})"
-        trace = "".join(traceback.format_exception(error)).rstrip() if has_trace else ""
-        own = f"{self.peers.own.name} failed{during}: {what}"
-        self._report(own, trace, is_own=True)
+            if isinstance(error, RuntimeError):  # gloo's, where another rank may be gone
+                self.wait_for_cause()
+            what = f"{type(error).__name__}: {error}"
+            if isinstance(error, SystemExit):
+                what = f"sys.exit({error.code!r})"
+            trace = "".join(traceback.format_exception(error)).rstrip() if has_trace else ""
+            own = f"{self.peers.own.name} failed{during}: {what}"
+            self._report(own, trace, is_own=True)
 
     def wait_for_cause(self) -> None:
         """Return where no other rank is the cause of an error, else when it is known."""
@@ -219,8 +215,11 @@ class Watch(threading.Thread):
                 self._end_after(cause, self._grace(grace_s))
 
     def _end_after(self, cause: str, seconds: float) -> None:
-        if _LIMIT_WORDS in cause:
-            self._print_stack()
+        if _LIMIT_WORDS in cause:  # where this rank is, for a person
+            _, what, steps = self._current_wait()
+            say(f"--- {self.peers.own.name}, {steps} steps begun, now in {what or 'no step'}:")
+            with contextlib.suppress(OSError):
+                faulthandler.dump_traceback(2)
         self._deadline = time.monotonic() + seconds
         self._is_known.set()
         self._wake()
@@ -341,20 +340,10 @@ class Watch(threading.Thread):
             cause = find_left_early(self.peers, self.group)
             if cause and now - since > _UNWIND_S:
                 yield cause
-            elif now - since > limit_s and (name := self._find_stalled(since + limit_s)):
-                yield f"{name}: the others waited {limit_s:g} s in {what} {_LIMIT_WORDS}"
-
-    def _find_stalled(self, overdue: float) -> str | None:
-        """The rank that is elsewhere, and what it does; None where all are in the same place."""
-        own = rank_state(*self._current_wait())
-        return find_stalled_rank(self.peers, self.group, own, overdue, self.rendezvous.read_at)
-
-    def _print_stack(self) -> None:
-        """Where this rank is, for a person."""
-        _, what, steps = self._current_wait()
-        say(f"--- {self.peers.own.name}, {steps} steps begun, now in {what or 'no step'}:")
-        with contextlib.suppress(OSError):
-            faulthandler.dump_traceback(2)
+            elif now - since > limit_s:
+                here = self.peers, self.group, rank_state(*self._current_wait())
+                if name := find_stalled_rank(*here, since + limit_s, self.rendezvous.read_at):
+                    yield f"{name}: the others waited {limit_s:g} s in {what} {_LIMIT_WORDS}"
 
     def _current_wait(self) -> tuple[int | None, str, int]:
         """The thread that waits for others, in what ("": in nothing), and the steps begun."""

@@ -50,21 +50,13 @@ class AsyncLLMEngine:
                 yield output
 
     async def prepare(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        index: int | None = None,
-        must_fit: bool = False,
+        self, prompt: str | list[int], params: SamplingParams, request_id: str, **more: Any
     ) -> Request:
-        """A checked request for `stream`; see `Preparer.prepare`. A long text is encoded, and a
-        grammar compiled, in a thread, while the event loop goes on."""
+        """A checked request for `stream`; more: see `Preparer.prepare`. A long text is encoded,
+        and a grammar compiled, in a thread, while the event loop goes on."""
         if self._is_closed:
             raise RuntimeError("this AsyncLLMEngine is closed: make another one")
-        prepare = functools.partial(
-            self.engine.prepare, request_id, prompt, params, index=index, must_fit=must_fit
-        )
+        prepare = functools.partial(self.engine.prepare, request_id, prompt, params, **more)
         is_long = isinstance(prompt, str) and len(prompt) > _LONG_PROMPT
         if is_long or params.structured_output is not None:
             return await asyncio.to_thread(prepare)

@@ -66,29 +66,34 @@ class Preparer:
         name = "the prompt" if index is None else f"prompt {index}"
         ids = _token_ids(name, ids, self.max_seq_len, self.tokenizer.n_words)
         params.check_vocab(self.tokenizer.n_words)
-        longest = self._longest(len(ids), params.max_tokens, must_fit)
+        context, wish = self.max_seq_len, self.max_seq_len
+        if params.max_tokens is not None:
+            wish = len(ids) + params.max_tokens
+        if must_fit and wish > context:
+            raise ContextLengthError(
+                "max_tokens",
+                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than the "
+                f"context of {context} tokens: ask for fewer",
+                wish,
+                context,
+            )
+        longest = min(wish, context)
         request = Request(request_id, text, params, self._answers(ids, params, longest), index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
 
-    def _longest(self, num_prompt: int, max_tokens: int | None, must_fit: bool) -> int:
-        """The most tokens of prompt and answer."""
-        context = self.max_seq_len
-        wish = context if max_tokens is None else num_prompt + max_tokens
-        if must_fit and wish > context:
-            raise ContextLengthError(
-                "max_tokens",
-                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the context "
-                f"of {context} tokens: ask for fewer",
-                wish,
-                context,
-            )
-        return min(wish, context)
-
     def _answers(self, ids: list[int], params: SamplingParams, longest: int) -> list[Answer]:
-        token_params = _token_params(params, self.tokenizer)
+        # Bad words are banned at the start of a text, and after a space.
+        spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        bad_words = [self.tokenizer.encode(text, bos=False, eos=False) for text in spellings]
+        shared = {name: getattr(params, name) for name in _SHARED_FIELDS}
+        if params.best_of is not None and params.logprobs is None:
+            shared["logprobs"] = 0  # to choose by
+        token_params = TokenParams(**shared, bad_words=tuple(map(tuple, bad_words)))
         form, answers = params.structured_output, []
+        own_stops = () if params.ignore_eos else self.tokenizer.stop_tokens
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(own_stops)
         prediction = self.tokenizer.encode(params.prediction, bos=False, eos=False)
         assert not isinstance(form, Mapping)  # SamplingParams has made a StructuredOutput of it
         for _ in range(params.best_of or params.n):
@@ -96,7 +101,7 @@ class Preparer:
                 tokens=list(ids),
                 params=token_params,
                 max_len=longest,
-                stop_ids=_stop_ids(params, self.tokenizer),
+                stop_ids=stop_ids,
                 constraint=None if form is None else self.grammars.matcher(form),
                 prediction=prediction,
             )
@@ -148,18 +153,3 @@ def _whole(token: object) -> int:
         return -1 if isinstance(token, bool) else operator.index(token)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
         return -1
-
-
-def _token_params(params: SamplingParams, tokenizer: Tokenizer) -> TokenParams:
-    """What the engine reads; bad words are banned at the start of a text, and after a space."""
-    spellings = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
-    bad_words = [tuple(tokenizer.encode(text, bos=False, eos=False)) for text in spellings]
-    shared = {name: getattr(params, name) for name in _SHARED_FIELDS}
-    if params.best_of is not None and params.logprobs is None:
-        shared["logprobs"] = 0  # to choose by
-    return TokenParams(**shared, bad_words=tuple(bad_words))
-
-
-def _stop_ids(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
-    own = () if params.ignore_eos else tokenizer.stop_tokens
-    return frozenset(params.stop_token_ids) | frozenset(own)

@@ -167,7 +167,12 @@ class RequestOutput:
         ]
         answers = request.answers
         self._first = answers[0].sequence
-        self.error, self.error_field = _error_of(answers)
+        failed = [answer.sequence for answer in answers if answer.finish_reason == "error"]
+        reasons = [seq.constraint.failure for seq in failed if seq.constraint is not None]
+        why = next(filter(None, reasons), None)
+        told = NO_TOKEN if why is None else FORM_STOPPED.format(why=why)
+        self.error = told if failed else None
+        self.error_field = None if why is None else "structured_output"
         self.usage = Usage(
             prompt_tokens=self._first.num_prompt,
             completion_tokens=sum(answer.num_read for answer in answers),
@@ -270,17 +275,6 @@ def derived_seed(seed: int, number: int, *, of: str = "place") -> int:
     if number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {of} {number}".encode()).digest()[:8]) >> 1
-
-
-def _error_of(answers: list[Answer]) -> tuple[str | None, str | None]:
-    """Why one of them ended with an error, and the parameter at fault; None, None if none did."""
-    failed = [answer.sequence for answer in answers if answer.finish_reason == "error"]
-    if not failed:
-        return None, None
-    for seq in failed:
-        if seq.constraint is not None and (why := seq.constraint.failure) is not None:
-            return FORM_STOPPED.format(why=why), "structured_output"
-    return NO_TOKEN, None
 
 
 def _dicts(

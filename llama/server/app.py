@@ -50,13 +50,13 @@ def make_app(
     app.state.lenient = lenient
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
-    own = (_status_routes(service), _page_route(), host_routes or APIRouter())
-    for router in (routes.routes(service), tokens.routes(service), *own):
+    host = host_routes or APIRouter()
+    for router in (routes.routes(service), tokens.routes(service), _own_routes(service), host):
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _tell)
-    no_key = {getattr(route, "path", "") for route in host_routes.routes} if host_routes else ()
-    checked = AuthAndLimits(app, list(api_keys), loopback, frozenset(no_key))
+    no_key = frozenset(getattr(route, "path", "") for route in host.routes)
+    checked = AuthAndLimits(app, list(api_keys), loopback, no_key)
     if not allowed_origins:
         return checked
     return CORSMiddleware(  # outside: a browser asks without a key first, and reads errors, too
@@ -68,7 +68,9 @@ def make_app(
     )
 
 
-def _page_route() -> APIRouter:
+def _own_routes(service: Service) -> APIRouter:
+    """The page, and what tells of the server."""
+    router = APIRouter()
     page = files("llama.server").joinpath("page.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": _content_security_policy(page),
@@ -76,17 +78,10 @@ def _page_route() -> APIRouter:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    router = APIRouter()
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
         return Response(page, media_type="text/html", headers=headers)
-
-    return router
-
-
-def _status_routes(service: Service) -> APIRouter:
-    router = APIRouter()
 
     @router.get("/health")
     async def health() -> Response:

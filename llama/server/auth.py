@@ -65,13 +65,12 @@ class AuthAndLimits:
                 raise ApiError(400, "the Host header must name this machine: use localhost")
         if not self.api_keys or path in _OPEN | self.open_paths:
             return
-        key = _key_of(headers)
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        key = (value if kind.lower() == "bearer" else headers.get("x-api-key", "")).encode()
         matches = [hmac.compare_digest(key, known.encode()) for known in self.api_keys]
         if not any(matches):
             raise ApiError(
-                401,
-                "give the server's key as Authorization: Bearer KEY",
-                code="invalid_api_key",
+                401, "give the server's key as Authorization: Bearer KEY", code="invalid_api_key"
             )
 
 
@@ -81,9 +80,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _key_of(headers: Headers) -> bytes:
-    """The key that a request brings; b"" if none."""
-    kind, _, value = headers.get("authorization", "").partition(" ")
-    return (value if kind.lower() == "bearer" else headers.get("x-api-key", "")).encode()

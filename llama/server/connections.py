@@ -183,14 +183,14 @@ class BoundedProtocol(HttpToolsProtocol):
         """408; but while an earlier request is answered, its answer is the connection's last."""
         if self.pipeline:  # nothing is read until it is answered
             self._expect(what, limit_s)
-        elif self.cycle is None or self.cycle.response_complete or self._waits_for_body:
+        elif (
+            self.cycle is None
+            or self.cycle.response_complete
+            or (self.cycle.more_body and not self.cycle.response_started)
+        ):
             self._end_with(ApiError(408, f"the {what} did not come within {limit_s:.0f} s"))
         else:
             self.cycle.keep_alive = False
-
-    @property
-    def _waits_for_body(self) -> bool:
-        return self.cycle.more_body and not self.cycle.response_started
 
     def _end_with(self, error: ApiError) -> None:
         """Say why, and close."""

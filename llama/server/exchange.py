@@ -60,8 +60,23 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(body)
 
         async def answer(http: Request) -> Response:
+            # A browser sends any other kind to this machine for whatever page is open, without
+            # asking the server first (https://fetch.spec.whatwg.org, simple requests).
+            kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise ApiError(400, "the Content-Type header must be application/json")
             ignored: list[str] | None = [] if http.app.state.lenient else None
-            body = await _read_body(http, adapter, ignored)
+            memory: BodyMemory = http.app.state.bodies
+            length = http.headers.get("content-length", "0")
+            if length.isdecimal() and int(length) > memory.most:
+                raise memory.too_large()
+            with memory.of_one() as data:
+                async for part in http.stream():  # `BoundedProtocol` ends what is too slow
+                    memory.add(data, part)
+                if len(data) <= _SMALL:
+                    body = _checked(data, adapter, ignored)
+                else:
+                    body = await asyncio.to_thread(_checked, data, adapter, ignored)
             response: Response = await self.endpoint(body, http)
             if ignored:
                 names = [ascii(name)[1:-1][:100] for name in ignored[:_MOST_IGNORED]]
@@ -75,23 +90,6 @@ class BodyRoute(APIRoute):
 def body_router(lifespan: Any = None) -> APIRouter:
     """A router whose routes have bodies. lifespan: FastAPI's."""
     return APIRouter(route_class=BodyRoute, responses=_ERRORS, lifespan=lifespan)
-
-
-async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
-    """The checked body; ApiError 400 names the field that is wrong. ignored: see `read_as`.
-
-    It must be declared as JSON: a browser sends any other kind to this machine for whatever page
-    is open, without asking the server first (https://fetch.spec.whatwg.org, simple requests).
-    """
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(400, "the Content-Type header must be application/json")
-    memory: BodyMemory = http.app.state.bodies
-    with memory.of_one() as data:
-        await _read_into(data, http, memory)
-        if len(data) <= _SMALL:
-            return _checked(data, adapter, ignored)
-        return await asyncio.to_thread(_checked, data, adapter, ignored)
 
 
 @dataclass
@@ -131,17 +129,8 @@ def _counted(num_bytes: int) -> int:
     return max(0, num_bytes - _SMALL)
 
 
-async def _read_into(data: bytearray, http: Request, memory: BodyMemory) -> None:
-    """All of the body; ApiError 413 or 503 as soon as it is too long. What is too slow is ended by
-    `BoundedProtocol`."""
-    length = http.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > memory.most:
-        raise memory.too_large()
-    async for part in http.stream():
-        memory.add(data, part)
-
-
 def _checked(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
+    """The body; ApiError 400 names the field that is wrong. ignored: see `read_as`."""
     for sign, most in _MOST_SIGNS.items():
         if data.count(sign) > most:
             words = f"the request has more than {most} times {sign.decode()!r}: send less at once"

@@ -95,27 +95,25 @@ class Server:
     def serve(self, drain_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Until a signal, until `is_over` while nothing runs, or RuntimeError after a step that
         failed. Rank 0 runs this, and leads."""
+        service = self.service
+        assert service.engine is not None
         try:
-            self._serve(drain_s, is_over)
+            while not (stop_requested() or service.has_failed):
+                if not service.is_busy and is_over():
+                    break
+                time.sleep(_POLL_S)
+            service.drain()
+            end = time.monotonic() + drain_s
+            while service.is_busy and time.monotonic() < end and not service.has_failed:
+                time.sleep(_POLL_S)
+            if failed := service.has_failed:
+                self._break_off()
+                time.sleep(_BROKEN_S)
+            service.engine.close()
+            self.stop()
         except SystemExit:  # of a second signal: what still runs is told
             self._break_off(is_failure=False)
             raise
-
-    def _serve(self, drain_s: float, is_over: Callable[[], bool]) -> None:
-        service = self.service
-        while not (stop_requested() or service.has_failed or (not service.is_busy and is_over())):
-            time.sleep(_POLL_S)
-        service.drain()
-        end = time.monotonic() + drain_s
-        while service.is_busy and time.monotonic() < end and not service.has_failed:
-            time.sleep(_POLL_S)
-        failed = service.has_failed
-        if failed:
-            self._break_off()
-            time.sleep(_BROKEN_S)
-        assert service.engine is not None
-        service.engine.close()
-        self.stop()
         if failed:  # its clients may all have left: then nobody else says what it was
             cause = service.engine.failure
             raise RuntimeError("a step of the model failed, so the server ends") from cause

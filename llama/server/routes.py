@@ -10,7 +10,6 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from llama.requests.request import Request as EngineRequest
 from llama.sampling_params import SamplingParams
 from llama.server.anthropic.answers import MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
@@ -19,7 +18,6 @@ from llama.server.errors import ApiError
 from llama.server.exchange import body_router, chat_ids, prepare_chat, respond
 from llama.server.openai.answers import Completion
 from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
-from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
 from llama.server.service import Service
@@ -39,7 +37,15 @@ def routes(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
         request = await asyncio.to_thread(body.request, _TEXT_DEFAULTS)
-        prepared = await _prepare_texts(service, request)
+        count, most = len(request.prompts), service.limits.max_prompts
+        if count > most:
+            words = f"prompt has {count} entries: this server takes at most {most}"
+            raise ApiError(400, words, param="prompt")
+        service.check_room(request.num_answers, "prompt" if count > 1 else "n")
+        prepared = []
+        for i, prompt in enumerate(request.prompts):
+            prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
+            await asyncio.sleep(0)  # hundreds of prompts would hold the others' events up
         return await respond(service, http, request, prepared, Completion)
 
     @router.post(CHAT_URL)
@@ -70,18 +76,3 @@ def routes(service: Service) -> APIRouter:
         return JsonResponse({"input_tokens": len(ids)})
 
     return router
-
-
-async def _prepare_texts(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
-    """The engine's request for each prompt."""
-    count, most = len(request.prompts), service.limits.max_prompts
-    if count > most:
-        raise ApiError(
-            400, f"prompt has {count} entries: this server takes at most {most}", param="prompt"
-        )
-    service.check_room(request.num_answers, "prompt" if count > 1 else "n")
-    prepared = []
-    for i, prompt in enumerate(request.prompts):
-        prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
-        await asyncio.sleep(0)  # hundreds of prompts would hold the others' events up
-    return prepared

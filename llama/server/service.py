@@ -142,7 +142,12 @@ class Service:
                     prompt, params, "", index=index, must_fit=not ends_with_context
                 )
         except ContextLengthError as e:
-            raise _too_long(e, fields) from None
+            if e.field == "max_tokens":
+                param = fields.names.get("max_tokens", "max_tokens")
+                raise ApiError(400, str(e), param=param, code="context_length_exceeded") from None
+            if fields.too_long is None:
+                raise ApiError(400, str(e), param=fields.prompt) from None
+            raise ApiError(400, fields.too_long.format(count=e.count, most=e.most)) from None
         except (TypeError, ValueError) as e:
             raise fields.refusal(e) from None
         except TimeoutError:
@@ -240,13 +245,3 @@ class Service:
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
             raise broken() if self.state is State.BROKEN else shutting_down()
         return output
-
-
-def _too_long(error: ContextLengthError, fields: ErrorFields) -> ApiError:
-    """400 where the context has no room for the prompt, or for all that was asked for."""
-    if error.field == "max_tokens":
-        param = fields.names.get("max_tokens", "max_tokens")
-        return ApiError(400, str(error), param=param, code="context_length_exceeded")
-    if fields.too_long is not None:
-        return ApiError(400, fields.too_long.format(count=error.count, most=error.most))
-    return ApiError(400, str(error), param=fields.prompt)

@@ -4,14 +4,13 @@ In: text, a dialog or ids. Out: ids or text, and the names of the special tokens
 """
 
 import asyncio
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field, Tag
 from starlette.responses import Response
 
-from llama.prompts import ToolFormat
-from llama.prompts.chat import chat_ids
+from llama.prompts import ToolFormat, encode_chat
 from llama.prompts.fields import Fields, chosen_by
 from llama.prompts.messages import Dialog
 from llama.prompts.tools import ToolFields
@@ -41,8 +40,11 @@ class TokenizeText(_Tokenize):
             words = f"prompt has more than {_LONGEST} characters"
             raise ApiError(413, words, param="prompt")
         has_bos = self.add_special_tokens is not False
-        if not has_bos and self.prompt in (names := _ends(tokenizer)):
-            return [names[self.prompt]]
+        # A client that has these names from /tokenizer_info, as lm-eval has, can ask for their ids
+        # here. Beside other text they are text, so that encoded text of a user opens nothing.
+        named = tokenizer.special_tokens.get(self.prompt)
+        if not has_bos and named in (tokenizer.bos_id, tokenizer.eos_id):
+            return [named]
         return tokenizer.encode(self.prompt, bos=has_bos, eos=False)
 
 
@@ -54,26 +56,26 @@ class TokenizeChat(_Tokenize, ToolFields):
     continue_final_message: bool | None = None
 
     def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
-        ids = chat_ids(
+        ids = encode_chat(
             tokenizer,
             self.messages,
             self.tool_request(),
             tool_format=tool_format,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
+            keeps_space=True,
         )
         if len(ids) > _LONGEST:
             raise ApiError(413, f"messages have more than {_LONGEST} tokens", param="messages")
         return ids
 
 
-def _kind_of_body(body: Any) -> str | None:
-    return ("chat" if "messages" in body else "text") if isinstance(body, dict) else None
-
-
 TokenizeBody = Annotated[
     Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")],
-    chosen_by(_kind_of_body, " must be an object"),
+    chosen_by(
+        lambda x: ("chat" if "messages" in x else "text") if isinstance(x, dict) else None,
+        " must be an object",
+    ),
 ]
 
 
@@ -136,11 +138,3 @@ def routes(service: Service) -> APIRouter:
         )
 
     return router
-
-
-def _ends(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids of bos_token and eos_token: a client that has their names from /tokenizer_info, as
-    lm-eval has, can ask for their ids here alone. Beside other text they are text, as all others
-    are, so that encoded text of a user opens nothing."""
-    ids = (tokenizer.bos_id, tokenizer.eos_id)
-    return {name: i for name, i in tokenizer.special_tokens.items() if i in ids}

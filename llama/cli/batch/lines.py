@@ -78,7 +78,14 @@ def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequ
 def target(fields: dict[str, Any]) -> tuple[str, Any]:
     """The path and the body of a line's request; the body is not checked yet. ValueError."""
     if fields.keys() & {"url", "body", "method"}:
-        return _of_envelope(fields)
+        if unknown := sorted(fields.keys() - _ENVELOPE):
+            raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
+        url = fields.get("url")
+        if fields.get("method", "POST") != "POST":
+            raise ValueError(f"method={fields['method']!r} must be POST")
+        if url not in (CHAT_URL, TEXT_URL):
+            raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
+        return url, fields.get("body")
     body = {name: value for name, value in fields.items() if name != "custom_id"}
     chat = "messages" in body
     if chat == ("prompt" in body):
@@ -93,17 +100,6 @@ def checked_body(body: Any) -> dict[str, Any]:
     if body.get("stream"):
         raise ValueError(_NO_STREAM)
     return body
-
-
-def _of_envelope(fields: dict[str, Any]) -> tuple[str, Any]:
-    if unknown := sorted(fields.keys() - _ENVELOPE):
-        raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
-    url = fields.get("url")
-    if fields.get("method", "POST") != "POST":
-        raise ValueError(f"method={fields['method']!r} must be POST")
-    if url not in (CHAT_URL, TEXT_URL):
-        raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
-    return url, fields.get("body")
 
 
 def error_record(custom_id: str, number: int, code: str, message: str) -> dict[str, Any]:

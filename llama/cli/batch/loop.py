@@ -106,7 +106,9 @@ class Loop:
         with contextlib.nullcontext() if self.bar is None else self.bar:
             while True:
                 while reading and self.answers.has_room:
-                    line = self._next_line()
+                    # The next line that no replica has taken; none, once a signal asked to stop.
+                    ours = -1 if stop_requested() else self.take("line", 1)
+                    line = next((x for index, x in self.missing if index == ours), None)
                     reading = line is not None
                     if line is not None:
                         self._start(line)
@@ -135,13 +137,6 @@ class Loop:
                 f"{self.results.path} has a result of line {len(self.results.done) - 1}, but the "
                 f"input ends at line {number}: resume with the same input"
             )
-
-    def _next_line(self) -> Line | None:
-        """The next line that no replica has taken; none, once a signal asked to stop."""
-        if stop_requested():
-            return None
-        ours = self.take("line", 1)
-        return next((line for index, line in self.missing if index == ours), None)
 
     def _start(self, line: Line) -> None:
         custom_id = f"line-{line.number}"

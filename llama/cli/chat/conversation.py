@@ -252,9 +252,6 @@ class Conversation:
         lines = [f"{usage:{width}}  {what}" for usage, what in usages.items()]
         return "\n".join([*lines, _MORE_HELP])
 
-    def _bye(self, _: str) -> Turn:
-        return Turn(leave=True)
-
 
 class Command(NamedTuple):
     """What follows the name of a command ([ ]: can be left out), what it does, and its method."""
@@ -280,7 +277,7 @@ COMMANDS = {
     ),
     "stats": Command("", "tokens in the context, turns and speeds", Conversation._stats),
     "help": Command("", "this list", Conversation._help),
-    "bye": Command("", "leave; so does Ctrl-D", Conversation._bye),
+    "bye": Command("", "leave; so does Ctrl-D", lambda chat, _: Turn(leave=True)),
 }  # fmt: skip
 
 

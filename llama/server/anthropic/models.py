@@ -22,7 +22,7 @@ from llama.prompts.tools import (
     Tools,
     tool_request,
 )
-from llama.sampling_params import SamplingParams, StructuredOutput
+from llama.sampling_params import SamplingParams
 from llama.server.accepted import AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import SchemaFormat
@@ -177,8 +177,21 @@ class CountBody(AcceptedFields, SamplingFields):
         place = "tools" if wanted is None else "output_config.format.schema"
         form = None if wanted is None else wanted.form(place)
         tools = self._tool_request()
-        if continues:
-            _check_beginning(messages[-1], dialog.places[-1], form, tools)
+        if continues:  # from its last character: no grammar has it, and no call begins after it
+            field, words, text = dialog.places[-1], "", messages[-1]["content"]
+            if "tool_calls" in messages[-1]:
+                words = ": the results of its tool_use blocks must follow"
+            elif not text or text[-1].isspace():
+                words = ": the beginning of an answer must not be empty, or end with a space"
+            elif form is not None:
+                field = "output_config"
+                words = " cannot be used where the last message is the assistant's"
+            elif tools is not None and tools.needs_grammar:
+                field = "tool_choice" if tools.must_call else "tools"
+                words = ": a call that is forced, or strict, cannot have a last message of the "
+                words += "assistant before it"
+            if words:
+                raise FieldError(field, field + words)
         return OpenAIRequest(
             messages=messages,
             params=self.sampling_params(defaults, structured_output=form),
@@ -231,24 +244,3 @@ class MessagesBody(_Sampling, CountBody):
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         return replace(super().request(defaults), stream=bool(self.stream))
-
-
-def _check_beginning(
-    message: dict[str, Any], place: str, form: StructuredOutput | None, tools: Tools | None
-) -> None:
-    """Of the answer, which goes on from its last character. A beginning that the client wrote is
-    not part of a grammar, and no call begins after it."""
-    field, words, text = place, "", message["content"]
-    if "tool_calls" in message:
-        words = ": the results of its tool_use blocks must follow"
-    elif not text or text[-1].isspace():
-        words = ": the beginning of an answer must not be empty, or end with a space"
-    elif form is not None:
-        field = "output_config"
-        words = " cannot be used where the last message is the assistant's"
-    elif tools is not None and tools.needs_grammar:
-        field = "tool_choice" if tools.must_call else "tools"
-        words = ": a call that is forced, or strict, cannot have a last message of the assistant "
-        words += "before it"
-    if words:
-        raise FieldError(field, field + words)

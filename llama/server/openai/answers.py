@@ -50,14 +50,6 @@ def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str
     }
 
 
-def _timings(answer: CompletionOutput) -> dict[str, float | None]:
-    """How fast an answer came, by the engine's clock, in the words of llama.cpp's server. Its first
-    token ends the reading of the prompt: the speed is that of the others."""
-    count, seconds = len(answer.token_ids), answer.decode_s
-    speed = (count - 1) / seconds if seconds else None
-    return {"predicted_n": count, "predicted_ms": 1000 * seconds, "predicted_per_second": speed}
-
-
 class Completion:
     """The response to a request: whole, or the chunks of one that streams, as its outputs come.
 
@@ -109,7 +101,14 @@ class Completion:
             outputs = list(self._latest.values())
             chunk = {**self._head, "choices": [], "usage": _usage(self._request, outputs)}
             if self._request.num_answers == 1:
-                chunk["timings"] = _timings(outputs[0].outputs[0])
+                # The words of llama.cpp's server. The first token ends the reading of the prompt.
+                answer = outputs[0].outputs[0]
+                count, seconds = len(answer.token_ids), answer.decode_s
+                chunk["timings"] = {
+                    "predicted_n": count,
+                    "predicted_ms": 1000 * seconds,
+                    "predicted_per_second": (count - 1) / seconds if seconds else None,
+                }
             yield chunk
 
     def failed(self, error: ApiError) -> dict[str, Any]:

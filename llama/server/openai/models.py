@@ -169,8 +169,8 @@ class ChatBody(ToolFields, _ChatSampling, _Body):
             own["prediction"] = self.prediction.text()
         has_header = self.add_generation_prompt is not False
         if self.continue_final_message and has_header:
-            words = "continue_final_message needs add_generation_prompt to be false"
-            raise FieldError("continue_final_message", words)
+            needed = " needs add_generation_prompt to be false"
+            raise FieldError.of("continue_final_message", needed)
         return OpenAIRequest(
             messages=self.messages,
             params=self.sampling_params(defaults, structured_output=form, **own),

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.checks import FieldError
-from llama.prompts import chat
+from llama.prompts import encode_chat
 from llama.prompts.answer import AnswerDeltas
+from llama.prompts.chat import chat_params
 from llama.prompts.tools import ToolFormat, Tools
 from llama.requests.request import CompletionOutput, RequestOutput
 from llama.sampling_params import SamplingParams
@@ -52,18 +53,19 @@ class OpenAIRequest:
 
     def chat_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
         """The ids of a chat's dialog. FieldError names the field that is wrong, or the message."""
-        return chat.chat_ids(
+        return encode_chat(
             tokenizer,
             self.messages,
             self.tools,
             tool_format=tool_format,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
+            keeps_space=True,
         )
 
     def chat_params(self, tool_format: ToolFormat) -> SamplingParams:
         """The parameters, with the grammar of the calls where a chat must be held to one."""
-        return chat.chat_params(self.params, self.tools, tool_format, first_name(self.fields.form))
+        return chat_params(self.params, self.tools, tool_format, first_name(self.fields.form))
 
     def deltas(
         self,
