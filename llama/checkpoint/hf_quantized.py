@@ -200,10 +200,10 @@ def _eo8(parts: Parts, config: dict[str, Any]) -> _Format:
         of = replace(of, adaptor=(down, up, config["scale"]))
 
     def codes(rows: slice, columns: slice) -> Tensor:
-        some = weight[rows, columns] + 8
-        if some.min() < 0 or some.max() > 15:
+        some = (weight[rows, columns] + 8).view(torch.uint8)
+        if some.max() > 15:
             raise ValueError("a number is not one of 4 bits")
-        return some.byte()
+        return some
 
     of = replace(of, zero=lambda rows: zero[rows].float() + 8)
     return replace(of, table=torch.arange(-8.0, 8), codes=codes)
