@@ -75,7 +75,13 @@ def encode_chat(
     dialog = read_messages(messages)
     if not isinstance(tools, Tools):
         tools = Tools.of(tools or ())
-    check_tools(tokenizer, tools, tool_format)
+    if tools and tool_format is ToolFormat.NONE:
+        words = " cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
+        raise FieldError.of("tools", f"{words}Use an Instruct model of Llama 3.1 or later")
+    if tools.built_in and tokenizer.python_tag_id is None:
+        words = f": {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
+        words += "tokenizer does not have: describe it as a function with parameters"
+        raise FieldError.of("tools", words)
     turns = _Reader(tools, tool_format).turns(dialog)
     if tools:
         turns = _with_tools(turns, tools, tool_format, date)
@@ -105,17 +111,6 @@ def jinja_template(tool_format: ToolFormat) -> str:
     lines = [f"{{%- set {name} = {json.dumps(text)} %}}\n" for name, text in given.items()]
     text = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
     return "".join(lines) + text
-
-
-def check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> None:
-    """ValueError where the model has no calls for these tools."""
-    if tools and tool_format is ToolFormat.NONE:
-        words = " cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
-        raise FieldError.of("tools", f"{words}Use an Instruct model of Llama 3.1 or later")
-    if tools.built_in and tokenizer.python_tag_id is None:
-        words = f": {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
-        words += "tokenizer does not have: describe it as a function with parameters"
-        raise FieldError.of("tools", words)
 
 
 @dataclass

@@ -77,7 +77,14 @@ def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
 
     Nothing is changed, and no file is left behind.
     """
-    _check_input(in_path, resume=resume)
+    os.stat(in_path)
+    if os.path.isfile(in_path):
+        with open(in_path, "rb") as file:
+            check_encoding(in_path, file.readline(4096))
+    elif os.path.isdir(in_path):
+        raise ValueError(f"{in_path} is a folder: name a file with a request per line")
+    elif resume:  # a pipe is not opened here: what is read from it is gone
+        raise ValueError(f"{in_path} is a stream, and cannot be read again to resume: give a file")
     path = os.path.realpath(out_path)  # of a link, the file that it names
     exists = os.path.lexists(path)
     if exists and not os.path.isfile(path):
@@ -93,17 +100,6 @@ def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
             f"{out_path} has results already: add --resume to do only what is missing, "
             "or write to another file"
         )
-
-
-def _check_input(path: str, *, resume: bool) -> None:
-    os.stat(path)
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            check_encoding(path, file.readline(4096))
-    elif os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: name a file with a request per line")
-    elif resume:  # a pipe is not opened here: what is read from it is gone
-        raise ValueError(f"{path} is a stream, and cannot be read again to resume: give a file")
 
 
 class Results:
