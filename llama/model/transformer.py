@@ -224,7 +224,6 @@ class Transformer(nn.Module):
     def new_kv_cache(self, num_pages: int, page_size: int) -> Tensor:
         """Zeroed keys and values of all layers: (L, 2, P, S, K, W), in the plan's format."""
         weight = self.norm.weight
-        # Zeros: a masked slot still enters the product with weight 0, and 0 x NaN would be NaN.
         return zeros(*self.plan.kv_cache(num_pages, page_size, weight.dtype), weight.device)
 
     def hidden_states(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:

@@ -108,13 +108,17 @@ def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Ten
     if n > at_once:
         parts = (x.split(at_once) for x in (queries, page_table, seq_lens))
         return torch.cat([_decode(q, kv_cache, *rest) for q, *rest in zip(*parts, strict=True)])
+    size, device = kv_cache.shape[2], queries.device
+    slots = (page_table[..., None] * size + torch.arange(size, device=device)).flatten(1)
+    attn_mask = torch.arange(slots.shape[1], device=device) < seq_lens[:, None]
+    # Weight 0 times NaN is NaN, and who had a slot before may have left one: where a sequence has
+    # no token, its first one is read again.
+    slots = slots.where(attn_mask, slots[:, :1])
     # One after the other: torch gathers whole rows of a tensor fast, and parts of rows slowly.
     keys, values = (
-        format_of(kv_cache).unpack(part[page_table].flatten(1, 2), queries.dtype)
-        for part in kv_cache
+        format_of(kv_cache).unpack(part.flatten(0, 1)[slots], queries.dtype) for part in kv_cache
     )  # (N, M * S, K, D)
-    _, length, n_kv_heads, _ = keys.shape
-    attn_mask = torch.arange(length, device=queries.device) < seq_lens[:, None]
+    n_kv_heads = keys.shape[2]
     grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
     out = _sdpa(
         grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=attn_mask[:, None, None]

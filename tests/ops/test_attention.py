@@ -185,15 +185,34 @@ def test_any_number_of_threads_gives_the_same_bytes(kernels):
         torch.set_num_threads(1)
 
 
-def test_slots_that_a_query_may_not_see_are_never_read(kernels):
-    """Pages of others and slots past the end hold what was there last, NaN in the worst case."""
+def check_unseen(dtype: torch.dtype) -> None:
+    """Slots past the end, pages of nobody and those of a neighbour hold what was there last, NaN
+    in the worst case."""
     case = Case([37, 256, 300], [1, 1, 20])
-    before = case.run()
-    used = torch.cat([case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens_cpu)])
-    kept = case.kv_cache.flatten(1, 2)[:, used]
-    case.kv_cache.fill_(float("nan"))
-    case.kv_cache.flatten(1, 2)[:, used] = kept
-    assert same(case.run(), before)
+    pack = FORMATS["int8"].pack if dtype is torch.int8 else lambda x: x.to(dtype)
+    case.queries = case.queries.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
+    plain, case.kv_cache = case.kv_cache, pack(case.kv_cache)
+    clean, before = case.kv_cache, case.run()
+    seen = [case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens_cpu)]
+    for worst in (float("nan"), float("inf")):
+        for kept in (seen, seen[:2]):  # the third sequence has come to NaN as well
+            case.kv_cache = pack(torch.full_like(plain, worst))
+            slots = torch.cat(kept)
+            case.kv_cache.flatten(1, 2)[:, slots] = clean.flatten(1, 2)[:, slots]
+            rows = 22 if kept is seen else 2
+            assert torch.equal(case.run()[:rows], before[:rows]), (worst, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_slots_that_a_query_may_not_see_are_never_read(kernels, dtype):
+    check_unseen(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_the_torch_body_gives_nan_to_nobody_else(no_kernels, dtype):
+    """It had multiplied what a query may not see by 0, and an unused entry of a page table is page
+    0: who came to NaN there took shorter neighbours along."""
+    check_unseen(dtype)
 
 
 def test_a_nan_reaches_who_sees_it_and_nobody_else(kernels):

@@ -193,14 +193,13 @@ def decode_kernel(
         kv_cache + plane + head * D, table + seq.to(tl.int64) * width, scale,
         K, D, S, ROWS, KEYS, WIDE,
     )  # fmt: skip
-    has_keys = total > 0
-    total = tl.where(has_keys, total, 1.0)
+    total = tl.where(first < last, total, 1.0)
     sums = sums / total[:, None]
     if SPLITS == 1:
         tl.store(out + q_at, sums.to(out.dtype.element_ty), mask=is_real[:, None])
     else:
         own_part = own_head * SPLITS + split
-        weight = tl.where(has_keys, peak + tl.log2(total), -float("inf"))
+        weight = tl.where(first < last, peak + tl.log2(total), -float("inf"))
         tl.store(logsumexp + own_part, weight, mask=is_real)
         if first < last:  # the merge reads no part of weight 0
             tl.store(partial + own_part[:, None] * D + dims[None, :], sums, mask=is_real[:, None])
@@ -213,7 +212,7 @@ def merge_kernel(partial, logsumexp, out, D: tl.constexpr, SPLITS: tl.constexpr)
     dims = tl.arange(0, D)
     own_part = row * SPLITS + tl.arange(0, SPLITS)
     logs = tl.load(logsumexp + own_part)
-    is_there = logs > -float("inf")
+    is_there = logs != -float("inf")  # a NaN is there, and the result is one
     peak = tl.max(logs, 0)
     weights = tl.where(is_there, tl.exp2(logs - tl.where(peak > -float("inf"), peak, 0.0)), 0.0)
     total = tl.sum(weights, 0)
