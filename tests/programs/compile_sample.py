@@ -20,7 +20,7 @@ from llama.ops.triton import sample
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
     **dict.fromkeys(("logits", "maxima", "row_max"), "*fp32"),
-    **dict.fromkeys(("params", "sums", "ids"), "*i64"),
+    **dict.fromkeys(("rules", "sums", "ids"), "*i64"),
     **dict.fromkeys(("places", "bins", "slots", "firsts"), "*i32"),
     "finishes": "*fp64",
     **dict.fromkeys(("stride", "v", "n"), "i32"),

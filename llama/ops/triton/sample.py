@@ -62,8 +62,8 @@ def top_tokens(logits: Tensor, is_checked: bool = False) -> tuple[Tensor, Tensor
     return row_max, ids
 
 
-def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool) -> Tensor:
-    """(B, V) float32 logits, params (B, 6) of `pack_params`, on the device -> (B) int64 ids.
+def choose(logits: Tensor, rules: Tensor, *, has_draws: bool, has_filters: bool) -> Tensor:
+    """(B, V) float32 logits, rules (B, 6) of `pack_params`, on the device -> (B) int64 ids.
 
     Greedy rows take the top token, the others a draw; -1 as in `Sampled`. has_draws, has_filters:
     whether any row may have some; without, their kernels are not launched. For a graph say that
@@ -74,12 +74,12 @@ def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool
     if not has_draws:
         return ids
     (b, v), (block, n) = logits.shape, _blocks(logits)
-    assert params.shape == (b, NUM_PARAMS.value) and params.is_contiguous(), params.shape
+    assert rules.shape == (b, NUM_PARAMS.value) and rules.is_contiguous(), rules.shape
     sums = logits.new_empty(b, n, dtype=torch.int64)
     maxima = logits.new_empty(b, n)
     finishes = logits.new_empty(b, n, dtype=torch.float64)
     firsts = logits.new_empty(b, n, dtype=torch.int32)
-    row = logits, row_max, params  # what each kernel reads of its row
+    row = logits, row_max, rules  # what each kernel reads of its row
     # Of each row with filters: tokens by probability; in the last place, how many are gathered.
     bins = logits.new_zeros(b if has_filters else 0, _BINS, dtype=torch.int32)
     block_sums[b, n](
@@ -87,7 +87,7 @@ def choose(logits: Tensor, params: Tensor, *, has_draws: bool, has_filters: bool
         FILTERS=has_filters,
     )  # fmt: skip
     sizes = {"N": _padded(n)}
-    pick_of_all[b,](row_max, params, finishes, firsts, ids, v, n, **sizes)
+    pick_of_all[b,](row_max, rules, finishes, firsts, ids, v, n, **sizes)
     if has_filters:
         slots = logits.new_empty(b, SLOTS, dtype=torch.int32)
         gather[b, n](
@@ -138,13 +138,13 @@ def _lower_bound(bins, total, floor, top_k, top_p, BINS: tl.constexpr):
 
 @triton.jit
 def gather(
-    logits, row_max, params, sums, maxima, bins, slots, stride, v, n, N: tl.constexpr,
+    logits, row_max, rules, sums, maxima, bins, slots, stride, v, n, N: tl.constexpr,
     BLOCK: tl.constexpr, BINS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Of each row with filters: the ids of what reaches its bound, in any order, and how many."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top, rate = tl.load(row_max + row), rate_of(params, row)
-    floor, top_k, top_p = filters_of(params, row)
+    top, rate = tl.load(row_max + row), rate_of(rules, row)
+    floor, top_k, top_p = filters_of(rules, row)
     if is_sampled(top, rate) & ((floor > 0) | (top_k > 0) | (top_p < ALL)):
         blocks = tl.arange(0, N)
         total = tl.sum(tl.load(sums + row * n + blocks, mask=blocks < n, other=0), 0)
@@ -229,14 +229,14 @@ def _sum_above(
 
 @triton.jit
 def pick_of_kept(
-    logits, row_max, params, sums, bins, slots, ids, stride, v, n,
+    logits, row_max, rules, sums, bins, slots, ids, stride, v, n,
     N: tl.constexpr, BINS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
     ID_DIGITS: tl.constexpr,
 ):  # fmt: skip
     """The id of a row that draws and has filters, of what `gather` found or of the whole row."""
     row = tl.program_id(0).to(tl.int64)
-    top, rate = tl.load(row_max + row), rate_of(params, row)
-    floor, top_k, top_p = filters_of(params, row)
+    top, rate = tl.load(row_max + row), rate_of(rules, row)
+    floor, top_k, top_p = filters_of(rules, row)
     if is_sampled(top, rate) & ((floor > 0) | (top_k > 0) | (top_p < ALL)):
         logits += row * stride
         slots += row * SLOTS
@@ -265,7 +265,7 @@ def pick_of_kept(
             last_id = _nth_tie(
                 logits, slots, count, is_whole, top, rate, last, ties, CHUNK, ID_DIGITS
             )
-        uniform = uniform_of(params, row)
+        uniform = uniform_of(rules, row)
         best = tl.full((CHUNK,), float("inf"), tl.float64)
         winners = tl.full((CHUNK,), 0, tl.int32) + v - 1
         for first in range(0, count, CHUNK):

@@ -22,15 +22,15 @@ GROUP = tl.constexpr(256)  # ids, the first of which to come is known by one num
 
 
 @triton.jit
-def rate_of(params, row):
+def rate_of(rules, row):
     """What a row's logits are multiplied with to be powers of 2; 0 where it is greedy."""
-    return tl.load(params + row * NUM_PARAMS).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.load(rules + row * NUM_PARAMS).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def filters_of(params, row):
+def filters_of(rules, row):
     """min_p as the least probability, top_k, and top_p of 2**62; 0, 0 and ALL without."""
-    at = params + row * NUM_PARAMS
+    at = rules + row * NUM_PARAMS
     return tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
@@ -60,10 +60,10 @@ def share_of(whole, share):
 
 
 @triton.jit
-def uniform_of(params, row):
+def uniform_of(rules, row):
     """A row's number of 2**62, from its seed and position by Philox2x32-10, as in the sampler."""
-    seed = tl.load(params + row * NUM_PARAMS + 4)
-    left = tl.load(params + row * NUM_PARAMS + 5)
+    seed = tl.load(rules + row * NUM_PARAMS + 4)
+    left = tl.load(rules + row * NUM_PARAMS + 5)
     right, key = (seed >> 32) & LOW_32, seed & LOW_32
     for _ in tl.static_range(10):
         product = left * 0xD256D193
@@ -155,7 +155,7 @@ def edge_of(bins):
 
 @triton.jit
 def block_sums(
-    logits, row_max, params, sums, maxima, bins, finishes, firsts, stride, v, BLOCK: tl.constexpr,
+    logits, row_max, rules, sums, maxima, bins, finishes, firsts, stride, v, BLOCK: tl.constexpr,
     BINS: tl.constexpr, FILTERS: tl.constexpr,
 ):  # fmt: skip
     """Of each block of a row that draws: without filters, who is first in the race, and when; with
@@ -163,15 +163,15 @@ def block_sums(
     bin of probability: a quarter of what lies between two powers of 2.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    top, rate = tl.load(row_max + row), rate_of(params, row)
+    top, rate = tl.load(row_max + row), rate_of(rules, row)
     if is_sampled(top, rate):
         cols = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
         probs = probs_of(x, top, rate)
         at = row * tl.num_programs(1) + block
-        floor, top_k, top_p = filters_of(params, row)
+        floor, top_k, top_p = filters_of(rules, row)
         if (floor == 0) & (top_k == 0) & (top_p >= ALL):
-            finish = finishes_of(to_fixed(probs), cols, uniform_of(params, row))
+            finish = finishes_of(to_fixed(probs), cols, uniform_of(rules, row))
             best, first = first_of(finish, cols, v)
             tl.store(finishes + at, best)
             tl.store(firsts + at, first)
@@ -185,11 +185,11 @@ def block_sums(
 
 
 @triton.jit
-def pick_of_all(row_max, params, finishes, firsts, ids, v, n, N: tl.constexpr):
+def pick_of_all(row_max, rules, finishes, firsts, ids, v, n, N: tl.constexpr):
     """The id of a row that draws and has no filters: of those that are first in their blocks."""
     row = tl.program_id(0).to(tl.int64)
-    floor, top_k, top_p = filters_of(params, row)
-    is_drawn = is_sampled(tl.load(row_max + row), rate_of(params, row))
+    floor, top_k, top_p = filters_of(rules, row)
+    is_drawn = is_sampled(tl.load(row_max + row), rate_of(rules, row))
     if is_drawn & (floor == 0) & (top_k == 0) & (top_p >= ALL):
         blocks = tl.arange(0, N)
         at = row * n + blocks

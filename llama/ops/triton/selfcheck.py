@@ -14,6 +14,7 @@ Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary,
 per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
 """
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -23,6 +24,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from llama.device import DTYPES
+from llama.device import DTYPES, available_cores
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.linear import linear
@@ -298,6 +300,29 @@ def check_kernel(job: Job, name: str) -> list[Choice]:
     return [(n, k, m, tile) for n, k, m, tile in found if tile]
 
 
+def compile_all(job: Job) -> None:
+    """Have threads compile what the checks of the job's kernels will launch; on one core of a new
+    machine that takes a minute. What does not compile, its own check will tell."""
+    from triton import AsyncCompileMode, JITFunction
+
+    cases, launch = Cases(job), JITFunction.run
+    kernels = KernelSet(frozenset(job.names), frozenset({cases.dtype}))
+
+    def compiled(kernel: Any, *args: Any, **options: Any) -> Any:
+        return launch(kernel, *args, **options | {"warmup": True})
+
+    JITFunction.run = compiled
+    try:
+        with (
+            ThreadPoolExecutor(available_cores()) as threads,
+            AsyncCompileMode(threads, ignore_errors=True),
+        ):
+            for case in itertools.chain.from_iterable(getattr(cases, x)() for x in job.names):
+                case.op(*case.inputs, kernels=kernels)
+    finally:
+        JITFunction.run = launch
+
+
 def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
     """ArithmeticError unless the kernel's results are right, row by row; ids must be equal."""
     torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN
@@ -357,14 +382,28 @@ def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) ->
     return tiles[best - 1] if best and times[best] < _GAIN * times[0] else None
 
 
-def run(argument: str, check: Callable[[Job, str], list[Choice]]) -> int:
-    """The program: `check` for each of the job's names, and a line of JSON on what came of it."""
+def run(
+    argument: str,
+    check: Callable[[Job, str], list[Choice]],
+    prepare: Callable[[Job], None] = lambda job: None,
+) -> int:
+    """The program: `check` for each of the job's names, and a line of JSON on what came of it.
+
+    prepare: on CUDA, before the first.
+    """
     warnings.simplefilter("ignore")
     end_with_parent()
     job = JOB.validate_json(argument)
     if torch.device(job.device).type == "cuda":
-        torch.cuda.set_device(job.device)
         torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            torch.cuda.set_device(job.device)
+            torch.zeros(1, device=job.device)
+        except Exception as e:  # the GPU is another process's alone
+            text = " ".join(str(e).split())
+            sys.exit(f"{text[:160]} (compute mode EXCLUSIVE_PROCESS? nvidia-smi -c DEFAULT)")
+        with contextlib.suppress(Exception):  # the check of a kernel will tell
+            prepare(job)
     for name in job.names:
         try:
             result = CheckResult({name: None}, check(job, name))
@@ -389,4 +428,4 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], check_kernel))
+    sys.exit(run(sys.argv[1], check_kernel, compile_all))

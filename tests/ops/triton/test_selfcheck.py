@@ -17,13 +17,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
 
 from helpers import warm
-from helpers.launch import environment
+from helpers.launch import PROGRAMS, REPO, environment
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
 from llama.ops.triton import attention, selfcheck
 from llama.ops.triton import linear as products
 from llama.ops.triton import selfcheck_cache as cached
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Tile
+from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile
 from llama.ops.triton.selfcheck import JOB, Case, Cases, Job, check_kernel
 
 CPU = torch.device("cpu")
@@ -448,3 +448,34 @@ def test_a_folder_that_cannot_keep_it_is_one_warning(quick, cache):
     with pytest.warns(UserWarning, match="checked again in every process") as warned:
         assert cached.load_or_check(job()).passed
     assert len(warned) == 1 and count() == 1
+
+
+def test_a_check_compiles_before_it_launches(tmp_path):
+    """With threads, for a GPU that is not there: all that a check launches, once each."""
+    counted = compiled_ahead(replace(job("silu_mul"), dtype="bf16"), 2, tmp_path)
+    assert (counted["kernels"], counted["launches"], counted["late"]) == (1, 2, [])
+
+
+def test_triton_takes_the_arguments_of_every_launch(tmp_path):
+    """Outside its interpreter it makes a function of each kernel's, with names of its own: one of
+    ours was among them, and no GPU could have sampled."""
+    assert compiled_ahead(replace(job(*NAMES), vocab_size=2000, dtype="bf16"), 0, tmp_path)[
+        "launches"
+    ]
+
+
+def compiled_ahead(job: Job, threads: int, folder: Path) -> dict:
+    clean = environment() | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(REPO)}
+    clean.pop("TRITON_INTERPRET", None)
+    program = PROGRAMS / "compile_ahead.py"
+    command = [sys.executable, str(program), JOB.dump_json(job).decode(), str(threads)]
+    done = warm.run(command, env=clean, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_gpu_that_takes_no_second_process_is_named():
+    with pytest.raises(SystemExit, match=r"EXCLUSIVE_PROCESS\? nvidia-smi -c DEFAULT"):
+        selfcheck.run(
+            JOB.dump_json(replace(job("silu_mul"), device="cuda:0")).decode(), check_kernel
+        )
