@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -190,9 +191,10 @@ class _Buffer:
         self.memory = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=is_cuda)
         self.copied = torch.cuda.Event() if is_cuda else None
 
-    def send(self, count: int, target: Tensor) -> None:
+    def send(self, target: Tensor) -> None:
         """Copy the first bytes to a device, soon."""
-        target.copy_(self.memory[:count], non_blocking=self.copied is not None)
+        first = self.memory[: target.numel()].view(target.shape)
+        target.copy_(first, non_blocking=self.copied is not None)
         if self.copied is not None:
             self.copied.record(torch.cuda.current_stream(target.device))
 
@@ -213,25 +215,41 @@ class FileReader:
     def read(self, into: Tensor, file: Path, offset: int) -> None:
         """Fill a contiguous tensor with the bytes of `file` from `offset` on; ValueError where it
         ends before."""
-        target = into.view(-1).view(torch.uint8)
+
+        def read(memory: np.ndarray, first: int) -> None:
+            _read_exactly(memory.data, file, offset + first)
+
+        self._fill(into.view(-1).view(torch.uint8), read)
+
+    def copy(self, into: Tensor, mapped: Tensor) -> None:
+        """Fill a tensor, on a GPU a contiguous one, with one of its type and shape that is mapped;
+        its rows may be parts of a file's rows, and no page is touched that has none."""
+        source = mapped.view(torch.uint8).numpy()
+
+        def copy(memory: np.ndarray, first: int) -> None:
+            memory[:] = source[first : first + len(memory)]
+
+        self._fill(into.view(torch.uint8), copy)
+
+    def _fill(self, target: Tensor, fill: Callable[[np.ndarray, int], None]) -> None:
+        """Of rows of bytes: threads call `fill` with host memory for some, and where they begin."""
+        row_bytes = max(1, target[:1].numel())
+        step, piece = max(1, _BUFFER // row_bytes), max(1, _PIECE // row_bytes)
+
+        def run(memory: np.ndarray, first: int) -> None:
+            starts = range(0, len(memory), piece)
+            for _ in self._pool.map(lambda i: fill(memory[i : i + piece], first + i), starts):
+                pass
+
         if not self.is_staged:
-            self._read(target, file, offset)
+            run(target.numpy(), 0)
             return
-        for at in range(0, len(target), _BUFFER):
-            part, buffer = target[at : at + _BUFFER], self._buffers[0]
+        for at in range(0, len(target), step):
+            part, buffer = target[at : at + step], self._buffers[0]
             self._buffers.rotate()
             buffer.wait()
-            self._read(buffer.memory[: len(part)], file, offset + at)
-            buffer.send(len(part), part)
-
-    def _read(self, target: Tensor, file: Path, offset: int) -> None:
-        memory = target.numpy().data
-
-        def read(begin: int) -> None:
-            _read_exactly(memory[begin : begin + _PIECE], file, offset + begin)
-
-        for _ in self._pool.map(read, range(0, len(memory), _PIECE)):
-            pass
+            run(buffer.memory[: part.numel()].view(part.shape).numpy(), at)
+            buffer.send(part)
 
 
 def _read_exactly(memory: memoryview, file: Path, offset: int) -> None:

@@ -154,17 +154,20 @@ class CheckpointReader:
         return functools.partial(hf.copy_rows, head_dim=self.params.head_dim, to=layout)
 
     def _copy_piece(self, tensor: MappedTensor, piece: Tensor, into: Tensor, fill: Fill) -> None:
-        """Fill `into` with a piece of a tensor. The same bytes are read, and on a GPU those that
-        are changed there, too; the rest is taken from the mapping."""
-        is_same = fill is Tensor.copy_ and piece.dtype is into.dtype and into.is_contiguous()
-        changes_here = not is_same and not self._file_reader.is_staged
-        if tensor.offset is None or not piece.is_contiguous() or changes_here:
+        """Fill `into` with a piece of a tensor: by threads, but where a CPU changes the bytes."""
+        reader = self._file_reader
+        is_same = fill is Tensor.copy_ and piece.dtype is into.dtype
+        if piece.stride(-1) != 1 or not (is_same or reader.is_staged):
             fill(into, piece)
             return
-        raw = into if is_same else torch.empty_like(piece, device=into.device)
-        begin = tensor.offset + piece.data_ptr() - tensor.data.data_ptr()
-        self._file_reader.read(raw, tensor.file, begin)
-        if not is_same:
+        is_direct = is_same and (into.is_contiguous() or not reader.is_staged)
+        raw = into if is_direct else torch.empty_like(piece, device=into.device)
+        if tensor.offset is not None and piece.is_contiguous() and raw.is_contiguous():
+            begin = tensor.offset + piece.data_ptr() - tensor.data.data_ptr()
+            reader.read(raw, tensor.file, begin)
+        else:
+            reader.copy(raw, piece)
+        if raw is not into:
             fill(into, raw)
 
     def coded(

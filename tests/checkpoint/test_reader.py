@@ -4,6 +4,7 @@
 """
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,9 +80,9 @@ def test_weights_of_the_model_s_type_are_read_and_not_faulted_in(tmp_path, piece
 
 @pytest.fixture
 def staged(monkeypatch) -> None:
-    """Weights are loaded as for a GPU: their bytes go through buffers, here of 100 bytes."""
+    """Weights are loaded as for a GPU: their bytes go through buffers, here of 1,000 bytes."""
     start = FileReader.__init__
-    monkeypatch.setattr(files, "_BUFFER", 100)
+    monkeypatch.setattr(files, "_BUFFER", 1000)
     monkeypatch.setattr(FileReader, "__init__", lambda self, _: start(self, torch.device("mps")))
 
 
@@ -97,6 +98,40 @@ def test_through_the_buffers_of_a_gpu_come_the_same_bytes(tmp_path, staged, piec
             pieces.clear()
             expect_shards(loaded(found, rank, size, dtype), STATE, PARAMS)
             assert len(pieces) > 10
+
+
+@pytest.mark.parametrize("num_shards", [0, 2, 8])
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
+    tmp_path, monkeypatch, pieces, num_shards, device
+):
+    """From Hugging Face's files (0 shards) as from Meta's: parts of the rows of wo and w2 had been
+    copied by one thread."""
+    write_meta(tmp_path / "meta", PARAMS, STATE, num_shards or 1)
+    if not num_shards:
+        convert.convert(tmp_path / "meta", tmp_path / "hf")
+    found = find(tmp_path / ("meta" if num_shards else "hf"))
+    start, fill, by_row = FileReader.__init__, FileReader._fill, []
+    monkeypatch.setattr(FileReader, "__init__", lambda self, _: start(self, torch.device(device)))
+    monkeypatch.setattr(files, "_PIECE", 64)
+
+    def watched(self: FileReader, target: Tensor, fills: Callable) -> None:
+        by_row.append(target.nbytes * (target.dim() > 1))
+        fill(self, target, fills)
+
+    monkeypatch.setattr(FileReader, "_fill", watched)
+    pieces.clear()
+    model = loaded(found, 3, 4)
+    expect_shards(model, STATE, PARAMS)
+    shards = model.named_shards()
+
+    def size(*ends: str) -> int:
+        return sum(x.nbytes for name, x in shards.items() if name.endswith(ends))
+
+    turned = size("wq.weight", "wk.weight") if (num_shards, device) == (0, "cpu") else 0
+    assert sum(pieces) + sum(by_row) == size("weight") - turned
+    are_whole = (num_shards, device) == (8, "mps")  # in their file, and beside each other here
+    assert sum(by_row) == (0 if are_whole else size("wo.weight", "w2.weight"))
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (8, torch.bfloat16)])
