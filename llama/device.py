@@ -209,6 +209,12 @@ def _text(path: Path) -> str:
         return ""
 
 
+def pinned(x: np.ndarray, device: torch.device) -> Tensor:
+    """In memory from which a GPU copies by itself; torch keeps it until that is done."""
+    host = torch.from_numpy(x)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
 _HUGE = 2 << 20  # bytes of a huge page
 _MADV_HUGEPAGE = 14
 

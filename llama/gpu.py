@@ -9,6 +9,7 @@ LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph
 
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -59,6 +60,8 @@ def kernels_for(
         result = selfcheck_cache.load_or_check(job)
     own = allowed & set(result.passed)
     everywhere = [x for x in NAMES if parallel.all_reduce_min(int(x in own))]
+    if graph_check.NAME in allowed:  # kept for `recorder_for`: the GPU may take one process only
+        _check_graphs(job, everywhere)
     checked = {x: reason for x, reason in result.reasons.items() if x in allowed}
     dropped = [
         f"{x}: {reason or 'another rank dropped it'}"
@@ -98,9 +101,13 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
 
 def why_no_graphs(model: Transformer, page_size: int) -> str | None:
     """None where they passed, with the kernels that the model runs."""
-    weight, in_use = model.norm.weight, tuple(sorted(model.kernels.names))
+    weight = model.norm.weight
     job = job_for(model.params, model.parallel.size, weight.device, weight.dtype, page_size)
-    job = replace(job, names=(graph_check.NAME,), in_use=in_use)
+    return _check_graphs(job, model.kernels.names)
+
+
+def _check_graphs(job: Job, in_use: Iterable[str]) -> str | None:
+    job = replace(job, names=(graph_check.NAME,), in_use=tuple(sorted(in_use)))
     return selfcheck_cache.load_or_check(job, graph_check.PROGRAM).reasons[graph_check.NAME]
 
 

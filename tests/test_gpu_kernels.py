@@ -15,6 +15,7 @@ from llama.gpu import (
     describe,
     kernels_for,
     recorder_for,
+    why_no_graphs,
 )
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
@@ -85,6 +86,17 @@ def test_ranks_use_the_same_kernels(gpu):
     gpu({})
     with pytest.warns(UserWarning, match="add_norm: another rank dropped it"):
         assert use(Rank(1)) == ALL - {"add_norm"}
+
+
+def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
+    """In the compute mode EXCLUSIVE_PROCESS a model's own process would keep the check's out."""
+    jobs = gpu({"linear": "off by 1"})
+    with pytest.warns(UserWarning, match="linear: off by 1"):
+        use(Rank(1), allowed=ALL | {"graph"})
+    assert jobs[1].names == ("graph",) and {*jobs[1].in_use} == ALL - {"linear", "add_norm"}
+    gpu({})
+    why_no_graphs(model_with(jobs[1].in_use, ModelParallel()), 16)
+    assert jobs[2] == jobs[1]  # so that it finds the result in its file
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):
@@ -213,6 +225,9 @@ class Pair(ModelParallel):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x), -1)
+
 
 @pytest.mark.parametrize(
     ("fault", "others", "said", "replays", "reason"),
@@ -220,9 +235,10 @@ class Pair(ModelParallel):
         (None, [1, 1], [1, 1], 2, None),
         (None, [0], [1], 0, None),  # the other could not capture: nobody waits for it in a sum
         (None, [1, 0], [1, 1], 1, None),
-        ("capture", [1], [0], 0, "a sum over the ranks cannot be captured: not here"),
+        ("capture", [1], [0], 0, "sums over the ranks cannot be captured: not here"),
         ("sum", [1, 1], [1, 0], 1, "a captured sum over the ranks is wrong"),
         ("large", [1, 1], [1, 0], 1, "a captured sum over the ranks is wrong"),
+        ("gather", [1, 1], [1, 0], 1, "a captured sum over the ranks is wrong"),
     ],
 )
 def test_ranks_take_each_step_of_a_captured_sum_together(
@@ -240,7 +256,8 @@ def test_ranks_take_each_step_of_a_captured_sum_together(
                 nonlocal count
                 count += 1
                 for out in outputs:
-                    is_wrong = fault == "sum" or (fault == "large" and out.numel() > 1000)
+                    kind = "large" if out.numel() > 2000 else "gather" if out.shape[-1] > 64 else ""
+                    is_wrong = fault in ("sum", kind)
                     out.fill_(inputs[0][0, 0] * (3 if is_wrong else 2))
 
             return outputs, replay

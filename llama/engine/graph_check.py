@@ -101,7 +101,8 @@ def try_collectives(model: Transformer) -> str | None:
     large = x.new_zeros(1 << 19)  # its sum goes another way than a small one's
 
     def collectives() -> tuple[Tensor, ...]:
-        return parallel.all_reduce(x.clone()), parallel.all_reduce(large + x[0, 0])
+        sums = parallel.all_reduce(x.clone()), parallel.all_reduce(large + x[0, 0])
+        return *sums, parallel.all_gather(x.int()) * parallel.size
 
     reason = None
     with parallel.step(), current(weight.device):
@@ -109,7 +110,7 @@ def try_collectives(model: Transformer) -> str | None:
         try:
             sums, replay = recorder.record(collectives, [x, large])
         except RuntimeError as e:
-            reason = f"a sum over the ranks cannot be captured: {e}".partition("\n")[0][:300]
+            reason = f"sums over the ranks cannot be captured: {e}".partition("\n")[0][:300]
         for value in (1.0, 3.0):
             if not parallel.all_reduce_min(int(reason is None)):
                 break

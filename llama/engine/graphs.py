@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.device import pinned
 from llama.engine.rows import SAMPLE_ONE
 from llama.engine.scheduler import Scheduled
 from llama.model.transformer import Transformer
@@ -152,7 +153,7 @@ class DecodeInputs:
         rows = np.empty(self._rows.shape, np.int64)
         rows[:, n:] = [[0], [-1], [0], [self._null_page * size], [1]]
         rows[:, :n] = tokens, sources, starts, pages * size + starts % size, starts + 1
-        self._rows.copy_(_pinned(rows, self._rows), non_blocking=True)
+        self._rows.copy_(pinned(rows, self._rows.device), non_blocking=True)
         self._show([*(item.sequence.pages for item in scheduled)])
 
     def _show(self, tables: list[Seq[int]]) -> None:
@@ -169,13 +170,9 @@ class DecodeInputs:
             pages.append(shown)
         if where:
             changed = np.array([np.concatenate(where), np.concatenate(pages)], np.int64)
-            sent = _pinned(changed, self._table).to(self._table.device, non_blocking=True)
+            device = self._table.device
+            sent = pinned(changed, device).to(device, non_blocking=True)
             self._table.view(-1)[sent[0]] = sent[1]
-
-
-def _pinned(x: np.ndarray, like: Tensor) -> Tensor:
-    """In memory from which a GPU copies by itself; torch keeps it until that is done."""
-    return torch.from_numpy(x).pin_memory() if like.is_cuda else torch.from_numpy(x)
 
 
 class DecodeGraphs:
@@ -219,12 +216,19 @@ class DecodeGraphs:
 
     def takes(self, scheduled: Seq[Scheduled]) -> bool:
         """Whether this step is of a kind that is recorded, and the model runs as it did then: a
-        replay calls no hook, and reads the weights where they were."""
+        replay calls no hook, and reads the weights where they were. RuntimeError where it does not
+        on one of several ranks: either all of them replay a step or none (NCCL, "CUDA Graphs")."""
         if not is_decode(scheduled):
             return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda
-        return not is_hooked and (not self._graphs or path is self._path)
+        takes = not is_hooked and (not self._graphs or path is self._path)
+        if not takes and self._model.parallel.size > 1:
+            raise RuntimeError(
+                "a hook or another change of a rank's model, whose steps are recorded: build with "
+                "LLAMA_GPU_KERNELS=none to look into the model of several ranks"
+            )
+        return takes
 
     def run(
         self,

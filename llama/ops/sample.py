@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.device import pinned
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
@@ -65,7 +66,7 @@ def choose_ids(
         params = pack_params(rows, list(zip(seeds, positions, strict=True)))
         return sample.choose(
             logits,
-            params.to(logits.device, non_blocking=logits.device.type == "cuda"),
+            on_device_of(logits, params),
             has_draws=any(row is not None for row in rows),
             has_filters=any(row is not None and row.is_filtered for row in rows),
         )
@@ -133,8 +134,9 @@ def on_device_of(tensor: Tensor, values: Seq | np.ndarray) -> Tensor:
     dtype = np.float32 if isinstance(values[0], float) else None
     # Through NumPy: a long list becomes a tensor several times as fast. A copy to mps must not be
     # asynchronous: the memory may be freed before it is read (pytorch #189690).
-    is_cuda = tensor.device.type == "cuda"
-    return torch.from_numpy(np.array(values, dtype)).to(tensor.device, non_blocking=is_cuda)
+    there = tensor.device
+    host = pinned(np.asarray(values, dtype), there)
+    return host.to(there, non_blocking=there.type == "cuda")
 
 
 def _has_kernel(logits: Tensor, kernels: KernelSet) -> bool:
@@ -145,7 +147,7 @@ def _has_kernel(logits: Tensor, kernels: KernelSet) -> bool:
 
 def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
     b, v = logits.shape
-    params = pack_params(rows, uniforms[:, None].tolist())[:, 1:].contiguous()
+    params = torch.from_numpy(pack_params(rows, uniforms[:, None].tolist())[:, 1:].copy())
     ids = torch.empty(b, dtype=torch.int64)
     num_bytes = native.call("sample_workspace", b, v, torch.get_num_threads())
     workspace = torch.empty(num_bytes, dtype=torch.uint8)  # touched as far as a row has candidates
@@ -154,15 +156,15 @@ def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: T
     return ids
 
 
-def pack_params(rows: Seq[SamplingRow | None], draws: Seq[Seq[int]]) -> Tensor:
-    """What kernels read of each row, as one tensor on the host: (B, 4 + N) int64.
+def pack_params(rows: Seq[SamplingRow | None], draws: Seq[Seq[int]]) -> np.ndarray:
+    """What kernels read of each row, as one array: (B, 4 + N) int64.
 
     The bits of the float32 that turns logits into powers of 2, 0 for a greedy row, which is None;
     the least probability that min_p keeps; top_k; top_p of 2**62; and the N numbers of its draw:
     the uniform of 2**62, or the seed and the position of which a GPU makes it.
     """
     numbers = [(*_numbers(row), *draw) for row, draw in zip(rows, draws, strict=True)]
-    return torch.from_numpy(np.array(numbers, np.int64))
+    return np.array(numbers, np.int64)
 
 
 @functools.lru_cache(4096)

@@ -27,6 +27,7 @@ from llama.ranks.errors import RankError
 from llama.ranks.launch import STORE_FD
 from llama.ranks.one_shot import OneShot
 from llama.ranks.peers import Peers
+from llama.ranks.processes import machine_id
 from llama.ranks.rendezvous import Rendezvous, Store
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.watch import LATER_S, Watch
@@ -239,15 +240,15 @@ def _make_groups(
     ]
     world = dist.new_group(timeout=limit, backend="gloo")
     control, rank = controls[data_rank], fs_init.get_model_parallel_rank()
-    shared = None
+    shared, one_shot = None, None
     if size > 1:
         names = dist.get_process_group_ranks(control)
         meet = functools.partial(_meet, control)
         limit_s = limit.total_seconds()
         shared = SharedMemory.join(rank, names, meet, limit_s, lambda: watch.is_ending)
-    one_shot = None
-    if device.type == "cuda" and shared is not None and dist.get_backend(group) == "nccl":
-        one_shot = OneShot.join(group, control, device)
+        is_one_machine = len({*meet(machine_id().encode())}) == 1  # a GH200's shares no memory
+        if is_one_machine and device.type == "cuda" and dist.get_backend(group) == "nccl":
+            one_shot = OneShot.join(group, control, device)
     return ModelParallel(
         rank=rank,
         size=size,

@@ -27,6 +27,7 @@ from llama.ops.batch import Batch
 from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ops.triton.selfcheck import JOB, Job
+from llama.ranks.collectives import ModelParallel
 
 PAGE = 4
 
@@ -218,13 +219,13 @@ def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, monkeypatch, ro
 def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
     """Not all of them: for 256 sequences of 131,072 tokens they are 16 MB."""
     sent: list[int] = []
-    pinned = graphs_module._pinned
+    pinned = graphs_module.pinned
 
-    def noted(x: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    def noted(x: np.ndarray, device: torch.device) -> torch.Tensor:
         sent.append(x.size)
-        return pinned(x, like)
+        return pinned(x, device)
 
-    monkeypatch.setattr(graphs_module, "_pinned", noted)
+    monkeypatch.setattr(graphs_module, "pinned", noted)
     inputs = DecodeInputs(8, 512, page_size=PAGE, null_page=99, device=torch.device("cpu"))
     live = [Sequence([1] * 70, TokenParams(), 70) for _ in range(5)]
     for seq in live:
@@ -514,6 +515,21 @@ def test_a_hook_that_comes_later_is_called(model):
     core.step()
     assert seen == [1]
     handle.remove()
+
+
+def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
+    """One that runs a sum by itself, where the others replay one, might wait for ever."""
+    core = core_of(model, 20, graphs=True, ahead=False)
+    seq = Sequence([1, 2], TokenParams(temperature=0.0), 60)
+    core.add(seq)
+    for _ in range(3):
+        core.step()
+    monkeypatch.setattr(model, "parallel", ModelParallel(size=2))
+    graphs, step = core.runner._graphs, [Scheduled(seq, 4, 1, SAMPLE_ONE)]
+    assert graphs is not None and graphs.takes(step)
+    graphs._path = object()
+    with pytest.raises(RuntimeError, match="LLAMA_GPU_KERNELS=none"):
+        graphs.takes(step)
 
 
 def test_the_way_of_a_model_changes_with_its_hooks_and_weights(model):

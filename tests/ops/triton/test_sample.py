@@ -54,7 +54,7 @@ def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> t
     seeds = [rng.getrandbits(rng.choice([8, 62])) for _ in rows]
     positions = [rng.getrandbits(rng.choice([4, 31])) for _ in rows]
     wanted = op.choose_ids(logits, rows, seeds, positions)
-    params = op.pack_params(rows, list(zip(seeds, positions, strict=True)))
+    params = torch.from_numpy(op.pack_params(rows, list(zip(seeds, positions, strict=True))))
     has_filters = any(row is not None and row.is_filtered for row in rows)
     found = gpu.choose(logits, params, has_draws=True, has_filters=has_filters)
     return wanted.tolist(), found.tolist()
