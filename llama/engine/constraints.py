@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 from llama.engine.sequence import Sequence
+from llama.ops.sample import on_device_of
+
+# Of each value of 8 bits: 8 bytes, 1 where a bit is clear. A GPU is sent bits, not bytes.
+_EXCLUDED = np.unpackbits(~np.arange(256, dtype=np.uint8), bitorder="little").view(np.int64)
 
 
 class TokenMask:
@@ -29,10 +33,11 @@ class TokenMask:
 
     def apply(self, logits: Tensor) -> Tensor:
         """logits (B, V) -> a copy, -inf for the tokens that their row's constraint excludes."""
-        bits = np.unpackbits(self._bits.result().view(np.uint8), axis=1, bitorder="little")
-        allowed = torch.from_numpy(bits[:, : logits.shape[1]]).bool().to(logits.device)
-        rows = torch.tensor(self._rows, device=logits.device)
-        return logits.index_put((rows,), logits[rows].masked_fill(~allowed, -math.inf))
+        octets = on_device_of(logits, self._bits.result().view(np.uint8)).int()
+        excluded = on_device_of(logits, _EXCLUDED)[octets].view(torch.bool)
+        rows = on_device_of(logits, self._rows)
+        excluded = excluded[:, : logits.shape[1]]
+        return logits.index_copy(0, rows, logits[rows].masked_fill_(excluded, -math.inf))
 
 
 class TokenMasks:

@@ -19,7 +19,7 @@ from torch import Tensor
 from llama.engine.constraints import TokenMask
 from llama.engine.processors import LogitsProcessors, is_short
 from llama.engine.sequence import Sequence
-from llama.ops.sample import SamplingRow, choose_ids, top_tokens
+from llama.ops.sample import choose_ids, top_tokens
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
@@ -58,12 +58,13 @@ def sample(
     assert logits.shape[0] == len(sequences)
     processors = processors or LogitsProcessors()
     adjusted = logits if mask is None else mask.apply(logits)
-    ids = _choose(processors.apply(adjusted, sequences), sequences, kernels)
+    adjusted = processors.apply(adjusted, sequences)
+    draws = processors.rows, processors.seeds, processors.positions
+    ids = choose_ids(adjusted, *draws, kernels)
     processors.count(ids)
-    wanted = [s.params.logprobs for s in sequences if s.params.logprobs is not None]
-    if not wanted:
+    if processors.logprobs is None:
         return Sampled(ids)
-    return Sampled(ids, *score(logits, ids.clamp(min=0), max(wanted)))
+    return Sampled(ids, *score(logits, ids.clamp(min=0), processors.logprobs))
 
 
 def needs_top_only(sequences: Seq[Sequence]) -> bool:
@@ -74,7 +75,7 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     return all(
         p.takes_top
         and not seq.is_constrained
-        and not (p.bad_words or (is_short(seq) and seq.stop_ids))
+        and not (p.bad_words or (p.min_tokens and is_short(seq) and seq.stop_ids))
         for seq in sequences
         for p in (seq.params,)
     )
@@ -128,13 +129,3 @@ def sample_top_p(probs: Tensor, p: float) -> Tensor:
     before = ordered.cumsum(dim=-1) - ordered
     nucleus = ordered.masked_fill(before > p, 0)
     return ids.gather(-1, torch.multinomial(nucleus, num_samples=1))
-
-
-def _choose(logits: Tensor, sequences: Seq[Sequence], kernels: KernelSet) -> Tensor:
-    """(B, V) -> (B) ids: the first of the top ones in greedy rows, a draw in the others."""
-    rows = [
-        None if p.greedy else SamplingRow(p.temperature, p.min_p, p.top_k, p.top_p)
-        for p in (seq.params for seq in sequences)
-    ]
-    seeds, positions = [seq.seed for seq in sequences], [seq.num_known for seq in sequences]
-    return choose_ids(logits, rows, seeds, positions, kernels)

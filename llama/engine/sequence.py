@@ -113,6 +113,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self.is_constrained = self.is_constrained or self.constraint is not None
+        # Whether the host must know every token before it can choose the next one.
+        self.needs_tokens = self.is_constrained or self.params.has_long_bad_words
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs.append(0.0)
             self.prompt_top_logprobs.append([])
@@ -139,11 +141,6 @@ class Sequence:
     def ends_with_pending(self) -> bool:
         """Whether the token that is pending is its last by length: nothing is left to compute."""
         return self.num_pending > 0 and self.num_known == self.max_len
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the host must know every token before it can choose the next one."""
-        return self.is_constrained or self.params.has_long_bad_words
 
     @property
     def finished(self) -> bool:

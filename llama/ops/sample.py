@@ -163,17 +163,19 @@ def pack_params(rows: Seq[SamplingRow | None], draws: Seq[Seq[int]]) -> np.ndarr
     the least probability that min_p keeps; top_k; top_p of 2**62; and the N numbers of its draw:
     the uniform of 2**62, or the seed and the position of which a GPU makes it.
     """
-    numbers = [(*_numbers(row), *draw) for row, draw in zip(rows, draws, strict=True)]
-    return np.array(numbers, np.int64)
+    return np.hstack((_filters(tuple(rows)), np.array(draws, np.int64)))
 
 
-@functools.lru_cache(4096)
-def _numbers(row: SamplingRow | None) -> tuple[int, int, int, int]:
-    """Of `pack_params`, those of a row's filters."""
-    if row is None:
-        return 0, 0, 0, 2**62
-    rate = np.float32(math.log2(math.e) / row.temperature).view(np.int32)
-    return int(rate), math.ceil(row.min_p * UNIT), max(row.top_k, 0), int(row.top_p * 2**62)
+@functools.lru_cache(16)
+def _filters(rows: tuple[SamplingRow | None, ...]) -> np.ndarray:
+    """Of `pack_params`, what is the same in each step: (B, 4)."""
+    numbers = np.empty((len(rows), 4), np.int64)
+    for i, row in enumerate(rows):
+        rate = np.float32(math.log2(math.e) / row.temperature if row else 0).view(np.int32)
+        row = row or SamplingRow()
+        floor, share = math.ceil(row.min_p * UNIT), int(row.top_p * 2**62)
+        numbers[i] = rate, floor, max(row.top_k, 0), share
+    return numbers
 
 
 def _probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:

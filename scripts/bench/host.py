@@ -3,8 +3,8 @@
 In: batch sizes. Out: a table of milliseconds and one JSON line. The engine is the real one, with
 steps of a fixed shape and a step in flight; the recorder's replays do nothing, so that scheduling,
 packing, reading and text are all that is left. What a driver takes to launch a graph and to copy
-ids, some 30 microseconds, is not in it, nor launches of the sampling kernels. A row has few logits,
-so that penalties cost what calling their operators does.
+ids, some 30 microseconds, is not in it, nor launches of the sampling kernels. What operators on
+tensors take outside the graph is told apart: a GPU would do that work, and the host launch it.
 """
 
 import statistics
@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.report import Column
 from bench.run import Bench, Row, whole
@@ -36,13 +38,28 @@ _KINDS = {
         _GREEDY, temperature=0.8, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=0.1, logit_bias={5: 1.0, 6: -1.0},
     ),
+    "constrained": _GREEDY,
 }  # fmt: skip
 _COLUMNS: list[Column] = [
     ("kind", "kind", ""), ("batch", "batch", ""), ("context", "context", ""),
     ("engine ms", "core_ms", ".3f"),
-    ("least", "core_ms_min", ".3f"), ("with text ms", "step_ms", ".3f"),
-    ("least", "step_ms_min", ".3f"),
+    ("least", "core_ms_min", ".3f"), ("operators", "operators", ".0f"),
+    ("in them ms", "operator_ms", ".3f"), ("host ms", "host_ms", ".3f"),
+    ("to greedy", "to_greedy", ".2f"),
+    ("with text ms", "step_ms", ".3f"), ("least", "step_ms_min", ".3f"),
 ]  # fmt: skip
+
+
+class AnyToken:
+    """A constraint that costs nothing to ask: what a grammar takes, takes a thread of its own."""
+
+    failure: str | None = None
+
+    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
+        bits.fill(-1)
+
+    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+        return [], False
 
 
 class NoDevice:
@@ -76,20 +93,50 @@ def host(
     sizes, length = [whole("batches", n) for n in batches], whole("context", context[0])
     count = whole("steps", steps)
     rows = [_measure(kind, n, length, count) for n in sizes for kind in _KINDS]
+    greedy = {row["batch"]: row["host_ms"] for row in rows if row["kind"] == "greedy"}
+    for row in rows:
+        row["to_greedy"] = row["host_ms"] / greedy[row["batch"]]
     bench.report(_COLUMNS, rows, None)
 
 
+class Operators(TorchDispatchMode):
+    """Counts torch's operators, but those that only look at a tensor otherwise, and the time in
+    them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.seconds = 0, 0.0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        began = time.perf_counter()
+        out = function(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - began
+        self.count += not function.is_view
+        return out
+
+
 def _measure(kind: str, batch: int, context: int, steps: int) -> Row:
-    engine = _engine(batch, context + 2 * steps + 32)
+    engine = _engine(batch, context + 3 * steps + 32)
     for i in range(batch):
         engine.add_request(str(i), [64 + i % 64] * context, _KINDS[kind])
     while engine.core.scheduler.waiting or engine.core.stats.generated_tokens < 8 * batch:
         engine.step()
+    for seq in engine.core.scheduler.live() if kind == "constrained" else ():
+        seq.constraint, seq.is_constrained, seq.needs_tokens = AnyToken(), True, True
     text = _times(engine.step, steps)
     core = _times(engine.core.step, steps)
+    in_operators: list[float] = []
+    for _ in range(steps):
+        with Operators() as operators:
+            engine.core.step()
+        in_operators.append(operators.seconds * 1e3)
     return {
         "kind": kind, "batch": batch, "context": context,
         "core_ms": statistics.median(core), "core_ms_min": min(core),
+        "operators": operators.count, "operator_ms": min(in_operators),
+        "host_ms": min(core) - min(in_operators),
         "step_ms": statistics.median(text), "step_ms_min": min(text),
     }  # fmt: skip
 
