@@ -33,7 +33,7 @@ FORMATS = [  # table, (N, K), group, offsets, what its scales are kept in: bytes
     ("six bits", (64, 2048), 16, False, torch.uint8),  # Q6_K
     ("six bits", (64, 2080), 16, False, torch.float32),
     ("bytes", (64, 576), 192, True, torch.float16),  # groups over the edge of a K block
-    ("bytes", (64, 3072), 1536, False, torch.float32),
+    ("bytes", (64, 3072), 1536, True, torch.float32),  # one that is longer than a K block
     ("e4m3", (96, 1088), 1088, False, torch.float32),
     ("e4m3", (32, 2048), 1024, False, torch.float32),
 ]

@@ -17,19 +17,17 @@
 
 namespace {
 
-// One K block of a weight block, from k = `begin` to `end`: the weights, what to prefetch, and how
-// many bytes of that at each step, since all row blocks together fetch it once.
+// A part of a weight block: the weights, what to prefetch, and how many bytes of that at each step,
+// since all row blocks together fetch it once.
 struct WeightBlock {
-  const Weight& weight;
-  const float* scales;  // and offsets (groups, 2, 32), of the group that `begin` is in and on
   const char *weights, *next;
-  long fetched, begin, end;
+  long fetched, count;  // how many k
 };
 
-// What a row block of x leaves: 32 sums a row, over the group that is not complete yet, and over
-// those that are.
-struct Sums {
-  float *group, *totals;
+// The groups of such a part, where it has whole ones; scales, and offsets: (groups, 2, 32).
+struct Groups {
+  const Weight& weight;
+  const float* scales;
 };
 
 template <int R> void fetch(const char* line) {
@@ -39,73 +37,86 @@ template <int R> void fetch(const char* line) {
     __builtin_prefetch(line, 0, 2);  // into L2
 }
 
-// A group is complete: its sums, of R rows of x and 2 LANES rows of the weight, go to the totals,
-// and begin again from zero. x_sums (R): of x over this group, where there are offsets. Inlined, so
-// that the sums stay in their registers.
-template <int R>
-[[gnu::always_inline]] inline void add_group(Floats (&sums)[R][2], const float* scales,
-                                             const float* x_sums, bool has_offsets, float* totals) {
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; half++) {
-    const Floats scale = load<Floats>(scales + half * LANES);
-    const Floats offset = load<Floats>(scales + N_BLOCK + half * LANES);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      Floats total = load<Floats>(totals + r * N_BLOCK + half * LANES);
-      add_product(total, sums[r][half], scale);
-      if (has_offsets) add_product(total, offset, x_sums[r]);
-      store(totals + r * N_BLOCK + half * LANES, total);
-      sums[r][half] = Floats{};
-    }
-  }
-}
-
-// R rows of x as (K/2, R) pairs, times one K block of a weight block. x_sums (G, R): x over each
-// group.
-template <class Kind, int R>
-void tile(const Pair* x, const float* x_sums, const WeightBlock& block, Sums to) {
-  const Kind kind(block.weight.table);
-  const long width = block.weight.group;
-  for (int first = 0; first < N_BLOCK; first += 2 * LANES) {
-    Floats sums[R][2];
-    for (int r = 0; r < R; r++) std::memcpy(sums[r], to.group + r * N_BLOCK + first, sizeof sums[r]);
-    const char *w = block.weights + first * Kind::ROW_BYTES, *next = block.next;
-    const Pair* in = x;
-    const float *scales = block.scales + first, *x_sums_of = x_sums + block.begin / width * R;
-    long group_end = (block.begin / width + 1) * width;
-    for (long k = block.begin, stop; k < block.end; k = stop) {
-      stop = std::min(group_end, block.end);
-      for (const Pair* end = in + (stop - k) / 2 * R; in < end; w += Kind::STEP) {
-        fetch<R>(next);
-        if constexpr (Kind::STEP > 64) fetch<R>(next + block.fetched / 2);
-        next += block.fetched;
+// R rows of x as (K/2, R) pairs, times `count` k of SIDE vectors of the weight's rows, onto their
+// sums. Inlined, so that these stay in their registers.
+template <class Kind, int R, int SIDE>
+[[gnu::always_inline]] inline void multiply(const Kind& kind, const Pair* x, const char* w,
+                                            long count, const char*& next, long fetched,
+                                            Floats (&sums)[R][SIDE]) {
+  constexpr long LINES = std::max(Kind::STEP * SIDE * LANES / (64 * N_BLOCK), 1L);
+  for (const Pair* end = x + count / 2 * R; x < end; w += Kind::STEP, next += fetched) {
+    for (int line = 0; line < LINES; line++) fetch<R>(next + line * fetched / LINES);
 #pragma GCC unroll 4
-        for (int j = 0; j < Kind::PAIRS; j++, in += R) {
-          const Pairs left = kind.pairs(w, j), right = kind.pairs(w + LANES * Kind::ROW_BYTES, j);
+    for (int j = 0; j < Kind::PAIRS; j++, x += R) {
+      Pairs numbers[SIDE];
+#pragma GCC unroll 2
+      for (int s = 0; s < SIDE; s++) numbers[s] = kind.pairs(w + s * LANES * Kind::ROW_BYTES, j);
 #pragma GCC unroll 16
-          for (int r = 0; r < R; r++) {
-            multiply_add(sums[r][0], left, in[r]);
-            multiply_add(sums[r][1], right, in[r]);
-          }
-        }
-      }
-      if (stop < group_end || !block.weight.per_group) continue;
-      add_group<R>(sums, scales, x_sums_of, block.weight.per_group > 1, to.totals + first);
-      scales += 2 * N_BLOCK, x_sums_of += R, group_end += width;
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int s = 0; s < SIDE; s++) multiply_add(sums[r][s], numbers[s], x[r]);
     }
-    for (int r = 0; r < R; r++) std::memcpy(to.group + r * N_BLOCK + first, sums[r], sizeof sums[r]);
   }
 }
 
-using Tile = void (*)(const Pair*, const float*, const WeightBlock&, Sums);
+// One group's sums, of R rows of x and SIDE vectors of the weight's, go to the totals. x_sums (R):
+// of x over this group, where there are offsets.
+template <int R, int SIDE>
+[[gnu::always_inline]] inline void add_group(const Floats (&sums)[R][SIDE], const float* scales,
+                                             const float* x_sums, bool has_offsets,
+                                             Floats (&totals)[R][SIDE]) {
+#pragma GCC unroll 2
+  for (int s = 0; s < SIDE; s++) {
+    const Floats scale = load<Floats>(scales + s * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) add_product(totals[r][s], sums[r][s], scale);
+    if (!has_offsets) continue;
+    const Floats offset = load<Floats>(scales + N_BLOCK + s * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) add_product(totals[r][s], offset, x_sums[r]);
+  }
+}
 
-template <class Kind, int... R> Tile pick(long rows, std::integer_sequence<int, R...>) {
-  static constexpr Tile TILES[] = {tile<Kind, R + 1>...};
+// R rows of x, times a part of a weight block, onto R rows of 32 sums. Of whole groups, x_sums (G,
+// R) is x over each of them; without, all k are one sum.
+template <class Kind, int R, bool HAS_GROUPS>
+void tile(const Pair* x, const float* x_sums, const WeightBlock& block, const Groups& groups,
+          float* to) {
+  // The sums of a group and the totals both stay in the 32 registers.
+  constexpr int SIDE = HAS_GROUPS && LANES == 16 && R > 6 ? 1 : 2;
+  const Kind kind(groups.weight.table);
+  const long width = groups.weight.group;
+  for (int first = 0; first < N_BLOCK; first += SIDE * LANES) {
+    Floats totals[R][SIDE];
+    for (int r = 0; r < R; r++) std::memcpy(totals[r], to + r * N_BLOCK + first, sizeof totals[r]);
+    const char* w = block.weights + first * Kind::ROW_BYTES;
+    const char* next = block.next + first * block.fetched / N_BLOCK;
+    if constexpr (HAS_GROUPS) {
+      for (long group = 0; group < block.count / width; group++) {
+        Floats sums[R][SIDE] = {};
+        multiply(kind, x + group * width / 2 * R, w + group * width * K_BYTES<Kind>, width, next,
+                 block.fetched, sums);
+        add_group(sums, groups.scales + group * 2 * N_BLOCK + first, x_sums + group * R,
+                  groups.weight.per_group > 1, totals);
+      }
+    } else {
+      multiply(kind, x, w, block.count, next, block.fetched, totals);
+    }
+    for (int r = 0; r < R; r++) std::memcpy(to + r * N_BLOCK + first, totals[r], sizeof totals[r]);
+  }
+}
+
+using Tile = void (*)(const Pair*, const float*, const WeightBlock&, const Groups&, float*);
+
+template <class Kind, bool HAS_GROUPS, int... R>
+Tile pick(long rows, std::integer_sequence<int, R...>) {
+  static constexpr Tile TILES[] = {tile<Kind, R + 1, HAS_GROUPS>...};
   return TILES[rows - 1];
 }
 
-template <class Kind> Tile pick(long rows) {
-  return pick<Kind>(rows, std::make_integer_sequence<int, ROWS>());
+template <class Kind> Tile pick(long rows, bool has_groups) {
+  constexpr std::make_integer_sequence<int, ROWS> ALL;
+  return has_groups ? pick<Kind, true>(rows, ALL) : pick<Kind, false>(rows, ALL);
 }
 
 // A row block of x, bf16 (R, K) -> (K/2, R) pairs, for k from begin to end.
@@ -164,40 +175,60 @@ struct PackedPairs {
   }
 };
 
+// As add_group(), of a group whose sums (rows, 32) were in memory; they begin again from zero.
+void add_long_group(float* sums, const float* scales, const float* x_sums, long rows,
+                    bool has_offsets, float* totals) {
+  for (long i = 0; i < rows * N_BLOCK; i += LANES) {
+    Floats total[1][1] = {{load<Floats>(totals + i)}};
+    const Floats sum[1][1] = {{load<Floats>(sums + i)}};
+    add_group(sum, scales + i % N_BLOCK, x_sums + i / N_BLOCK, has_offsets, total);
+    store(totals + i, total[0][0]);
+    store(sums + i, Floats{});
+  }
+}
+
 // Row blocks `from` to `to` of x, times one weight block -> their rows of 32 sums, which it returns.
-// Several row blocks have the numbers unpacked once: the same numbers, so the same sums.
+// Several row blocks have the numbers unpacked once: the same numbers, so the same sums. Part by
+// part: of whole groups, or of one that is longer, which is added to the totals when it is complete.
 template <class Kind>
 float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
                         const Weight& weight, long block, float (*memory)[M_BLOCK * N_BLOCK]) {
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : K_BLOCK * N_BLOCK];
-  alignas(64) float scales[IS_BF16<Kind> ? 1 : (K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK];
+  alignas(64) float scales[IS_BF16<Kind> ? 1 : K_BLOCK / LEAST_GROUP * 2 * N_BLOCK];
   const long first_row = x.row_blocks.first(from), row_blocks = to - from, k = weight.k;
-  const long bytes = (x.row_blocks.first(to) - first_row) * N_BLOCK * sizeof(float);
+  const long all_rows = x.row_blocks.first(to) - first_row, group = weight.group;
   const bool is_unpacked = !IS_BF16<Kind> && row_blocks > 1;
-  const bool is_near = row_blocks == 1 && x.row_blocks.size(from) <= L1_PREFETCH_ROWS;
+  const bool is_near = row_blocks == 1 && all_rows <= L1_PREFETCH_ROWS;
+  const bool is_scaled = !IS_BF16<Kind> && weight.per_group;
+  const bool has_groups = is_scaled && group <= K_BLOCK;
   const long fetched = (is_unpacked ? 2 * K_BYTES<Kind> : Kind::STEP) / row_blocks;
   const long steps_of = is_unpacked ? 2 : 2 * Kind::PAIRS;  // k of a step
-  std::memset(memory[0], 0, bytes);
-  if (weight.per_group) std::memset(memory[1], 0, bytes);
+  float *sums = memory[0], *totals = memory[is_scaled ? 1 : 0];
+  std::memset(sums, 0, all_rows * N_BLOCK * sizeof(float));
+  std::memset(totals, 0, all_rows * N_BLOCK * sizeof(float));
   const Parameters parameters(weight, block);
-  WeightBlock part{weight, scales, nullptr, nullptr, fetched, 0, 0};
-  for (; part.begin < k; part.begin = part.end) {
-    part.end = std::min(part.begin + K_BLOCK, k);
-    const char* weights = weight.data + (block * k + part.begin) * K_BYTES<Kind>;
-    if (is_unpacked) unpack<Kind>(weight, weights, wide, part.end - part.begin);
-    parameters.unpack(part.begin / weight.group, part.end / weight.group, scales);
-    part.weights = is_unpacked ? (const char*)wide : weights;
-    part.next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>);
+  for (long begin = 0, end; begin < k; begin = end) {
+    end = std::min(begin + (has_groups ? K_BLOCK / group * group : K_BLOCK), k);
+    if (!has_groups) end = std::min(end, (begin / group + 1) * group);
+    const char* weights = weight.data + (block * k + begin) * K_BYTES<Kind>;
+    if (is_unpacked) unpack<Kind>(weight, weights, wide, end - begin);
+    parameters.unpack(begin / group, end / group, scales);
+    WeightBlock part{is_unpacked ? (const char*)wide : weights,
+                     weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>), fetched,
+                     end - begin};
     for (long b = from; b < to; b++) {
       const long row = x.row_blocks.first(b), rows = x.row_blocks.size(b);
-      const long at = (row - first_row) * N_BLOCK;
-      (is_unpacked ? pick<Bf16>(rows) : pick<Kind>(rows))(
-          x.pairs(packed, row, rows, part.begin), x.sums(packed, row), part,
-          {memory[0] + at, memory[1] + at});
-      part.next += fetched * ((part.end - part.begin) / steps_of);
+      float* at = (has_groups ? totals : sums) + (row - first_row) * N_BLOCK;
+      const float* x_sums = x.sums(packed, row) + begin / group * rows;
+      (is_unpacked ? pick<Bf16>(rows, has_groups) : pick<Kind>(rows, has_groups))(
+          x.pairs(packed, row, rows, begin), x_sums, part, {weight, scales}, at);
+      part.next += fetched * (part.count / steps_of);
+      if (is_scaled && !has_groups && end % group == 0)
+        add_long_group(at, scales, x_sums, rows, weight.per_group > 1,
+                       totals + (row - first_row) * N_BLOCK);
     }
   }
-  return memory[weight.per_group ? 1 : 0];
+  return totals;
 }
 
 // packed() gives the packed rows; it is called by each thread, when it comes to its first piece.

@@ -48,7 +48,6 @@ struct Bf16 {
 
 struct Int8 {
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
-  explicit Int8(const float*) {}
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
   FloatPairs floats(const char* w, int) const {  // gcc makes poor code of a portable conversion
 #if defined(__AVX512F__)
@@ -62,45 +61,55 @@ struct Int8 {
 #endif
   }
 #if defined(__AVX512BF16__)
-  static __m512 widened(const char* w) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
+  Words odd_halves;
+  explicit Int8(const float*) {
+    for (uint32_t i = 0; i < LANES; i++) odd_halves[i] = 0x00030001 + i * 0x00040004;
   }
-  Pairs pairs(const char* w, int) const {
-    return _mm512_cvtne2ps_pbh(widened(w + 16), widened(w));
+  static __m512i widened(const char* w) {
+    return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
+  }
+  Pairs pairs(const char* w, int) const {  // the upper halves of the floats: all that they have
+    return (__m512bh)_mm512_permutex2var_epi16(widened(w), (__m512i)odd_halves, widened(w + 16));
   }
 #else
+  explicit Int8(const float*) {}
   Pairs pairs(const char* w, int j) const { return floats(w, j); }
 #endif
 };
 
-// e4m3. Its bits, the sign apart, are those of a float16 that is 2^8 times smaller, subnormals too:
-// the scales have the 2^8.
+// e4m3. With one more bit before its exponent's four, and zeros behind its fraction, it is a bf16
+// that is 2^8 times smaller: the scales have the 2^8. But where the four are zeros, it is not: a
+// vector with such a small number is taken for float16, which has them too.
 struct Fp8 {
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   explicit Fp8(const float*) {}
-  static FloatPairs in_order(const char* w) {  // the first LANES numbers, and the second
+  static Words words(const char* w) {
 #if defined(__AVX512F__)
-    const __m512i halves = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load<__m256i>(w)), 7);
-    const __m512i bits = _mm512_and_si512(halves, _mm512_set1_epi16((short)0xbfff));
-    return {(Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits)),
-            (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
+    const __m512i wide = _mm512_cvtepi8_epi16(load<__m256i>(w));
+    if (__builtin_expect(_mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78)), 0)) {
+      const __m512i halves = (__m512i)((Words)_mm512_slli_epi16(wide, 7) & 0xbfffbfff);
+      return upper_halves((Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)),
+                          (Floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+    }
+    return ((Words)_mm512_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
 #else
-    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(w)), 7);
-    const __m256i bits = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
-    return {(Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits)),
-            (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+    const __m256i wide = _mm256_cvtepi8_epi16(load<__m128i>(w));
+    const __m256i exponent = (__m256i)((Words)wide & 0x00780078);
+    if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi16(exponent, __m256i{})), 0)) {
+      const __m256i halves = (__m256i)((Words)_mm256_slli_epi16(wide, 7) & 0xbfffbfff);
+      return upper_halves((Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                          (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+    }
+    return ((Words)_mm256_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
 #endif
   }
-  FloatPairs floats(const char* w, int) const {
-    const FloatPairs v = in_order(w);
-    return {every_second_of(v.first, v.second, 0, Lanes()),
-            every_second_of(v.first, v.second, 1, Lanes())};
+  static Words upper_halves(Floats first, Floats second) {  // of numbers that are bf16, in order
+    return (Words)every_second_of(first, second, 0, Lanes()) >> 16 |
+           (Words)every_second_of(first, second, 1, Lanes());
   }
+  FloatPairs floats(const char* w, int) const { return pairs_of(words(w)); }
 #if defined(__AVX512BF16__)
-  Pairs pairs(const char* w, int) const {
-    const FloatPairs v = in_order(w);
-    return _mm512_cvtne2ps_pbh((__m512)v.second, (__m512)v.first);
-  }
+  Pairs pairs(const char* w, int) const { return (Pairs)words(w); }
 #else
   Pairs pairs(const char* w, int j) const { return floats(w, j); }
 #endif
