@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import commands, machine, report, run, shapes, soak, worker
+from bench import commands, expected, machine, report, run, shapes, soak, worker
 from bench.engines import ENGINES
 from bench.engines.vllm import vllm_environment
 from bench.linear import KERNELS
@@ -467,3 +467,10 @@ def test_soak_sees_leaks(bench, monkeypatch, capsys):
     assert ended.value.code == 1
     failed = json.loads(capsys.readouterr().out.splitlines()[-1])["failed"]
     assert failed.keys() == {"memory", "pages"}
+
+
+def test_the_page_of_the_kernels_has_what_a_step_should_take():
+    """Launches are counted: a kernel more in a layer is 32 more."""
+    pytest.importorskip("triton")
+    page = (REPO / "llama/ops/triton/README.md").read_text()
+    assert "\n".join(expected.table()) in page

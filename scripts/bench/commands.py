@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engines.ours import HOST_STEPS
+from bench.expected import expected
 from bench.flags import command_of
 from bench.host import host
 from bench.linear import linear
@@ -255,6 +256,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
         quality,
         serve,
         host,
+        expected,
         speculate,
     )
 } | {"ranks": ranks_command}  # `ranks` is a module here

@@ -1,0 +1,138 @@
+"""What a decode step should take on a GPU that nobody has measured: bytes, launches, and a sum.
+
+Out: a table in Markdown, which README.md has. Launches are counted: a step of a small model runs
+on the CPU, with kernels that do nothing. The rest is arithmetic, from figures that are guesses
+until a GPU shows better ones: what a product of each size, and attention, reach of the bandwidth,
+and what a small kernel takes in a graph.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.host import Operators
+from bench.shapes import SHAPES, decode_bytes, step_roofline, weight_shapes
+from llama import ModelArgs, Transformer
+from llama.engine.core import PAGE_SIZE
+from llama.engine.graphs import DecodeGraphs
+from llama.engine.sampler import top_ids
+from llama.ops.triton.kernels import NAMES, KernelSet
+
+_SMALL_S = 2.5e-6  # of a kernel that is neither a product nor attention, with its start
+_SHARES = {"wqkv": 0.75, "wo": 0.70, "w13": 0.88, "w2": 0.85, "output": 0.90}  # of bandwidth
+_ATTENTION_SHARE = 0.82
+_STEPS = ((1, 128), (64, 2048), (256, 512))  # sequences, tokens of each
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Bytes a second by its datasheet, and as a copy reads them; matrix rate as measured."""
+
+    name: str
+    datasheet: float
+    bandwidth: float
+    flops: float
+
+
+GPUS = (Gpu("H100", 3.35e12, 3.0e12, 7e14), Gpu("H200", 4.8e12, 4.3e12, 7.9e14))
+
+
+class _NoKernel:
+    def __init__(self, launched: list[str], name: str) -> None:
+        self.launched, self.name = launched, name
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: self.launched.append(self.name)
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[list[str]]:
+    """The names of Triton's kernels that are launched, which do nothing."""
+    from llama.ops.triton import attention, elementwise, sample
+
+    launched: list[str] = []
+    with contextlib.ExitStack() as patches:
+        for module in (attention, elementwise, sample):
+            for name in vars(module):
+                if name.endswith("_kernel") or name in ("block_tops", "row_tops"):
+                    noted = _NoKernel(launched, name)
+                    patches.enter_context(mock.patch.object(module, name, noted))
+        yield launched
+
+
+class _NoRecorder:
+    """A recorder for graphs of which none is recorded."""
+
+    def record(self, function: Any, inputs: Any) -> Any:
+        raise NotImplementedError
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+def launches(rows: int, layers: int) -> int:
+    """Of a step of a model like the 8B: kernels, and torch's operators that write something."""
+    args = ModelArgs(
+        dim=256, n_layers=layers, n_heads=8, n_kv_heads=8, vocab_size=512, multiple_of=32,
+        max_seq_len=64, max_batch_size=rows,
+    )  # fmt: skip
+    model = Transformer(args, dtype=torch.bfloat16)
+    model.use_kernels(KernelSet(frozenset(NAMES)))
+    graphs = DecodeGraphs(
+        model, model.new_kv_cache(2, PAGE_SIZE), _NoRecorder(),
+        last_ids=torch.zeros(rows, dtype=torch.int64),
+        choose=lambda logits: top_ids(logits, model.kernels), choose_from_share=top_ids,
+    )  # fmt: skip
+    with _noted() as launched, Operators() as operators:
+        graphs._step(rows, 4, True)
+    return len(launched) + operators.count
+
+
+def table() -> list[str]:
+    """Lines of Markdown, one for each number of sequences."""
+    args = ModelArgs(**SHAPES["8b"])
+    shapes = weight_shapes(args).items()
+    count = {name: 1 if name == "output" else args.n_layers for name, _ in shapes}
+    lines = [
+        "| 8B bf16 | GB read | launches | " + " | ".join(f"{gpu.name} | goal" for gpu in GPUS)
+        + " | H200: products, attention, small, ms |",
+        "|---" * (4 + 2 * len(GPUS)) + "|",
+    ]  # fmt: skip
+    for rows, context in _STEPS:
+        contexts = [context] * rows
+        two, three = launches(rows, 2), launches(rows, 3)
+        number = two + (three - two) * (args.n_layers - 2)
+        small = (number - sum(count.values()) - args.n_layers) * _SMALL_S
+        attention = 2 * args.n_layers * args.kv_heads * args.head_dim * 2 * sum(contexts)
+        cells, parts = [], (0.0, 0.0, 0.0)
+        for gpu in GPUS:
+            products = sum(
+                count[x] * max(2 * n * k / share / gpu.bandwidth, 2 * rows * n * k / gpu.flops)
+                for x, (n, k) in shapes
+                for share in [_SHARES[x] if rows == 1 else max(_SHARES[x], 0.85)]
+            )
+            parts = products, attention / _ATTENTION_SHARE / gpu.bandwidth, small
+            if rows == 1:
+                least = decode_bytes(args, 2, contexts) / gpu.datasheet / 0.8
+            else:
+                least = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops) / 0.85
+            cells += [f"{rows / sum(parts):,.0f}", f"{rows / least:,.0f}"]
+        total = decode_bytes(args, 2, contexts) / 1e9
+        spent = ", ".join(f"{x * 1e3:.1f}" for x in parts)
+        lines.append(
+            f"| {rows} x {context:,} | {total:.1f} | {number} | {' | '.join(cells)} | {spent} |"
+        )
+    return lines
+
+
+def expected(**_: Any) -> None:
+    """What decode steps of the 8B should take on GPUs that have not been measured."""
+    print("\n".join(table()))
