@@ -24,15 +24,13 @@ from torch import Tensor
 
 from llama.device import pinned
 from llama.ops.cpu import native
+from llama.ops.fixed_point import exponential, share, split_mix, uniform
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 UNIT = 2**40  # of the likeliest token; one under 2**-40 of it becomes 0 and is never sampled
-_LOW_31, _LOW_32 = 2**31 - 1, 2**32 - 1
 MAX_KERNEL_VOCAB = 2**19  # of triton/sample.py, whose blocks are at most 128 per row
 _BLOCK = 256  # tokens, at most, whose maximum is found first
 _GROUP = 256  # neighbouring ids, the first of which to come is known by one number
-# Of (-log2(1 - x / 2)) / x from 0 to 1, as a polynomial within 7e-6 of it: of 2**30, highest first.
-_LOG2 = (20484697, -15056127, 39049523, 60738888, 193981894, 774535977)
 
 
 class SamplingRow(NamedTuple):
@@ -92,22 +90,6 @@ def top_tokens(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> tuple[Tensor,
     row_max, block = blocks.amax(dim=-1).max(dim=-1)
     rows = torch.arange(len(logits), device=logits.device)
     return row_max, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number per (seed, position), from a counter: no state, the same on every device.
-
-    seeds (B) int64 from 0, positions (B) int64 below 2**32 -> (B) int64 from 0 to 2**62, evenly.
-    Philox2x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), the
-    counter (position, seed's high word), the key its low word; of each of the two words that it
-    gives, 31 bits. The product may wrap: its low 64 bits are all that is used.
-    """
-    left, right, key = positions, (seeds >> 32) & _LOW_32, seeds & _LOW_32
-    for _ in range(10):
-        product = left * 0xD256D193
-        left, right = ((product >> 32) ^ key ^ right) & _LOW_32, product & _LOW_32
-        key = key + 0x9E3779B9
-    return (left >> 1 << 31) + (right >> 1)
 
 
 def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
@@ -198,7 +180,7 @@ def _filtered(
     floor = _floor(fixed_probs, rows)
     total = fixed_probs.sum(dim=-1)
     shares = on_device_of(fixed_probs, [int(row.top_p * 2**62) for row in rows])
-    beyond = total - _share(total, shares)
+    beyond = total - share(total, shares)
     lowest = torch.where(floor > 0, floor, beyond // fixed_probs.shape[1]).clamp(min=1)
     is_kept, is_filtered = fixed_probs >= lowest[:, None], [row.is_filtered for row in rows]
     if not all(is_filtered):
@@ -208,7 +190,7 @@ def _filtered(
     if all(row.top_p == 1 for row in rows):
         return kept, ids
     ordered, order = kept.sort(dim=-1, descending=True, stable=True)
-    limit = _share(torch.where(floor > 0, kept.sum(dim=-1), total), shares)
+    limit = share(torch.where(floor > 0, kept.sum(dim=-1), total), shares)
     before = ordered.cumsum(dim=-1) - ordered
     ordered.masked_fill_(before > limit[:, None], 0)
     return kept.scatter_(1, order, ordered), ids
@@ -247,8 +229,8 @@ def _finishes(fixed_probs: Tensor, ids: Tensor, uniforms: Tensor) -> Tensor:
     Times are then exponential, and whether a group can win is known by one number: the first of so
     many comes so many times as early, and what is left to wait for is as long as ever.
     """
-    of_group = _number(uniforms, ids // _GROUP + 2**32)
-    after = _exponential(_number(uniforms, ids)) * _GROUP
+    of_group = split_mix(uniforms, ids // _GROUP + 2**32)
+    after = _exponential(split_mix(uniforms, ids)) * _GROUP
     after.masked_fill_((of_group >> 23) % _GROUP == ids % _GROUP, 0)
     return (_exponential(of_group) + after).double() / fixed_probs
 
@@ -257,38 +239,14 @@ def _can_win(fixed_probs: Tensor, uniforms: Tensor) -> Tensor:
     """(B, V) bool: those whose group is early enough, next to the first ids of all groups."""
     v = fixed_probs.shape[1]
     groups = torch.arange(-(-v // _GROUP), device=fixed_probs.device)
-    of_group = _number(uniforms, groups + 2**32)
+    of_group = split_mix(uniforms, groups + 2**32)
     firsts = (groups * _GROUP + (of_group >> 23) % _GROUP).clamp(max=v - 1)
     best = _finishes(fixed_probs.gather(1, firsts), firsts, uniforms).amin(1, keepdim=True)
     earliest = _exponential(of_group).repeat_interleave(_GROUP, dim=1)[:, :v]
     return earliest.double() / fixed_probs <= best
 
 
-def _number(uniforms: Tensor, n: Tensor) -> Tensor:
-    """The n-th number, from 0, of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-    number generators", OOPSLA 2014), begun at a row's uniform: 64 bits, as int64."""
-    z = uniforms + (n + 1) * -0x61C8864680B583EB  # all these wrap: 0x9E3779B97F4A7C15
-    z = (z ^ z >> 30 & 2**34 - 1) * -0x40A7B892E31B1A47
-    z = (z ^ z >> 27 & 2**37 - 1) * -0x6B2FB644ECCEEE15
-    return z ^ z >> 31 & 2**33 - 1
-
-
 def _exponential(numbers: Tensor) -> Tensor:
-    """Numbers of 64 bits -> exponentially distributed ones, above 0, of which log2(e) is 2**-44.
-
-    The zeros that the low 23 bits begin with are how often it halves; the others say how much of
-    the last half is left.
-    """
+    """See `exponential`: the zeros are those of a float32's exponent."""
     exponent = (numbers & 2**23 - 1 | 1).float().view(torch.int32) >> 23
-    rest = numbers >> 23 & 2**41 - 1 | 1
-    log = torch.full_like(rest, _LOG2[0])
-    for c in _LOG2[1:]:
-        log = c + (log * (rest >> 21) >> 20)
-    return (149 - exponent.long() << 44) + (rest * (log >> 10) >> 17)
-
-
-def _share(whole: Tensor, share: Tensor) -> Tensor:
-    """floor(whole * share / 2**62): whole (B) below 2**60, share (B) up to 2**62."""
-    high, low = share >> 31, share & _LOW_31
-    a, b = whole >> 31, whole & _LOW_31
-    return high * a + ((high * b + low * a + (low * b >> 31)) >> 31)
+    return exponential(numbers, 149 - exponent.long())

@@ -27,7 +27,7 @@ from llama.engine.sampler import (
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ops import sample as op
 from llama.ops.cpu import native
-from llama.ops.sample import uniform
+from llama.ops.fixed_point import uniform
 
 INF = float("inf")
 PROMPT, OUTPUT = [1, 2, 3, 2], [3, 4, 4]

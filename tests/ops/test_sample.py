@@ -127,7 +127,7 @@ def test_times_are_those_of_the_generators_author():
     assert [split_mix(1234567, n) for n in range(3)] == known
     for uniform in (0, 1234567, 2**62 - 1):
         n = torch.tensor([0, 1, 127, 2**19, 2**32, 2**32 + 500])
-        found = [x % 2**64 for x in op._number(torch.tensor(uniform), n).tolist()]
+        found = [x % 2**64 for x in op.split_mix(torch.tensor(uniform), n).tolist()]
         assert found == [split_mix(uniform, i) for i in n.tolist()]
 
 
@@ -195,7 +195,7 @@ def test_logits_in_any_layout_are_left_as_they_are(kernels):
 
 @given(st.integers(0, 2**60 - 1), st.integers(0, 2**62))
 def test_a_fixed_point_share_of_a_whole_number_is_exact(whole, share):
-    assert int(op._share(torch.tensor([whole]), torch.tensor([share]))) == whole * share >> 62
+    assert int(op.share(torch.tensor([whole]), torch.tensor([share]))) == whole * share >> 62
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")

@@ -6,8 +6,13 @@ Out: maxima, sums and ids. The functions at the top are those that its own kerne
 Shapes: B rows, V vocabulary, N blocks per row.
 """
 
+from collections.abc import Callable
+from types import FunctionType
+
 import triton
 import triton.language as tl
+
+from llama.ops import fixed_point
 
 NUM_PARAMS = tl.constexpr(6)  # int64 numbers per row, see `pack_params`
 UNIT = tl.constexpr(float(2**40))
@@ -15,10 +20,17 @@ ALL = tl.constexpr(2**62)  # a share of one
 # Of the upper bits of a float32: exponent and two more. 2**-40 has the first that is counted.
 FIRST_BIN = tl.constexpr(347)
 LAST_BIN = tl.constexpr(162)  # behind that of the likeliest token
-LOW_31 = tl.constexpr(2**31 - 1)
-LOW_32 = tl.constexpr(2**32 - 1)
-LOW_33 = tl.constexpr(2**33 - 1)
 GROUP = tl.constexpr(256)  # ids, the first of which to come is known by one number
+
+
+def _jit(function: Callable) -> triton.JITFunction:
+    """Compiled, with what Triton and its interpreter look for among the names of its file."""
+    seen = vars(fixed_point) | {"tl": tl, "Tensor": tl.tensor}
+    return triton.jit(FunctionType(function.__code__, seen, function.__name__))
+
+
+_uniform, share_of = _jit(fixed_point.uniform), _jit(fixed_point.share)
+_split_mix, _exponential_of = _jit(fixed_point.split_mix), _jit(fixed_point.exponential)
 
 
 @triton.jit
@@ -52,58 +64,26 @@ def to_fixed(probs):
 
 
 @triton.jit
-def share_of(whole, share):
-    """floor(whole * share / 2**62), for a whole below 2**60."""
-    high, low = share >> 31, share & LOW_31
-    a, b = whole >> 31, whole & LOW_31
-    return high * a + ((high * b + low * a + ((low * b) >> 31)) >> 31)
-
-
-@triton.jit
 def uniform_of(rules, row):
-    """A row's number of 2**62, from its seed and position by Philox2x32-10, as in the sampler."""
-    seed = tl.load(rules + row * NUM_PARAMS + 4)
-    left = tl.load(rules + row * NUM_PARAMS + 5)
-    right, key = (seed >> 32) & LOW_32, seed & LOW_32
-    for _ in tl.static_range(10):
-        product = left * 0xD256D193
-        left = ((product >> 32) ^ key ^ right) & LOW_32
-        right = product & LOW_32
-        key = key + 0x9E3779B9
-    return ((left >> 1) << 31) + (right >> 1)
+    """A row's number of 2**62, from its seed and position."""
+    at = rules + row * NUM_PARAMS
+    return _uniform(tl.load(at + 4), tl.load(at + 5))
 
 
 @triton.jit
-def number_of(uniform, n):
-    """The n-th number of SplitMix64, begun at a row's uniform: 64 bits, as int64."""
-    z = uniform + (n + 1) * -0x61C8864680B583EB
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
-    return z ^ ((z >> 31) & LOW_33)
-
-
-@triton.jit
-def exponential(numbers):
-    """Numbers of 64 bits -> exponentially distributed ones, as in the sampler."""
+def _exponential(numbers):
     exponent = ((numbers & (2**23 - 1)) | 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    rest = ((numbers >> 23) & (2**41 - 1)) | 1
-    x = rest >> 21
-    log = ((20484697 * x) >> 20) - 15056127
-    log = ((log * x) >> 20) + 39049523
-    log = ((log * x) >> 20) + 60738888
-    log = ((log * x) >> 20) + 193981894
-    log = ((log * x) >> 20) + 774535977
-    return ((149 - exponent).to(tl.int64) << 44) + ((rest * (log >> 10)) >> 17)
+    return _exponential_of(numbers, (149 - exponent).to(tl.int64))
 
 
 @triton.jit
 def finishes_of(fixed_probs, ids, uniform):
     """When ids of these probabilities reach the goal of the race, as in the sampler: float64."""
     ids = ids.to(tl.int64)
-    of_group = number_of(uniform, (ids >> 8) + 2**32)
-    after = exponential(number_of(uniform, ids)) * GROUP
+    of_group = _split_mix(uniform, (ids >> 8) + 2**32)
+    after = _exponential(_split_mix(uniform, ids)) * GROUP
     after = tl.where(((of_group >> 23) & (GROUP - 1)) == (ids & (GROUP - 1)), 0, after)
-    time = (exponential(of_group) + after).to(tl.float64)
+    time = (_exponential(of_group) + after).to(tl.float64)
     return tl.where(fixed_probs > 0, time / tl.maximum(fixed_probs, 1).to(tl.float64), float("inf"))
 
 
