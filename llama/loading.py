@@ -158,8 +158,8 @@ class _Files:
 
     def tokenizer(self, path: str | None) -> Tokenizer:
         """That of a file, or the one beside the weights."""
-        chosen = path_like("tokenizer_path", path or self.checkpoint.tokenizer_path())
-        return load_tokenizer(chosen, self.checkpoint.params)
+        chosen = path or self.checkpoint.header or self.checkpoint.tokenizer_path()
+        return load_tokenizer(path_like("tokenizer_path", chosen), self.checkpoint.params)
 
     def packed_by(self, model: Transformer) -> str | None:
         """The command that writes these weights packed; None where it would gain nothing."""

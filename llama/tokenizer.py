@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict, get_args
 import tiktoken
 
 from llama.checkpoint.downloads import read_small, shown
-from llama.checkpoint.gguf import is_gguf, read_header
+from llama.checkpoint.gguf import Header, is_gguf, read_header
 from llama.checks import brief
 
 Role = Literal["system", "user", "assistant", "ipython", "tool"]
@@ -76,7 +76,7 @@ class Tokenizer:
 
     def __init__(self, model_path: str | PathLike[str], *, llama_3_0: bool = False) -> None:
         path, release = Path(model_path), "3.0" if llama_3_0 else "3.1"
-        ranks, names = _parse(path)
+        ranks, names = _parse(path, model_path)
         if names is None:
             reserved = (f"<|reserved_special_token_{i}|>" for i in count())
             padding = [None] * (self.num_reserved_special_tokens - len(_FIRST[release]))
@@ -180,10 +180,10 @@ def _check_special_names(path: Path, names: list[str], release: str) -> None:
         )
 
 
-def _parse(path: Path) -> tuple[dict[bytes, int], list[str] | None]:
+def _parse(path: Path, given: object) -> tuple[dict[bytes, int], list[str] | None]:
     """A file's ranks, and the names of its special tokens in the order of ids, if it has them."""
-    if is_gguf(path):
-        return _parse_gguf(path)
+    if isinstance(given, Header) or is_gguf(path):
+        return _parse_gguf(given if isinstance(given, Header) else read_header(path))
     if not path.exists():
         raise FileNotFoundError(
             f"no tokenizer at {shown(path)}: give the path of Llama 3's tokenizer"
@@ -244,9 +244,9 @@ def _added_names(path: Path, ranks: dict[bytes, int], added: dict[int, str]) -> 
     return [added[i] for i in ids]
 
 
-def _parse_gguf(path: Path) -> tuple[dict[bytes, int], list[str]]:
+def _parse_gguf(header: Header) -> tuple[dict[bytes, int], list[str]]:
     """Return a GGUF file's ranks, which are the ids of its tokens, and its special names."""
-    metadata, byte_of = read_header(path).metadata, byte_alphabet()
+    path, metadata, byte_of = header.file, header.metadata, byte_alphabet()
     keys = ("model", "pre", "tokens", "token_type", "merges")
     model, pre, tokens, types, merges = (metadata.get(f"tokenizer.ggml.{key}") for key in keys)
     if model != "gpt2" or pre not in _GGUF_PRE or not tokens:

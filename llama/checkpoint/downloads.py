@@ -55,8 +55,11 @@ def read_ahead(folder: Path) -> threading.Thread:
 
 
 def _touch(files: list[Path]) -> None:
-    for path in files if _fit_in_memory(files) else ():
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    for path in files:
         with contextlib.suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
+            if sum(each.stat().st_size for each in files) >= most:
+                break
             try:
                 os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT)
             except BlockingIOError:  # the last byte is not there, so that others may not be
@@ -64,13 +67,6 @@ def _touch(files: list[Path]) -> None:
                 first, madvise = ctypes.c_char.from_buffer(pages), ctypes.CDLL(None).madvise
                 for advice in (14, 22):  # MADV_HUGEPAGE, MADV_POPULATE_READ: madvise(2)
                     madvise(ctypes.byref(first), ctypes.c_size_t(len(pages)), advice)
-
-
-def _fit_in_memory(files: list[Path]) -> bool:
-    with contextlib.suppress(OSError):
-        sizes = sum(path.stat().st_size for path in files)
-        return sizes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return False
 
 
 def check_download(path: Path) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llama.checkpoint import gguf_blocks
 from llama.checkpoint.downloads import broken, check_download, check_utf8
-from llama.checkpoint.gguf import is_gguf, read_header
+from llama.checkpoint.gguf import Header, is_gguf, read_header
 from llama.checks import brief
 from llama.device import available_cores
 from llama.weights.coded import Coded
@@ -62,23 +62,26 @@ class MappedTensor(NamedTuple):
         return self.quantized.shape if self.quantized else self.data.shape
 
 
-def open_tensors(file: Path) -> dict[str, MappedTensor]:
+def open_tensors(file: Path | Header) -> dict[str, MappedTensor]:
     """The tensors of a file by name, mapped: nothing but names and shapes is read yet."""
+    if isinstance(file, Header):
+        return _open_gguf(file)
     check_utf8(file)
     check_download(file)
     if is_gguf(file):
-        return _open_gguf(file)
-    tensors = _open_safetensors(file) if file.suffix == ".safetensors" else _open_pth(file)
+        return _open_gguf(read_header(file))
+    if file.suffix == ".safetensors":
+        with _safetensors(file) as content:
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    else:
+        tensors = _open_pth(file)
     regions = _mapped_regions(file)
-    return {
-        name: MappedTensor(file, data, _offset(data.data_ptr(), regions))
-        for name, data in tensors.items()
-    }
-
-
-def _open_safetensors(file: Path) -> dict[str, Tensor]:
-    with _safetensors(file) as content:
-        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    found = {}
+    for name, data in tensors.items():
+        at = data.data_ptr()
+        offsets = (at - first + offset for first, end, offset in regions if first <= at < end)
+        found[name] = MappedTensor(file, data, next(offsets, None))
+    return found
 
 
 @contextlib.contextmanager
@@ -98,10 +101,11 @@ def read_metadata(file: Path) -> dict[str, str]:
         return content.metadata() or {}
 
 
-def _open_gguf(file: Path) -> dict[str, MappedTensor]:
+def _open_gguf(header: Header) -> dict[str, MappedTensor]:
+    file = header.file
     content = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
     tensors = {}
-    for name, (shape, kind, offset, num_bytes) in read_header(file).tensors.items():
+    for name, (shape, kind, offset, num_bytes) in header.tensors.items():
         data, quantized = content[offset : offset + num_bytes], None
         if kind.name in _GGUF_DTYPES:
             data = data.view(_GGUF_DTYPES[kind.name]).view(shape)
@@ -171,12 +175,6 @@ def _mapped_regions(file: Path) -> list[tuple[int, int, int]]:
             first, end = (int(address, 16) for address in addresses.split(b"-"))
             regions.append((first, end, int(offset, 16)))
     return regions
-
-
-def _offset(address: int, regions: list[tuple[int, int, int]]) -> int | None:
-    return next(
-        (address - first + offset for first, end, offset in regions if first <= address < end), None
-    )
 
 
 def first_line(e: Exception) -> str:

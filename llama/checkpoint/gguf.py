@@ -69,6 +69,9 @@ class Header:
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
+    def __fspath__(self) -> str:  # it can be given for its file, which is not read again then
+        return str(self.file)
+
     @property
     def is_quantized(self) -> bool:
         return any(info.kind.block > 1 for info in self.tensors.values())
@@ -181,7 +184,7 @@ class _Content:
                 (length,) = _LENGTH.unpack_from(self.data, end)
                 begin = end + _LENGTH.size
                 end = begin + length
-                found.append(str(self.data[begin:end], "utf-8"))
+                found.append(self.data[begin:end].decode())
         except (struct.error, OverflowError, UnicodeDecodeError):
             end = len(self.data) + 1
         self.at = begin

@@ -54,26 +54,22 @@ def args_of(headers: list[Header]) -> ModelArgs:
     if isinstance(config["rms_norm_eps"], float):  # 1e-5 was rounded to float32
         config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
     args = hf.args_of(config, str(path))
-    _check_same_mathematics(headers[0], args.head_dim)
+    wanted = {
+        "expert_count": (None, 0),
+        "rope.scaling.type": (None, "none"),
+        "rope.dimension_count": (None, args.head_dim),
+        "attention.value_length": (None, args.head_dim),
+    }
+    for key, allowed in wanted.items():
+        if (value := first.get(f"{_ARCHITECTURE}.{key}")) not in allowed:
+            raise ValueError(
+                f"{path}: {_ARCHITECTURE}.{key} is {brief(value)}: this runtime needs "
+                f"{allowed[1]!r}, as Llama 3 has it"
+            )
     if ROPE in tensors:
         factor = _rope_factor(*tensors[ROPE], args)
         args = replace(args, use_scaled_rope=True, rope_scale_factor=factor)
     return args
-
-
-def _check_same_mathematics(header: Header, head_dim: int) -> None:
-    wanted = {
-        "expert_count": (None, 0),
-        "rope.scaling.type": (None, "none"),
-        "rope.dimension_count": (None, head_dim),
-        "attention.value_length": (None, head_dim),
-    }
-    for key, allowed in wanted.items():
-        if (value := header.metadata.get(f"{_ARCHITECTURE}.{key}")) not in allowed:
-            raise ValueError(
-                f"{header.file}: {_ARCHITECTURE}.{key} is {brief(value)}: this runtime needs "
-                f"{allowed[1]!r}, as Llama 3 has it"
-            )
 
 
 def _rope_factor(header: Header, info: TensorInfo, args: ModelArgs) -> float:

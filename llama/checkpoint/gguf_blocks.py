@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint.gguf import Kind
+from llama.ops.cpu import native
 from llama.weights.coded import Coded
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -108,7 +109,13 @@ def read(data: Tensor, kind: Kind, rows: slice, columns: slice, device: torch.de
 
 def _unpack(rows: Tensor, kind: Kind) -> Coded:
     numbers, unpack = _FORMATS[kind.name]
-    codes, scale, offset = unpack(rows.reshape(-1, kind.num_bytes))
-    codes, scale = codes.reshape(len(rows), -1), scale.view(len(rows), -1)
+    blocks = rows.reshape(-1, kind.num_bytes).contiguous()
+    if rows.device.type == "cpu" and native.kernels() is not None:
+        parts = [x.new_empty(len(blocks), x.shape[1]) for x in unpack(blocks[:1]) if x is not None]
+        place = [*_FORMATS].index(kind.name)
+        native.call("unpack_gguf", blocks, *parts[:2], parts[-1], place, len(blocks))
+    else:
+        parts = [x for x in unpack(blocks) if x is not None]
+    codes, scale, *offset = (x.view(len(rows), -1) for x in parts)
     table = torch.tensor(numbers, dtype=torch.float32, device=rows.device)
-    return Coded(codes, table, scale, offset if offset is None else offset.view(len(rows), -1))
+    return Coded(codes, table, scale, offset[0] if offset else None)

@@ -32,7 +32,15 @@ def args_of(config: dict[str, Any], source: str) -> ModelArgs:
     """What a config.json says of a model; ValueError, naming `source`, where this runtime would
     compute it wrongly."""
     with errors_in(source):
-        _check_kind(config)
+        if config.get("model_type") != "llama":
+            raise ValueError(
+                f"model_type is {brief(config.get('model_type'))}: this is a model of another "
+                "family, and this runtime runs 'llama' only: give the folder of a Llama 3, or run "
+                "this one with transformers"
+            )
+        for key, wanted in _FIXED.items():
+            if config.get(key, wanted) != wanted:
+                raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
         for key in ("rms_norm_eps", *_SIZES):
             if key not in config:
                 raise ValueError(f"the key {key!r} is missing: fetch the file again")
@@ -56,18 +64,6 @@ def args_of(config: dict[str, Any], source: str) -> ModelArgs:
         }
         params |= _ffn_rule(dim, ffn) | _rope_params(config)
     return ModelArgs.from_params(params, source)
-
-
-def _check_kind(config: dict[str, Any]) -> None:
-    if config.get("model_type") != "llama":
-        raise ValueError(
-            f"model_type is {brief(config.get('model_type'))}: this is a model of another family, "
-            "and this runtime runs 'llama' only: give the folder of a Llama 3, or run this one "
-            "with transformers"
-        )
-    for key, wanted in _FIXED.items():
-        if config.get(key, wanted) != wanted:
-            raise ValueError(f"{key} is {brief(config[key])}: this runtime needs {wanted!r}")
 
 
 def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:

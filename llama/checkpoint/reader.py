@@ -96,7 +96,8 @@ class CheckpointReader:
         self.params, self.layout = checkpoint.params, checkpoint.layout
         self.shapes = whole_shapes(self.params)
         self._file_reader = FileReader(device)
-        shards = [open_tensors(file) for file in checkpoint.shards]
+        first = checkpoint.header or checkpoint.shards[0]  # a header was read already
+        shards = [open_tensors(file) for file in (first, *checkpoint.shards[1:])]
         for shard in shards:
             if self.params.tied_output and is_tied(shard):
                 del shard["output.weight"]

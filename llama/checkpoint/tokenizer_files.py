@@ -19,6 +19,7 @@ _BOS, _EOS, _EOT = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 _BYTE_LEVEL = {
     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
 }  # fmt: skip
+_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 _PAD = "<|finetune_right_pad_id|>"  # Llama 3.0 has none: there end_of_text pads
 
 
@@ -28,7 +29,7 @@ def load_tokenizer(path: str | os.PathLike[str], params: ModelArgs) -> Tokenizer
     tokenizer = Tokenizer(path, llama_3_0=not params.use_scaled_rope)
     if tokenizer.n_words != params.vocab_size:
         raise ValueError(
-            f"{path} has {tokenizer.n_words} tokens, but the model has vocab_size="
+            f"{os.fspath(path)} has {tokenizer.n_words} tokens, but the model has vocab_size="
             f"{params.vocab_size}: they do not belong together"
         )
     return tokenizer
@@ -60,7 +61,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_special(name, i) for name, i in tokenizer.special_tokens.items()],
+        "added_tokens": [
+            {"id": i, "content": name, **_PLAIN, "special": True}
+            for name, i in tokenizer.special_tokens.items()
+        ],
         "normalizer": None,
         "pre_tokenizer": _split_by(tokenizer.pat_str),
         "post_processor": _begin_with(_BOS, tokenizer.bos_id),
@@ -93,11 +97,6 @@ def merges(ranked: list[bytes]) -> list[tuple[bytes, bytes]]:
         for cut in range(1, len(token))
         if token[:cut] in tokens and token[cut:] in tokens
     ]
-
-
-def _special(name: str, i: int) -> dict[str, Any]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": i, "content": name, **plain, "special": True}
 
 
 def _split_by(pattern: str) -> dict[str, Any]:

@@ -104,4 +104,7 @@ def _in_layout(codes: Tensor) -> Tensor:
     """Codes (N, K) -> (N/32, K/2, 32, 2), the same bytes."""
     n, k = codes.shape
     values = huge_empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.uint8)
-    return values.copy_(in_blocks(codes.contiguous()))
+    if native.kernels() is None or k % 8:
+        return values.copy_(in_blocks(codes.contiguous()))
+    native.call("pack_bytes", codes.contiguous(), values, n, k)
+    return values

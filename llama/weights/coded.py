@@ -53,6 +53,8 @@ class Coded:
         """Some of the K inputs, in groups that divide `group`; what is cut becomes several of the
         same scale."""
         step = math.gcd(self.group, begin, end, group)
+        if (begin, end, step) == (0, self.shape[1], self.group):
+            return self
         groups = torch.arange(begin, end, step, device=self.scale.device) // self.group
         offset = None if self.offset is None else self.offset[:, groups]
         down = None if self.down is None else self.down[:, begin:end]
@@ -107,7 +109,9 @@ def joined(parts: list[Coded], dim: int = 0) -> Coded | None:
         table = torch.arange(-128.0, 128)
         if not all(torch.isin(part.table, table).all() for part in parts):
             return None
-        parts = [replace(part, codes=_in_bytes(part), table=table) for part in parts]
+        parts = [
+            replace(x, codes=(x.table + 128).byte()[x.codes.int()], table=table) for x in parts
+        ]
     parts = [part.columns(0, part.shape[1], group) for part in parts]
     codes, scale = (torch.cat([getattr(x, of) for x in parts], dim) for of in ("codes", "scale"))
     offsets = [torch.zeros_like(x.scale) if x.offset is None else x.offset for x in parts]
@@ -124,8 +128,3 @@ def _adaptors(parts: list[Coded]) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     of_each = [torch.cat(ups[i:end]) for i, end in pairwise([*firsts, len(ups)])]
     return torch.cat([downs[i] for i in firsts]), torch.block_diag(*of_each)
-
-
-def _in_bytes(coded: Coded) -> Tensor:
-    places = (coded.table + 128).byte()
-    return places.index_select(0, coded.codes.flatten().int()).view(coded.shape)

@@ -22,11 +22,12 @@ from llama import Llama, Tokenizer
 from llama.checkpoint import gguf_blocks
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
-from llama.checkpoint.gguf import KINDS, Kind, read_header
+from llama.checkpoint.gguf import KINDS, Kind, _Content, read_header
 from llama.checkpoint.reader import bytes_of, load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix
+from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 from llama.weights import packed
 from llama.weights.blocks import BlockedWeight
@@ -55,8 +56,11 @@ def copy(folder, tmp_path) -> Path:
     return Path(shutil.copyfile(folder / "one.gguf", tmp_path / "model.gguf"))
 
 
+@pytest.mark.parametrize("in_torch", [False, True], ids=["in C++", "in torch"])
 @pytest.mark.parametrize("name", SCALES)
-def test_each_kind_of_block_has_the_numbers_that_llama_cpp_reads(name):
+def test_each_kind_of_block_has_the_numbers_that_llama_cpp_reads(name, in_torch, monkeypatch):
+    if in_torch:
+        monkeypatch.setattr(native, "kernels", lambda: None)
     (kind,) = (kind for kind in KINDS.values() if kind.name == name)
     k = 3 * kind.block
     rows = random_blocks(name, 32, k, std=1.0)
@@ -176,6 +180,19 @@ def test_files_of_one_kind_load(tmp_path, kind):
     found = find(tmp_path)
     assert found.file_type == kind
     expect_shards(loaded(found), state, PARAMS)
+
+
+def test_a_build_reads_the_header_once(folder, monkeypatch):
+    """A file of Llama 3 has 400,000 strings there."""
+    seen, texts = [], _Content.texts
+
+    def watched(content: _Content, count: int) -> list[str]:
+        seen.append(count)
+        return texts(content, count)
+
+    monkeypatch.setattr(_Content, "texts", watched)
+    Llama.build(str(folder / "one.gguf"), None, 128, 4, device="cpu")
+    assert sorted(seen)[-2] < max(seen) == 512
 
 
 def test_a_build_says_what_the_file_is_and_reads_its_tokenizer(folder, tmp_path, capsys):

@@ -22,6 +22,33 @@ template <class Pair> void transpose(const char* rows, Pair* to, long count) {
         to[i * N_BLOCK + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
 }
 
+// Rows of codes (n, k), k a multiple of 8 -> words of PER_WORD neighbours, 32 rows side by side. `write`
+// makes those of 8 neighbours, which each row has in one number.
+template <int PER_WORD, class Word, class Write>
+void pack_codes(const uint8_t* codes, Word* words, long n, long k, int threads, Write write) {
+  constexpr long LINE = 64;  // codes of a row at a time
+#pragma omp parallel for num_threads(threads)
+  for (long block = 0; block < n / N_BLOCK; block++)
+    for (long begin = 0; begin < k; begin += LINE) {
+      uint8_t lines[N_BLOCK][LINE];
+      const long count = std::min(LINE, k - begin);
+      for (long row = 0; row < N_BLOCK; row++)
+        std::memcpy(lines[row], codes + (block * N_BLOCK + row) * k + begin, count);
+      Word* to = words + (block * k + begin) / PER_WORD * N_BLOCK;
+      for (long i = 0; i < count; i += 8, to += 8 / PER_WORD * N_BLOCK) {
+        uint64_t eight[N_BLOCK];
+        for (long row = 0; row < N_BLOCK; row++) eight[row] = load<uint64_t>(lines[row] + i);
+        write(eight, to);
+      }
+    }
+}
+
+// Of bytes 0, 2, 4 and 6 the low halves, side by side.
+inline uint32_t low_nibbles(uint64_t bytes) {
+  bytes &= 0x000f000f000f000f;
+  return (bytes | bytes >> 12 | bytes >> 24 | bytes >> 36) & 0xffff;
+}
+
 // A row of k bf16 -> int8 in units of its scale, which is returned: the largest becomes 127.
 float quantize(const uint16_t* row, int8_t* to, long k) {
   uint16_t largest = 0;  // without their signs, bf16 are in the order of their bits
@@ -39,6 +66,13 @@ constexpr int WIDTHS = 21;  // that are tried: their steps differ by 0.1
 inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats inverse(Floats v) { return v == 0 ? v : 1 / v; }
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+  return _mm256_movemask_ps((__m256)mask);
+#endif
+}
 inline Floats nearest(Floats v) { return v + 12582912 - 12582912; }  // below 2^22, ties to even
 
 // The number in the middle is that many scales above the offset: 0 to 15.
@@ -91,19 +125,22 @@ inline void load_group(const uint16_t* rows, long k, long count_k, Floats* x) {
 }
 
 // What 8 numbers are whole numbers of, from -128 to 127; 0 where no float16 is that. The largest is a
-// negative one of them: Q6_K has -128 there, of a scale below 0 where the product is above.
+// negative one of them: Q6_K has -128 there, of a scale below 0 where the product is above. Of several
+// units the smallest is taken.
 inline Floats common_unit(const Floats* numbers) {
   Floats largest = {}, unit = {};
+  Ints open = Ints{} - 1;  // the lanes that have none yet
   for (long g = 0; g < 8; g++)
     largest = numbers[g] * numbers[g] > largest * largest ? numbers[g] : largest;
-  for (int count = 1; count <= 128; count++) {
-    const Floats tried = rounded_to_float16(-largest / (float)count), per_unit = inverse(tried);
-    Floats wrong = {};
-    for (long g = 0; g < 8; g++) {
-      const Floats code = nearest(numbers[g] * per_unit), off = code * tried - numbers[g];
-      wrong += off * off + (code > 127 || code < -128 ? Floats{} + 1 : Floats{});
+  for (int count = 128; count && any(open); count--) {
+    const Floats tried = rounded_to_float16(-largest * (1.0f / count)), per_unit = inverse(tried);
+    Ints fits = open & (tried * (float)count == -largest);
+    for (long g = 0; g < 8 && any(fits); g++) {
+      const Floats code = nearest(numbers[g] * per_unit);
+      fits &= (code * tried == numbers[g]) & (code <= 127) & (code >= -128);
     }
-    unit = wrong == 0 ? tried : unit;
+    unit = fits ? tried : unit;
+    open &= ~fits;
   }
   return unit;
 }
@@ -178,15 +215,18 @@ void pack_rows(const uint16_t* weight, int8_t* values, float* scales, char* work
 
 // codes (n, k), each below 16 -> words, packed.
 void pack_nibbles(const uint8_t* codes, uint32_t* words, long n, long k, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (long block = 0; block < n / N_BLOCK; block++)
+  pack_codes<8>(codes, words, n, k, threads, [](const uint64_t* eight, uint32_t* to) {
     for (long row = 0; row < N_BLOCK; row++)
-      for (long i = 0; i < k; i += 8) {
-        const uint8_t* from = codes + (block * N_BLOCK + row) * k + i;
-        uint32_t word = 0;
-        for (int j = 0; j < 8; j++) word |= (uint32_t)from[j] << (j / 2 * 4 + j % 2 * 16);
-        words[(block * k + i) * (N_BLOCK / 8) + row] = word;
-      }
+      to[row] = low_nibbles(eight[row]) | low_nibbles(eight[row] >> 8) << 16;
+  });
+}
+
+// codes (n, k), k a multiple of 8 -> the same bytes, packed.
+void pack_bytes(const uint8_t* codes, uint16_t* values, long n, long k, int threads) {
+  pack_codes<2>(codes, values, n, k, threads, [](const uint64_t* eight, uint16_t* to) {
+    for (int j = 0; j < 64; j += 16)
+      for (long row = 0; row < N_BLOCK; row++) *to++ = (uint16_t)(eight[row] >> j);
+  });
 }
 
 // weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in float16;
@@ -227,10 +267,8 @@ void pack_scales(const float* scales, char* to, int64_t* is_same, long blocks, l
       store_float16(record + 2 * at, unit);
       for (long g = 0; g < 8; g++) {
         const Floats code = nearest(numbers[g] * inverse(unit));
-        for (int lane = 0; lane < LANES; lane++) {
-          record[(2 + g) * width + at + lane] = (char)(int)code[lane];
-          if (code[lane] * unit[lane] != numbers[g][lane]) *is_same = 0;
-        }
+        store_int8(record + (2 + g) * width + at, code);
+        if (any(code * unit != numbers[g])) *is_same = 0;
       }
     }
 }
