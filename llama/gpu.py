@@ -22,8 +22,9 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.triton import selfcheck_cache
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
-from llama.ops.triton.selfcheck import CheckResult, Job
+from llama.ops.triton.selfcheck import CheckResult, Formats, Job
 from llama.ranks.collectives import ModelParallel
+from llama.weights import QUANTIZED
 
 VARIABLE = "LLAMA_GPU_KERNELS"
 _ALL = (*NAMES, graph_check.NAME)
@@ -47,6 +48,7 @@ def kernels_for(
     dtype: torch.dtype,
     page_size: int,
     allowed: frozenset[str],
+    formats: Formats = (None,),
 ) -> KernelSet:
     """The kernels that pass their check on all ranks, or have passed it before.
 
@@ -54,7 +56,7 @@ def kernels_for(
     """
     if device.type != "cuda":
         return TORCH_ONLY
-    job = job_for(params, parallel.size, device, dtype, page_size)
+    job = job_for(params, parallel.size, device, dtype, page_size, formats)
     result = CheckResult()
     if allowed and selfcheck_cache.not_for(device) is None:
         result = selfcheck_cache.load_or_check(job)
@@ -101,25 +103,28 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
 
 def why_no_graphs(model: Transformer, page_size: int) -> str | None:
     """None where they passed, with the kernels that the model runs."""
-    weight = model.norm.weight
-    job = job_for(model.params, model.parallel.size, weight.device, weight.dtype, page_size)
+    weight, sizes = model.norm.weight, (model.params, model.parallel.size)
+    formats = (*QUANTIZED,) if any(getattr(x, "kind", 0) for x in model.modules()) else (None,)
+    job = job_for(*sizes, weight.device, weight.dtype, page_size, formats)
     return _check_graphs(job, model.kernels.names)
 
 
 def _check_graphs(job: Job, in_use: Iterable[str]) -> str | None:
-    job = replace(job, names=(graph_check.NAME,), in_use=tuple(sorted(in_use)))
+    formats = tuple(QUANTIZED)[-1:] if any(job.formats) else (None,)
+    job = replace(job, names=(graph_check.NAME,), in_use=tuple(sorted(in_use)), formats=formats)
     return selfcheck_cache.load_or_check(job, graph_check.PROGRAM).reasons[graph_check.NAME]
 
 
 def job_for(
-    params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype, page_size: int
-) -> Job:
+    params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype, page_size: int,
+    formats: Formats = (None,),
+) -> Job:  # fmt: skip
     """The check of what one of `ranks` ranks computes with."""
     name, plan = dtype_name(dtype), LayerPlan.of(params, ranks)
     return Job(
         str(device), name, selfcheck_cache.names_for(name), plan.dim, plan.n_heads,
         plan.n_kv_heads, plan.head_dim, plan.ffn_dim, vocab_size=params.vocab_size,
-        vocab_rows=params.vocab_size // ranks, page_size=page_size,
+        vocab_rows=params.vocab_size // ranks, page_size=page_size, formats=formats,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
+from llama.ops.triton import selfcheck_cache
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
@@ -97,13 +98,14 @@ def load_model(args: BuildArgs) -> Loaded:
     with parallel.agree("the weights", world=True) as must_match:
         for each in models if parallel.world is not None else ():
             must_match += each.checkpoint.samples()
-    kernels = gpu.kernels_for(params, parallel, device, files.dtype, PAGE_SIZE, allowed)
+    place = parallel, device, files.dtype, PAGE_SIZE
+    kernels = gpu.kernels_for(params, *place, allowed, files.formats())
     free = parallel.all_reduce_min(free_bytes(device))
     batch_size = args.max_batch_size or default_batch_size(device)
     with parallel.agree("the memory of the ranks", world=True):
-        rest = free, batch_size, kv_format
+        found = free, batch_size, kv_format
         needs = [
-            Memory.of(x.checkpoint, parallel.size, device, x.dtype, x.quantize, *rest)
+            Memory.of(x.checkpoint, parallel.size, device, x.dtype, x.quantize, *found)
             for x in models
         ]
         memory = Memory.of_all(needs)
@@ -111,8 +113,8 @@ def load_model(args: BuildArgs) -> Loaded:
             memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
         )
     with parallel.agree("the checkpoint", world=True):
-        place = parallel, device, kv_format, (seq_len, batch_size), args.verify
-        model, *draft = [each.load(*place) for each in models]
+        rest = kv_format, (seq_len, batch_size), args.verify
+        model, *draft = [each.load(parallel, device, *rest) for each in models]
         model.use_kernels(kernels)
     told = files.checkpoint.is_guard, files.checkpoint.file_type, files.packed_by(model)
     return Loaded(model, tokenizer, pages, *told, *draft)
@@ -156,6 +158,11 @@ class _Files:
         named = [(f"{name} of the checkpoint", value) for name, value in params]
         return [("torch", torch.__version__), ("dtype", self.dtype), ("quantize", held), *named]
 
+    def formats(self) -> tuple[str | None, ...]:
+        if self.checkpoint.in_codes:
+            return None, *weights.QUANTIZED
+        return tuple(dict.fromkeys([self.quantize, weights.of_output(self.quantize)]))
+
     def tokenizer(self, path: str | None) -> Tokenizer:
         """That of a file, or the one beside the weights."""
         chosen = path or self.checkpoint.header or self.checkpoint.tokenizer_path()
@@ -186,8 +193,9 @@ class _Files:
             set_num_threads()
         args = replace(self.checkpoint.params, max_seq_len=shape[0], max_batch_size=shape[1])
         model = Transformer(
-            args, parallel=parallel, device=device, dtype=self.dtype, kv_format=kv_format
-        )
+            args, parallel=parallel, device=device, dtype=self.dtype, kv_format=kv_format,
+            fills_late=device.type == "cuda",
+        )  # fmt: skip
         is_first = parallel.global_rank == 0
         check = LoadCheck(self.checkpoint, tells=is_first).check if verify else None
         if self.checkpoint.packed is not None:
@@ -233,7 +241,8 @@ def _draft_files(
 
 def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:
     """Whether a device multiplies with the matrices of a file as they are there."""
-    return checkpoint.is_quantized and device.type == "cpu" and native.kernels() is not None
+    takes = device.type == "cpu" or (device.type == "cuda" and not selfcheck_cache.not_for(device))
+    return checkpoint.is_quantized and takes and native.kernels() is not None
 
 
 def default_batch_size(device: torch.device) -> int:

@@ -477,9 +477,10 @@ def test_a_matrix_stored_once_is_held_once(make_checkpoint):
     assert model.params.tied_output and model.output.weight is model.tok_embeddings.weight
 
 
-def test_int8_is_for_the_cpu(checkpoint_dir, capsys):
-    with pytest.raises(ValueError, match="quantize='int8' is for device='cpu', not cuda"):
-        check_quantize("int8", torch.bfloat16, torch.device("cuda"))
+def test_where_int8_is_for(checkpoint_dir, capsys):
+    assert check_quantize("int8", torch.bfloat16, torch.device("cuda")) == "int8"
+    with pytest.raises(ValueError, match="quantize='int8' is not for mps: use dtype='bf16'"):
+        check_quantize("int8", torch.bfloat16, torch.device("mps"))
     with pytest.raises(ValueError, match="kv_cache_dtype='int8' is for device='cpu', not cuda"):
         pick_kv_format("int8", torch.device("cuda"))
     for names in ({"dtype": "int8"}, {"quantize": "int8"}, {"dtype": "auto", "quantize": "int8"}):

@@ -66,7 +66,7 @@ def model_with(names, parallel: ModelParallel | None = None, device: torch.devic
     weight = SimpleNamespace(device=device, dtype=torch.bfloat16)
     return SimpleNamespace(
         norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel,
-        kernels=KernelSet(frozenset(names)),
+        kernels=KernelSet(frozenset(names)), modules=list,
     )  # fmt: skip
 
 

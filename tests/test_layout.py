@@ -31,6 +31,8 @@ FLOORS = [
     "llama/prompts",
     "llama/ops",
     "llama/weights",
+    "llama/ops/triton/selfcheck.py",
+    "llama/ops/triton/selfcheck_cache.py",
     "llama/ranks",
     "llama/model",
     "llama/checkpoint",

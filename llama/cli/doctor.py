@@ -174,7 +174,7 @@ def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterat
         yield problem("fits", str(e))
         return
     free = llama.device.free_bytes(device)  # of a rank
-    formats = [None, *QUANTIZED] if device.type == "cpu" else [None]
+    formats = [None, *QUANTIZED] if device.type != "mps" else [None]
     ways = {name or "bf16": (found, name) for name in formats}
     if found.packed is not None:
         num_ranks, ways = len(found.shards), {found.file_type or "bf16": (found, None)}

@@ -134,6 +134,7 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
     model = Transformer(args, dtype=dtype, device=job.device)
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
+    model.pack(quantize=job.formats[-1])
     model.use_kernels(KernelSet(frozenset(job.in_use), frozenset({dtype})))
     compare(model, CudaRecorder(torch.device(job.device)), job.page_size)
     return []

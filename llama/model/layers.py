@@ -74,7 +74,8 @@ class Matrix(WatchedModule):
         """Put the weight in the format asked for, or this machine's fastest; views of it are
         invalid afterwards. What is packed already stays so."""
         if isinstance(self.weight, PlainWeight):
-            self.weight = weights.packed(self.weight.plain(), quantize)
+            plain = self.weight.plain()
+            self.weight = weights.packed(plain, quantize, plain.device)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight.plain()

@@ -112,7 +112,7 @@ class Transformer(nn.Module):
     """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
 
     `loading_order` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing
-    is allocated.
+    is allocated. fills_late: no memory for a layer's matrices until `loading_order` comes to them.
     """
 
     quantization: str | None = None  # the format that the weights were rounded to, if they were
@@ -125,6 +125,7 @@ class Transformer(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         kv_format: KVFormat = AS_COMPUTED,
+        fills_late: bool = False,
     ) -> None:
         super().__init__()
         parallel = parallel or ModelParallel()
@@ -142,9 +143,11 @@ class Transformer(nn.Module):
         self.output = ColumnParallelLinear(
             params.dim, params.vocab_size, parallel, gather_output=True
         )
+        late = {x for x in self.layers.modules() if fills_late and isinstance(x, PlainWeight)}
         for module in list(self.modules()):
+            place = "meta" if module in late else device
             for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, unfilled(*weight.shape, device=device, dtype=dtype))
+                setattr(module, name, unfilled(*weight.shape, device=place, dtype=dtype))
                 use_huge_pages(getattr(module, name))  # before the first touch, which settles it
         self._name_matrices()
         self.tie()
@@ -176,6 +179,10 @@ class Transformer(nn.Module):
         embedding = self.tok_embeddings.weight.plain()
         yield self.tok_embeddings, {"tok_embeddings.weight": embedding}
         for i, layer in enumerate(self.blocks()):
+            for module in layer.modules():
+                if isinstance(module, Matrix) and module.weight.values.is_meta:
+                    values = torch.empty_like(module.weight.values, device=self.norm.weight.device)
+                    module.weight = PlainWeight.pack(values)
             yield layer, layer.state_dict(prefix=f"layers.{i}.")
         yield self.norm, {"norm.weight": self.norm.weight.data}
         tied = self.params.tied_output
@@ -200,7 +207,8 @@ class Transformer(nn.Module):
         self.quantization = quantize or self.quantization
         for module in (part or self).modules():
             if isinstance(module, Matrix) and module.names[0] in coded:
-                module.weight = weights.packed(coded[module.names[0]])
+                device = self.norm.weight.device
+                module.weight = weights.packed(coded[module.names[0]], None, device)
                 if self.params.tied_output and module is self.tok_embeddings:
                     self.output.weight = module.weight
             elif isinstance(module, Linear):

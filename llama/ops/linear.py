@@ -24,7 +24,7 @@ def linear(
     dtype = dtype or x.dtype
     n, k = weight.shape
     if kernels.has("linear", x, weight):
-        tile = kernels.tile_for(n, k, x.numel() // k)
+        tile = kernels.tile_for(0, n, k, x.numel() // k)
         if tile is not None:
             from llama.ops.triton import linear as gpu
 

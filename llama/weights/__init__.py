@@ -21,6 +21,7 @@ from llama.weights.weight import Weight
 
 __all__ = [
     "FORMATS", "QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "of_output",
+    "on_gpu",
     "packed",
 ]  # fmt: skip
 
@@ -30,6 +31,7 @@ QUANTIZED: dict[str, type[GroupedWeight]] = {  # by the name that `quantize=` ta
 FORMATS: dict[str, type[Weight]] = {  # by the name in files
     "plain": PlainWeight, "bf16": BlockedWeight, **QUANTIZED,
 }  # fmt: skip
+_CPU = torch.device("cpu")
 _OF_CODES: tuple[type[GroupedWeight], ...] = (NibblesWeight, BytesWeight, Fp8Weight)
 
 
@@ -39,10 +41,8 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
         return None
     if not isinstance(name, str) or name not in QUANTIZED:
         raise ValueError(f"quantize={name!r}: give one of {', '.join(QUANTIZED)}, or None")
-    if device.type != "cpu":
-        raise ValueError(
-            f"quantize={name!r} is for device='cpu', not {device.type}: use dtype='bf16'"
-        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"quantize={name!r} is not for {device.type}: use dtype='bf16'")
     if name == "int4" and native.kernels() is None:
         raise ValueError(
             f"quantize={name!r} needs this project's CPU kernels, which do not run here "
@@ -60,12 +60,26 @@ def of_output(quantize: str | None) -> str | None:
     return "int8" if quantize == "int4" else quantize
 
 
-def packed(matrix: Tensor | Coded, quantize: str | None = None) -> Weight:
+def on_gpu(matrix: Tensor | Coded, quantize: str | None, device: torch.device) -> Weight:
+    """As `packed`, on a GPU: quantized as on a CPU where its kernels take it so, else plain."""
+    if isinstance(matrix, Coded) or quantize is not None:
+        held = packed(matrix.cpu() if isinstance(matrix, Tensor) else matrix, quantize)
+        if isinstance(held, GroupedWeight) and held.blocks() is not None:
+            return held.to(device)
+    plain = matrix if isinstance(matrix, Tensor) else matrix.plain(torch.bfloat16)
+    return PlainWeight.pack(plain.to(device))
+
+
+def packed(
+    matrix: Tensor | Coded, quantize: str | None = None, device: torch.device = _CPU
+) -> Weight:
     """A matrix (N, K) in the format that was asked for, or else in this machine's fastest.
 
     What does not fit a format stays as it is; codes that fit none become bf16. A plain matrix must
-    not be used afterwards. quantize: of a plain one.
+    not be used afterwards. quantize: of a plain one. device: where it will multiply.
     """
+    if device.type == "cuda":
+        return on_gpu(matrix, quantize, device)
     if isinstance(matrix, Coded):
         format = next((x for x in _OF_CODES if x.takes(matrix)), None)
         return format.of(matrix) if format else packed(matrix.plain(torch.bfloat16))

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
+from llama.ops.linear import linear
+from llama.ops.triton.kernels import TORCH_ONLY, Blocks, KernelSet
 from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack, in_blocks
 from llama.weights.coded import Coded, hadamard
 
+_PLAIN = 1 << 26  # numbers that are made plain at once
 _LEAST_GROUP = 16  # as in packed_weight.h
 _MOST_RANK = 256  # of an adaptor, as in kernels.h
 _SCALE_TYPES = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
@@ -30,7 +33,6 @@ class GroupedWeight(BlockedWeight):
     float16, or the same numbers as (N/32, G/8, 1 or 2 times EIGHT) bytes; table: what the codes of
     nibbles stand for; adaptor: down (R, K), then up (N, R), bf16 in blocks; rotated: if x is."""
 
-    kind: ClassVar[int]  # Matrix::Numbers in kernels.h
     in_files: ClassVar[tuple[str, int]]  # as compressed-tensors has them: type and bits
     scales: Tensor
     adaptor: Tensor | None
@@ -49,9 +51,11 @@ class GroupedWeight(BlockedWeight):
         for name, held in {"scales": scales, "adaptor": adaptor, "rotated": rotated}.items():
             self.register_buffer(name, held, persistent=False)
         self.rank = 0 if adaptor is None else adaptor.numel() // sum(shape)
-        self.table = torch.zeros(16)
+        self.table, self.first = torch.zeros(16), None if self.kind == 3 else 0
         if table is not None:
             self.table[: len(table)] = table.bfloat16()
+            if self.kind == 3 and torch.equal(table, int(table[0]) + torch.arange(len(table))):
+                self.first = int(table[0])  # whole numbers that follow one another
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -88,7 +92,10 @@ class GroupedWeight(BlockedWeight):
 
     def exact_rows(self, ids: Tensor) -> Tensor:
         """ids (...) -> rows (..., K) float32: the product is rounded, then the sum."""
-        blocks, places = (ids // N_BLOCK).unique(return_inverse=True)
+        blocks, places = ids.flatten() // N_BLOCK, torch.arange(ids.numel(), device=ids.device)
+        if not ids.is_cuda:  # there the host must not ask how many differ
+            blocks, places = blocks.unique(return_inverse=True)
+        places = places.view(ids.shape)
         scales = _unpack_scales(self.scales[blocks])[places, :, :, ids % N_BLOCK]
         rows = self.numbers(ids).unflatten(-1, (scales.shape[-2], -1)) * scales[..., :1]
         rows = (rows + scales[..., 1:] if scales.shape[-1] > 1 else rows).flatten(-2)
@@ -99,6 +106,35 @@ class GroupedWeight(BlockedWeight):
             up = BlockedWeight((n, r), up.view(-1, r // 2, N_BLOCK, 2)).plain()
             rows += up[ids].float() @ down.float()
         return rows if self.rotated is None else hadamard(rows)
+
+    def blocks(self) -> Blocks | None:
+        """What the kernels of a GPU read; None where they do not take it."""
+        k, shape = self.shape[1], _unpack_scales(self.scales[:1].to("meta")).shape
+        group = k // shape[1]
+        is_more = self.adaptor is not None or self.rotated is not None
+        if is_more or self.first is None or k % 128 or (128 % group and group % 128):
+            return None
+        sizes = self.kind, self.first, group, shape[2]
+        return Blocks(self.values.data, self.scales, self.shape, *sizes)
+
+    def linear(
+        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+    ) -> Tensor:
+        """On a GPU numbers are rounded to the type of x. For more rows than there are tiles for,
+        the library multiplies by parts of the weight that were made plain."""
+        (n, k), weight = self.shape, self.blocks() if kernels.has("linear", x) else None
+        if weight is None:
+            if x.dtype is torch.bfloat16 and not x.is_cuda:
+                return super().linear(x, dtype, kernels)
+            return linear(x, self.exact().to(x.dtype), dtype=dtype)
+        from llama.ops.triton import linear as gpu
+
+        tile = kernels.tile_for(self.kind, n, k, x.numel() // k)
+        if tile is not None:
+            return gpu.run(x, weight, tile, dtype)
+        rows = max(_PLAIN // k // N_BLOCK, 1) * N_BLOCK
+        parts = (gpu.plain(weight, i, min(i + rows, n), x.dtype) for i in range(0, n, rows))
+        return torch.cat([linear(x, part, dtype=dtype) for part in parts], -1)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.exact_rows(ids).bfloat16()

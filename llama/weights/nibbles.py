@@ -16,7 +16,6 @@ from llama.weights.coded import Coded
 from llama.weights.groups import EIGHT, GroupedWeight, huge_empty, pack_extras, pack_scales
 
 _GROUP = 32  # of a matrix that is rounded, as in pack.cpp
-_SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)  # of 8 k in a word
 
 
 class NibblesWeight(GroupedWeight):
@@ -71,7 +70,9 @@ class NibblesWeight(GroupedWeight):
 
     def numbers(self, ids: Tensor) -> Tensor:
         words = self.values[ids // N_BLOCK, :, ids % N_BLOCK]
-        return self.table[(words[..., None] >> _SHIFTS & 15).flatten(-2)]
+        places = torch.arange(8, dtype=torch.int32, device=words.device)
+        codes = (words[..., None] >> places % 2 * 16 + places // 2 * 4 & 15).flatten(-2)
+        return self.table[codes] if self.first is None else codes.float() + self.first
 
 
 def _symmetric(x: Tensor, scale: Tensor) -> Tensor:

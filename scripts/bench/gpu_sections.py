@@ -91,7 +91,7 @@ def _check(at: Section, shape: str) -> None:
     result = selfcheck_cache.load_or_check(job)
     for name in job.names:
         _say_checked(at, f"{shape} {name}", result.reasons[name])
-    for n, k, m, tile in result.tiles:
+    for (_, n, k, m), tile in result.tiles:
         at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile))
     if at.dry:
         graph_check.compare(model, Again(), PAGE_SIZE)

@@ -1,6 +1,7 @@
 """Compiles the Triton kernels to machine code, with no GPU, and prints what each of them takes.
 
-For capability 8.0 and 9.0, in bfloat16, at the shapes of real models. Each line on stdout is JSON:
+For capability 9.0 and 8.0, or those given as 80 89 90 100 120, then with all tiles of products with
+quantized weights; in bfloat16, at the shapes of real models. Each line on stdout is JSON:
 the kernel, the shape and the capability, the registers of a thread, bytes of its stack and accesses
 to what was spilled there, bytes of shared memory, the kinds of matrix products, how many loads read
 16 bytes at once, and how many of these go to shared memory past the registers. TRITON_INTERPRET
@@ -11,9 +12,12 @@ import hashlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import triton
@@ -30,7 +34,8 @@ _TYPES = {  # of arguments, by name
     ),
     **dict.fromkeys(("table", "query_starts", "seq_lens", "slots"), "*i64"),
     **dict.fromkeys(("partial", "logsumexp", "freqs"), "*fp32"),
-    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n"), "i32"),
+    "units": "*fp16",
+    **dict.fromkeys(("width", "num_decodes", "num_prefills", "m", "n", "first"), "i32"),
     "plane": "i64",
     **dict.fromkeys(("scale", "eps"), "fp32"),
 }
@@ -42,9 +47,10 @@ class Job(NamedTuple):
     kernel: Any
     shape: str
     capability: int
-    constants: dict[str, int]
+    constants: dict[str, Any]
     warps: int = 4
     stages: int = 2
+    types: Mapping[str, str] = MappingProxyType({})  # of arguments, in place of those in _TYPES
 
 
 def jobs(capability: int) -> list[Job]:
@@ -95,19 +101,64 @@ def elementwise_jobs(capability: int) -> list[Job]:
 
 def linear_jobs(capability: int) -> list[Job]:
     """Every tile, for the w2 of 8B; on the older device every second."""
+    tiles = linear.candidates(0, 4096, 14336, 1)
+    plain = {"KIND": 0, "FIRST": 0, "GROUP": 0, "PARTS": 0, "scales": None, "units": None}
+    return [
+        _product(f"8B, {tuple(tile)}", capability, 14336, tile, 1, plain)
+        for tile in (tiles if capability >= 90 else tiles[::2])
+    ]
+
+
+_FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # constants, types of pointers
+    "int8": ({"KIND": 1, "FIRST": 0, "GROUP": 0, "PARTS": 1, "units": None},
+             {"weight": "*i16", "scales": "*fp32"}),
+    "Q6_K": ({"KIND": 1, "FIRST": 0, "GROUP": 16, "PARTS": 1}, {"weight": "*i16", "scales": "*u8"}),
+    "fp8": ({"KIND": 2, "FIRST": 0, "GROUP": 0, "PARTS": 1, "units": None},
+            {"weight": "*i16", "scales": "*fp32"}),
+    "W4A16": ({"KIND": 3, "FIRST": -8, "GROUP": 32, "PARTS": 1, "units": None},
+              {"weight": "*i32", "scales": "*fp16"}),
+    "int4": ({"KIND": 3, "FIRST": 0, "GROUP": 32, "PARTS": 2}, {"weight": "*i32", "scales": "*u8"}),
+}  # fmt: skip
+
+
+def quantized_jobs(capability: int, *, every: bool) -> list[Job]:
+    """Products of 1, 16 and 64 rows with quantized weights, and these made plain; the w2 of 8B, and
+    with `every` those of 1B and of 70B on 8 ranks too, and all tiles."""
     found = []
-    tiles = linear.candidates(4096, 14336, 1)
-    for tile in tiles if capability >= 90 else tiles[::2]:
-        kernel = linear.dot_kernel if tile.uses_dot else linear.vector_kernel
-        sizes = {"K": 14336, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages}
-        shape = f"8B, {tuple(tile)}"
-        found.append(Job(kernel, shape, capability, sizes, tile.warps, tile.stages))
+    for shape, (_, k) in _WIDTHS.items() if every else [("8B", _WIDTHS["8B"])]:
+        for name, (constants, types) in _FORMATS.items():
+            constants = constants | {"GROUP": constants["GROUP"] or k}
+            for m in (1, 16, 64):
+                tiles = linear.candidates(constants["KIND"], 4096, k, m)
+                for tile in tiles:
+                    what = f"{shape}, {name}, {m} rows, {tuple(tile)}"
+                    found.append(_product(what, capability, k, tile, m, constants, types))
+            sizes = {"K": k, "COLUMNS": 128, **constants}
+            found.append(
+                Job(linear.plain_kernel, f"{shape}, {name}", capability, sizes, 4, 3, types)
+            )
     return found
+
+
+def _product(
+    shape: str, capability: int, k: int, tile: linear.Tile, m: int, constants: dict[str, Any],
+    types: dict[str, str] | None = None,
+) -> Job:  # fmt: skip
+    sizes = {
+        "K": k, "BATCH": max(16, m) if tile.uses_dot else 1, "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "STAGES": tile.stages, **constants,
+    }  # fmt: skip
+    return Job(
+        linear.product_kernel, shape, capability, sizes, tile.warps, tile.stages, types or {}
+    )
 
 
 def compiled(job: Job) -> dict[str, Any]:
     names = job.kernel.arg_names
-    signature = {x: "constexpr" if x in job.constants else _TYPES[x] for x in names}
+    signature = {
+        x: "constexpr" if x in job.constants else {**_TYPES, **job.types}[x] for x in names
+    }
     unaligned = job.kernel.do_not_specialize_on_alignment or ()
     attrs = {
         (i,): [["tt.divisibility", 16]]
@@ -128,7 +179,7 @@ def compiled(job: Job) -> dict[str, Any]:
     assert found, use
     return {
         "kernel": job.kernel.__name__, "shape": job.shape, "capability": job.capability,
-        "registers": int(found[1]), "stack": int(found[2]),
+        "batch": job.constants.get("BATCH"), "registers": int(found[1]), "stack": int(found[2]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "shared": kernel.metadata.shared,
         "products": sorted(set(re.findall(r"\bHG?MMA\b", code))),
@@ -151,7 +202,12 @@ def _disassembled(cubin: bytes, path: str) -> str:
 
 
 def main() -> None:
-    chosen = [job for capability in (90, 80) for job in jobs(capability)]
+    asked = [*map(int, sys.argv[1:])]
+    chosen = [
+        job
+        for capability in asked or (90, 80)
+        for job in jobs(capability) + quantized_jobs(capability, every=bool(asked))
+    ]
     with ThreadPoolExecutor(2) as pool:
         for line in pool.map(compiled, chosen):
             print(json.dumps(line), flush=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
+Sizes = tuple[int, int, int, int]  # of a product: the kind of the weight's numbers, N, K and M
 _LOGITS = torch.float32  # what "sample" takes, whatever the model's type
 
 
@@ -33,17 +34,29 @@ class Tile(NamedTuple):
     uses_dot: bool  # matrix units; without them one row of x only
 
 
+class Blocks(NamedTuple):
+    """A quantized weight, as `llama.weights.groups` has it."""
+
+    values: Tensor
+    scales: Tensor
+    shape: tuple[int, int]  # N, K
+    kind: int  # Matrix::Numbers in kernels.h
+    first: int  # what is added to the numbers of four bits
+    group: int
+    per_group: int  # a scale, or a scale and an offset
+
+
 @dataclass(frozen=True)
 class KernelSet:
     """dtypes: of a model's tensors; float32 is for tests, as a GPU would round products to TF32.
 
-    tiles: the one that was fastest for M rows times a weight (N, K), by (N, K, M) with M a power of
-    2 up to 16, to which the rows are filled up; where there is none, torch's library is faster.
+    tiles: the one that was fastest for M rows times a weight (N, K), with M a power of 2 up to 64,
+    to which the rows are filled up; where there is none, torch's library is faster.
     """
 
     names: frozenset[str] = frozenset()
     dtypes: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
-    tiles: Mapping[tuple[int, int, int], Tile] = field(default_factory=dict)
+    tiles: Mapping[Sizes, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if unknown := self.names - set(NAMES):
@@ -58,9 +71,9 @@ class KernelSet:
             x.device == device and x.dtype is dtype for x in tensors[1:]
         )
 
-    def tile_for(self, n: int, k: int, m: int) -> Tile | None:
+    def tile_for(self, kind: int, n: int, k: int, m: int) -> Tile | None:
         """The tile for M rows times a weight (N, K); None where torch's library does it."""
-        return self.tiles.get((n, k, 1 << (m - 1).bit_length())) if m else None
+        return self.tiles.get((kind, n, k, 1 << (m - 1).bit_length())) if m else None
 
 
 TORCH_ONLY = KernelSet()  # every op runs its torch body

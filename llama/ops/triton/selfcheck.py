@@ -15,6 +15,7 @@ per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
 """
 
 import contextlib
+import copy
 import ctypes
 import itertools
 import math
@@ -36,15 +37,16 @@ from torch import Tensor
 from llama.device import DTYPES, available_cores
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.linear import linear
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Tile
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
+from llama.weights import PlainWeight, Weight, packed
 
 Results = tuple[Tensor, ...]
-Choice = tuple[int, int, int, Tile]  # N, K, M, and the tile that is fastest for them
+Choice = tuple[Sizes, Tile]  # and the tile that is fastest for them
+Formats = tuple[str | None, ...]  # of weights, as `quantize=` has them
 
 PARENT = "LLAMA_CHECK_PARENT"  # a variable: the process that started this one
 LENGTHS = (1, 15, 16, 17, 255, 4097)
@@ -75,6 +77,7 @@ class Job:
     page_size: int
     lengths: tuple[int, ...] = LENGTHS  # of sequences
     in_use: tuple[str, ...] = ()  # kernels that run while something else is checked
+    formats: Formats = (None,)
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ class CheckResult:
 
     def kernels(self, dtype: str, names: Sequence[str]) -> KernelSet:
         """Those of `names` that passed."""
-        tiles = {(n, k, m): tile for n, k, m, tile in self.tiles}
-        return KernelSet(frozenset(names) & set(self.passed), frozenset({DTYPES[dtype]}), tiles)
+        passed, dtypes = frozenset(names) & set(self.passed), frozenset({DTYPES[dtype]})
+        return KernelSet(passed, dtypes, dict(self.tiles))
 
 
 JOB, RESULT = TypeAdapter(Job), TypeAdapter(CheckResult)  # to JSON and back
@@ -240,19 +243,19 @@ class Cases:
             yield Case(f"{rows} greedy rows", choose_ids, (logits, [None] * rows, *seeds))
 
     def linear(self) -> Iterator[Case]:
-        """Every tile of every product."""
-        for n, k, m, tiles in self.products():
-            x, weight = self.normal(m, k), self.normal(n, k)
-            for tile in tiles:
-                what = f"{m} rows times {n} x {k} with {tuple(tile)}"
-                yield Case(what, partial(_product, tile, self.out_dtype(n)), (x, weight))
+        """Every tile of every product, and quantized weights that are made plain."""
+        for weight, (kind, n, k, m), tiles in self.products():
+            for tile in [*tiles, None] if kind else tiles:
+                what = f"{m} rows times {n} x {k} of kind {kind} with {tile and tuple(tile)}"
+                op = partial(_product, weight, tile, self.out_dtype(n))
+                yield Case(what, op, (self.normal(m, k),))
 
     def out_dtype(self, n: int) -> torch.dtype:
         """Of a product with N outputs: the head's are float32."""
         return torch.float32 if n == self.job.vocab_rows else self.dtype
 
-    def products(self) -> Iterator[tuple[int, int, int, list[Tile]]]:
-        """N, K, M and tiles, for wqkv, wo, w13, w2 and the head."""
+    def products(self) -> Iterator[tuple[Weight, Sizes, list[Tile]]]:
+        """Of wqkv, wo, w13, w2 and the head."""
         from llama.ops.triton.linear import BUCKETS, candidates
 
         job, inner = self.job, self.job.n_heads * self.job.head_dim
@@ -261,8 +264,11 @@ class Cases:
             (qkv, job.dim), (job.dim, inner), (2 * job.ffn_dim, job.dim), (job.dim, job.ffn_dim),
             (job.vocab_rows, job.dim),
         }  # fmt: skip
-        for (n, k), m in itertools.product(sorted(shapes), BUCKETS):
-            yield n, k, m, candidates(n, k, m)
+        for format, (n, k) in itertools.product(job.formats, sorted(shapes)):
+            weight = packed(self.normal(n, k), format, self.device)
+            for m in BUCKETS:
+                if tiles := candidates(weight.kind, n, k, m):
+                    yield weight, (weight.kind, n, k, m), tiles
 
 
 def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: KernelSet) -> Results:
@@ -276,10 +282,12 @@ def _rope(qkv: Tensor, freqs: Tensor, cache: Tensor, slots: Tensor, kernels: Ker
 
 
 def _product(
-    tile: Tile, dtype: torch.dtype, x: Tensor, weight: Tensor, kernels: KernelSet
+    weight: Weight, tile: Tile | None, dtype: torch.dtype, x: Tensor, kernels: KernelSet
 ) -> Tensor:
-    tiles = {(*weight.shape, len(x)): tile}
-    return linear(x, weight, dtype=dtype, kernels=replace(kernels, tiles=tiles))
+    tiles = {(weight.kind, *weight.shape, len(x)): tile} if tile else {}
+    if not weight.kind:
+        weight = PlainWeight.pack(weight.plain().to(x.dtype))
+    return weight.linear(x, dtype, replace(kernels, tiles=tiles))
 
 
 def check_kernel(job: Job, name: str) -> list[Choice]:
@@ -296,8 +304,8 @@ def check_kernel(job: Job, name: str) -> list[Choice]:
         del case  # before the next one is made: caches can be large
     has_tiles = name == "linear" and cases.device.type == "cuda"
     products = cases.products() if has_tiles else ()
-    found = [(n, k, m, fastest_tile(cases, n, k, m, tiles)) for n, k, m, tiles in products]
-    return [(n, k, m, tile) for n, k, m, tile in found if tile]
+    found = [(sizes, fastest_tile(cases, x, sizes, tiles)) for x, sizes, tiles in products]
+    return [(sizes, tile) for sizes, tile in found if tile]
 
 
 def compile_all(job: Job) -> None:
@@ -333,7 +341,9 @@ def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
     if case.small is not None:
         right = _results(case.op, case.small, kernels)
     elif found[0].is_floating_point():
-        right = _results(case.op, [x.double() if _is_float(x) else x for x in case.inputs])
+        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in case.inputs]
+        wide = [x.double() if i else x for x, i in zip(case.inputs, floats, strict=True)]
+        right = _results(case.op, wide)
     else:
         right = _results(case.op, case.inputs)
     for i, (x, exact) in enumerate(zip(found, right, strict=True)):
@@ -355,26 +365,23 @@ def _results(
     return results if isinstance(results, tuple) else (results,)
 
 
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def fastest_tile(cases: Cases, n: int, k: int, m: int, tiles: Sequence[Tile]) -> Tile | None:
-    """The tile with the least time for M rows times a weight (N, K); None where cuBLAS is as fast.
+def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Tile]) -> Tile | None:
+    """The tile with the least time for a product; None where cuBLAS is as fast.
 
     Each time is that of one product per weight, in a graph, so that the host's does not count.
     """
     from triton.testing import do_bench_cudagraph
 
-    x, weight = cases.normal(m, k), cases.normal(n, k)
-    weights = [weight, *[weight.clone() for _ in range(_COLD_BYTES // weight.nbytes)]]
+    _, n, k, m = sizes
+    x, copies = cases.normal(m, k), range(_COLD_BYTES // weight.nbytes)
+    weights = [weight, *(copy.deepcopy(weight) for _ in copies)]
 
     def products(kernels: KernelSet) -> None:
         for weight in weights:
-            linear(x, weight, dtype=cases.out_dtype(n), kernels=kernels)
+            weight.linear(x, cases.out_dtype(n), kernels)
 
     own = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
-    ways = [TORCH_ONLY, *(replace(own, tiles={(n, k, m): tile}) for tile in tiles)]
+    ways = [own, *(replace(own, tiles={sizes: tile}) for tile in tiles)]
     times = [
         do_bench_cudagraph(partial(products, way), rep=1, return_mode="median") for way in ways
     ]

@@ -1,15 +1,19 @@
 """Steps of a whole model through the Triton kernels, interpreted."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from helpers.kernels import INTERPRETED
+from helpers.kernels import INTERPRETED, KERNELS_RUN
 from llama import Llama, ModelArgs, Transformer
+from llama.model.layers import Linear
 from llama.ops.batch import Batch
 from llama.ops.triton import attention
-from llama.ops.triton.kernels import TORCH_ONLY
+from llama.ops.triton.kernels import TORCH_ONLY, Tile
+from llama.weights import QUANTIZED, packed
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
@@ -22,8 +26,8 @@ STEPS = [  # (tokens before, new tokens) of each sequence
 ]  # fmt: skip
 
 
-def make_model(dtype: torch.dtype) -> Transformer:
-    model = Transformer(ModelArgs(**PARAMS), dtype=dtype)
+def make_model(dtype: torch.dtype, **changes: int) -> Transformer:
+    model = Transformer(ModelArgs(**PARAMS | changes), dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         scale = 0.1 if weight.dim() == 2 else 1.0
@@ -69,6 +73,30 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
             assert torch.equal(got, same)
             atol = 2e-2 if dtype is torch.float16 else 1e-5
             torch.testing.assert_close(got, near, atol=atol, rtol=1e-2)
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_a_step_with_quantized_weights(monkeypatch, launches, name):
+    """With tiles for its products and without, nearly the numbers of the torch bodies."""
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
+    model = make_model(torch.float32, dim=128, multiple_of=128, n_layers=1)
+    for module in model.layers.modules():
+        if isinstance(module, Linear):
+            plain = module.weight.plain().bfloat16()
+            module.weight = packed(plain, name)
+    kind, step = QUANTIZED[name].kind, [(30, 1), (3, 1), (0, 1)]
+    shapes = [x.weight.shape for x in model.layers.modules() if isinstance(x, Linear)]
+    tiles = {(kind, *shape, 4): Tile(32, 128, 4, 2, True) for shape in shapes}
+    model.use_kernels(TORCH_ONLY)
+    wanted = run(model, step)
+    for held, kernel in ((tiles, "product_kernel"), ({}, "plain_kernel")):
+        launches.clear()
+        model.use_kernels(replace(INTERPRETED, tiles=held))
+        found = run(model, step)
+        assert launches.count(kernel) == 4 and "norm_kernel" in launches
+        for got, near in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, near, atol=1e-4, rtol=1e-3)
 
 
 def test_an_engine_gives_the_same_tokens(monkeypatch, launches, checkpoint_dir):

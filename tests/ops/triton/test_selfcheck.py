@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton's kernels need Triton")
 
 from helpers import warm
+from helpers.kernels import KERNELS_RUN
 from helpers.launch import PROGRAMS, REPO, environment
+from llama import weights
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
 from llama.ops.triton import attention, selfcheck
@@ -25,6 +28,7 @@ from llama.ops.triton import linear as products
 from llama.ops.triton import selfcheck_cache as cached
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile
 from llama.ops.triton.selfcheck import JOB, Case, Cases, Job, check_kernel
+from llama.weights import PlainWeight, Weight
 
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
@@ -37,7 +41,7 @@ with open({log!r}, "a") as log:
 time.sleep({pause})
 for name in json.loads(sys.argv[1])["names"]:
     reason = {reasons!r}.get(name)
-    tiles = [[64, 32, 1, {tile}]] if name == "linear" else []
+    tiles = [[[0, 64, 32, 1], {tile}]] if name == "linear" else []
     is_final = reason != "out of memory"
     print(json.dumps({{"reasons": {{name: reason}}, "tiles": tiles, "is_final": is_final}}))
     if reason:
@@ -95,7 +99,7 @@ KERNELS = {  # what each kernel of a self-check must have launched
     "add_norm": {"norm_kernel"},
     "rope_and_store": {"rope_kernel"},
     "silu_mul": {"silu_mul_kernel"},
-    "linear": {"dot_kernel", "vector_kernel"},
+    "linear": {"product_kernel"},
 }
 
 
@@ -103,7 +107,7 @@ KERNELS = {  # what each kernel of a self-check must have launched
 def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name):
     """In the interpreter; a product's tiles are far larger than these sizes, so two small ones."""
     tiles = [Tile(16, 32, 4, 3, True), Tile(8, 32, 4, 2, False)]
-    monkeypatch.setattr(products, "candidates", lambda n, k, m: tiles[: 2 if m == 1 else 1])
+    monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: tiles[: 2 if m == 1 else 1])
     monkeypatch.setattr(attention, "_PROGRAMS", 8)
     assert check_kernel(job(name), name) == []
     assert set(launches) == KERNELS[name]
@@ -118,9 +122,36 @@ def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
         return (x @ weight.T).to(dtype)
 
     monkeypatch.setattr(products, "run", run)
-    monkeypatch.setattr(products, "candidates", lambda n, k, m: [Tile(16, 32, 4, 3, True)])
+    monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: [Tile(16, 32, 4, 3, True)])
     check_kernel(job("linear"), "linear")
     assert (60, torch.float32) in asked and {d for n, d in asked if n != 60} == {torch.float16}
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+@pytest.mark.parametrize("fault", [False, True])
+def test_quantized_products_are_checked(launches, monkeypatch, fault):
+    """By tiles and made plain. In the interpreter, which has no bf16, the model is fp16."""
+
+    def packed(plain: Tensor, name: str, device: torch.device) -> Weight:
+        return weights.packed(plain.bfloat16(), name)
+
+    monkeypatch.setattr(selfcheck, "packed", packed)
+    monkeypatch.setattr(products, "BUCKETS", (2,))
+    sizes: dict[str, Any] = {
+        "dim": 128,
+        "head_dim": 32,
+        "ffn_dim": 128,
+        "vocab_rows": 32,
+        "vocab_size": 32,
+    }
+    asked = replace(job("linear"), formats=("int4",), **sizes)
+    if fault:
+        monkeypatch.setattr(products, "plain", lambda w, i, n, x: torch.ones(n - i, 128).to(x))
+        with pytest.raises(ArithmeticError, match="2 rows times 32 x 128 of kind 3 with None"):
+            check_kernel(asked, "linear")
+    else:
+        assert check_kernel(asked, "linear") == []
+        assert set(launches) == {"product_kernel", "plain_kernel"}
 
 
 def test_decode_is_checked_with_each_number_of_parts(launches, monkeypatch):
@@ -187,7 +218,8 @@ def test_the_fastest_tile_is_taken_where_it_beats_the_library(monkeypatch):
     monkeypatch.setattr(selfcheck, "_COLD_BYTES", 0)
     monkeypatch.setattr("triton.testing.do_bench_cudagraph", lambda *_, **__: next(times))
     cases = Cases(job("linear"))
-    found = [selfcheck.fastest_tile(cases, 64, 32, 2, tiles) for _ in range(3)]
+    weight = PlainWeight.pack(cases.normal(64, 32))
+    found = [selfcheck.fastest_tile(cases, weight, (0, 64, 32, 2), tiles) for _ in range(3)]
     assert found == [tiles[1], None, tiles[0]]
 
 
@@ -343,7 +375,7 @@ def test_the_result_is_read_the_second_time(quick, cache, capfd):
     assert "checking the kernels" in capfd.readouterr().err
     children = count()
     again = cached.load_or_check(job())
-    assert again == first and again.tiles == [(64, 32, 1, Tile(16, 32, 4, 3, True))]
+    assert again == first and again.tiles == [((0, 64, 32, 1), Tile(16, 32, 4, 3, True))]
     assert count() == children and capfd.readouterr().err == ""
     (path,) = cache.glob("gpu-*.json")
     assert not list(cache.glob("result-*"))

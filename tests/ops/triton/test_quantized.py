@@ -1,0 +1,87 @@
+"""Products with quantized weights: the Triton kernels, interpreted, against the CPU's formats."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.gpu_weights import FILES
+from helpers.kernels import INTERPRETED, KERNELS_RUN
+from llama.ops.triton import linear as gpu
+from llama.ops.triton.kernels import Tile
+from llama.weights import PlainWeight, on_gpu
+from llama.weights.coded import Coded
+from llama.weights.groups import GroupedWeight
+
+pytestmark = pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+CPU = torch.device("cpu")
+TILES = {1: Tile(32, 256, 4, 2, False), 3: Tile(32, 128, 4, 2, True), 40: Tile(32, 256, 4, 2, True)}
+
+
+def rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype)
+
+
+def held(name: str) -> GroupedWeight:
+    found = on_gpu(FILES[name], None, CPU)
+    assert isinstance(found, GroupedWeight)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_products_are_those_of_the_numbers_in_the_file(poisoned, dtype, name):
+    """Alone by plain multiplication, and by matrix units for a few rows and for many."""
+    weight, numbers = held(name).blocks(), FILES[name].plain()
+    assert weight is not None
+    for m, tile in TILES.items():
+        x = rows(m, weight.shape[1], dtype)
+        with poisoned():
+            got = gpu.run(x, weight, tile, torch.float32)
+        exact = x.double() @ numbers.to(dtype).double().T
+        assert (got - exact).abs().max() <= 2e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("type_", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_plain_numbers_are_those_of_the_file(poisoned, type_, name):
+    """To the bit; but the interpreter cuts numbers off to bf16, where a GPU rounds them."""
+    weight, exact = held(name).blocks(), FILES[name].plain()[32:]
+    assert weight is not None
+    with poisoned():
+        got = gpu.plain(weight, 32, 64, type_)
+    if type_ is torch.bfloat16:
+        exact = (exact.view(torch.int32) & -0x10000).view(torch.float32)
+    assert torch.equal(got, exact.to(type_))
+
+
+def test_what_runs_for_how_many_rows(launches, monkeypatch):
+    """The tile of the kind and the sizes; else the weight is made plain, in parts."""
+    monkeypatch.setattr("llama.weights.groups._PLAIN", 32 * 512)
+    weight = held("four bits")
+    n, k = weight.shape
+    tiles = {(3, n, k, 4): TILES[3], (1, n, k, 8): TILES[3]}
+    for m, expected in ((3, ["product_kernel"]), (7, ["plain_kernel"] * 2)):
+        launches.clear()
+        x = rows(m, k, torch.float32)
+        got = weight.linear(x, kernels=replace(INTERPRETED, tiles=tiles))
+        torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-4, rtol=1e-5)
+        assert launches == expected
+        assert torch.equal(weight.linear(x), x @ weight.exact().T)  # torch's body
+
+
+@pytest.mark.parametrize(
+    "changes", [{"k": 576}, {"group": 192, "k": 768}, {"table": torch.linspace(0, 1, 16)}], ids=str
+)
+def test_what_the_kernels_do_not_take_becomes_bf16(changes):
+    asked = {"k": 512, "group": 32, "table": torch.arange(16.0)} | changes
+    codes = torch.ones(64, asked["k"], dtype=torch.uint8)
+    file = Coded(codes, asked["table"], torch.ones(64, asked["k"] // asked["group"]))
+    found = on_gpu(file, None, CPU)
+    assert type(found) is PlainWeight and torch.equal(found.plain(), file.plain(torch.bfloat16))
+
+
+def test_quantized_weights_have_tiles_for_more_rows():
+    for kind, most in ((0, 16), (1, 64), (2, 64), (3, 64)):
+        assert gpu.candidates(kind, 4096, 14336, most)
+        assert not gpu.candidates(kind, 4096, 14336, most + 1)
