@@ -27,7 +27,7 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 from llama.weights import FORMATS, PlainWeight, Weight
-from llama.weights.coded import Coded
+from llama.weights.coded import CodedRows
 
 
 def write(
@@ -54,7 +54,7 @@ def _pack_and_write(
     add: Callable[[str, Tensor], None],
     quantize: str | None,
     part: nn.Module,
-    coded: dict[str, Coded],
+    coded: dict[str, CodedRows],
 ) -> None:
     """One part of `loading_order`; its matrices' memory is free afterwards."""
     model.pack(part, coded, quantize=quantize)

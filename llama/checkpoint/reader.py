@@ -22,15 +22,16 @@ from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf_quantized import gathered
 from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
 from llama.checks import brief, errors_in
+from llama.device import drop_pages
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
-from llama.weights.coded import Coded, joined
+from llama.weights.coded import Coded, CodedRows, alike, joined
 
 # Computed, not learned: some files carry them.
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq", "rope_freqs.weight")
 _CPU = torch.device("cpu")
-_UNPACKED = 1 << 20  # numbers that are unpacked at a time
+_UNPACKED = 1 << 22  # numbers that are unpacked at a time
 
 
 def bytes_of(
@@ -64,7 +65,7 @@ def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> in
             if (coded := reader.coded(names, 0, size, most)) is not None:
                 rows = sum(len(left.pop(name)) for name in names)
                 (n, k), held = coded.shape, formats.packed(coded)
-                thin = held.tensors().get("adaptor", coded.table[:0]).nbytes  # of (n + k, R)
+                thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
                 total += (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
         total += sum(shard.nbytes for shard in left.values())
     return math.ceil(total)
@@ -115,7 +116,8 @@ class CheckpointReader:
         """Are two tensors the same numbers in every shard? Other layouts then hold them once."""
         same = all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards)
         a, b = (self.coded([name]) for name in (one, other)) if same else (None, None)
-        return same and (a is None or b is None or torch.equal(a.scale, b.scale))
+        both = zip(a.parts(), b.parts(), strict=True) if a and b else ()
+        return same and all(torch.equal(x.scale, y.scale) for x, y in both)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of the numbers; of those in codes, what they become where plain ones are wanted."""
@@ -173,17 +175,28 @@ class CheckpointReader:
 
     def coded(
         self, names: Sequence[str], rank: int = 0, size: int = 1, most_rows: int | None = None
-    ) -> Coded | None:
+    ) -> CodedRows | None:
         """What one of `size` ranks holds of tensors whose rows stand below one another, as the file
-        has it; None where they are not all in codes that can do so. On the CPU."""
+        has it, read when taken; None where not all are in codes that can do so. On the CPU."""
         of = [self.shards[0][name].quantized for name in names]
         if any(x is None or (x.is_rotated and size > 1) for x in of):
             return None
-        parts: list[Coded] = []
-        for name in names:
-            fill = self._fill(name, "meta")
-            parts += [x for _, x in self._unpacked(name, rank, size, _CPU, fill, most_rows)]
-        return joined(parts)
+
+        def read(most: int | None) -> Iterator[Coded]:
+            for name in names:
+                fill = self._fill(name, "meta")
+                yield from (x for _, x in self._unpacked(name, rank, size, _CPU, fill, most))
+
+        def parts() -> Iterator[Coded]:
+            for part in read(most_rows) if in_blocks else [joined([*read(most_rows)])]:
+                same = part and alike([part, *first])
+                assert same, names
+                yield same[0]
+
+        first, shapes = [*read(self.params.head_dim)], shard_shapes(self.params, size)
+        counts = [min(shapes[name][0], most_rows or shapes[name][0]) for name in names]
+        in_blocks = not any(n % 32 for n in counts) and all(x.down is None for x in first)
+        return CodedRows((sum(counts), first[0].shape[1]), parts) if alike(first) else None
 
     def _unpacked(
         self,
@@ -201,7 +214,8 @@ class CheckpointReader:
         of, rows = self.shards[0][name].quantized, range(*ends) if dim == 0 else range(n)
         columns = slice(0, k) if dim == 0 or (of and of.is_rotated) else slice(*ends)
         rows = rows[:most_rows]
-        step = max(_UNPACKED // k // self.params.head_dim, 1) * self.params.head_dim
+        unit = math.lcm(32, self.params.head_dim)  # whole heads, and whole blocks
+        step = max(_UNPACKED // k // unit, 1) * unit
         for i in range(0, len(rows), step):
             some = rows[i : i + step]
             coded = self._read(name, slice(some.start, some.stop), columns, device)
@@ -210,7 +224,7 @@ class CheckpointReader:
     def _read(self, name: str, rows: slice, columns: slice, device: torch.device) -> Coded:
         """Some rows and columns of a tensor in codes, from all shards that have some."""
         parts: list[Coded] = []
-        for i, (file, _, _, quantized) in enumerate(shard[name] for shard in self.shards):
+        for i, (file, data, _, quantized) in enumerate(shard[name] for shard in self.shards):
             dim, low, high = share(self.params, name, self.shapes[name], i, len(self.shards))
             wanted = columns if dim else rows
             here = wanted.start + sum(part.codes.shape[dim] for part in parts)
@@ -219,6 +233,8 @@ class CheckpointReader:
             some = slice(here - low, min(high, wanted.stop) - low)
             with errors_in(f"{file}: {name}"):
                 coded = quantized.read(*((rows, some) if dim else (some, columns)), device)
+            if self.layout == "gguf":
+                drop_pages(data)
             if not coded.is_finite():
                 raise broken(file, f"has a number or a scale of {name} that is not finite")
             parts.append(coded)
@@ -232,7 +248,7 @@ def load(
     model: Transformer,
     *,
     check: Callable[[list[MappedTensor]], None] | None = None,
-    filled: Callable[[nn.Module, dict[str, Coded]], None] = lambda module, coded: None,
+    filled: Callable[[nn.Module, dict[str, CodedRows]], None] = lambda module, coded: None,
     progress: bool = False,
 ) -> None:
     """Fill a model with its rank's shard of the weights, in the model's type and on its device.

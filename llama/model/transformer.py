@@ -39,7 +39,7 @@ from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.weights import PlainWeight
-from llama.weights.coded import Coded
+from llama.weights.coded import CodedRows
 
 _NO_CACHE = (
     "keys and values are not kept in the layers: the engine's are in "
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
     def pack(
         self,
         part: nn.Module | None = None,
-        coded: Mapping[str, Coded] = MappingProxyType({}),
+        coded: Mapping[str, CodedRows] = MappingProxyType({}),
         *,
         quantize: str | None = None,
     ) -> None:

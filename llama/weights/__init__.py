@@ -13,7 +13,7 @@ from llama.device import dtype_name
 from llama.ops.cpu import native
 from llama.weights.blocks import BlockedWeight
 from llama.weights.bytes import BytesWeight, Fp8Weight
-from llama.weights.coded import Coded
+from llama.weights.coded import Coded, CodedRows
 from llama.weights.groups import GroupedWeight
 from llama.weights.nibbles import NibblesWeight
 from llama.weights.plain import PlainWeight
@@ -31,6 +31,7 @@ QUANTIZED: dict[str, type[GroupedWeight]] = {  # by the name that `quantize=` ta
 FORMATS: dict[str, type[Weight]] = {  # by the name in files
     "plain": PlainWeight, "bf16": BlockedWeight, **QUANTIZED,
 }  # fmt: skip
+_Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
 _OF_CODES: tuple[type[GroupedWeight], ...] = (NibblesWeight, BytesWeight, Fp8Weight)
 
@@ -60,9 +61,9 @@ def of_output(quantize: str | None) -> str | None:
     return "int8" if quantize == "int4" else quantize
 
 
-def on_gpu(matrix: Tensor | Coded, quantize: str | None, device: torch.device) -> Weight:
+def on_gpu(matrix: _Matrix, quantize: str | None, device: torch.device) -> Weight:
     """As `packed`, on a GPU: quantized as on a CPU where its kernels take it so, else plain."""
-    if isinstance(matrix, Coded) or quantize is not None:
+    if not isinstance(matrix, Tensor) or quantize is not None:
         held = packed(matrix.cpu() if isinstance(matrix, Tensor) else matrix, quantize)
         if isinstance(held, GroupedWeight) and held.blocks() is not None:
             return held.to(device)
@@ -70,9 +71,7 @@ def on_gpu(matrix: Tensor | Coded, quantize: str | None, device: torch.device) -
     return PlainWeight.pack(plain.to(device))
 
 
-def packed(
-    matrix: Tensor | Coded, quantize: str | None = None, device: torch.device = _CPU
-) -> Weight:
+def packed(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
     """A matrix (N, K) in the format that was asked for, or else in this machine's fastest.
 
     What does not fit a format stays as it is; codes that fit none become bf16. A plain matrix must
@@ -80,9 +79,12 @@ def packed(
     """
     if device.type == "cuda":
         return on_gpu(matrix, quantize, device)
-    if isinstance(matrix, Coded):
-        format = next((x for x in _OF_CODES if x.takes(matrix)), None)
-        return format.of(matrix) if format else packed(matrix.plain(torch.bfloat16))
+    if not isinstance(matrix, Tensor):
+        parts = iter([matrix]) if isinstance(matrix, Coded) else matrix.parts()
+        first = next(parts)
+        if format := next((x for x in _OF_CODES if x.takes(first)), None):
+            return format.of_rows(matrix.shape[0], first, parts)
+        matrix = matrix.plain(torch.bfloat16)
     wanted = (BlockedWeight,) if quantize is None else (QUANTIZED[quantize], BlockedWeight)
     kind = next((kind for kind in wanted if kind.fits(matrix)), PlainWeight)
     return kind.pack(matrix)

@@ -24,6 +24,7 @@ class BytesWeight(GroupedWeight):
     kind = 1
     layout = (torch.int8, 2, (N_BLOCK, 2))
     in_files = "int", 8
+    unit = 1.0  # of the scales
 
     @classmethod
     def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
@@ -37,8 +38,8 @@ class BytesWeight(GroupedWeight):
 
     @classmethod
     def of(cls, coded: Coded) -> Self:
-        values = _in_layout(coded.codes).view(torch.int8).add_(int(coded.table[0]))
-        return cls(coded.shape, values, pack_scales(coded), **pack_extras(coded))
+        values = _in_layout(coded.codes).add_(int(coded.table[0]) % 256).view(cls.layout[0])
+        return cls(coded.shape, values, pack_scales(coded, cls.unit), **pack_extras(coded))
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
@@ -68,15 +69,11 @@ class Fp8Weight(BytesWeight):
     kind = 2
     layout = (_E4M3.dtype, 2, (N_BLOCK, 2))
     in_files = "float", 8
+    unit = 2**-8
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
         return torch.equal(table.nan_to_num(), _E4M3.float().nan_to_num())
-
-    @classmethod
-    def of(cls, coded: Coded) -> Self:
-        values = _in_layout(coded.codes).view(_E4M3.dtype)
-        return cls(coded.shape, values, pack_scales(coded, 2**-8), **pack_extras(coded))
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
@@ -90,7 +87,7 @@ class Fp8Weight(BytesWeight):
         return cls.of(cls.rounded(plain))
 
     def numbers(self, ids: Tensor) -> Tensor:
-        return super().numbers(ids) * 2**-8
+        return super().numbers(ids) * self.unit
 
 
 def _units(plain: Tensor, largest: int) -> tuple[Tensor, Tensor]:

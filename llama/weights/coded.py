@@ -7,7 +7,7 @@ Shapes: N outputs, K inputs, G groups of K / G neighbours along K, R the rank of
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -90,6 +90,17 @@ class Coded:
         return (hadamard(numbers) if self.is_rotated else numbers).to(dtype)
 
 
+@dataclass(frozen=True)
+class CodedRows:
+    """A matrix (N, K). parts: its rows in turn, blocks of 32, `alike`, no adaptors; or at once."""
+
+    shape: tuple[int, int]
+    parts: Callable[[], Iterator[Coded]]
+
+    def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.cat([part.plain(dtype) for part in self.parts()])
+
+
 def hadamard(x: Tensor) -> Tensor:
     """x (..., K), a power of two, times Sylvester's Hadamard matrix over sqrt(K), which is its own
     inverse: the rotation R4 of SpinQuant (Liu et al., 2024)."""
@@ -100,23 +111,30 @@ def hadamard(x: Tensor) -> Tensor:
     return x * k**-0.5
 
 
-def joined(parts: list[Coded], dim: int = 0) -> Coded | None:
-    """The rows of several matrices below one another, or with `dim` 1 their columns side by side,
-    exactly. Where their tables differ, codes become those of the whole numbers from -128 to 127;
-    None where a table has others."""
+def alike(parts: list[Coded]) -> list[Coded] | None:
+    """Exactly these with one table and group, all with offsets or none. Where tables differ, codes
+    become those of the whole numbers from -128 to 127; None where a table has others."""
     table, group = parts[0].table, math.gcd(*(part.group for part in parts))
     if not all(part.table is table or torch.equal(part.table, table) for part in parts):
         table = torch.arange(-128.0, 128)
         if not all(torch.isin(part.table, table).all() for part in parts):
             return None
-        parts = [
-            replace(x, codes=(x.table + 128).byte()[x.codes.int()], table=table) for x in parts
-        ]
+        codes = [(x.table + 128).byte()[x.codes.int()] for x in parts]
+        parts = [replace(x, codes=y, table=table) for x, y in zip(parts, codes, strict=True)]
     parts = [part.columns(0, part.shape[1], group) for part in parts]
-    codes, scale = (torch.cat([getattr(x, of) for x in parts], dim) for of in ("codes", "scale"))
-    offsets = [torch.zeros_like(x.scale) if x.offset is None else x.offset for x in parts]
-    offset = torch.cat(offsets, dim) if any(x.offset is not None for x in parts) else None
-    return Coded(codes, table, scale, offset, *_adaptors(parts), parts[0].is_rotated)
+    if all(x.offset is None for x in parts):
+        return parts
+    return [replace(x, offset=torch.zeros_like(x.scale)) if x.offset is None else x for x in parts]
+
+
+def joined(parts: list[Coded], dim: int = 0) -> Coded | None:
+    """Rows below one another, or with `dim` 1 columns side by side; None if not `alike`."""
+    if (same := alike(parts)) is None:
+        return None
+    codes, scale = (torch.cat([getattr(x, of) for x in same], dim) for of in ("codes", "scale"))
+    offsets = [x.offset for x in same if x.offset is not None]
+    offset = torch.cat(offsets, dim) if offsets else None
+    return Coded(codes, same[0].table, scale, offset, *_adaptors(same), same[0].is_rotated)
 
 
 def _adaptors(parts: list[Coded]) -> tuple[Tensor | None, Tensor | None]:

@@ -9,6 +9,8 @@ has the layouts.
 Shapes: N outputs, K inputs, G groups of K / G, R the rank of an adaptor.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import ClassVar, Self
 
 import torch
@@ -66,6 +68,20 @@ class GroupedWeight(BlockedWeight):
     def of(cls, coded: Coded) -> Self:
         """What it `takes`, in this format."""
         raise NotImplementedError
+
+    @classmethod
+    def of_rows(cls, n: int, first: Coded, rest: Iterator[Coded]) -> Self:
+        """As `of` all N rows: the parts of a `CodedRows`."""
+        whole, at = cls.of(first), 0
+        (_, *tail), dtype = whole.values.shape, whole.values.dtype
+        values, scales = huge_empty(n // N_BLOCK, *tail, dtype=dtype), []
+        for held in itertools.chain([whole], map(cls.of, rest)):
+            values[at : at + len(held.values)] = held.values
+            at += len(held.values)
+            scales.append(_unpack_scales(held.scales))
+        whole.shape, whole.values.data = (n, whole.shape[1]), values
+        whole.scales = _smallest(torch.cat(scales))
+        return whole
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
@@ -182,7 +198,10 @@ def pack_extras(coded: Coded) -> dict[str, Tensor]:
 def pack_scales(coded: Coded, unit: float = 1) -> Tensor:
     """Its scales in units, and its offsets, in the smallest type that changes none."""
     parts = [coded.scale / unit] if coded.offset is None else [coded.scale / unit, coded.offset]
-    scales = torch.stack(parts, -1).unflatten(0, (-1, N_BLOCK)).permute(0, 2, 3, 1).contiguous()
+    return _smallest(torch.stack([x.unflatten(0, (-1, N_BLOCK)).mT for x in parts], 2))
+
+
+def _smallest(scales: Tensor) -> Tensor:
     if torch.equal(scales.half().float(), scales):
         return scales.half()
     blocks, groups, per_group, _ = scales.shape

@@ -1,8 +1,10 @@
 """GGUF files that llama.cpp's package `gguf` wrote: blocks, shares, tokenizer, bad files."""
 
+import math
 import random
 import shutil
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -19,7 +21,7 @@ from helpers.kernels import HAS_KERNELS
 from helpers.launch import DEMO
 from helpers.weights import expect_shards, from_hf, hf_model, loaded, scaled_rope
 from llama import Llama, Tokenizer
-from llama.checkpoint import gguf_blocks
+from llama.checkpoint import gguf_blocks, reader
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
 from llama.checkpoint.gguf import KINDS, Kind, _Content, read_header
@@ -145,6 +147,32 @@ def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         found = replace(find(folder / "one.gguf"), in_codes=True)
         assert bytes_of(found, size, torch.bfloat16) == held
+
+
+@needs_kernels
+def test_a_load_holds_the_codes_of_some_rows_and_drops_the_pages_that_it_read(folder, monkeypatch):
+    """Not the codes of a layer, which are more than its weights."""
+    path, codes, refs, dropped = folder / "one.gguf", [0], [], set()
+    unpack, drop = gguf_blocks._unpack, reader.drop_pages
+
+    def unpack_and_count(rows: torch.Tensor, kind: Kind) -> Coded:
+        coded = unpack(rows, kind)
+        refs.append(weakref.ref(coded.codes))
+        codes.append(sum(x.nbytes for ref in refs if (x := ref()) is not None))
+        return coded
+
+    def drop_and_note(data: torch.Tensor) -> None:
+        drop(data)
+        dropped.add(data.data_ptr())
+
+    monkeypatch.setattr(gguf_blocks, "_unpack", unpack_and_count)
+    monkeypatch.setattr(reader, "drop_pages", drop_and_note)
+    monkeypatch.setattr(reader, "_UNPACKED", 1 << 14)
+    model = in_codes(path)
+    layer = [x.weight for x in model.blocks()[0].modules() if isinstance(x, Matrix)]
+    assert 0 < max(codes) < sum(math.prod(x.shape) for x in layer) // 2
+    quantized = [info for info in read_header(path).tensors.values() if info.kind.block > 1]
+    assert len(dropped) == len(quantized)
 
 
 @needs_kernels
