@@ -56,10 +56,10 @@ def read_ahead(folder: Path) -> threading.Thread:
 
 def _touch(files: list[Path]) -> None:
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if sum(path.stat().st_size for path in files if path.exists()) >= most:
+        return
     for path in files:
         with contextlib.suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
-            if sum(each.stat().st_size for each in files) >= most:
-                break
             try:
                 os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT)
             except BlockingIOError:  # the last byte is not there, so that others may not be
