@@ -76,16 +76,16 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
-@pytest.mark.parametrize("name", ["fp8", "int4"])
-def test_a_step_with_quantized_weights(monkeypatch, launches, name):
-    """With tiles for its products and without, nearly the numbers of the torch bodies."""
+def test_a_step_with_quantized_weights(monkeypatch, launches):
+    """In groups with offsets, with tiles for its products and without: nearly the numbers of the
+    torch bodies."""
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     model = make_model(torch.float32, dim=128, multiple_of=128, n_layers=1)
     for module in model.layers.modules():
         if isinstance(module, Linear):
             plain = module.weight.plain().bfloat16()
-            module.weight = packed(plain, name)
-    kind, step = QUANTIZED[name].kind, [(30, 1), (3, 1), (0, 1)]
+            module.weight = packed(plain, "int4")
+    kind, step = QUANTIZED["int4"].kind, [(30, 1), (3, 1), (0, 1)]
     shapes = [x.weight.shape for x in model.layers.modules() if isinstance(x, Linear)]
     tiles = {(kind, *shape, 4): Tile(32, 128, 4, 2, True) for shape in shapes}
     model.use_kernels(TORCH_ONLY)

@@ -137,6 +137,7 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault):
 
     monkeypatch.setattr(selfcheck, "packed", packed)
     monkeypatch.setattr(products, "BUCKETS", (2,))
+    monkeypatch.setattr(products, "candidates", lambda *_: [Tile(32, 128, 4, 2, True)])
     sizes: dict[str, Any] = {
         "dim": 128,
         "head_dim": 32,
