@@ -145,7 +145,7 @@ class _Files:
                 "build with that or less"
             )
         if checkpoint.packed is not None:
-            packed.check_use(checkpoint, ranks, device, chosen_dtype, quantize)
+            packed.check_use(checkpoint, device, chosen_dtype, quantize)
         is_default = dtype in (None, "auto") and quantize is None
         if is_default and stays_in_codes(checkpoint, device):
             checkpoint = replace(checkpoint, in_codes=True)
@@ -174,8 +174,7 @@ class _Files:
         large = sum(x.nbytes for x in model.parameters()) >= _LARGE
         if self.checkpoint.packed is not None or not (is_ours and large):
             return None
-        path = str(self.checkpoint.weights_path)
-        return packed.command(path, model.parallel.size, self.quantize)
+        return packed.command(str(self.checkpoint.weights_path), self.quantize)
 
     def load(
         self,
@@ -276,7 +275,7 @@ class Memory:
         step = step_bytes(checkpoint.params, plan, dtype, batch_size)
         return cls(
             free,
-            weights=packed.bytes_of(checkpoint)
+            weights=packed.bytes_of(checkpoint, ranks)
             if checkpoint.packed is not None
             else reader.bytes_of(checkpoint, ranks, dtype, quantize),
             reserve=step + (_CUDA_RESERVE if device.type == "cuda" else 0),

@@ -111,17 +111,15 @@ def pack(
     out_dir: str | os.PathLike[str],
     *,
     quantize: str | None = None,
-    ranks: SupportsIndex = 1,
     progress: bool = False,
 ) -> list[str]:
-    """Write a checkpoint as `build` holds it on a CPU, a file for each of `ranks` ranks, so that it
-    is mapped and neither read nor packed.
+    """Write a checkpoint as `build` holds it on a CPU, so that it is mapped and neither read nor
+    packed, by any number of ranks.
 
     `quantize` is that of `build`. Codes of quantized files stay, where it is None. Returns a line
     for each file written and one for all. ValueError or OSError, before anything is written, for
     what cannot be packed or an `out_dir` that holds something.
     """
-    size = whole_number("ranks", ranks, 1, _MAX_SHARDS)
     check_quantize(quantize, torch.bfloat16, torch.device("cpu"))
     if native.kernels() is None:
         raise ValueError(
@@ -140,10 +138,10 @@ def pack(
             path if is_file else tokenizer_json(found)
         )
     CheckpointReader(checkpoint)  # its names and shapes are told before anything is written
-    each = bytes_of(checkpoint, size, torch.bfloat16, quantize)
+    size = bytes_of(checkpoint, 1, torch.bfloat16, quantize)
     with writing.new_folder(out_dir) as folder:
-        writing.check_room(folder, each * size)
-        packed.write(checkpoint, folder, quantize, size, progress)
+        writing.check_room(folder, size)
+        packed.write(checkpoint, folder, quantize, progress)
         _write_others(files, folder)
         writing.write_checksums(folder)
     missing = [] if tokenizer else [f"no tokenizer is in {checkpoint.folder}: none was written"]

@@ -36,7 +36,7 @@ _MAX_BYTES = 4 * 2**20  # of one of these
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file with weights
 _PACKED = "llama-packed/"
 PACKED = f"{_PACKED}1"  # the layout of packed weights: its number changes with packed_weight.h
-_TOLD_BY_PACKED = {"rank", "ranks", "quantize", "is_guard", "source"}
+_TOLD_BY_PACKED = {"quantize", "is_guard", "source"}
 _FETCH = "fetch a model: llama download NAME"
 
 
@@ -143,7 +143,7 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     for place in (folder, folder / "original"):
         if any(place.glob("consolidated.*.pth")):
             return _find_meta(place)
-    packed = sorted(folder.glob("packed.*.safetensors"))
+    packed = sorted(folder.glob("packed*.safetensors"))
     if packed and (metadata := read_metadata(packed[0])).get("format", "").startswith(_PACKED):
         return _find_packed(folder, packed, metadata)
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").exists():
@@ -201,17 +201,11 @@ def _find_hf(folder: Path) -> Checkpoint:
 
 def _find_packed(folder: Path, files: list[Path], metadata: dict[str, str]) -> Checkpoint:
     source = brief(metadata.get("source", "IN"))[1:-1]
-    if metadata["format"] != PACKED:
+    if metadata["format"] != PACKED or files[1:] or not metadata.keys() >= _TOLD_BY_PACKED:
         raise ValueError(
-            f"{folder} has weights in the layout {brief(metadata['format'])}, and this version of "
-            f"llama reads {PACKED}: make it anew: llama convert {source} OUT --packed"
-        )
-    told = [metadata | {"rank": str(rank), "ranks": str(len(files))} for rank in range(len(files))]
-    if list(map(read_metadata, files)) != told or not metadata.keys() >= _TOLD_BY_PACKED:
-        raise ValueError(
-            f"{folder}: {', '.join(path.name for path in files[:8])} are not the files of one "
-            f"model for {brief(metadata.get('ranks'))} ranks: make them anew: llama convert "
-            f"{source} OUT --packed"
+            f"{folder} has weights in the layout {brief(metadata['format'])} in {len(files)} "
+            f"file(s), and this version of llama reads {PACKED} in one: make it anew: llama "
+            f"convert {source} OUT --packed"
         )
     path = folder / "params.json"
     params = ModelArgs.from_params(_read_json(path), source=str(path))

@@ -1,52 +1,51 @@
 """Packed weights in files: what `Transformer.pack` makes, to be used where it is mapped.
 
-In: a checkpoint, written as a file for each rank; or a folder of such files, and a model. Out: the
-model's weights are the mapped files: nothing is read, copied or packed, and all processes that map
-a file share its pages. A file is a safetensors file whose tensors are called PATH.FORMAT.NAME, and
-begin at multiples of 64 bytes. Its metadata say which layout this is, whether matrices were
-rounded, and for how many ranks.
+In: a checkpoint, written as one file; or a folder with that file, and a model on any number of
+ranks. Out: the model's weights are parts of the mapped file: nothing is read, copied or packed, and
+all processes that map it share its pages. It is a safetensors file whose tensors are called
+PATH.FORMAT.NAME, and begin at multiples of 64 bytes. Its metadata say which layout this is, and
+whether matrices were rounded.
 """
 
 import functools
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llama import weights
 from llama.checkpoint import reader, writing
 from llama.checkpoint.downloads import read_ahead
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED, Checkpoint
+from llama.checkpoint.table import share, whole_shapes
 from llama.checks import brief
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
-from llama.ranks.collectives import ModelParallel
 from llama.weights import FORMATS, PlainWeight, Weight
+from llama.weights.blocks import StackedWeight
 from llama.weights.coded import CodedRows
 
 
-def write(
-    checkpoint: Checkpoint, folder: Path, quantize: str | None, ranks: int, progress: bool
-) -> None:
-    """Write the file of each rank. Host memory: what two parts of the model take, each a layer or
-    one of the ends."""
-    held = checkpoint.file_type if checkpoint.in_codes else quantize
-    for rank in range(ranks):
-        parallel = ModelParallel(rank=rank, size=ranks)
-        model = Transformer(checkpoint.params, parallel=parallel, dtype=torch.bfloat16)
-        metadata = {
-            "format": PACKED, "rank": str(rank), "ranks": str(ranks), "quantize": held or "",
-            "is_guard": str(checkpoint.is_guard), "source": str(checkpoint.weights_path.absolute()),
-        }  # fmt: skip
-        file, most_header = folder / f"packed.{rank:02d}.safetensors", 512 * len([*model.modules()])
-        with writing.tensor_file(file, most_header, metadata) as add:
-            filled = functools.partial(_pack_and_write, model, add, quantize)
-            reader.load(checkpoint, model, filled=filled, progress=progress)
+def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: bool) -> None:
+    """Write the file. Host memory: what two parts of the model take, each a layer or one of the
+    ends."""
+    model = Transformer(checkpoint.params, dtype=torch.bfloat16)
+    metadata = {
+        "format": PACKED, "is_guard": str(checkpoint.is_guard),
+        "quantize": (checkpoint.file_type if checkpoint.in_codes else quantize) or "",
+        "source": str(checkpoint.weights_path.absolute()),
+    }  # fmt: skip
+    file, most_header = folder / "packed.safetensors", 512 * len([*model.modules()])
+    with writing.tensor_file(file, most_header, metadata) as add:
+        filled = functools.partial(_pack_and_write, model, add, quantize)
+        reader.load(checkpoint, model, filled=filled, progress=progress)
 
 
 def _pack_and_write(
@@ -80,7 +79,7 @@ def _parts(model: Transformer) -> Iterator[tuple[str, Matrix | RMSNorm]]:
 
 
 def check_use(
-    checkpoint: Checkpoint, ranks: int, device: torch.device, dtype: torch.dtype, want: str | None
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, want: str | None
 ) -> None:
     """ValueError where packed weights are not for this, with the command to make others. want: the
     format that was asked for."""
@@ -88,36 +87,34 @@ def check_use(
     if device.type != "cpu" or dtype is not torch.bfloat16 or native.kernels() is None:
         why = "is for this project's CPU kernels, in bf16: give the folder that it was made from"
     elif want not in (None, held):
-        why = f"holds {held or 'bf16'} weights, and {want} was asked for: leave that out, or"
-    elif ranks != len(checkpoint.shards):
-        why = f"is for {len(checkpoint.shards)} rank(s), and there are {ranks}:"
-    if why.endswith((":", "or")):
-        format = want or (held if held in FORMATS else None)
         source = brief(made["source"]).strip("'\"")
-        why += f" make another: {command(source, ranks, format)}"
+        why = f"holds {held or 'bf16'} weights, and {want} was asked for: leave that out, or make "
+        why += f"another: {command(source, want)}"
     if why:
         raise ValueError(f"{checkpoint.folder} {why}")
 
 
-def command(source: str, ranks: int = 1, quantize: str | None = None) -> str:
+def command(source: str, quantize: str | None = None) -> str:
     """What makes a folder of packed weights, for messages."""
     words = f"llama convert {shlex.quote(source)} OUT --packed"
-    words += f" --quantize {quantize}" if quantize else ""
-    return words + (f" --ranks {ranks}" if ranks > 1 else "")
+    return words + (f" --quantize {quantize}" if quantize else "")
 
 
-def bytes_of(checkpoint: Checkpoint) -> int:
-    """Bytes of memory that one rank's weights take: replicas on this machine share a file."""
-    sharing = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // len(checkpoint.shards))
-    return max(path.stat().st_size for path in checkpoint.shards) // sharing
+def bytes_of(checkpoint: Checkpoint, ranks: int) -> int:
+    """Bytes of memory that one of `ranks` ranks' weights take: those of this machine, and replicas,
+    share the file."""
+    sharing = max(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return checkpoint.shards[0].stat().st_size // sharing
 
 
 def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor]:
-    """Make the tensors of its rank's file the weights of a model; returns them.
+    """Make the tensors of the file, or its rank's parts of them, the weights of a model; returns
+    all.
 
     ValueError names the file, and what in it does not fit the model.
     """
-    file = checkpoint.shards[model.parallel.rank]
+    (file,), is_whole = checkpoint.shards, model.parallel.size == 1
+    whole = model if is_whole else Transformer(model.params, device="meta", dtype=torch.bfloat16)
     read_ahead(file)
     found = open_tensors(file)
     parts: dict[str, dict[str, Tensor]] = {}
@@ -125,7 +122,7 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
         path, _, own = name.rpartition(".")
         parts.setdefault(path, {})[own] = tensor.data
     parts.pop(writing.FILLER, None)
-    for path, module in _parts(model):
+    for path, module in _parts(whole):
         format = next((name for name in FORMATS if f"{path}.{name}" in parts), "")
         try:
             shape: Any = tuple(module.weight.shape)  # a norm's is one number
@@ -138,19 +135,33 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
         module.weight = weight.values if isinstance(module, RMSNorm) else weight
     for path in parts:
         raise _unfit(file, checkpoint, path)
+    shapes = whole_shapes(replace(model.params, tied_output=False))
+    for path, module in () if is_whole else _parts(model):
+        held = whole.get_submodule(path).weight
+        is_matrix = isinstance(module, Matrix)
+        module.weight = _share(held, module.names, shapes, model) if is_matrix else held
     model.quantization = checkpoint.file_type
     model.tie()
     return found
 
 
-def open_all(checkpoint: Checkpoint) -> list[dict[str, MappedTensor]]:
-    """The tensors of each file; ValueError where one is not as the params have it."""
-    ranks = range(len(checkpoint.shards))
-    groups = [ModelParallel(rank=rank, size=len(ranks)) for rank in ranks]
-    return [
-        attach(checkpoint, Transformer(checkpoint.params, parallel=group, device="meta"))
-        for group in groups
-    ]
+def _share(
+    whole: Weight, names: Sequence[str], shapes: dict[str, torch.Size], model: Transformer
+) -> Weight:
+    """This rank's part of a matrix that is made of tensors of such names: where it lies, or a copy
+    where a format cannot be cut there."""
+    above, ends = 0, []
+    for name in names:
+        (n, k), group = shapes[name], model.parallel
+        dim, start, end = share(model.params, name, shapes[name], group.rank, group.size)
+        by_rows = slice(above + start, above + end), slice(0, k)
+        ends.append((slice(above, above + n), slice(start, end)) if dim else by_rows)
+        above += n
+    parts = [part for each in ends if (part := whole.part(*each)) is not None]
+    if len(parts) < len(ends):
+        plain = whole.plain()
+        return weights.packed(torch.cat([plain[each] for each in ends]))
+    return parts[0] if len(parts) == 1 else StackedWeight(parts)
 
 
 def _unfit(file: Path, checkpoint: Checkpoint, path: str) -> ValueError:

@@ -27,6 +27,7 @@ from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import whole_shapes
 from llama.checks import brief
+from llama.model.transformer import Transformer
 
 _BLOCK_BYTES = 4 << 20  # read at a time by one thread
 # A part of a file is read; each block's size is told, and at the end ValueError where it is bad.
@@ -43,7 +44,7 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
     if checkpoint.packed is None:
         shards = CheckpointReader(checkpoint).shards
     else:
-        shards = packed.open_all(checkpoint)
+        shards = [packed.attach(checkpoint, Transformer(checkpoint.params, device="meta"))]
     checks = _checks(checkpoint)
     total = sum(path.stat().st_size for path, (_, parts) in checks.items() if parts)
     _run([part for _, parts in checks.values() for part in parts], total, progress)

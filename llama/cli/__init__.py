@@ -112,10 +112,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "Write Hugging Face's layout from Meta's or GGUF, or the other way, or GGUF; or quantized.",
-        {
-            "ckpt_dir": REQUIRED, "out_dir": REQUIRED, "packed": False, "quantize": None,
-            "ranks": 1,
-        },
+        {"ckpt_dir": REQUIRED, "out_dir": REQUIRED, "packed": False, "quantize": None},
         ["ckpt_dir", "out_dir"],
         commands.convert,
         [

@@ -241,11 +241,7 @@ def convert(options: argparse.Namespace) -> int:
     from llama.checkpoint.convert import convert as write
     from llama.checkpoint.convert import pack
 
-    if options.packed:
-        return _write_weights(pack, options, quantize=options.quantize, ranks=options.ranks)
-    if options.ranks > 1:
-        raise UsageError("--ranks is for --packed weights: add that, or leave it")
-    return _write_weights(write, options, quantize=options.quantize)
+    return _write_weights(pack if options.packed else write, options, quantize=options.quantize)
 
 
 def _write_weights(

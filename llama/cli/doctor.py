@@ -177,7 +177,7 @@ def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterat
     formats = [None, *QUANTIZED] if device.type != "mps" else [None]
     ways = {name or "bf16": (found, name) for name in formats}
     if found.packed is not None:
-        num_ranks, ways = len(found.shards), {found.file_type or "bf16": (found, None)}
+        ways = {found.file_type or "bf16": (found, None)}
     elif stays_in_codes(found, device):
         ways = {found.file_type or "": (replace(found, in_codes=True), None), **ways}
     needs = {

@@ -83,7 +83,7 @@ FLAGS = {
     "out_dir": Flag(
         str, "OUT", "folder, or of convert a .gguf file, to write; it must not exist yet"
     ),
-    "packed": Flag(bool, "", "write what a CPU maps and runs at once, for one of --ranks each"),
+    "packed": Flag(bool, "", "write what a CPU maps and runs at once, on any number of ranks"),
     "prompt": Flag(str, "TEXT", "text to continue", "that of prompt_file"),
     "prompt_file": Flag(str, "FILE", "file of the text to continue", "standard input, as with -"),
     "system": Flag(str, "TEXT", "system message of the chat", "none"),

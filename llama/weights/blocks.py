@@ -6,11 +6,13 @@ are compared with a plain loop at first use, and not used if they differ or if L
 them. A row of x gives the same bytes alone as in any batch, on any number of threads.
 """
 
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
@@ -98,8 +100,48 @@ class BlockedWeight(Weight):
         fits = n % N_BLOCK == 0 and k % step == 0 and self.values.dtype is dtype
         return fits and self.values.shape == (n // N_BLOCK, k // step, *tail)
 
+    def part(self, rows: slice, columns: slice, **more: Tensor) -> Weight | None:
+        (first, last), (begin, end) = (rows.start, rows.stop), (columns.start, columns.stop)
+        step = self.layout[1]
+        if first % N_BLOCK or last % N_BLOCK or begin % step or end % step:
+            return None
+        blocks = self.values.data[first // N_BLOCK : last // N_BLOCK]
+        values = blocks[:, begin // step : end // step]
+        return type(self)((last - first, end - begin), values, **more)
+
     def native_matrix(self) -> list[int]:
-        return [self.values.data_ptr(), 0, 0, 0, 0, 0, self.shape[1], 0, 0, 0]
+        stride = self.values.stride(0) * self.values.itemsize
+        return [self.values.data_ptr(), *[0] * 5, self.shape[1], 0, 0, 0, stride, 0, 0, 0, 0]
+
+
+class StackedWeight(Weight):
+    """Two or three parts of one blocked weight, one below the other: they lie apart in it."""
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        n, k = sum(x.shape[0] for x in parts), parts[0].shape[1]
+        super().__init__((n, k), parts[0].values.data)
+        self.parts: Any = nn.ModuleList(parts)
+
+    def linear(
+        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
+    ) -> Tensor:
+        return torch.cat([part.linear(x, dtype, kernels) for part in self.parts], -1)
+
+    def plain(self) -> Tensor:
+        return torch.cat([part.plain() for part in self.parts])
+
+    def refilled(self, plain: Tensor) -> Weight:
+        return self.parts[0].refilled(plain)
+
+    def native_matrix(self) -> list[int]:
+        *first, stride, _, _, _, _ = self.parts[0].native_matrix()
+        above, gaps = 0, [0, 0, 0, 0]
+        for i, (one, other) in enumerate(pairwise(self.parts)):
+            blocks = one.shape[0] // N_BLOCK
+            above += blocks
+            apart = (other.values.data_ptr() - one.values.data_ptr()) // stride
+            gaps[2 * i : 2 * i + 2] = above, apart - blocks
+        return [*first, stride, *gaps]
 
 
 def in_blocks(plain: Tensor) -> Tensor:

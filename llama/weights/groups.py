@@ -22,6 +22,7 @@ from llama.ops.linear import linear
 from llama.ops.triton.kernels import TORCH_ONLY, Blocks, KernelSet
 from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack, in_blocks
 from llama.weights.coded import Coded, hadamard
+from llama.weights.weight import Weight
 
 _PLAIN = 1 << 26  # numbers that are made plain at once
 _LEAST_GROUP = 16  # as in packed_weight.h
@@ -175,13 +176,26 @@ class GroupedWeight(BlockedWeight):
         is_odd = self.rotated is not None and (k & (k - 1) or k % N_BLOCK)
         return fits and not is_odd and super().is_whole()
 
+    def part(self, rows: slice, columns: slice, **more: Tensor) -> Weight | None:
+        scales, k = self.scales[rows.start // N_BLOCK : rows.stop // N_BLOCK], self.shape[1]
+        if columns != slice(0, k) and (floats := _unpack_scales(scales)).shape[1] > 1:
+            group = k // floats.shape[1]
+            if columns.start % group or columns.stop % group:
+                return None
+            kept = slice(columns.start // group, columns.stop // group)
+            scales = _smallest(floats[:, kept].contiguous())
+        has_more = self.adaptor is not None or self.rotated is not None
+        extras = {"scales": scales, "table": self.table}
+        return None if has_more else super().part(rows, columns, **extras)
+
     def native_matrix(self) -> list[int]:
         addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
         groups, per_group = _unpack_scales(self.scales[:1]).shape[1:3]
         scale_type = _SCALE_TYPES.index(self.scales.dtype)
         numbers = [self.kind, scale_type, per_group, self.shape[1] // groups]
         adaptor = 0 if self.adaptor is None else self.adaptor.data_ptr()
-        return [*addresses, *numbers, self.rotated is not None, adaptor, self.rank]
+        more = [self.rotated is not None, adaptor, self.rank]
+        return [*addresses, *numbers, *more, *super().native_matrix()[10:]]
 
 
 def pack_extras(coded: Coded) -> dict[str, Tensor]:

@@ -43,6 +43,9 @@ class PlainWeight(Weight):
     def plain(self) -> Tensor:
         return self.values.data
 
+    def part(self, rows: slice, columns: slice) -> Weight:
+        return self.pack(self.values.data[rows, columns].contiguous())
+
     def is_whole(self) -> bool:
         return self.values.shape == self.shape and self.values.dtype in self.dtypes
 

@@ -65,6 +65,10 @@ class Weight(nn.Module):
         """This format with other numbers, (N, K) of any float type."""
         return self.pack(torch.empty(plain.shape, dtype=self.dtypes[0]).copy_(plain))
 
+    def part(self, rows: slice, columns: slice) -> "Weight | None":
+        """Some of it, in the same memory; None where it cannot be cut there."""
+        return None
+
     def native_matrix(self) -> list[int] | None:
         """As `Matrix` in kernels.h has it; None where the CPU's kernels cannot read it. The
         addresses are of tensors that live as long as this does."""

@@ -18,13 +18,17 @@ from helpers.kernels import KERNELS_RUN
 from helpers.weights import tokens_of
 from llama import Llama, Transformer, generation, loading
 from llama.checkpoint import packed
+from llama.checkpoint import table as shares
 from llama.checkpoint.convert import convert, pack
+from llama.checkpoint.files import _mapped_regions
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.reader import load
 from llama.checkpoint.verify import verify
 from llama.cli import main
-from llama.model.layers import Matrix, RMSNorm
+from llama.model.layers import Linear, Matrix, RMSNorm
+from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
+from llama.weights.blocks import workspace
 
 pytestmark = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 ODD = PARAMS | {"dim": 48, "n_heads": 4, "multiple_of": 8}  # few matrices can be packed
@@ -58,49 +62,71 @@ def tensors_of(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("params", "quantize", "tied", "size"),
+    ("params", "quantize", "tied"),
     [
-        (PARAMS, None, False, 1),
-        (PARAMS, None, True, 2),
-        (PARAMS, "int8", True, 1),
-        (PARAMS, "int4", False, 2),
-        (PARAMS, "fp8", False, 1),
-        (ODD, None, False, 1),
+        (PARAMS, None, False),
+        (PARAMS, "int8", True),
+        (PARAMS, "int4", False),
+        (PARAMS, "fp8", False),
+        (ODD, None, False),
     ],
-    ids=["bf16", "bf16-tied-2", "int8-tied", "int4-2", "fp8", "odd"],
+    ids=["bf16", "int8-tied", "int4", "fp8", "odd"],
 )
-def test_the_mapped_weights_are_those_that_are_packed_at_load(
-    params, quantize, tied, size, tmp_path
-):
+def test_the_mapped_weights_are_those_that_are_packed_at_load(params, quantize, tied, tmp_path):
     state = random_state(params)
     if tied:
         del state["output.weight"]
         params = params | {"tied_output": True}
     source = find(write_meta(tmp_path / "meta", params, state))
-    pack(source.folder, tmp_path / "packed", quantize=quantize, ranks=size)
+    pack(source.folder, tmp_path / "packed", quantize=quantize)
     found = find(tmp_path / "packed")
-    for rank in range(size):
-        expected = model_of(
-            source, lambda x, m: load(x, m, filled=partial(m.pack, quantize=quantize)), rank, size
-        )
-        model = model_of(found, packed.attach, rank, size)
-        assert model.quantization == quantize
-        wanted, given = tensors_of(expected), tensors_of(model)
-        assert wanted.keys() == given.keys()
-        assert all(
-            torch.equal(wanted[x].view(torch.uint8), given[x].view(torch.uint8)) for x in given
-        )
-        assert all(x.data_ptr() % 64 == 0 for x in model.parameters())
-        if size == 1:
-            logits = expected.forward(tokens_of(), 0)
-            assert torch.equal(model.forward(tokens_of(), 0), logits)
-            assert model.state_dict().keys() == expected.state_dict().keys()
-            model.load_state_dict(expected.state_dict())  # into memory of its own
-            assert torch.equal(model.forward(tokens_of(), 0), logits)
-    assert (
-        load_file(found.shards[0]).keys()
-        == packed.attach(found, model_of(found, packed.attach, 0, size)).keys()
-    )
+    expected = model_of(source, lambda x, m: load(x, m, filled=partial(m.pack, quantize=quantize)))
+    model = model_of(found, packed.attach)
+    assert model.quantization == quantize
+    wanted, given = tensors_of(expected), tensors_of(model)
+    assert wanted.keys() == given.keys()
+    assert all(torch.equal(wanted[x].view(torch.uint8), given[x].view(torch.uint8)) for x in given)
+    assert all(x.data_ptr() % 64 == 0 for x in model.parameters())
+    logits = expected.forward(tokens_of(), 0)
+    assert torch.equal(model.forward(tokens_of(), 0), logits)
+    numbers = expected.state_dict()
+    assert model.state_dict().keys() == numbers.keys()
+    assert load_file(found.shards[0]).keys() == packed.attach(found, model).keys()
+    for rank, size in ((1, 2), (2, 4)):  # of four ranks, two have the same keys and values
+        part = model_of(found, packed.attach, rank, size)
+        for name, share in part.state_dict().items():
+            dim, first, end = shares.share(part.params, name, numbers[name].shape, rank, size)
+            assert torch.equal(share, numbers[name].narrow(dim, first, end - first)), name
+        check_products(part, found.shards[0], size == 2 and params is not ODD)
+    if quantize != "int4":  # which rounds again
+        part.load_state_dict(part.state_dict())  # into memory of its own
+        check_products(part, found.shards[0], False)
+        model.load_state_dict(numbers)
+        assert torch.equal(model.forward(tokens_of(), 0), logits)
+
+
+def check_products(model: Transformer, file: Path, is_mapped: bool) -> None:
+    """Parts that lie apart give the bits of the same numbers in one piece."""
+    for module in model.modules():
+        if not isinstance(module, Linear) or module.weight.native_matrix() is None:
+            continue
+        weight, (n, k) = module.weight, module.weight.shape
+        x = torch.randn(3, k, generator=torch.Generator().manual_seed(k)).bfloat16()
+        out, room = torch.empty(3, n), workspace("linear_workspace", 3, k, 2)
+        matrix = torch.tensor(weight.native_matrix())
+        native.call("linear_packed", x, matrix, out, room, 3, n, k, True)
+        parts = getattr(weight, "parts", [weight])
+        copies = [
+            type(part)(part.shape, **{name: t.clone() for name, t in part.tensors().items()})
+            for part in parts
+        ]
+        wanted = torch.cat([copy.linear(x, torch.float32) for copy in copies], -1)
+        assert torch.equal(out, wanted) and torch.equal(weight.linear(x, torch.float32), wanted)
+        assert not is_mapped or all(lies_in(file, part.values) for part in parts)
+
+
+def lies_in(file: Path, x: torch.Tensor) -> bool:
+    return any(low <= x.data_ptr() < high for low, high, _ in _mapped_regions(file))
 
 
 def test_codes_of_a_gguf_file_stay_codes(tmp_path):
@@ -118,18 +144,13 @@ def test_codes_of_a_gguf_file_stay_codes(tmp_path):
 
 def test_a_build_maps_the_file_and_leaves_it_as_it_is(made, capsys):
     """What is written to a weight is a copy: the file may be read-only, and is."""
-    file = made / "packed.00.safetensors"
+    file = made / "packed.safetensors"
     before = file.read_bytes()
     os.chmod(file, 0o444)
     os.chmod(made, 0o555)
     with Llama.build(str(made), None, 128, 1, device="cpu") as llama:
         model = llama.model
-        mapped = [
-            line for line in Path("/proc/self/maps").read_text().splitlines() if file.name in line
-        ]
-        spans = [[int(x, 16) for x in line.split()[0].split("-")] for line in mapped]
-        lies_in = lambda x: any(low <= x.data_ptr() < high for low, high in spans)  # noqa: E731
-        assert all(map(lies_in, model.parameters()))
+        assert all(lies_in(file, x) for x in model.parameters())
         with torch.no_grad():
             model.norm.weight.fill_(2)
         assert file.read_bytes() == before
@@ -138,11 +159,11 @@ def test_a_build_maps_the_file_and_leaves_it_as_it_is(made, capsys):
 
 def test_verify_compares_the_bytes(made):
     assert "checksum matches" in verify(made)[0] and "parameters in 1 file(s)" in verify(made)[-1]
-    file = made / "packed.00.safetensors"
+    file = made / "packed.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"packed.00.safetensors.*MD5"):
+    with pytest.raises(ValueError, match=r"packed.safetensors.*MD5"):
         verify(made)
 
 
@@ -156,24 +177,23 @@ def change_metadata(file: Path, **changes: str) -> None:
 
 
 def cut(made: Path) -> None:
-    file = made / "packed.00.safetensors"
+    file = made / "packed.safetensors"
     os.truncate(file, file.stat().st_size - 64)
 
 
 @pytest.mark.parametrize(
     ("change", "flags", "named"),
     [
-        (lambda x: change_metadata(x / "packed.00.safetensors", format="llama-packed/0"), {},
+        (lambda x: change_metadata(x / "packed.safetensors", format="llama-packed/0"), {},
          r"layout 'llama-packed/0'.* llama convert .*meta OUT --packed"),
-        (lambda x: change_metadata(x / "packed.00.safetensors", ranks="2"), {},
-         r"not the files of one model for '2' ranks"),
+        (lambda x: (x / "packed.01.safetensors").write_bytes(b""), {}, r"in 2 file\(s\).*in one"),
         (lambda x: change_params(x, n_layers=1), {}, "'layers.1.attention.*bf16' is not as"),
         (lambda x: change_params(x, multiple_of=512), {}, "w13' is not as .*params.json describes"),
         (cut, {}, "cut short"),
         (lambda x: None, {"quantize": "int8"}, "holds bf16.*--packed --quantize int8"),
         (lambda x: None, {"dtype": "fp32"}, "in bf16: give the folder that it was made from"),
     ],
-    ids=["version", "ranks", "layers", "sizes", "cut", "quantize", "dtype"],
+    ids=["version", "files", "layers", "sizes", "cut", "quantize", "dtype"],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(change, flags, named, made):
     change(made)
@@ -181,10 +201,7 @@ def test_what_does_not_fit_is_named(change, flags, named, made):
         Llama.build(str(made), device="cpu", **flags)
 
 
-def test_another_number_of_ranks_is_named_with_the_command(made):
-    found = find(made)
-    with pytest.raises(ValueError, match=r"for 1 rank.*there are 2.*--packed --ranks 2"):
-        packed.check_use(found, 2, torch.device("cpu"), torch.bfloat16, None)
+def test_packed_weights_are_not_converted(made):
     with pytest.raises(ValueError, match="give the folder that it was made from"):
         convert(made, made.parent / "again")
     with pytest.raises(ValueError, match="only run"):
@@ -193,12 +210,9 @@ def test_another_number_of_ranks_is_named_with_the_command(made):
 
 def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):
     source, out = str(tmp_path / "meta"), tmp_path / "two"
-    assert (
-        main(["convert", source, str(out), "--packed", "--quantize", "int8", "--ranks", "2"]) == 0
-    )
-    assert [x.name for x in find(out).shards] == ["packed.00.safetensors", "packed.01.safetensors"]
+    assert main(["convert", source, str(out), "--packed", "--quantize", "int8"]) == 0
+    assert [x.name for x in find(out).shards] == ["packed.safetensors"]
     assert main(["verify", str(out)]) == 0
-    assert main(["convert", source, str(tmp_path / "three"), "--ranks", "3", "--packed"]) == 1
     monkeypatch.setattr(packed, "_pack_and_write", lambda *x: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pack(source, tmp_path / "three")

@@ -234,7 +234,9 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
                          float* totals) {
   const long k = packed_x.k, height = packed_x.height, first = row_blocks.first(from);
   const long rows = (row_blocks.first(to) - first) * height;
-  const char* group = weight.data + first_block * k * K_BYTES<Kind>;
+  const auto at = [&](long block, long k) {
+    return weight.block(first_block + block) + k * K_BYTES<Kind>;
+  };
   const bool is_alone = packed_x.tiles <= 2, is_near = is_alone && height <= L1_PREFETCH_ROWS;
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : TILE_K_BLOCK * N_BLOCK];
   // Numbers that are widened for one row block are fetched then, else while the tiles multiply.
@@ -243,10 +245,10 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
   for (long begin = 0; begin < k; begin += packed_x.depth)
     for (long block = 0; block < blocks; block++) {
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
-      const char* weights = group + (block * k + begin) * K_BYTES<Kind>;
-      const char* next = group + (begin + packed_x.depth) * K_BYTES<Kind>;
+      const char* weights = at(block, begin);
+      const char* next = at(0, begin + packed_x.depth);
       if (is_alone) next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>);
-      else if (block + 1 < blocks) next = weights + k * K_BYTES<Kind>;
+      else if (block + 1 < blocks) next = at(block + 1, begin);
       if constexpr (!IS_BF16<Kind>) {
         widen_block<Kind>(weight, Parameters(weight, first_block + block), weights, wide, begin,
                           count_k, is_single ? next : nullptr, is_near);
@@ -338,7 +340,7 @@ void few_sums(const float* x, const Weight& weight, long block, float* out) {
   alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK : 1] = {};
   const Parameters parameters(weight, block);
   const Kind kind(weight.table);
-  const char* w = weight.data + block * weight.k * K_BYTES<Kind>;
+  const char* w = weight.block(block);
   const long width = HAS_GROUPS ? weight.group : weight.k;
   Floats totals[R][2] = {};
   for (long k = 0, first = 0; k < weight.k; k += TILE_K) {

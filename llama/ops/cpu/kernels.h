@@ -28,7 +28,7 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
                     uint16_t* queries, const Heads& heads);
 
 // linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
-// describes it in ten numbers.
+// describes it in fifteen numbers.
 struct Matrix {
   enum Numbers { BF16, INT8, FP8, NIBBLES };
   enum ParameterType { FLOAT32, FLOAT16, SCALED_INT8 };
@@ -42,6 +42,19 @@ struct Matrix {
   // multiple of 32, and 0 where there is none.
   const uint16_t* adaptor;
   int64_t rank;
+  // Blocks of 32 rows lie `stride` bytes apart. A rank's share of several matrices in one lies in up
+  // to three places: from block `first` on, so many blocks that are not its own lie between.
+  int64_t stride;
+  struct Gap {
+    int64_t first, blocks;
+  } gaps[2];
+
+  long place(long block) const {
+    long before = 0;
+    for (const Gap& gap : gaps) before += block >= gap.first ? gap.blocks : 0;
+    return block + before;
+  }
+  const char* block(long number) const { return data + place(number) * stride; }
 };
 constexpr long MAX_RANK = 256;  // as in groups.py
 

@@ -123,7 +123,7 @@ long layers_workspace(const int64_t* query_starts, const int64_t* seq_lens, long
   return cutter.bytes();
 }
 
-// Halves `first` to `last` of the layers in the table (L, 42). x and out (T, E): a half's result is
+// Halves `first` to `last` of the layers in the table (L, 62). x and out (T, E): a half's result is
 // added to x where out is x; else it is written to out, and there is one half. freqs_cis
 // (T, D/2, 2), kv_cache (L, 2, P, S, K) rows, slots (T), table (B, M), query_starts (B + 1),
 // seq_lens (B).

@@ -210,7 +210,7 @@ float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
   for (long begin = 0, end; begin < k; begin = end) {
     end = std::min(begin + (has_groups ? K_BLOCK / group * group : K_BLOCK), k);
     if (!has_groups) end = std::min(end, (begin / group + 1) * group);
-    const char* weights = weight.data + (block * k + begin) * K_BYTES<Kind>;
+    const char* weights = weight.block(block) + begin * K_BYTES<Kind>;
     if (is_unpacked) unpack<Kind>(weight, weights, wide, end - begin);
     parameters.unpack(begin / group, end / group, scales);
     WeightBlock part{is_unpacked ? (const char*)wide : weights,
@@ -318,7 +318,7 @@ long linear_bytes(long m, long k, long threads) {
 void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
   if (weight.rank) {
     const Matrix down = {(const char*)weight.adaptor, nullptr, nullptr, Matrix::BF16, 0, 0,
-                         weight.k, weight.is_rotated, nullptr, 0};
+                         weight.k, weight.is_rotated, nullptr, 0, weight.k * K_BYTES<Bf16>};
     float* middle = (float*)workspace;
     workspace += x.count * MAX_RANK * sizeof(float);
     linear(member, x, {down, weight.rank, weight.k}, {middle, Outputs::FLOAT32}, workspace);

@@ -174,7 +174,7 @@ struct Parameters {
     const long bytes = type == Matrix::FLOAT32   ? 4 * numbers
                        : type == Matrix::FLOAT16 ? 2 * numbers
                                                  : numbers + numbers / 4;
-    data = weight.parameters + block * bytes;
+    data = weight.parameters + weight.place(block) * bytes;
   }
 
   // Those of some groups as floats (last - first, 2, 32): scales, and offsets if there are.
