@@ -29,7 +29,6 @@ from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.weights import FORMATS, PlainWeight, Weight
-from llama.weights.blocks import StackedWeight
 from llama.weights.coded import CodedRows
 
 
@@ -150,18 +149,18 @@ def _share(
 ) -> Weight:
     """This rank's part of a matrix that is made of tensors of such names: where it lies, or a copy
     where a format cannot be cut there."""
-    above, ends = 0, []
+    above, rows, columns = 0, [], slice(0, whole.shape[1])
     for name in names:
-        (n, k), group = shapes[name], model.parallel
+        group = model.parallel
         dim, start, end = share(model.params, name, shapes[name], group.rank, group.size)
-        by_rows = slice(above + start, above + end), slice(0, k)
-        ends.append((slice(above, above + n), slice(start, end)) if dim else by_rows)
-        above += n
-    parts = [part for each in ends if (part := whole.part(*each)) is not None]
-    if len(parts) < len(ends):
-        plain = whole.plain()
-        return weights.packed(torch.cat([plain[each] for each in ends]))
-    return parts[0] if len(parts) == 1 else StackedWeight(parts)
+        if dim:
+            columns, start, end = slice(start, end), 0, shapes[name][0]
+        rows.append(slice(above + start, above + end))
+        above += shapes[name][0]
+    if (part := whole.part(rows, columns)) is not None:
+        return part
+    plain = whole.plain()
+    return weights.packed(torch.cat([plain[each, columns] for each in rows]))
 
 
 def _unfit(file: Path, checkpoint: Checkpoint, path: str) -> ValueError:

@@ -8,11 +8,11 @@ them. A row of x gives the same bytes alone as in any batch, on any number of th
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from llama.ops.cpu import native
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
@@ -41,10 +41,7 @@ class BlockedWeight(Weight):
     dtypes = (torch.bfloat16,)
     # Of the values: their type, how many k lie together, and how these lie.
     layout: ClassVar[tuple[torch.dtype, int, tuple[int, ...]]] = (torch.bfloat16, 2, (N_BLOCK, 2))
-
-    @classmethod
-    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
-        return 2 * n * k
+    gaps: Sequence[int] = ()  # before which blocks others lie, and how many; as Matrix in kernels.h
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:
@@ -80,7 +77,13 @@ class BlockedWeight(Weight):
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.packed_rows(ids)
+        return self.packed_rows(self.placed(ids))
+
+    def placed(self, ids: Tensor) -> Tensor:
+        """Where rows lie in the values."""
+        for first, blocks in reversed([*zip(self.gaps[::2], self.gaps[1::2], strict=True)]):
+            ids = ids + (ids >= first * N_BLOCK) * (blocks * N_BLOCK)
+        return ids
 
     def packed_rows(self, ids: Tensor) -> Tensor:
         """Rows of the values."""
@@ -93,6 +96,8 @@ class BlockedWeight(Weight):
         return self.plain().float()
 
     def plain(self) -> Tensor:
+        if self.gaps:
+            return self.rows(torch.arange(self.shape[0]))
         return self.values.data.transpose(1, 2).reshape(self.shape)
 
     def is_whole(self) -> bool:
@@ -100,48 +105,23 @@ class BlockedWeight(Weight):
         fits = n % N_BLOCK == 0 and k % step == 0 and self.values.dtype is dtype
         return fits and self.values.shape == (n // N_BLOCK, k // step, *tail)
 
-    def part(self, rows: slice, columns: slice, **more: Tensor) -> Weight | None:
-        (first, last), (begin, end) = (rows.start, rows.stop), (columns.start, columns.stop)
-        step = self.layout[1]
-        if first % N_BLOCK or last % N_BLOCK or begin % step or end % step:
+    def part(self, rows: list[slice], columns: slice, **more: Tensor) -> Weight | None:
+        step, (first, *_, last) = self.layout[1], [x for y in rows for x in (y.start, y.stop)]
+        if any(x.start % N_BLOCK or x.stop % N_BLOCK for x in rows):
+            return None
+        if columns.start % step or columns.stop % step:
             return None
         blocks = self.values.data[first // N_BLOCK : last // N_BLOCK]
-        values = blocks[:, begin // step : end // step]
-        return type(self)((last - first, end - begin), values, **more)
+        shape = sum(x.stop - x.start for x in rows), columns.stop - columns.start
+        held = type(self)(shape, blocks[:, columns.start // step : columns.stop // step], **more)
+        for i, (one, other) in enumerate(pairwise(rows), 1):
+            above = sum(x.stop - x.start for x in rows[:i])
+            held.gaps = [*held.gaps, above // N_BLOCK, (other.start - one.stop) // N_BLOCK]
+        return held
 
     def native_matrix(self) -> list[int]:
-        stride = self.values.stride(0) * self.values.itemsize
-        return [self.values.data_ptr(), *[0] * 5, self.shape[1], 0, 0, 0, stride, 0, 0, 0, 0]
-
-
-class StackedWeight(Weight):
-    """Two or three parts of one blocked weight, one below the other: they lie apart in it."""
-
-    def __init__(self, parts: Sequence[Weight]) -> None:
-        n, k = sum(x.shape[0] for x in parts), parts[0].shape[1]
-        super().__init__((n, k), parts[0].values.data)
-        self.parts: Any = nn.ModuleList(parts)
-
-    def linear(
-        self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY
-    ) -> Tensor:
-        return torch.cat([part.linear(x, dtype, kernels) for part in self.parts], -1)
-
-    def plain(self) -> Tensor:
-        return torch.cat([part.plain() for part in self.parts])
-
-    def refilled(self, plain: Tensor) -> Weight:
-        return self.parts[0].refilled(plain)
-
-    def native_matrix(self) -> list[int]:
-        *first, stride, _, _, _, _ = self.parts[0].native_matrix()
-        above, gaps = 0, [0, 0, 0, 0]
-        for i, (one, other) in enumerate(pairwise(self.parts)):
-            blocks = one.shape[0] // N_BLOCK
-            above += blocks
-            apart = (other.values.data_ptr() - one.values.data_ptr()) // stride
-            gaps[2 * i : 2 * i + 2] = above, apart - blocks
-        return [*first, stride, *gaps]
+        stride, gaps = self.values.stride(0) * self.values.itemsize, [*self.gaps, 0, 0, 0, 0][:4]
+        return [self.values.data_ptr(), *[0] * 5, self.shape[1], 0, 0, 0, stride, *gaps]
 
 
 def in_blocks(plain: Tensor) -> Tensor:

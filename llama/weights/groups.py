@@ -109,6 +109,7 @@ class GroupedWeight(BlockedWeight):
 
     def exact_rows(self, ids: Tensor) -> Tensor:
         """ids (...) -> rows (..., K) float32: the product is rounded, then the sum."""
+        ids = self.placed(ids)
         blocks, places = ids.flatten() // N_BLOCK, torch.arange(ids.numel(), device=ids.device)
         if not ids.is_cuda:  # there the host must not ask how many differ
             blocks, places = blocks.unique(return_inverse=True)
@@ -176,17 +177,18 @@ class GroupedWeight(BlockedWeight):
         is_odd = self.rotated is not None and (k & (k - 1) or k % N_BLOCK)
         return fits and not is_odd and super().is_whole()
 
-    def part(self, rows: slice, columns: slice, **more: Tensor) -> Weight | None:
-        scales, k = self.scales[rows.start // N_BLOCK : rows.stop // N_BLOCK], self.shape[1]
+    def part(self, rows: list[slice], columns: slice, **more: Tensor) -> Weight | None:
+        k, ends = self.shape[1], slice(rows[0].start // N_BLOCK, rows[-1].stop // N_BLOCK)
+        scales = self.scales[ends]
         if columns != slice(0, k) and (floats := _unpack_scales(scales)).shape[1] > 1:
             group = k // floats.shape[1]
             if columns.start % group or columns.stop % group:
                 return None
             kept = slice(columns.start // group, columns.stop // group)
             scales = _smallest(floats[:, kept].contiguous())
-        has_more = self.adaptor is not None or self.rotated is not None
-        extras = {"scales": scales, "table": self.table}
-        return None if has_more else super().part(rows, columns, **extras)
+        if self.adaptor is not None or self.rotated is not None:
+            return None
+        return super().part(rows, columns, scales=scales, table=self.table)
 
     def native_matrix(self) -> list[int]:
         addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]

@@ -43,8 +43,9 @@ class PlainWeight(Weight):
     def plain(self) -> Tensor:
         return self.values.data
 
-    def part(self, rows: slice, columns: slice) -> Weight:
-        return self.pack(self.values.data[rows, columns].contiguous())
+    def part(self, rows: list[slice], columns: slice) -> Weight:
+        parts = [self.values.data[each, columns] for each in rows]
+        return self.pack(torch.cat(parts) if parts[1:] else parts[0].contiguous())
 
     def is_whole(self) -> bool:
         return self.values.shape == self.shape and self.values.dtype in self.dtypes

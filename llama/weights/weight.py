@@ -65,8 +65,8 @@ class Weight(nn.Module):
         """This format with other numbers, (N, K) of any float type."""
         return self.pack(torch.empty(plain.shape, dtype=self.dtypes[0]).copy_(plain))
 
-    def part(self, rows: slice, columns: slice) -> "Weight | None":
-        """Some of it, in the same memory; None where it cannot be cut there."""
+    def part(self, rows: list[slice], columns: slice) -> "Weight | None":
+        """Some rows, in order, and columns, in the same memory; None where that cannot be."""
         return None
 
     def native_matrix(self) -> list[int] | None:
