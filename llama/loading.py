@@ -340,8 +340,7 @@ def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_siz
     """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache.
 
     The residual stream and its norm, q with k and v twice, gate and up with their product; and
-    float32 logits four times over (whole, counted, adjusted, sampled), for sequences or for scored
-    rows.
+    float32 logits of sequences or scored rows four times over (whole, counted, adjusted, sampled).
     """
     per_token = 4 * plan.dim + 2 * plan.qkv_dim + 3 * plan.ffn_dim
     tokens = max(TOKEN_BUDGET, batch_size)

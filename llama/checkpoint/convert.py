@@ -49,10 +49,8 @@ def reshard(
 ) -> list[str]:
     """Write a checkpoint of Meta's layout again, in `model_parallel_size` shards.
 
-    With more shards than kv heads, each head is written to several. Returns a line for each file
-    written and one for all; `progress` draws a bar on stderr. TypeError, ValueError or OSError,
-    before anything is written, where the size does not divide the model or `out_dir` holds
-    something.
+    With more shards than kv heads, each head is written to several. Returns and raises as
+    `convert` does; TypeError or ValueError too where the size does not divide the model.
     """
     size = whole_number("model_parallel_size", model_parallel_size, 1, _MAX_SHARDS)
     checkpoint = find(ckpt_dir)
@@ -116,9 +114,8 @@ def pack(
     """Write a checkpoint as `build` holds it on a CPU, so that it is mapped and neither read nor
     packed, by any number of ranks.
 
-    `quantize` is that of `build`. Codes of quantized files stay, where it is None. Returns a line
-    for each file written and one for all. ValueError or OSError, before anything is written, for
-    what cannot be packed or an `out_dir` that holds something.
+    `quantize` is that of `build`. Codes of quantized files stay, where it is None. Returns and
+    raises as `convert` does.
     """
     check_quantize(quantize, torch.bfloat16, torch.device("cpu"))
     if native.kernels() is None:

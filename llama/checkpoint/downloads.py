@@ -45,8 +45,7 @@ def read_ahead(folder: Path) -> threading.Thread:
     files of more than half of the machine's memory: their end would drive out their beginning.
 
     They are mapped in huge pages for that. posix_fadvise would leave pages of 4 KiB in the cache,
-    and a product with mapped weights takes 1.8 to 2.4 times the CPU time in those (an Intel Xeon
-    with AMX, two threads, as a virtual machine with Linux 6.18).
+    in which a product takes 1.8 to 2.4 times the CPU time (a Xeon with AMX, Linux 6.18).
     """
     files = [folder] if folder.is_file() else [x for x in folder.glob("*") if x.suffix in _WEIGHTS]
     reading = threading.Thread(target=_touch, args=(files,), daemon=True)

@@ -96,13 +96,8 @@ class Checkpoint:
 
     @property
     def is_guard(self) -> bool:
-        """Whether it is Llama Guard, by what lies beside the weights, or in the GGUF file.
-
-        Llama Guard 3 has the sizes, the tensors and the tokenizer of the Llama that it was made
-        from, and was trained to judge dialogs, not to call tools. The chat template, which holds
-        its task, tells it, and the names that downloads have. A file that cannot be read tells
-        nothing.
-        """
+        """Whether it is Llama Guard, which calls no tools: its sizes, tensors and tokenizer are
+        those of a Llama, so that the chat template, which holds its task, and names tell it."""
         if self.packed is not None:
             return self.packed["is_guard"] == "True"
         if self.header is not None:

@@ -2,7 +2,6 @@
 
 In: the contents of a config.json, or a `ModelArgs`. Out: the other. What this runtime does not
 compute (other activations, biases, other RoPE scalings) is an error here.
-It opens no files.
 """
 
 from collections.abc import Iterable

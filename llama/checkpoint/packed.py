@@ -3,8 +3,7 @@
 In: a checkpoint, written as one file; or a folder with that file, and a model on any number of
 ranks. Out: the model's weights are parts of the mapped file: nothing is read, copied or packed, and
 all processes that map it share its pages. It is a safetensors file whose tensors are called
-PATH.FORMAT.NAME, and begin at multiples of 64 bytes. Its metadata say which layout this is, and
-whether matrices were rounded.
+PATH.FORMAT.NAME, and begin at multiples of 64 bytes.
 """
 
 import functools
@@ -33,8 +32,7 @@ from llama.weights.coded import CodedRows
 
 
 def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: bool) -> None:
-    """Write the file. Host memory: what two parts of the model take, each a layer or one of the
-    ends."""
+    """Write the file. Host memory: two parts of the model, each a layer or one of the ends."""
     model = Transformer(checkpoint.params, dtype=torch.bfloat16)
     metadata = {
         "format": PACKED, "is_guard": str(checkpoint.is_guard),
@@ -108,10 +106,7 @@ def bytes_of(checkpoint: Checkpoint, ranks: int) -> int:
 
 def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor]:
     """Make the tensors of the file, or its rank's parts of them, the weights of a model; returns
-    all.
-
-    ValueError names the file, and what in it does not fit the model.
-    """
+    all. ValueError names the file, and what in it does not fit the model."""
     (file,), is_whole = checkpoint.shards, model.parallel.size == 1
     whole = model if is_whole else Transformer(model.params, device="meta", dtype=torch.bfloat16)
     read_ahead(file)
@@ -130,10 +125,14 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
             fits = False
         if not fits:
-            raise _unfit(file, checkpoint, path)
+            parts = {path: {}}
+            break
         module.weight = weight.values if isinstance(module, RMSNorm) else weight
     for path in parts:
-        raise _unfit(file, checkpoint, path)
+        raise ValueError(
+            f"{file}: {brief(path)} is not as {checkpoint.params_path} describes it: they do not "
+            "belong together; make the folder anew"
+        )
     shapes = whole_shapes(replace(model.params, tied_output=False))
     for path, module in () if is_whole else _parts(model):
         held = whole.get_submodule(path).weight
@@ -161,10 +160,3 @@ def _share(
         return part
     plain = whole.plain()
     return weights.packed(torch.cat([plain[each, columns] for each in rows]))
-
-
-def _unfit(file: Path, checkpoint: Checkpoint, path: str) -> ValueError:
-    return ValueError(
-        f"{file}: {brief(path)} is not as {checkpoint.params_path} describes it: they do not "
-        "belong together; make the folder anew"
-    )

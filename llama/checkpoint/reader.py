@@ -128,11 +128,7 @@ class CheckpointReader:
         self, name: str, into: Tensor, rank: int = 0, size: int = 1, layout: str = "meta"
     ) -> None:
         """Fill `into`, of any float type, with what one of `size` ranks holds, in the order of
-        rows that `layout` has.
-
-        For example, rank 1 of 2 takes rows 64 to 127 of 128. Of four shards with 32 rows each,
-        these are shards 2 and 3. On a GPU it is done in the order of the current stream.
-        """
+        rows that `layout` has. On a GPU it is done in the order of the current stream."""
         fill, shape = self._fill(name, layout), self.shapes[name]
         dim, start, end = share(self.params, name, shape, rank, size)
         if self.shards[0][name].quantized is not None:
@@ -253,17 +249,13 @@ def load(
 ) -> None:
     """Fill a model with its rank's shard of the weights, in the model's type and on its device.
 
-    The checkpoint may have any number of shards, and the model's group any size that divides it.
     Every file is checked before anything is copied: ValueError names what is wrong. Host memory
     beside the model: none on a CPU, but that of two parts where `filled` makes them smaller; two
-    buffers on a GPU. `check` is called with the tensors of all
-    files that are copied next, on every rank with the same. `filled` is called with each module of
+    buffers on a GPU. `check`, such as that of `LoadCheck`, is called with the tensors of all files
+    that are copied next, on every rank with the same. `filled` is called with each module of
     `model.loading_order` once it is whole, on a GPU once its bytes are on their way, and with the
     matrices that stay in codes, by the first of their names: those are not filled. `progress` draws
     a bar on stderr.
-
-    The values are compared with a checksum only by a `check`, such as that of `LoadCheck`. Of
-    500 MB in the page cache, reading takes 0.5 s of CPU time and their CRC-32 another 0.4 s.
     """
     device, parallel = model.norm.weight.device, model.parallel
     reader = CheckpointReader(checkpoint, device)

@@ -1,8 +1,7 @@
 """The tokenizer of a checkpoint: read from its folder, and written as Hugging Face's files.
 
 In: the path of a tokenizer and the params of its model. Out: the Tokenizer that belongs to them,
-and from a Tokenizer the contents of tokenizer.json and tokenizer_config.json. Nothing is written
-here, and no tensor is known.
+and from a Tokenizer the contents of tokenizer.json and tokenizer_config.json.
 """
 
 import os

@@ -238,10 +238,10 @@ def reshard(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Write another layout, or packed, and say which files were written."""
-    from llama.checkpoint.convert import convert as write
-    from llama.checkpoint.convert import pack
+    from llama.checkpoint import convert as written_by
 
-    return _write_weights(pack if options.packed else write, options, quantize=options.quantize)
+    write = written_by.pack if options.packed else written_by.convert
+    return _write_weights(write, options, quantize=options.quantize)
 
 
 def _write_weights(

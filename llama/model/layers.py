@@ -1,8 +1,8 @@
 """The layers that hold weights: linear, embedding and norm, whole or divided among ranks.
 
 In: sizes and a `ModelParallel`. Out: modules whose weights have no memory until `Transformer` gives
-it. A matrix is a `Weight`, whose format is its own affair; a state dict shows each plain, under
-Meta's name. Column-, row- and vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
+it. A matrix is a `Weight`; a state dict shows each plain, under Meta's name. Column-, row- and
+vocabulary-parallel layers follow Megatron-LM (Shoeybi et al., 2019).
 
 Shapes: ... any leading dimensions; N outputs and K inputs of a weight; E model dim.
 """

@@ -2,8 +2,7 @@
 
 In: the sizes of a model and the number of ranks that divide it. Out: a `LayerPlan`: which kinds of
 sublayer stand in which order, how many heads and numbers this rank has of each, and so the shape of
-its KV cache. The modules are built from it, and the executors and the memory estimate read it. It
-holds no weights.
+its KV cache. The modules are built from it, and the executors and the memory estimate read it.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 In: a way to exchange a few bytes once, to meet, and one to ask whether the job fails. Out:
 all-reduce, all-gather, broadcast and messages in microseconds, where a rank that does not come is a
-`RankError`. The kernels are in ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed,
-which serves ranks elsewhere.
+`RankError`. The kernels are in ops/cpu/shared_memory.cpp.
 
 The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
 that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
@@ -107,12 +106,7 @@ class SharedMemory:
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place: in float32 and in the order of the ranks."""
-        whole = x.contiguous()
-        ticket = next(self._tickets)
-        args = (whole, whole.nbytes, _TYPES[x.dtype], ticket)
-        self._run("shared_all_reduce", self._tensors, *args)
-        if whole is not x:
-            x.copy_(whole)
+        self._in_place("shared_all_reduce", x, _TYPES[x.dtype])
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
@@ -125,9 +119,11 @@ class SharedMemory:
 
     def broadcast(self, x: Tensor) -> None:
         """Rank 0's values, in place."""
+        self._in_place("shared_broadcast", x)
+
+    def _in_place(self, name: str, x: Tensor, *more: int) -> None:
         whole = x.contiguous()
-        args = (whole, whole.nbytes, next(self._tickets))
-        self._run("shared_broadcast", self._tensors, *args)
+        self._run(name, self._tensors, whole, whole.nbytes, *more, next(self._tickets))
         if whole is not x:
             x.copy_(whole)
 

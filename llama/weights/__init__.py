@@ -1,9 +1,7 @@
 """The matrices of a model in their formats: one file a format, and here which one is taken.
 
 In: a plain matrix, and what the user asked for. Out: a `Weight`. To add a format, write its file
-and name it here.
-
-Shapes: N outputs, K inputs.
+and name it here. Shapes: N outputs, K inputs.
 """
 
 import torch
@@ -92,6 +90,6 @@ def packed(matrix: _Matrix, quantize: str | None = None, device: torch.device = 
 
 def bytes_of(shape: tuple[int, ...], dtype: torch.dtype, quantize: str | None) -> int:
     """Bytes of a tensor of the model; a vector is not quantized."""
-    if len(shape) != 2:
+    if len(shape) != 2 or quantize is None:
         return torch.Size(shape).numel() * dtype.itemsize
-    return (QUANTIZED[quantize] if quantize else PlainWeight).num_bytes(*shape, dtype)
+    return QUANTIZED[quantize].num_bytes(*shape)

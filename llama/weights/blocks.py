@@ -106,12 +106,10 @@ class BlockedWeight(Weight):
         return fits and self.values.shape == (n // N_BLOCK, k // step, *tail)
 
     def part(self, rows: list[slice], columns: slice, **more: Tensor) -> Weight | None:
-        step, (first, *_, last) = self.layout[1], [x for y in rows for x in (y.start, y.stop)]
-        if any(x.start % N_BLOCK or x.stop % N_BLOCK for x in rows):
+        step, ends = self.layout[1], [x for each in rows for x in (each.start, each.stop)]
+        if any(x % N_BLOCK for x in ends) or columns.start % step or columns.stop % step:
             return None
-        if columns.start % step or columns.stop % step:
-            return None
-        blocks = self.values.data[first // N_BLOCK : last // N_BLOCK]
+        blocks = self.values.data[ends[0] // N_BLOCK : ends[-1] // N_BLOCK]
         shape = sum(x.stop - x.start for x in rows), columns.stop - columns.start
         held = type(self)(shape, blocks[:, columns.start // step : columns.stop // step], **more)
         for i, (one, other) in enumerate(pairwise(rows), 1):

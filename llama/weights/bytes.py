@@ -27,7 +27,7 @@ class BytesWeight(GroupedWeight):
     unit = 1.0  # of the scales
 
     @classmethod
-    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
+    def num_bytes(cls, n: int, k: int) -> int:
         return n * k + 4 * n
 
     @classmethod

@@ -3,8 +3,7 @@
 In: a `Coded`. Out: a weight of which each group of neighbouring k has a scale, or a scale and an
 offset, and is number * scale + offset; the numbers are the subclass's. Nothing is rounded but on a
 CPU with AMX, which takes the weights of rows with several groups in bf16; adaptors are not merged.
-The kernels are those of linear.cpp, with the promises of `llama.weights.blocks`; packed_weight.h
-has the layouts.
+packed_weight.h has the layouts.
 
 Shapes: N outputs, K inputs, G groups of K / G, R the rank of an adaptor.
 """
@@ -59,6 +58,11 @@ class GroupedWeight(BlockedWeight):
             self.table[: len(table)] = table.bfloat16()
             if self.kind == 3 and torch.equal(table, int(table[0]) + torch.arange(len(table))):
                 self.first = int(table[0])  # whole numbers that follow one another
+
+    @classmethod
+    def num_bytes(cls, n: int, k: int) -> int:
+        """Of a matrix (N, K) that was rounded."""
+        raise NotImplementedError
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:

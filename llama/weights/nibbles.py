@@ -26,7 +26,7 @@ class NibblesWeight(GroupedWeight):
     in_files = "int", 4
 
     @classmethod
-    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
+    def num_bytes(cls, n: int, k: int) -> int:
         return n * k // 2 + _scales_of_rounded(n, k, "meta").nbytes
 
     @classmethod

@@ -20,10 +20,6 @@ class PlainWeight(Weight):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
     @classmethod
-    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
-        return n * k * dtype.itemsize
-
-    @classmethod
     def fits(cls, plain: Tensor) -> bool:
         return True
 

@@ -1,8 +1,7 @@
 """What every format of a weight can do: one matrix of the model, or this rank's share of it.
 
 In: a plain matrix (N, K). Out: products and rows of it. A format is a class in a file of its own,
-and knows all of itself: its bytes, how it is packed, its product, its rows, and what the native
-layers of the CPU need. Nothing else in the package knows how numbers lie in memory.
+and knows all of itself; nothing else in the package knows how numbers lie in memory.
 
 Shapes: M rows of x, in any leading dimensions; N outputs, K inputs.
 """
@@ -29,11 +28,6 @@ class Weight(nn.Module):
         super().__init__()
         self.shape = shape
         self.values = nn.Parameter(values, requires_grad=False)
-
-    @classmethod
-    def num_bytes(cls, n: int, k: int, dtype: torch.dtype) -> int:
-        """Of a matrix (N, K) that was of `dtype`; no tensor is needed for it."""
-        raise NotImplementedError
 
     @classmethod
     def fits(cls, plain: Tensor) -> bool:

@@ -182,7 +182,7 @@ def test_four_bits_are_closer_than_those_between_the_extremes(kernels, k, bits):
     plain[3], plain[4], plain[5, :32] = 0, 0.5, -0.25
     held = packed(plain.clone(), "int4")
     assert type(held) is NibblesWeight
-    assert held.nbytes * 8 == bits * 64 * k == 8 * NibblesWeight.num_bytes(64, k, plain.dtype)
+    assert held.nbytes * 8 == bits * 64 * k == 8 * NibblesWeight.num_bytes(64, k)
     exact, weight = held.exact(), plain.float()
     assert (exact[3] == 0).all() and torch.allclose(exact[4], weight[4], rtol=2e-3)
     assert torch.allclose(exact[5, :32], weight[5, :32], rtol=1e-2)
@@ -194,7 +194,7 @@ def test_four_bits_are_closer_than_those_between_the_extremes(kernels, k, bits):
 def test_fp8_is_off_by_a_sixteenth_at_most(kernels):
     plain = rows(64, 128)
     held = packed(plain.clone(), "fp8")
-    assert type(held) is Fp8Weight and held.nbytes == Fp8Weight.num_bytes(64, 128, plain.dtype)
+    assert type(held) is Fp8Weight and held.nbytes == Fp8Weight.num_bytes(64, 128)
     off = (held.exact() - plain.float()).abs()
     largest = plain.float().abs().amax(1, keepdim=True)
     assert (off <= plain.float().abs() / 16 + largest / 448 / 1024).all()

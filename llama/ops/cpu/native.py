@@ -3,8 +3,7 @@
 `kernels()` gives the loaded library, or None, and the ops then run their torch body; `call` runs
 one of its functions. A wheel holds a library per instruction set. A checkout compiles the one for
 this CPU, which needs g++, and keeps it in ~/.cache/llama (or $XDG_CACHE_HOME/llama), where this
-user alone can write. LLAMA_CPU_KERNELS names one body of them, or none. It knows nothing of what
-the kernels compute.
+user alone can write. LLAMA_CPU_KERNELS names one body of them, or none.
 """
 
 import contextlib
