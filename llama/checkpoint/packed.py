@@ -135,9 +135,10 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
         )
     shapes = whole_shapes(replace(model.params, tied_output=False))
     for path, module in () if is_whole else _parts(model):
-        held = whole.get_submodule(path).weight
-        is_matrix = isinstance(module, Matrix)
-        module.weight = _share(held, module.names, shapes, model) if is_matrix else held
+        held: Any = whole.get_submodule(path).weight
+        if isinstance(module, Matrix):
+            held = _share(held, module.names, shapes, model)
+        module.weight = held
     model.quantization = checkpoint.file_type
     model.tie()
     return found

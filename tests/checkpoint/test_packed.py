@@ -116,13 +116,11 @@ def check_products(model: Transformer, file: Path, is_mapped: bool) -> None:
         out, room = torch.empty(3, n), workspace("linear_workspace", 3, k, 2)
         matrix = torch.tensor(weight.native_matrix())
         native.call("linear_packed", x, matrix, out, room, 3, n, k, True)
-        ids = torch.arange(n)
+        ids, copy = torch.arange(n), BlockedWeight.pack(weight.plain().clone())
         if isinstance(weight, GroupedWeight):
             blocks = weight.placed(ids[::32]) // 32
             more = {"scales": weight.scales[blocks], "table": weight.table}
             copy = type(weight)((n, k), weight.values.data[blocks].clone(), **more)
-        else:
-            copy = BlockedWeight.pack(weight.plain().clone())
         wanted = copy.linear(x, torch.float32)
         assert torch.equal(out, wanted) and torch.equal(weight.linear(x, torch.float32), wanted)
         assert torch.equal(weight.rows(ids), copy.rows(ids))
