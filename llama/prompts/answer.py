@@ -28,9 +28,8 @@ class AnswerSoFar(Protocol):
 class AnswerDeltas:
     """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them.
 
-    tools: where there are none, all of the text is content. shows_special: the text has the special
-    tokens. key: what the ids of the calls are made of: with the prompt in it, they are others in
-    each turn of a dialog, and the same when it runs again.
+    tools: without any, all of the text is content. shows_special: the text has the special tokens.
+    key: of the ids of the calls; with the prompt in it, each turn of a dialog has others.
     """
 
     def __init__(

@@ -23,9 +23,7 @@ def chat_params(
     params: SamplingParams, tools: Tools | None, tool_format: ToolFormat, form_field: str
 ) -> SamplingParams:
     """The parameters, with the grammar of the calls where the answer must be held to one.
-
-    FieldError where the answer has another form already, which `form_field` of the request gave.
-    """
+    FieldError where the request gave it another form, in `form_field`."""
     if tools is None or not tools.needs_grammar:
         return params
     if params.structured_output is not None:
@@ -37,15 +35,13 @@ def chat_params(
 
 
 class JsonSchema(Fields):
-    """strict is always so: the answer is held to the schema."""
-
     json_schema: Any = Field(alias="schema")
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None
+    strict: bool | None = None  # always: the answer is held to the schema
 
     def form(self, place: str) -> StructuredOutput:
-        """FieldError, where the schema is none, with its place."""
+        """FieldError, with its place, where the schema is none."""
         try:
             return StructuredOutput(json=self.json_schema)
         except FieldError as e:
@@ -81,11 +77,8 @@ _CHAT_FIELDS: TypeAdapter[_ChatFields] = TypeAdapter(_ChatFields)
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a caller asks of all answers of a call; what is wrong is found at the first use.
-
-    tools: functions that the model may call. tool_choice: "auto", "none", "required", or the
-    function to call. response_format: "json_schema" holds the answer to a schema.
-    """
+    """What a caller asks of all answers of a call, in OpenAI's form: see `Llama.chat_completion`.
+    What is wrong is found at the first use."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -102,8 +95,7 @@ class ChatOptions:
         return self._read.tool_request()
 
     def params(self, params: SamplingParams, tool_format: ToolFormat) -> SamplingParams:
-        """With the form of the answer. An answer that may have calls is text and calls, so that no
-        special token is in its text."""
+        """With the form of the answer. The text of one that may have calls has no special token."""
         form = self._read.response_format
         if form is not None:
             params = replace(params, structured_output=form.structured_output())

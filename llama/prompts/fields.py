@@ -76,8 +76,7 @@ class Fields(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _read_given(cls, value: Any, read: Any, info: ValidationInfo) -> Any:
-        """Of what is not null. An unknown name may be any text: pydantic's own error of a half
-        surrogate does not name it."""
+        """Of what is not null. An unknown name may be any text, also half a surrogate pair."""
         if not isinstance(value, dict):
             return read(value)
         given = {name: each for name, each in value.items() if each is not None}
@@ -104,14 +103,12 @@ class Fields(BaseModel):
 
 def wrong(words: str, field: str = "") -> PydanticCustomError:
     """An error whose words follow the place of the value. field: the one at fault, of an object."""
-    return PydanticCustomError(
-        "wrong", "{words}", {"words": words, "field": (field,) if field else ()}
-    )
+    context = {"words": words, "field": (field,) if field else ()}
+    return PydanticCustomError("wrong", "{words}", context)
 
 
 def said(words: str, *, of_parts: bool = False) -> WrapValidator:
-    """What is wrong with a value, in these words, which may have the {value}; of_parts: with what
-    is inside of it, too."""
+    """What is wrong with a value, in words that may have the {value}; of_parts: or inside it."""
 
     def check(value: Any, read: Any) -> Any:
         try:
@@ -141,8 +138,7 @@ SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
 
 
 def chosen_by(kind: Callable[[Any], str | None], words: str) -> Discriminator:
-    """Of a union of types with tags: `kind` says which one a value must have; in `words`, where it
-    has none."""
+    """Of a union of types with tags: `kind` says which one a value has; words: it has none."""
     return Discriminator(kind, custom_error_type="not_chosen", custom_error_message=words)
 
 
@@ -176,13 +172,15 @@ def _places(left_out: _LeftOut, given: Any) -> Iterator[str]:
 
 
 def field_error(error: ValidationError, given: Any, root: str = "") -> FieldError:
-    """The one thing that is wrong; where there are several, or a value could have several types,
-    that which is furthest inside.
-
-    given: what was read. root: its name, where it is a part of a body.
-    """
+    """The one thing that is wrong with what is given; where there are several, or a value could
+    have several types, that which is furthest inside. root: as of `read_as`."""
     found = [(_path_of(each, given), each) for each in error.errors(include_url=False)[:_MOST_READ]]
-    path, _ = max(found, key=lambda e: (len(e[0]), _indices(e[0]), e[1]["type"] != "missing"))
+
+    def rank(entry: tuple[list[str | int], ErrorDetails]) -> Any:
+        indices = [each for each in entry[0] if isinstance(each, int)]
+        return len(entry[0]), indices, entry[1]["type"] != "missing"
+
+    path, _ = max(found, key=rank)
     same = [each for where, each in found if where == path]
     first = next((each for each in same if each["type"] not in _WANTED), same[0])
     wanted = list(dict.fromkeys(_WANTED[e["type"]] for e in same if e["type"] in _WANTED))
@@ -197,8 +195,7 @@ def field_error(error: ValidationError, given: Any, root: str = "") -> FieldErro
 
 
 def _path_of(error: ErrorDetails, given: Any) -> list[str | int]:
-    """Where an error is, as the caller wrote it: pydantic names the branch of a union, too, which
-    may be the name of a field as well."""
+    """Where an error is, as the caller wrote it: pydantic names the branch of a union, too."""
     is_missing = error["type"] == "missing"
     ways = list(_ways(error["loc"][:-1] if is_missing else error["loc"], given))
     path, _ = max(ways, key=lambda way: (way[1] is error["input"], len(way[0])))
@@ -216,10 +213,6 @@ def _ways(loc: Sequence[str | int], value: Any) -> Iterator[tuple[list[str | int
     if in_list or (isinstance(value, dict) and first in value):
         for path, found in _ways(rest, value[first]):
             yield [first, *path], found
-
-
-def _indices(path: list[str | int]) -> list[int]:
-    return [each for each in path if isinstance(each, int)]
 
 
 def _words(error: ErrorDetails, wanted: str) -> str:

@@ -23,9 +23,8 @@ _WITHIN = re.compile(r'"\$(?:id|anchor|dynamicRef|ref": "(?!#/(?:\$defs|definiti
 
 
 def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
-    """Calls in the format's own form, several where it has several; where none must come, words may
-    come instead, which begin with none of the characters { [ <. ValueError for a model without
-    tools."""
+    """Calls in the format's own form; where none must come, words may, which begin with none of
+    the characters { [ <. ValueError for a model without tools."""
     tools = tools.callable()
     if tool_format is ToolFormat.NONE or not tools:
         raise ValueError("tools: there are none that this model can call")

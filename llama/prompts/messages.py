@@ -1,8 +1,7 @@
-"""The messages of a dialog, in OpenAI's form: JSON in, checked models out.
+"""The messages of a dialog, in OpenAI's form, which Meta's have too: JSON in, checked models out.
 
-Meta's messages of role and content are of this form. A role that no format has, content that is no
-text, and a call that is none, are errors that name the message. It knows no tokens, and not what a
-model can do.
+A role that no format has, content that is no text, and a call that is none, are errors that name
+the message. It knows no tokens, and not what a model can do.
 """
 
 import contextlib
@@ -31,8 +30,7 @@ _CALL = (
 
 
 def check_json(value: Any, most: int = 64) -> None:
-    """ValueError where a value of JSON is nested so deeply that writing it could fail, or has a
-    number that JSON cannot write, such as 1e999."""
+    """ValueError for a value of JSON that is nested too deeply, or has a number such as 1e999."""
     level = [value]
     for _ in range(most):
         if any(isinstance(each, float) and not math.isfinite(each) for each in level):
@@ -146,8 +144,7 @@ _DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(Dialog)
 def read_messages(
     messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
 ) -> list[ChatMessage]:
-    """The messages, checked; those that are models already stay. `FieldError` names the first one
-    that is wrong: "message 3: content must be ..."."""
+    """The messages, checked, as models. `FieldError`: "message 3: content must be ..."."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError("messages must be a list of at least one message")
     return read_as(_DIALOG, list(messages), "messages")

@@ -67,16 +67,12 @@ def is_keyword(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Content:
-    """Text for the reader."""
-
-    text: str
+    text: str  # for the reader
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """The call of this number begins."""
-
-    index: int
+    index: int  # the number of the call
     name: str
 
 
@@ -93,17 +89,13 @@ Event = Content | CallStart | CallArguments
 
 @dataclass(frozen=True)
 class ToolCall:
-    """The function that the model wants to be called."""
-
-    name: str
+    name: str  # of the function that the model wants to be called
     arguments: dict[str, Any]
 
 
 def parse_tool_call(text: str) -> ToolCall | None:
     """The first call in an answer's text, of a function of any name; None if there is none whole.
-
-    The text has its special tokens: code is a call only after <|python_tag|>.
-    """
+    The text has its special tokens: code is a call only after <|python_tag|>."""
     parser = ToolCallParser(None, parallel=False)
     events = [*parser.push(text), *parser.flush()]
     names = [event.name for event in events if isinstance(event, CallStart)]
@@ -115,8 +107,7 @@ def parse_tool_call(text: str) -> ToolCall | None:
 
 
 class ToolCallParser:
-    """Splits one answer into content and calls. The same events come however the text is cut, but
-    for the places where pieces of one content or argument meet.
+    """Splits one answer into content and calls, in the same way however the text is cut.
 
     What could begin a call is held back until it is one or cannot become one. From the first
     argument on it is a call: where the text then goes wrong, the call ends there, and the rest is
@@ -156,21 +147,19 @@ class ToolCallParser:
         """Take more text; return what is certain by now."""
         if text:
             self._source.add(text)
-            next(self._run, None)
-        return self._take()
+        return self._go_on()
 
     def flush(self) -> list[Event]:
         """At the end: return what was held back."""
         self._source.is_ended = True
-        next(self._run, None)
-        return self._take()
+        return self._go_on()
 
-    def _take(self) -> list[Event]:
-        """The events so far, neighbours of one content or argument joined."""
+    def _go_on(self) -> list[Event]:
+        """The events that come now, neighbours of one content or argument joined."""
+        next(self._run, None)
         merged: list[Event] = []
-        for (kind, _), group in itertools.groupby(
-            self._events, key=lambda e: (type(e), getattr(e, "index", 0))
-        ):
+        kinds = itertools.groupby(self._events, lambda e: (type(e), getattr(e, "index", 0)))
+        for (kind, _), group in kinds:
             same: list[Any] = list(group)
             if kind is not CallStart:
                 same = [replace(same[0], text="".join(e.text for e in same))]

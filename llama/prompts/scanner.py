@@ -1,10 +1,9 @@
 """The values in a tool call, as the text comes: JSON's or Python's literals in, JSON out.
 
-A scanner is a generator that yields when it needs more text. It looks for patterns: the package
-`regex` tells of each whether the text could still become it. So a value is read while it is
-written, and a pattern is passed whole, or not at all. One scanner reads both notations, as models
-mix them. A parser of JSON would read an argument from its beginning for each new piece, and does
-not say where it ends. Nothing here knows of calls.
+A scanner is a generator that yields when it needs more text: the package `regex` tells of a pattern
+whether the text could still become it. One scanner reads both notations, as models mix them. (A
+parser of JSON would read an argument from its beginning for each new piece, and does not say where
+it ends.) Nothing here knows of calls.
 """
 
 import json
@@ -99,11 +98,9 @@ class Source:
         grows: bool = False,
         allows: Callable[[regex.Match[str]], bool] = bool,
     ) -> Scan[regex.Match[str] | None]:
-        """Pass what matches here; None, and nothing is passed, where nothing does.
-
-        grows: more text at its end could make it another match, so that it must be seen what
-        follows. allows: whether a match, or what could become one, may be one.
-        """
+        """Pass what matches here; None, and nothing is passed, where nothing does. grows: what
+        follows must be seen, as it could make it another match. allows: whether a match, or what
+        could become one, may be one."""
         while True:
             found = self.look(pattern)
             if found is None or not allows(found):
@@ -142,8 +139,7 @@ def scan_value(source: Source, sink: Sink, depth: int = 0) -> Scan[None]:
 
 
 def scan_string(source: Source, sink: Sink) -> Scan[None]:
-    """Pass a string in quotes of either kind, or in three of them, with JSON's escapes or Python's;
-    what is between the quotes is given on piece by piece."""
+    """Pass a string in quotes of either kind, one or three, with JSON's escapes or Python's."""
     found = yield from source.token(_QUOTE, grows=True)
     yield from _string(source, sink, found["quote"])
 
@@ -192,8 +188,7 @@ def _string(source: Source, sink: Sink, quote: str) -> Scan[None]:
 
 
 def _escaped(found: regex.Match[str]) -> str:
-    """An escape as JSON. As in Python, a backslash before any other character is one: models write
-    \\d."""
+    """An escape as JSON. A backslash before any other character is one, as in Python: \\d."""
     digits, char = found["hex"], found["char"]
     if digits is None:
         return quoted(_ESCAPES.get(char, "\\" + char))

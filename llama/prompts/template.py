@@ -71,7 +71,7 @@ def encode_chat(
     that is wrong.
     """
     if continue_final_message and add_generation_prompt:
-        raise FieldError.of("continue_final_message", " needs add_generation_prompt=False")
+        raise FieldError.of("continue_final_message", " needs add_generation_prompt to be false")
     dialog = read_messages(messages)
     if not isinstance(tools, Tools):
         tools = Tools.of(tools or ())
@@ -115,17 +115,15 @@ def jinja_template(tool_format: ToolFormat) -> str:
 
 @dataclass
 class Turn:
-    """A message as the model sees it: texts, after <|python_tag|> or not, and the token that ends
-    it. number: of the call that it is the result of. more: further calls of the same message, in a
-    format that has one call in each. message: its number in the dialog."""
+    """A message as the model sees it."""
 
     role: Role
     texts: list[str]
-    has_tag: bool = False
-    ends_message: bool = False  # <|eom_id|>: the model waits for a result
-    number: int = 0
-    more: tuple["Turn", ...] = ()
-    message: int = 0
+    has_tag: bool = False  # <|python_tag|> before the texts
+    ends_message: bool = False  # <|eom_id|> behind them: the model waits for a result
+    number: int = 0  # of the call that it is the result of
+    more: tuple["Turn", ...] = ()  # calls of the same message, in a format that has one in each
+    message: int = 0  # its number in the dialog
 
 
 def _error(message: int, words: str) -> FieldError:
@@ -200,9 +198,8 @@ class _Reader:
 
 
 def _one_call_each(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """The calls of one message as messages of their own, each with its result after it, as if the
-    model had made one after the other: Llama 3.1 was trained on one call in a message, and Meta's
-    template refuses more."""
+    """The calls of one message as messages of their own, each with its result after it: Llama 3.1
+    was trained on one call in a message, and Meta's template refuses more."""
     for turn in turns:
         if not turn.more:
             yield turn
@@ -210,11 +207,9 @@ def _one_call_each(turns: Iterator[Turn]) -> Iterator[Turn]:
         for call in (turn, *turn.more):
             result = next(turns, None)
             if result is None or result.role != "ipython":
-                raise _error(
-                    turn.message,
-                    f"tool_calls has {1 + len(turn.more)} calls, and this model's format has one "
-                    "in a message: the result of each must follow, with role tool",
-                )
+                words = f"tool_calls has {1 + len(turn.more)} calls, and this model's format has "
+                words += "one in a message: the result of each must follow, with role tool"
+                raise _error(turn.message, words)
             yield from (call, result)
 
 

@@ -1,7 +1,6 @@
 """The tools of a chat, and what it asks of them: JSON in, `Tools` out.
 
-Every field is used, or is an error that names it. It runs no tool, and knows no tokens and no text
-of an answer.
+Every field is used, or is an error that names it. It runs no tool, and knows no tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,12 +43,9 @@ class ToolFormat(Enum):
 
 
 def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
-    """The format that the checkpoint's files tell.
-
-    3.0 alone has no scaled rotary embedding, and 3.2 alone scales it by 32. The files of 3.1 and
-    3.3 are alike, and 3.3 was trained on both formats: they get that of 3.1. Llama Guard has the
-    sizes of the model that it was made from; `llama.checkpoint.find` knows it by other files.
-    """
+    """The format that the checkpoint's files tell: 3.0 alone has no scaled rotary embedding, and
+    3.2 alone scales it by 32. The files of 3.1 and 3.3 are alike, and 3.3 was trained on both
+    formats: they get that of 3.1. `llama.checkpoint.find` knows Llama Guard by other files."""
     if is_guard or rope_factor is None:
         return ToolFormat.NONE
     return ToolFormat.LLAMA_3_2 if rope_factor == 32 else ToolFormat.LLAMA_3_1
@@ -74,8 +70,7 @@ class Tools:
 
     @classmethod
     def of(cls, given: Sequence[Any]) -> "Tools":
-        """TypeError names the one that is no object. One with nothing but the name of a built-in
-        tool is that tool."""
+        """TypeError names one that is no object. A name alone of a built-in tool is that tool."""
         functions, built_in = [], []
         for i, tool in enumerate(given):
             if not isinstance(tool, dict):
@@ -106,7 +101,7 @@ class Tools:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether the answer must be held to a grammar: see `call_grammar`."""
+        """See `call_grammar`."""
         return self.must_call or bool(self.strict)
 
     @property
@@ -168,9 +163,10 @@ class Function(Fields):
         function._given = self._given | {"name": name}
         return function
 
-    def described(self) -> dict[str, Any]:
+    def as_tool(self) -> dict[str, Any]:
         """As the prompt has it."""
-        return {name: each for name, each in self._given.items() if name in _SHOWN}
+        shown = {name: each for name, each in self._given.items() if name in _SHOWN}
+        return {"type": "function", "function": shown}
 
 
 class Tool(Fields):
@@ -234,7 +230,7 @@ def tool_request(
     if not names or choice == "none":
         return None
     return replace(
-        Tools.of([{"type": "function", "function": each.described()} for each in functions]),
+        Tools.of([function.as_tool() for function in functions]),
         must_call=choice == "required" or name is not None,
         only=name,
         parallel=parallel is not False,

@@ -42,10 +42,9 @@ def make_app(
     host_routes: APIRouter | None = None,
     lenient: bool = False,
 ) -> ASGIApp:
-    """The server's app. See `AuthAndLimits` for the keys and loopback. allowed_origins: web pages
-    from there may ask; "*" stands for all. host_routes: those of a host that has no key. lenient:
-    fields of a body that have no use here are left out, and named in a header, instead of an
-    error."""
+    """api_keys, loopback: see `AuthAndLimits`. allowed_origins: web pages from there may ask; "*"
+    is all. host_routes: those of a host that has no key. lenient: fields of a body that have no use
+    here are left out, and named in a header, instead of an error."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     app.state.lenient = lenient
     limits = service.limits
@@ -90,8 +89,7 @@ def _own_routes(service: Service) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """200 while requests are taken; 503 while the model is loaded, when a rank is stopped or
-        gone, and when the server ends."""
+        """503 while the model is loaded, when a rank is stopped or gone, when the server ends."""
         status = service.state.value
         if service.llama is not None and not all(service.llama.model.parallel.ranks_alive()):
             status = "a rank is stopped or gone"
@@ -138,10 +136,16 @@ def _own_routes(service: Service) -> APIRouter:
 def _content_security_policy(page: str) -> str:
     """Allow the page its own script and style by their hashes, requests to its own server, and
     images that it draws itself (https://www.w3.org/TR/CSP3/)."""
+
+    def hashed(tag: str) -> str:
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = hashlib.sha256(content.encode()).digest()
+        return f"'sha256-{base64.b64encode(digest).decode()}'"
+
     allowed = {
         "default-src": "'none'",
-        "script-src": _hashed(page, "script"),
-        "style-src": _hashed(page, "style"),
+        "script-src": hashed("script"),
+        "style-src": hashed("style"),
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",
@@ -151,13 +155,6 @@ def _content_security_policy(page: str) -> str:
         "require-trusted-types-for": "'script'",
     }
     return "; ".join(f"{name} {source}" for name, source in allowed.items())
-
-
-def _hashed(page: str, tag: str) -> str:
-    """The source expression of the one element of this name."""
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    digest = hashlib.sha256(content.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 async def _tell(http: Request, error: Exception) -> Response:

@@ -24,11 +24,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(frozen=True)
 class AuthAndLimits:
-    """api_keys: one of them must come as "Authorization: Bearer KEY" or "x-api-key: KEY", if there
-    are any.
+    """api_keys: if there are any, one must come as "Authorization: Bearer KEY" or "x-api-key: KEY".
     loopback: the server listens on this machine alone; then only its names are accepted as Host, so
-    that no web page can reach it by a name of its own (DNS rebinding). open_paths: they need no
-    key."""
+    that no web page can reach it by a name of its own (DNS rebinding). open_paths: without a key.
+    """
 
     app: ASGIApp
     api_keys: Sequence[str]
@@ -69,9 +68,8 @@ class AuthAndLimits:
         key = (value if kind.lower() == "bearer" else headers.get("x-api-key", "")).encode()
         matches = [hmac.compare_digest(key, known.encode()) for known in self.api_keys]
         if not any(matches):
-            raise ApiError(
-                401, "give the server's key as Authorization: Bearer KEY", code="invalid_api_key"
-            )
+            words = "give the server's key as Authorization: Bearer KEY"
+            raise ApiError(401, words, code="invalid_api_key")
 
 
 def is_loopback(host: str) -> bool:

@@ -24,10 +24,10 @@ Events = Iterator[dict[str, Any]]
 
 @dataclass
 class Block:
-    """index: its place in the answer. text: words, or the arguments of the call as JSON, which may
-    be cut off. call_id, name: of a call; of words they are empty."""
+    """text: words, or the arguments of a call as JSON, which may be cut off. call_id, name: of a
+    call; of words they are empty."""
 
-    index: int
+    index: int  # its place in the answer
     call_id: str = ""
     name: str = ""
     text: str = ""
@@ -49,7 +49,8 @@ class Block:
 
 
 class BlockAnswer(ABC):
-    """One answer in the words of an API, which its own methods have: whole, or as events."""
+    """One answer in the words of an API: its body, and its events. begins, last: those before all
+    blocks, and after all outputs. failed: the last event where it ends by an error."""
 
     end = b""  # follows the last event of a stream
     idle_event: ClassVar[dict[str, Any] | None] = None  # sent while nothing else comes
@@ -62,21 +63,13 @@ class BlockAnswer(ABC):
         self.has_begun = False
 
     @abstractmethod
-    def body(self) -> dict[str, Any]:
-        """The whole answer."""
-
+    def body(self) -> dict[str, Any]: ...
     @abstractmethod
-    def begins(self) -> Events:
-        """Before all blocks."""
-
+    def begins(self) -> Events: ...
     @abstractmethod
-    def last(self) -> Events:
-        """After all outputs."""
-
+    def last(self) -> Events: ...
     @abstractmethod
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event where the answer ends by an error."""
-
+    def failed(self, error: ApiError) -> dict[str, Any]: ...
     @abstractmethod
     def starts(self, block: Block) -> Events: ...
     @abstractmethod

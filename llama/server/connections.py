@@ -29,22 +29,19 @@ _LOG_S = 10.0  # between two lines of the log
 
 
 class Connections:
-    """How many are open, in all and from each address. most: in all, as far as the process may have
-    descriptors; most_of_one: from one address, three quarters of these if it is None."""
+    """How many are open. most: in all, as far as the process may have descriptors; most_of_one:
+    from one address, three quarters of these if it is None."""
 
     def __init__(self, most: int, most_of_one: int | None) -> None:
         if min(most, most if most_of_one is None else most_of_one) < 1:
             raise ValueError("a server needs 1 connection at least: see --max_connections")
         self.most = min(most, _free_descriptors(most))
         if self.most < most:
-            log.warning(
-                "%d connections at most: there are no more file descriptors; see ulimit -n",
-                self.most,
-            )
+            words = "%d connections at most: there are no more file descriptors; see ulimit -n"
+            log.warning(words, self.most)
         self.most_of_one = min(self.most, most_of_one or max(1, self.most * 3 // 4))
         self._of_address: Counter[str] = Counter()
-        self._num_open = 0
-        self._num_refused = 0
+        self._num_open = self._num_refused = 0
         self._last_logged = float("-inf")
 
     def open(self, address: str) -> ApiError | None:
@@ -64,7 +61,7 @@ class Connections:
                 what, self._num_refused, address,
             )  # fmt: skip
             self._last_logged, self._num_refused = time.monotonic(), 0
-        return ApiError(503, f"{what}: close some, or try again", retry_after=5)
+        return ApiError(503, f"{what}: close some, or try again")
 
     def close(self, address: str) -> None:
         self._num_open -= 1
@@ -79,8 +76,7 @@ class Connections:
 
 
 def _free_descriptors(wanted: int) -> int:
-    """How many connections this process has descriptors for, others kept back. Its soft limit is
-    raised as far as it may be, if `wanted` needs that."""
+    """How many connections this process has descriptors for; its soft limit is raised for that."""
     used = len(os.listdir("/dev/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = used + _KEPT_BACK + wanted
@@ -93,17 +89,16 @@ def _free_descriptors(wanted: int) -> int:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection with limits. uvicorn has none for the time of headers and bodies, and limits the
-    size of headers where h11 reads them, not where httptools does, so that a client could send them
-    without end, before any check. Headers that come to their end in fewer reads are counted by
-    `AuthAndLimits`. `allowed` is one object for all connections of a server."""
+    """A connection with limits. uvicorn has none for the time of headers and bodies, nor, with
+    httptools, for the size of headers, so that a client could send them without end. Headers that
+    end in one read are counted by `AuthAndLimits`. allowed: one for all connections of a server."""
 
     def __init__(self, allowed: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._allowed = allowed
         self._address = ""
-        self._is_refused = False
-        self._is_in_head, self._num_head_bytes = False, 0
+        self._is_refused = self._is_in_head = False
+        self._num_head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -112,13 +107,12 @@ class BoundedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(0)  # what the system does not take is unread
         self._address = self.client[0] if self.client else ""
         refusal = self._allowed.open(self._address)
+        self._is_refused = refusal is not None
         if refusal is None:
             self._expect("headers", HEAD_S)
         elif self._allowed.is_crowded:
-            self._is_refused = True
             transport.abort()
         else:
-            self._is_refused = True
             self._end_with(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -51,9 +51,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
     """The result of the work; `ClientDisconnect`, and the work is cancelled, if the client leaves.
-
-    The request's body must have been read.
-    """
+    The request's body must have been read."""
     try:
         async with asyncio.TaskGroup() as group:
             leaving = group.create_task(_disconnect(receive))
@@ -74,9 +72,8 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events as they come. The generator is closed when the client leaves.
 
-    An ApiError that comes before the first event gets its own status; a later one, when the status
-    is sent, is the last event, which `error_events` makes of it.
-    keep_alive: what is sent while nothing else comes.
+    error_events: the last event, of an ApiError that comes after the status was sent; one that
+    comes before gets its own status. keep_alive: what is sent while nothing else comes.
     """
 
     media_type = "text/event-stream"

@@ -1,5 +1,4 @@
-"""What a client is told when its request cannot be answered: a status and OpenAI's error
-object, or Anthropic's on its routes.
+"""What a client is told when its request cannot be answered: a status and an error object.
 
 In: an exception. Out: an `ApiError`, and its JSON. No path, no trace and no long quotation of the
 request reaches a client.
@@ -18,28 +17,25 @@ log = logging.getLogger("llama.server")
 # A message may quote what the client sent, and the field may be of the client's own making.
 _MAX_MESSAGE_BYTES, _MAX_PARAM_BYTES = 2000, 500  # of JSON
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     413: "request_too_large",
     503: "overloaded_error",
 }
+_RETRY_S = 5  # when a client that got 503 may ask again
 MAX_HEADER_BYTES = 64 * 1024
 _ANTHROPIC_PATH = "/v1/messages"
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """status: of HTTP. param: the field that is at fault. retry_after: seconds, with 503.
-    is_logged: the request has its line in the log."""
+    """status: of HTTP. param: the field that is at fault. is_logged: the request has its line."""
 
     status: int
     message: str
     _: KW_ONLY
     param: str | None = None
     code: str | None = None
-    retry_after: int | None = None
     is_logged: bool = False
 
     def __post_init__(self) -> None:
@@ -52,7 +48,8 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        return _TYPES.get(self.status, "server_error" if self.status >= 500 else _TYPES[400])
+        others = "server_error" if self.status >= 500 else "invalid_request_error"
+        return _TYPES.get(self.status, others)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
@@ -62,12 +59,18 @@ class ApiError(Exception):
     def body_for(self, path: str) -> dict[str, Any]:
         """The error object of the API that the path belongs to."""
         is_anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
-        return anthropic_body(self) if is_anthropic else self.body()
+        return self.anthropic_body() if is_anthropic else self.body()
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's error object (https://docs.anthropic.com/en/api/errors); it has no param, so
+        the message names the field."""
+        kind = "api_error" if self.kind == "server_error" else self.kind
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
-        challenge = "Bearer" if self.status == 401 else None
-        given = {"Retry-After": self.retry_after, "WWW-Authenticate": challenge}
-        return {name: str(value) for name, value in given.items() if value is not None}
+        if self.status == 503:
+            return {"Retry-After": str(_RETRY_S)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
 @dataclass(frozen=True)
@@ -109,20 +112,12 @@ def first_name(field: str) -> str:
 
 
 def _cut(text: str, most_bytes: int) -> str:
-    """A beginning of the text that has at most so many bytes in JSON, where a character has up to
-    six."""
+    """A beginning of the text, of at most so many bytes in JSON."""
     while True:
         size = len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) - 2
         if size <= most_bytes:
             return text
         text = text[: len(text) * most_bytes // size]
-
-
-def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """Anthropic's error object (https://docs.anthropic.com/en/api/errors); it has no param, so the
-    message names the field."""
-    kind = "api_error" if error.kind == "server_error" else error.kind
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def broken() -> ApiError:
@@ -131,7 +126,7 @@ def broken() -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down: send the request again", retry_after=5)
+    return ApiError(503, "the server is shutting down: send the request again")
 
 
 def headers_too_large() -> ApiError:

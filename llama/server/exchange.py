@@ -46,11 +46,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class BodyRoute(APIRoute):
-    """A route with a parameter `body`, whose type is the schema of the body and reads it.
-
-    FastAPI makes /openapi.json of the same parameter. Its own reading of bodies is not used: it
-    would hold the event loop up, and its errors are of another form.
-    """
+    """A route with a parameter `body`, whose type is the schema of the body and reads it. FastAPI
+    makes /openapi.json of it; its own reading of bodies would hold the event loop up, and has
+    errors of another form."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         parameters = inspect.signature(self.endpoint).parameters
@@ -94,8 +92,8 @@ def body_router(lifespan: Any = None) -> APIRouter:
 
 @dataclass
 class BodyMemory:
-    """The bodies that are being read and checked. most: bytes of one. most_of_all: bytes of all
-    together, beside the first `_SMALL` of each, so that small requests come through."""
+    """Of bodies being read and checked. most: bytes of one. most_of_all: bytes of all together,
+    beside the first `_SMALL` of each, so that small requests come through."""
 
     most: int
     most_of_all: int
@@ -117,7 +115,7 @@ class BodyMemory:
         more = _counted(len(data) + len(part)) - _counted(len(data))
         if self.used + more > self.most_of_all:
             words = "too many large requests are being sent at once: send this one again"
-            raise ApiError(503, words, retry_after=5)
+            raise ApiError(503, words)
         data += part
         self.used += more
 

@@ -86,7 +86,6 @@ class Metrics:
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
 
     def add_engine(self, llama: Llama, num_unfinished: Callable[[], int]) -> None:
-        """num_unfinished: sequences that run or wait."""
         self.registry.register(_Engine(llama, num_unfinished))
 
     def token_came(self, active: ActiveRequest, output: RequestOutput) -> None:
@@ -111,19 +110,19 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(eq=False)
 class _Engine(Collector):
     """What the engine counts itself, read when it is asked for."""
 
-    def __init__(self, llama: Llama, num_unfinished: Callable[[], int]) -> None:
-        self._llama = llama
-        self._num_unfinished = num_unfinished
+    llama: Llama
+    num_unfinished: Callable[[], int]  # sequences that run or wait
 
     def collect(self) -> Iterator[Metric]:
-        core = self._llama.engine
+        core = self.llama.engine
         scheduler, pool, stats = core.scheduler, core.scheduler.pool, core.stats
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         running = len(scheduler.running)
-        waiting = max(0, self._num_unfinished() - running)
+        waiting = max(0, self.num_unfinished() - running)
         usage = 1 - pool.num_free / pool.num_pages
         for kind, name, what, value in (
             (gauge, "num_requests_running", "Sequences in the batch.", running),
@@ -143,6 +142,6 @@ class _Engine(Collector):
         )
         what = "1 for a rank that can go on, 0 for one that is stopped or gone."
         alive = GaugeMetricFamily("llama:rank_alive", what, labels=["rank"])
-        for rank, is_alive in enumerate(self._llama.model.parallel.ranks_alive()):
+        for rank, is_alive in enumerate(self.llama.model.parallel.ranks_alive()):
             alive.add_metric([str(rank)], is_alive)
         yield alive

@@ -46,8 +46,7 @@ class Server:
         listener: socket.socket | None = None,
         **of_app: Any,
     ) -> None:
-        """listener: a socket that listens already, in place of one at host and port. of_app: what
-        else `make_app` takes."""
+        """listener: in place of one at host and port. of_app: what else `make_app` takes."""
         loopback = is_loopback(host)
         if not loopback and not api_keys:
             raise ValueError(
@@ -119,10 +118,8 @@ class Server:
             raise RuntimeError("a step of the model failed, so the server ends") from cause
 
     def _break_off(self, *, is_failure: bool = True) -> None:
-        """Everyone gets 500, or 503 after a second signal, if it can be sent soon: this is the end.
-
-        The watch of the ranks calls it, too, when the main thread may be in a step for ever.
-        """
+        """Everyone gets 500, or 503 after a second signal, if it can be sent soon. The watch of the
+        ranks calls it, too, when the main thread may be in a step for ever."""
         self.service.break_off(is_failure=is_failure)
         end = time.monotonic() + _BROKEN_S
         while self.service.is_busy and time.monotonic() < end:

@@ -23,33 +23,25 @@ from llama.sampling_params import SamplingParams
 from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
 from llama.server.metrics import ActiveRequest, Metrics
 
-_RETRY_S = 5  # when a client that was refused may ask again
 _PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
 
 
 class State(Enum):
-    """loading: there is no model yet. draining: what runs is finished, and nothing new begins.
-    broken: a step failed; the process ends."""
-
-    LOADING = "loading"
+    LOADING = "loading"  # there is no model yet
     READY = "ready"
-    DRAINING = "draining"
-    BROKEN = "broken"
+    DRAINING = "draining"  # what runs is finished, and nothing new begins
+    BROKEN = "broken"  # a step failed; the process ends
 
 
 @dataclass(frozen=True)
 class Limits:
-    """max_queue: sequences that may wait beside those that run. max_wait_s: seconds until the first
-    token. max_body_bytes: of a request; max_bodies_bytes: of all that are being read, beside the
-    first 16 KiB of each. max_prompts: of one body. max_connections: those of `Connections`."""
-
-    max_queue: int = 1024
-    max_wait_s: float = 600.0
-    max_body_bytes: int = 8 * 2**20
-    max_bodies_bytes: int = 64 * 2**20
-    max_prompts: int = 256
-    max_connections: int = 4096
+    max_queue: int = 1024  # sequences that may wait beside those that run
+    max_wait_s: float = 600.0  # until the first token
+    max_body_bytes: int = 8 * 2**20  # of a request
+    max_bodies_bytes: int = 64 * 2**20  # of all that are read, but the first 16 KiB of each
+    max_prompts: int = 256  # of one body
+    max_connections: int = 4096  # these two: see `Connections`
     max_per_address: int | None = None
 
 
@@ -88,10 +80,8 @@ class Service:
         return self.state is State.BROKEN or failure is not None
 
     def break_off(self, *, is_failure: bool = True) -> None:
-        """The model cannot go on: all that runs or waits is answered with 500, else with 503.
-
-        A rank that is gone may have left this one in a step that does not end: nothing here waits.
-        """
+        """The model cannot go on: all that runs or waits is answered with 500, else with 503. This
+        waits for nothing: a rank that is gone may have left this one in a step without end."""
         self.state = State.BROKEN if is_failure else State.DRAINING
         if self.engine is not None:
             self.engine.engine.close()
@@ -109,7 +99,7 @@ class Service:
     def loaded(self) -> Llama:
         """The model; ApiError 503 while there is none, or when requests are no longer taken."""
         if self.state is State.LOADING:
-            raise ApiError(503, "the model is being loaded: try again", retry_after=5)
+            raise ApiError(503, "the model is being loaded: try again")
         if self.state is not State.READY or self.llama is None:
             raise shutting_down()
         return self.llama
@@ -128,9 +118,8 @@ class Service:
         index: int = 0,
         ends_with_context: bool = False,
     ) -> Request:
-        """A checked request. ApiError 400 names the field of the body. ends_with_context: where
-        prompt and max_tokens are more than the context, the answer ends with the context; else
-        that is an error."""
+        """A checked request. ApiError 400 names the field of the body. ends_with_context: so does
+        an answer whose max_tokens have no room; else they are an error."""
         tokenizer = self.loaded().tokenizer
         if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
             names = {i: name for name, i in tokenizer.special_tokens.items()}
@@ -162,31 +151,25 @@ class Service:
 
     def check_room(self, count: int, field: str = "prompt") -> None:
         """ApiError 503 where the queue has no room for so many sequences; 400, which names the
-        field, where it never has: one request may take the batch and half of the queue, so that
-        there is room for others beside it."""
+        field, where it never has: one request may take the batch and half of the queue."""
         max_running = self.loaded().model.params.max_batch_size
         most = max_running + self.limits.max_queue // 2
         if count > most:
-            raise ApiError(
-                400,
+            words = (
                 f"the request asks for {count} answers (prompts times n or best_of): this server "
                 f"takes at most {most} at once; send several requests, or start it with a larger "
-                "--max_queue",
-                param=field,
+                "--max_queue"
             )
+            raise ApiError(400, words, param=field)
         unfinished = self.num_unfinished()
         if count > max_running + self.limits.max_queue - unfinished:
             self.metrics.refused.inc()
-            raise ApiError(
-                503,
-                f"the queue is full: {unfinished} sequences run or wait; try again",
-                retry_after=_RETRY_S,
-            )
+            words = f"the queue is full: {unfinished} sequences run or wait; try again"
+            raise ApiError(503, words)
 
     @contextlib.contextmanager
     def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
-        """While it is open, the requests count as running or waiting; ApiError 503 where the queue
-        is full."""
+        """While it is open, the requests count as unfinished; ApiError 503 for a full queue."""
         active = ActiveRequest(request_id, requests)
         self.check_room(len(active.answers))
         self._active.add(active)
@@ -228,11 +211,8 @@ class Service:
             async with asyncio.timeout(self.limits.max_wait_s):
                 return await anext(outputs)
         except TimeoutError:
-            raise ApiError(
-                503,
-                f"no token came within {self.limits.max_wait_s:.0f} s: try again later",
-                retry_after=_RETRY_S,
-            ) from None
+            words = f"no token came within {self.limits.max_wait_s:.0f} s: try again later"
+            raise ApiError(503, words) from None
 
     def _checked(
         self, output: RequestOutput, active: ActiveRequest, fields: ErrorFields

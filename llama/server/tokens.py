@@ -118,8 +118,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
         """Names and ids of the special tokens, as a Hugging Face tokenizer_config.json has them."""
-        llama = service.loaded()
-        tokenizer = llama.tokenizer
+        llama, tokenizer = service.loaded(), service.loaded().tokenizer
         names = {i: name for name, i in tokenizer.special_tokens.items()}
         return JsonResponse(
             {

@@ -6,14 +6,13 @@ It knows no network, and runs nothing.
 from typing import Any, ClassVar
 
 from llama.server.blocks import Block, BlockAnswer, Events
-from llama.server.errors import ApiError, anthropic_body
+from llama.server.errors import ApiError
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageAnswer(BlockAnswer):
-    """A message, or the events of one that streams, for outputs as they come. Each is named by its
-    type. The client's own accumulation of them is the whole message."""
+    """A message, or its events, each named by its type, of which clients make the same message."""
 
     idle_event: ClassVar[Any] = {"type": "ping"}
 
@@ -40,13 +39,11 @@ class MessageAnswer(BlockAnswer):
         yield {"type": "content_block_stop", "index": block.index}
 
     def last(self) -> Events:
-        """After all outputs: why it ended, and the counts of tokens."""
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event where the answer ends by an error."""
-        return anthropic_body(error)
+        return error.anthropic_body()
 
     def _head(self) -> dict[str, Any]:
         return {

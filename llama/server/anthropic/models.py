@@ -1,5 +1,4 @@
-"""The request bodies of Anthropic's Messages API: the models that read them are their published
-schema.
+"""Request bodies of Anthropic's Messages API: the models that read them are the published schema.
 
 In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
 https://docs.anthropic.com/en/api/messages. It knows no network, and runs nothing.
@@ -42,9 +41,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class _Block(Fields):
-    """Prefixes are always cached, so the hint changes nothing."""
-
-    cache_control: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None  # a hint without use: prefixes are always cached
 
 
 class TextBlock(_Block):
@@ -62,7 +59,6 @@ class ToolUse(_Block):
 
 
 _LIST: Any = Field(min_length=1, fail_fast=True)
-_QUICK: Any = Field(fail_fast=True)
 _Text = str | Annotated[list[TextBlock], _LIST]
 
 
@@ -81,17 +77,12 @@ class ToolResult(_Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[_ResultBlock], _QUICK] | None = None
+    content: str | Annotated[list[_ResultBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
-
-    def value(self) -> Any:
-        text = text_of(self.content)
-        return {"error": text} if self.is_error else text
 
 
 class Thinking(_Block):
-    """Of another model: a dialog may have begun with one. It is left out, as Anthropic's API does
-    with that of earlier turns."""
+    """Of another model. It is left out, as Anthropic's API leaves out that of earlier turns."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None
@@ -122,8 +113,7 @@ _Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discr
 
 
 class InputTool(_Block):
-    """A function that the model may call, and hints that change nothing: all tools are in the
-    prompt, also those whose loading could wait."""
+    """A function that the model may call, and hints without use: all tools are in the prompt."""
 
     name: ToolName
     input_schema: Parameters
@@ -152,8 +142,9 @@ class OutputConfig(Fields):
     effort: str | None = None
 
 
-_OWN_NAMES = {"max_tokens": "max_tokens", "stop_sequences": "stop"}
-_Sampling: Any = sampling_fields(SHARED_NAMES | _OWN_NAMES)
+_Sampling: Any = sampling_fields(
+    SHARED_NAMES | {"max_tokens": "max_tokens", "stop_sequences": "stop"}
+)
 
 
 class CountBody(AcceptedFields, SamplingFields):
@@ -161,15 +152,14 @@ class CountBody(AcceptedFields, SamplingFields):
 
     unknown_words: ClassVar[str] = "{names} cannot be used in a request for messages: leave it out"
 
-    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[_Message], _LIST]
     system: _Text | None = None
     tools: Annotated[list[Annotated[InputTool, SKIP_OTHER_TYPES]], TOOLS] | None = None
     tool_choice: InputChoice | None = None
     output_config: OutputConfig | None = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
-        """As a chat; `defaults`: the parameters that the body does not give. A last message of the
-        assistant is the beginning of the answer."""
+        """As a chat; `defaults`: of parameters. A last message of the assistant's is continued."""
         dialog = self._dialog()
         messages = dialog.messages()
         continues = messages[-1]["role"] == "assistant"
@@ -217,9 +207,10 @@ class CountBody(AcceptedFields, SamplingFields):
                 elif isinstance(block, ToolUse):
                     dialog.call(block.id, block.name, block.input, place)
                 elif isinstance(block, ToolResult):
-                    words = "no tool_use block of a message before it"
+                    words, text = "no tool_use block of a message before it", text_of(block.content)
                     id_field = f"{place}.content[{number}].tool_use_id"
-                    dialog.result(block.tool_use_id, block.value(), place, id_field, words)
+                    value = {"error": text} if block.is_error else text
+                    dialog.result(block.tool_use_id, value, place, id_field, words)
         return dialog
 
     def _tool_request(self) -> Tools | None:

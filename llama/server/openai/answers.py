@@ -51,11 +51,8 @@ def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str
 
 
 class Completion:
-    """The response to a request: whole, or the chunks of one that streams, as its outputs come.
-
-    A choice's text comes in pieces that, joined, are the text of the whole; its finish_reason comes
-    in its last one. Of a chat, a choice's first chunk alone has the role.
-    """
+    """The response to a request: whole, or the chunks of one that streams, as its outputs come. A
+    choice's last chunk has its finish_reason, and the first one of a chat has the role."""
 
     end = DONE  # follows the last event of a stream
     idle_event = None  # sent while nothing else comes
@@ -112,7 +109,6 @@ class Completion:
             yield chunk
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last chunk where the answer ends by an error."""
         return error.body()
 
     def _choice(self, output: RequestOutput, answer: CompletionOutput) -> "_Choice":
@@ -172,8 +168,8 @@ class Completion:
 
 
 class _Choice:
-    """One answer to one prompt. echoed: the prompt, where the request wants it in front of the
-    answer; echoed_scores: those of its tokens, where it wants these, too."""
+    """One answer to one prompt. echoed, echoed_scores: the prompt and those of its tokens, where
+    the request wants them in front of the answer."""
 
     def __init__(
         self,
@@ -190,8 +186,7 @@ class _Choice:
         self.echoed_scores: _Scores = []
         skip = request.params.skip_special_tokens
         if request.echo:
-            ids, scores = output.prompt_token_ids, output.prompt_logprobs
-            text = output.prompt
+            ids, scores, text = output.prompt_token_ids, output.prompt_logprobs, output.prompt
             self.echoed = tokenizer.decode(ids, skip_special_tokens=skip) if text is None else text
             self.echoed_scores = [] if scores is None else list(zip(ids, scores, strict=True))
         self._num_top = request.params.logprobs
@@ -233,11 +228,8 @@ def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[st
 
 
 class TextScores:
-    """The logprobs of a completion: tokens, token_logprobs, top_logprobs and text_offset.
-
-    Each `push` has those of more tokens; the offsets go on from the tokens before.
-    skip_special_tokens: as in the text that the offsets are of.
-    """
+    """The logprobs of a completion: tokens, token_logprobs, top_logprobs and text_offset. Each
+    `push` has those of more tokens. skip_special_tokens: as in the text that the offsets are of."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -265,8 +257,7 @@ class TextScores:
         }
 
     def _text(self, token: int) -> str:
-        """A token's text; its bytes, as OpenAI writes them, where they are no whole characters:
-        as text, several tokens would be the same key."""
+        """A token's text; its bytes, as OpenAI writes them, where they are no whole characters."""
         raw = self._tokenizer.decode_bytes([token])
         try:
             return raw.decode()

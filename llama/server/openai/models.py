@@ -1,7 +1,7 @@
-"""Request bodies of OpenAI's completion APIs: the models that read them are their published schema.
+"""Request bodies of OpenAI's completion APIs: the models that read them are the published schema.
 
-In: a JSON object, which a server or a batch file brings. Out: an `OpenAIRequest`, or a `FieldError`
-that names the field. It knows no files and no network, and runs nothing.
+In: a JSON object of a server or a batch file. Out: an `OpenAIRequest`, or a `FieldError` that names
+the field. It knows no files and no network, and runs nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -167,10 +167,6 @@ class ChatBody(ToolFields, _ChatSampling, _Body):
             own["logprobs"] = 0
         if self.prediction is not None:
             own["prediction"] = self.prediction.text()
-        has_header = self.add_generation_prompt is not False
-        if self.continue_final_message and has_header:
-            needed = " needs add_generation_prompt to be false"
-            raise FieldError.of("continue_final_message", needed)
         return OpenAIRequest(
             messages=self.messages,
             params=self.sampling_params(defaults, structured_output=form, **own),
@@ -178,7 +174,7 @@ class ChatBody(ToolFields, _ChatSampling, _Body):
             stream=bool(self.stream),
             has_usage=self.has_usage(),
             tools=self.tool_request(),
-            add_generation_prompt=has_header,
+            add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             fields=ErrorFields("messages", self.given_names(), form=place),
         )

@@ -23,11 +23,9 @@ from llama.tokenizer import Tokenizer
 class OpenAIRequest:
     """What a body asks for; a body of another chat API becomes one, too.
 
-    prompts: texts or lists of ids; of a chat none. messages: of a chat. has_usage: a stream ends
-    with the counts of tokens. tools: of a chat that may call some.
-    add_generation_prompt: a chat's prompt ends with the header of an answer.
-    continue_final_message: it ends inside its last message, which the answer goes on from.
-    fields: what the body calls that which a later error is about.
+    prompts: texts or lists of ids; of a chat none. messages, tools, add_generation_prompt,
+    continue_final_message: of a chat; see `encode_chat`. has_usage: a stream ends with the counts
+    of tokens. fields: what the body calls that which a later error is about.
     """
 
     params: SamplingParams
@@ -82,8 +80,7 @@ class OpenAIRequest:
 
 class ConvertedChat:
     """The dialog of a body of another API. places: where in the body each message came from, which
-    errors name. Calls and their results are matched here, as there is no stored state to look for
-    them in."""
+    errors name. Calls and their results are matched here: there is no stored state."""
 
     def __init__(self, instructions: str | None, place: str) -> None:
         self._messages: list[dict[str, Any]] = []  # words as a list of texts

@@ -18,8 +18,7 @@ _EMPTY_TOOL = {"function": {"description": None, "parameters": None, "strict": F
 
 
 class ResponseAnswer(BlockAnswer):
-    """A response, or the events of one that streams, for outputs as they come. Each has its type
-    and its sequence_number."""
+    """A response, or its events, each with its type and its sequence_number."""
 
     def __init__(
         self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
@@ -72,12 +71,10 @@ class ResponseAnswer(BlockAnswer):
         yield self._event("output_item.done", output_index=block.index, item=item)
 
     def last(self) -> Events:
-        """After all outputs: the whole response."""
         response = self.body()
         yield self._event(response["status"], response=response)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event where the answer ends by an error."""
         if not self.has_begun:
             told = {"code": error.kind, "message": error.message, "param": error.param}
             return {"type": "error", "sequence_number": self._number, **told}

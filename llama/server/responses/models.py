@@ -1,8 +1,7 @@
 """The request body of OpenAI's Responses API: the model that reads it is its published schema.
 
-In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
-https://platform.openai.com/docs/api-reference/responses. There is no stored state: a body has its
-whole dialog. It knows no network, and runs nothing.
+In: a JSON object, with its whole dialog, as there is no stored state. Out: an `OpenAIRequest`, or a
+`FieldError`. Source: https://platform.openai.com/docs/api-reference/responses. It runs nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -21,7 +20,6 @@ from llama.server.responses.tools import LOCAL_SHELL, Callee, ToolList, callees,
 from llama.server.sampling import SHARED_NAMES, sampling_fields
 
 RESPONSES_URL = "/v1/responses"
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _NO_STATE = said(" cannot be used: there is no stored state, so send the dialog")
 _Nothing = Annotated[list[Any] | None, Field(max_length=0), UNUSED]
 
@@ -172,7 +170,8 @@ class ResponsesBody(AcceptedFields, _Sampling):
         for i, item in enumerate(self.input):
             place = f"input[{i}]"
             if isinstance(item, MessageItem):
-                dialog.say(_ROLES[item.role], text_of(item.content), place)
+                role = "system" if item.role == "developer" else item.role
+                dialog.say(role, text_of(item.content), place)
             elif isinstance(item, CallItem):
                 name = name_of(item.name, item.namespace)
                 dialog.call(item.call_id, name, item.given(), place)
