@@ -1,7 +1,7 @@
-"""The calls that clients make on a tokenizer of transformers.
+"""The calls that clients make on a tokenizer of transformers: texts, messages, ids, and back.
 
-In: texts, messages, ids. Out: ids and texts by Llama 3's tokenizer. Special tokens that stand in a
-text count as such, as in transformers: clients render chat templates to text.
+Special tokens that stand in a text count as such, as in transformers: clients render chat templates
+to text.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -13,11 +13,8 @@ from llama.tokenizer import Tokenizer
 
 
 class ClientTokenizer:
-    """A `Tokenizer` with transformers' names beside its own, for hosts and clients that use them.
-
-    It can be awaited, and gives itself: `AsyncLLMEngine.get_tokenizer` was a coroutine in vLLM, and
-    is a plain method today.
-    """
+    """A `Tokenizer` with transformers' names beside its own. It can be awaited, and gives itself:
+    `AsyncLLMEngine.get_tokenizer` was a coroutine in vLLM, and is a plain method today."""
 
     def __init__(
         self, tokenizer: Tokenizer, tool_format: ToolFormat = ToolFormat.LLAMA_3_1
@@ -39,10 +36,9 @@ class ClientTokenizer:
         self, text: str | list[str] | tuple[str, ...], add_special_tokens: bool = True
     ) -> SimpleNamespace:
         """One text, or each of a list: `input_ids` of what is returned has its ids, or theirs."""
-        if isinstance(text, str):
-            return SimpleNamespace(input_ids=self.encode(text, add_special_tokens))
-        ids = [self.encode(each, add_special_tokens) for each in text]
-        return SimpleNamespace(input_ids=ids)
+        texts = [text] if isinstance(text, str) else text
+        ids = [self.encode(each, add_special_tokens) for each in texts]
+        return SimpleNamespace(input_ids=ids[0] if isinstance(text, str) else ids)
 
     def num_tokens(self, text: str) -> int:
         return len(self.encode(text))
@@ -56,11 +52,8 @@ class ClientTokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> Any:
-        """The ids, or with tokenize=False the text, of a dialog; see `encode_chat`.
-
-        ValueError for the text of a dialog in which a special token is named: as a prompt, it would
-        be another dialog.
-        """
+        """The ids, or with tokenize=False the text, of a dialog; see `encode_chat`. ValueError for
+        the text where a special token is named in it: as a prompt, it would be another dialog."""
         ids = encode_chat(
             self.wrapped,
             conversation,
@@ -72,12 +65,12 @@ class ClientTokenizer:
         if tokenize:
             return ids
         text = self.wrapped.decode(ids)
-        if self.encode(text) != ids:
-            raise ValueError(
-                "a message holds the name of a special token, which the text cannot tell from the "
-                "token: leave it out, or use tokenize=True"
-            )
-        return text
+        if self.encode(text) == ids:
+            return text
+        raise ValueError(
+            "a message holds the name of a special token, which the text cannot tell from the "
+            "token: leave it out, or use tokenize=True"
+        )
 
     def __len__(self) -> int:
         return self.vocab_size

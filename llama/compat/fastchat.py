@@ -1,8 +1,7 @@
 """`llama serve` as a model worker of FastChat: its routes, and its place at the controller.
 
 In: a `Service`, and the addresses of the controller and of this server. Out: the answers that
-FastChat 0.2.36 and later read, and heartbeats to the controller from the time when the model is
-loaded until the server ends. It imports nothing of FastChat's.
+FastChat 0.2.36 and later read, and heartbeats while there is a model. It imports none of FastChat.
 """
 
 import asyncio
@@ -18,8 +17,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response, StreamingResponse
 
 from llama.compat.client_tokenizer import ClientTokenizer
-from llama.compat.host_params import read_params
-from llama.compat.hosts import Pace, report_of
+from llama.compat.hosts import Pace, read_params, report_of
 from llama.server.encoding import JsonResponse, unless_client_leaves
 from llama.server.errors import ApiError, ErrorFields
 from llama.server.exchange import body_router
@@ -47,20 +45,15 @@ _CONTROLLER_TIMEOUT_S, _RETRY_S, _LOOK_S = 5.0, 5.0, 0.2
 
 @dataclass(frozen=True)
 class FastChatWorker:
-    """One server as a FastChat worker.
-
-    controller, address: URLs of FastChat's controller, and of this server as others reach it.
-    interval_s: between heartbeats.
-    """
+    """One server as a FastChat worker."""
 
     service: Service
-    controller: str
-    address: str
-    interval_s: float
+    controller: str  # the URL of FastChat's
+    address: str  # the URL of this server, as others reach it
+    interval_s: float  # between heartbeats
 
     def router(self) -> APIRouter:
-        """The worker's routes, which FastChat asks without a key. While they are served, the worker
-        is registered."""
+        """The worker's routes, which need no key. While they are served, it is registered."""
         router = body_router(self._registered)
 
         @router.post("/worker_generate_stream")
@@ -71,8 +64,10 @@ class FastChatWorker:
 
         @router.post("/worker_generate")
         async def generate(body: dict[str, Any], http: Request) -> Response:
-            last = self._last_report(body, http.state.request_id)
-            return JsonResponse(await unless_client_leaves(last, http.receive))
+            async def last() -> dict[str, Any]:
+                return [x async for x in self.reports(body, http.state.request_id)][-1]
+
+            return JsonResponse(await unless_client_leaves(last(), http.receive))
 
         @router.post("/count_token")
         async def count_token(body: dict[str, Any], http: Request) -> Response:
@@ -137,10 +132,6 @@ class FastChatWorker:
             async for report in reports:
                 yield json.dumps(report).encode() + b"\0"
 
-    async def _last_report(self, params: dict[str, Any], request_id: str) -> dict[str, Any]:
-        async with contextlib.aclosing(self.reports(params, request_id)) as reports:
-            return [report async for report in reports][-1]
-
     @contextlib.asynccontextmanager
     async def _registered(self, _app: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(self.stay_registered())
@@ -149,11 +140,7 @@ class FastChatWorker:
 
     async def stay_registered(self) -> None:
         """Once there is a model, register with the controller and send it heartbeats, until
-        cancelled.
-
-        A controller that is away is tried again; one that has forgotten the worker hears of it
-        again.
-        """
+        cancelled. One that is away, or has forgotten the worker, hears of it again."""
         while self.service.state is State.LOADING:
             await asyncio.sleep(_LOOK_S)
         is_known, trouble = False, ""
@@ -185,9 +172,8 @@ class FastChatWorker:
 
 def _post(url: str, body: dict[str, Any]) -> Any:
     """POST a JSON object, and the JSON that comes back. A proxy would not know the controller."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), kind)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=_CONTROLLER_TIMEOUT_S) as response:
         return json.load(response)
@@ -213,12 +199,9 @@ def conversation_template(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def as_trained(prompt: str) -> str:
-    """A prompt in the chat format as `ChatFormat` has it: as the model was trained.
-
-    FastChat's templates write an empty system message where there is none, keep the whitespace
-    around a message, leave out the end of an empty message, and add a colon. Any other text stays
-    as it is.
-    """
+    """A prompt in the chat format as `ChatFormat` has it; any other text stays as it is. FastChat's
+    templates write an empty system message where there is none, keep the whitespace around a
+    message, leave out the end of an empty message, and add a colon."""
     prompt = prompt.replace(f"{_MARK}: ", "").replace(f"{_MARK}:", "")
     before, *turns = prompt.split(_START)
     for i, turn in enumerate(turns):

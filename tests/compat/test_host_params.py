@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from llama import Llama
-from llama.compat.host_params import DB_GPT_TOKENS, HostRequest, read_params
-from llama.compat.hosts import generate_stream
+from llama.compat.hosts import DB_GPT_TOKENS, HostRequest, generate_stream, read_params
 
 
 def read(llama: Llama, **changes: Any) -> HostRequest:

@@ -1,7 +1,6 @@
-"""vLLM's `EngineArgs`: which model to load, and how.
+"""vLLM's `EngineArgs`: vLLM's names of how to load a model in, the arguments of `Llama.build` out.
 
-In: vLLM's names. Out: the arguments of `Llama.build`. An argument that
-means nothing here is an error that names it, unless the value given asks for nothing.
+An argument that means nothing here is an error that names it, unless its value asks for nothing.
 """
 
 import argparse
@@ -65,10 +64,8 @@ def _speculate(config: Any) -> dict[str, Any]:
     if method in ("ngram", "suffix"):
         draft = "lookup"
     elif method not in (None, "draft_model") or not isinstance(draft, str):
-        raise ValueError(
-            f"speculative_config={brief(config)}: give the model that drafts, or the method "
-            "'ngram' or 'suffix', both of which are look-up here"
-        )
+        words = "give the model that drafts, or the method 'ngram' or 'suffix', which are look-up"
+        raise ValueError(f"speculative_config={brief(config)}: {words}")
     return {"speculate": draft, "speculate_tokens": given.get("num_speculative_tokens", 7)}
 
 
@@ -108,13 +105,11 @@ class EngineArgs:
             warnings.warn(_UTILIZATION, stacklevel=3)
         if self.quantization not in (None, *QUANTIZED):
             known = ", ".join(QUANTIZED)
-            raise ValueError(
-                f"quantization={brief(self.quantization)}: give one of {known}, or None"
-            )
+            given = brief(self.quantization)
+            raise ValueError(f"quantization={given}: give one of {known}, or None")
         if self.generation_config not in ("auto", "vllm"):
-            raise ValueError(
-                f"generation_config={brief(self.generation_config)} must be 'auto' or 'vllm'"
-            )
+            given = brief(self.generation_config)
+            raise ValueError(f"generation_config={given} must be 'auto' or 'vllm'")
 
     def build(self) -> Llama:
         """The model, loaded by `Llama.build`, whose errors these are."""
@@ -136,19 +131,16 @@ class EngineArgs:
             named = {name: said[name] for name in _DEFAULTS if said.get(name) is not None}
             return SamplingParams(**named, max_tokens=said.get("max_new_tokens", 16))
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: {error}: mend it, or give generation_config='vllm'"
-            ) from None
+            remedy = "mend it, or give generation_config='vllm'"
+            raise ValueError(f"{path}: {error}: {remedy}") from None
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """An option for each field: --max-model-len for max_model_len."""
         for f in fields(cls):
-            flag = "--" + f.name.replace("_", "-")
+            flag, default = "--" + f.name.replace("_", "-"), getattr(cls, f.name, None)
             kind = int if "int" in str(f.type) else float if "float" in str(f.type) else str
-            parser.add_argument(
-                flag, type=kind, required=f.name == "model", default=getattr(cls, f.name, None)
-            )
+            parser.add_argument(flag, type=kind, required=f.name == "model", default=default)
         return parser
 
     @classmethod

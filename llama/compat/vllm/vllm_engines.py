@@ -1,7 +1,6 @@
-"""vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`.
+"""vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`: vLLM's calls in, its outputs out.
 
-In: vLLM's calls. Out: vLLM's outputs as they come. They translate: the engine of `llama.requests`
-computes.
+They translate: the engine of `llama.requests` computes.
 """
 
 import asyncio
@@ -33,9 +32,9 @@ _LABELS = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})  # o
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What clients read of a model: where it came from, its longest sequence, its vocabulary."""
+    """What clients read of a model."""
 
-    model: str
+    model: str  # where it came from
     max_model_len: int
     vocab_size: int
     seed: int
@@ -48,7 +47,6 @@ class EngineFrontend:
     """What the three share: a model, its engine, and how requests are made."""
 
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
-        """args: where the model came from, if it was built from them."""
         self.llama = llama
         self.llama_engine = llama.llm_engine
         own = llama.tool_format  # a 3.0 model has none; vLLM gives it 3.1's all the same
@@ -73,13 +71,12 @@ class EngineFrontend:
     def make_request(
         self, name: str, prompt: Any, params: SamplingParams | None, index: int | None = None
     ) -> VllmRequest:
-        """A checked request, not submitted. index: its place in a list of LLM's, which the engine
-        knows it by. TypeError or ValueError names what is wrong."""
+        """A checked request, not submitted. index: its place in a list of LLM's. TypeError or
+        ValueError names what is wrong."""
         params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise TypeError(
-                f"params must be llama.compat.vllm's SamplingParams, got {type(params).__name__}"
-            )
+            kind = type(params).__name__
+            raise TypeError(f"params must be llama.compat.vllm's SamplingParams, got {kind}")
         kind = params.output_kind if index is None else RequestOutputKind.FINAL_ONLY
         params = replace(params, output_kind=kind)  # checked again: it may have been changed
         vocab_size = self.model_config.vocab_size  # an id beyond it never comes
@@ -111,10 +108,8 @@ class EngineFrontend:
 
 
 class LLM(EngineFrontend):
-    """vLLM's class for whole batches: prompts or messages in, the outputs in their order.
-
-    The arguments are the fields of `EngineArgs`. Under torchrun every rank makes the same calls.
-    """
+    """vLLM's class for whole batches: prompts or messages in, the outputs in their order. It takes
+    the fields of `EngineArgs`. Under torchrun every rank makes the same calls."""
 
     def __init__(self, model: str, **engine_args: Any) -> None:
         args = EngineArgs(model, **engine_args)
@@ -204,17 +199,14 @@ class LLM(EngineFrontend):
     def _requests(
         self, encode: Callable[[], list[Any]], params: Any, made: list[VllmRequest]
     ) -> Iterator[VllmRequest]:
-        """A request for each prompt, which `made` gets too.
-
-        The engine iterates over it where an error on one rank becomes an error on every rank.
-        """
+        """A request for each prompt, which `made` gets too. The engine iterates over it where an
+        error on one rank becomes an error on every rank."""
         prompts = encode()
         params = self.get_default_sampling_params() if params is None else params
         each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
         if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts and {len(each)} sampling_params: give as many"
-            )
+            words = f"{len(prompts)} prompts and {len(each)} sampling_params: give as many"
+            raise ValueError(words)
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
         for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
             made.append(self.make_request(str(first + i), prompt, asked, i))
@@ -274,11 +266,8 @@ class AsyncLLMEngine(EngineFrontend):
         inputs: Any = None,
         **others: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request as they come; leaving the loop aborts it.
-
-        inputs: prompt, as ChatGLM's server names it. Errors come with the first output that is
-        asked for.
-        """
+        """The outputs of a request as they come; leaving the loop aborts it. inputs: prompt, as
+        ChatGLM's server names it. Errors come with the first output that is asked for."""
         refuse("generate", others, {"priority": (0,)})
         prompt = inputs if prompt is None else prompt
         if not isinstance(request_id, str) or not request_id:

@@ -1,7 +1,6 @@
-"""vLLM's `SamplingParams` and `BeamSearchParams`.
+"""vLLM's `SamplingParams` and `BeamSearchParams`: a client's fields in, checked parameters out.
 
-In: a client's fields. Out: the parameters of `llama.requests`. A field that means nothing here is
-an error that names it, unless the value given asks for nothing. It loads nothing and runs nothing.
+A field that means nothing here is an error that names it, unless its value asks for nothing.
 """
 
 import copy
@@ -30,9 +29,8 @@ def refuse(place: str, given: Mapping[str, Any], only: Mapping[str, tuple] = {})
     for name, value in given.items():
         if value is not None and not any(value is x or value == x for x in only.get(name, ())):
             allowed = " or ".join(map(repr, only.get(name, ()))) or "nothing"
-            raise TypeError(
-                f"{place} cannot do {name}={brief(value)}: leave it out (allowed: {allowed})"
-            )
+            words = f"leave it out (allowed: {allowed})"
+            raise TypeError(f"{place} cannot do {name}={brief(value)}: {words}")
 
 
 def refusing(

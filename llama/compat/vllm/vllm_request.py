@@ -26,12 +26,9 @@ _Position = dict[int, Logprob]
 
 @dataclass
 class CompletionOutput:
-    """One answer. token_ids: with the id that stopped it, whose text is left out.
-
-    finish_reason: None, "stop", "length", "abort" or "error". stop_reason: the string or the id of
-    the request that stopped it; None for one of the model's own stop tokens; what went wrong, after
-    "error".
-    """
+    """One answer. token_ids: with the id that stopped it, whose text is left out. finish_reason:
+    None, "stop", "length", "abort" or "error". stop_reason: the string or the id of the request
+    that stopped it; None for a stop token of the model's own; what went wrong, after "error"."""
 
     index: int
     text: str
@@ -61,12 +58,9 @@ class RequestOutput:
 
 @dataclass(eq=False, kw_only=True)
 class VllmRequest(engine.Request):
-    """A request as vLLM's clients see it.
+    """A request as vLLM's clients see it."""
 
-    name: its request_id there; that of LLM is none of the engine's, which knows it by its index.
-    """
-
-    name: str
+    name: str  # its request_id there; the engine knows those of LLM by their index
     params: SamplingParams
     tokenizer: Tokenizer
     _num_sent: dict[int, int] = field(default_factory=dict)  # of DELTA: tokens, per answer
