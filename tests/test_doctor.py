@@ -13,9 +13,8 @@ import torch
 from helpers.launch import DEMO
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import bytes_of
-from llama.cli import environment_checks
-from llama.cli.doctor import _fits
-from llama.cli.environment_checks import Fact, environment_facts, thread_facts
+from llama.cli import doctor
+from llama.cli.doctor import Fact, _fits, environment_facts, thread_facts
 from llama.loading import Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 from llama.weights import QUANTIZED
@@ -34,7 +33,7 @@ def healthy(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.7", 0))])
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    monkeypatch.setattr(environment_checks.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 8)
 
 
 def test_a_machine_without_problems_is_told_of_none():

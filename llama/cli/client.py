@@ -1,10 +1,9 @@
 """A client of a server with OpenAI's API, for `llama batch --url` and `llama chat --url`.
 
 In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. The server
-may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. No model and no
-torch is needed, nor the package openai, which takes half a second to import. One `Client` has an
-event loop of its own, which goes on in `run`, so a client belongs to one thread. Each wait has a
-limit: of a request's sending and its answer together, however the bytes come.
+may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. (The package
+openai takes half a second to import.) A `Client` has an event loop of its own, which goes on in
+`run`, so it belongs to one thread. Each wait has a limit: of sending and answer together.
 """
 
 import asyncio
@@ -48,11 +47,8 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """url: with or without /v1 at its end, or unix:PATH of a socket. ValueError for one that is no
-    URL.
-
-    The coroutines of this class run in `run`, or beside it in what `start` began.
-    """
+    """url: with or without /v1 at its end, or unix:PATH of a socket; else ValueError. The
+    coroutines of this class run in `run`, or beside it in what `start` began."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -107,9 +103,8 @@ class Client:
         cards = listing if isinstance(listing, list) else []
         contexts = {str(found_at(c, "id")): found_at(c, "max_model_len") for c in cards}
         if not contexts:
-            raise ValueError(
-                f"{self.url}: it lists no models at /v1/models: is it a server of OpenAI's API?"
-            )
+            words = "it lists no models at /v1/models: is it a server of OpenAI's API?"
+            raise ValueError(f"{self.url}: {words}")
         if name is None:
             name = next(iter(contexts))
         if name not in contexts:

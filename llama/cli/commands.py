@@ -1,8 +1,8 @@
 """The commands: checked flags in, an exit code out. The server's is in serve.py.
 
 Standard output holds answers, and for a batch the figures; all else goes to stderr. Under torchrun
-every rank comes here, and rank 0 reads and writes for all; files of weights need rank 0 alone. What
-a command needs, torch above all, is imported in it.
+every rank comes here, and rank 0 reads and writes for all. What a command needs, torch above all,
+is imported in it.
 """
 
 import argparse
@@ -107,10 +107,8 @@ def stream_continuation(
     seed: int | None = None,
     heading: str = "",
 ) -> None:
-    """Write the heading and the continuation of one prompt to stdout, as it is generated.
-
-    Rank 0 has the prompt, and writes. Nothing is written of a prompt that cannot be used.
-    """
+    """Write the heading and the continuation of one prompt to stdout, as it is generated. Rank 0
+    has the prompt, and writes. Nothing is written of a prompt that cannot be used."""
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "there is one prompt", "or start fewer processes")
     text = parallel.broadcast_bytes(prompt).decode()
@@ -122,10 +120,8 @@ def stream_continuation(
 
 
 def _write(piece: str, *, alone: bool) -> None:
-    """A piece of the answer, at once. Where nobody reads, other ranks still need this one's steps.
-
-    BrokenPipeError where this is the only rank.
-    """
+    """A piece of the answer, at once. BrokenPipeError where nobody reads it, on a rank alone: else
+    the others still need its steps."""
     try:
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -135,11 +131,8 @@ def _write(piece: str, *, alone: bool) -> None:
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
-    """The prompt in UTF-8: the text, or a file's, or without either that of standard input.
-
-    A file is read without the end of its last line; "-" is standard input too. Rank 0 alone reads:
-    the others get nothing.
-    """
+    """The prompt in UTF-8: the text, or a file's, or without either, or for "-", that of standard
+    input. A file is read without the end of its last line. Rank 0 alone gets it."""
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt_file are both given: give one of them")
     if global_rank():
@@ -161,11 +154,9 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
 
 
 def batch(options: argparse.Namespace) -> int:
-    """Answer each line of a file into another file; 0 once each line has its record.
-
-    A record may be an error: the line failed then, and not the job. torchrun --max-restarts would
-    start a job again that has nothing left to do. What torchrun restarts resumes by itself.
-    """
+    """Answer each line of a file into another file; 0 once each line has its record, which may be
+    an error: torchrun --max-restarts would start a job again that has nothing left to do. What
+    torchrun restarts resumes by itself."""
     check_sampling(options)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         options.resume = True

@@ -2,8 +2,7 @@
 
 In: a `Command`, which names its flags, and the words after it. Out: an `argparse.Namespace` with a
 value for each flag. One table holds the type and the meaning of every flag of the commands and of
-Meta's scripts; the benchmark has a table of its own. Nothing here knows models or torch, so that a
-wrong flag is found at once.
+Meta's scripts. Nothing here knows models or torch, so that a wrong flag is found at once.
 """
 
 import argparse
@@ -67,7 +66,6 @@ def within(low: int, high: int) -> Callable[[str], int]:
 
 
 def _build_flag(argument: Field) -> Flag:
-    """The flag of an argument of `Llama.build`."""
     types = (argument.type, *get_args(argument.type))
     kind = next((kind for kind in (bool, int, float) if kind in types), str)
     return Flag(kind, *argument.metadata["flag"])
@@ -127,15 +125,14 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its flags with their defaults, those that may also be given by position, and what
-    runs it. `error_code` is the exit code where it fails with an error."""
+    """A command: its flags with their defaults, and what runs it."""
 
     summary: str
     defaults: Mapping[str, Any]
-    positional: Sequence[str] = ()
+    positional: Sequence[str] = ()  # flags that may also be given by position
     function: Callable[[argparse.Namespace], int] | None = None
     examples: Sequence[str] = field(default=())
-    error_code: int = 1
+    error_code: int = 1  # the exit code where it fails with an error
     flags: Mapping[str, Flag] = field(default_factory=lambda: FLAGS)
     has_variables: bool = True  # whether LLAMA_* variables stand for flags
 
@@ -155,9 +152,7 @@ def read(
     program: str, command: Command, words: Sequence[str], environ: Mapping[str, str]
 ) -> argparse.Namespace:
     """The value of every flag: from the command line, else its variable, else its default.
-
-    UsageError names the flag or variable that is wrong. HelpWanted holds the text for `--help`.
-    """
+    UsageError names the flag or variable that is wrong. HelpWanted holds the text for `--help`."""
     texts = _given(program, command, words)
     options = argparse.Namespace()
     for name, default in command.defaults.items():
@@ -173,8 +168,8 @@ def read(
 
 
 def _given(program: str, command: Command, words: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Flag -> what it is called there, and its text. Words that are no flags go to the positional
-    names, in order; so do all after a lone `--`."""
+    """Flag -> what it is called there, and its text. Words that are no flags, and all after a lone
+    `--`, go to the positional names, in order."""
     at = words.index("--") if "--" in words else len(words)
     flags = [_with_underscores(word) for word in words[:at]]
     found, left = _make_parser(program, command).parse_known_args(flags)

@@ -41,7 +41,7 @@ def say(line: str) -> None:
 
 def start_ranks(options: argparse.Namespace) -> int | None:
     """With --ranks: run this command line in so many processes, to their exit code. None: this one
-    is alone, or a rank. UsageError beside torchrun or --url."""
+    is alone, or a rank. UsageError beside torchrun, or with a server."""
     count = getattr(options, "ranks", 1)
     if count == 1 or LAUNCHER in os.environ:
         return None
@@ -114,10 +114,8 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _let_rank_0_end() -> None:
-    """torchrun ends all ranks when one fails: the one that prints must be the first.
-
-    A rank that outlives the wait has a failure of its own.
-    """
+    """torchrun ends all ranks when one fails: the one that prints must be the first. A rank that
+    outlives the wait has a failure of its own."""
     if not global_rank():
         return
     watch = Watch.of_process()
@@ -130,10 +128,8 @@ def _let_rank_0_end() -> None:
 
 
 def finish_on_signal(drain_s: float | None = None) -> None:
-    """Before a model is loaded: SIGTERM or Ctrl-C lets the ranks finish what they run, and no more.
-
-    drain_s: seconds that they get. Default: LLAMA_DRAIN_S, else 20.
-    """
+    """Before a model is loaded: SIGTERM or Ctrl-C lets the ranks finish what they run, and no more,
+    in drain_s seconds. Default: LLAMA_DRAIN_S, else 20."""
     if drain_s is None:
         drain_s = float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S)
     SIGNALS.drain_s = drain_s
@@ -156,7 +152,5 @@ def _lost_connection(error: Exception) -> RuntimeError | None:
 def check_one_group(groups: int, why: str, remedy: str) -> None:
     """ValueError where a command that is for one model-parallel group has several."""
     if groups > 1:
-        raise ValueError(
-            f"{why}, and there are {groups} model-parallel groups: leave model_parallel_size out, "
-            f"{remedy}"
-        )
+        words = f"there are {groups} model-parallel groups: leave model_parallel_size out"
+        raise ValueError(f"{why}, and {words}, {remedy}")

@@ -1,9 +1,8 @@
 """The two files of a batch job: lines in, read once from the start; records out.
 
 A record is one write to a file opened for appending, so a killed process loses only the records
-that it had not written. The id of a record holds the number and a hash of its line. A resumed job
-needs no more than that to know which lines are done, and whether its input is the same.
-This file knows nothing of what a line asks for.
+that it had not written. Its id holds the number and a hash of its line: so a resumed job knows
+which lines are done, and whether its input is the same. What a line asks for is not known here.
 """
 
 import array
@@ -40,10 +39,7 @@ class Line(NamedTuple):
 
 def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
     """The lines of a binary file, one in memory at a time. `salt` is hashed with each line.
-
-    ValueError if the first line is in UTF-16, UTF-32 or binary, or if the file was cut after it was
-    opened: its lines are missing then, or half of one.
-    """
+    ValueError if the first line is not UTF-8, or the file was cut after it was opened."""
     size = os.fstat(file.fileno()).st_size  # 0 of a pipe
     salted = hashlib.blake2b(salt.encode(), digest_size=4)
     number = 0
@@ -74,9 +70,7 @@ def _check_not_cut(file: BinaryIO, size: int) -> None:
 
 def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
     """OSError or ValueError unless the input can be read, and the output written without loss.
-
-    Nothing is changed, and no file is left behind.
-    """
+    Nothing is changed, and no file is left behind."""
     os.stat(in_path)
     if os.path.isfile(in_path):
         with open(in_path, "rb") as file:
@@ -107,15 +101,12 @@ class Results:
 
     The first rank of a job (`first`) makes the file, and sees that no other job writes to it. The
     other ranks open it after that. max_lines: a bound on the number of lines of the input.
-
-    done: at the number of a line, the hash of the line; 0 if it has no record. It is read when the
-    file is opened, and takes four bytes per line. failed: the number of records with an error then.
     """
 
     def __init__(self, path: str, *, first: bool = True, max_lines: int = 0) -> None:
         self.path = path
-        self.done = array.array("I", [0])
-        self.failed = 0
+        self.done = array.array("I", [0])  # at a line's number its hash; 0: it had no record
+        self.failed = 0  # records with an error, when the file was opened
         self._first = first
         self._full_path = os.path.abspath(path)  # where it is, even after a chdir
         if not first:  # a rank that cannot see the first's file must not make its own
@@ -148,9 +139,7 @@ class Results:
 
     def append(self, line: Line, fields: dict[str, Any]) -> None:
         """Write the record of a line: an id and `fields`. It then outlives a killed process.
-
-        OSError if there is no room for it, or if another program changed the file.
-        """
+        OSError if there is no room for it, or if another program changed the file."""
         record = {"id": _ID.format(line.number, line.line_hash), **fields}
         data = json.dumps(record).encode() + b"\n"  # ASCII: no reader sees another line end in it
         with self._write_lock():
@@ -241,9 +230,7 @@ class Results:
 
     def _truncate_torn(self) -> int:
         """Cut off a last line without a line end, which a killed writer left. The size then.
-
-        OSError, and nothing is cut, if the records that this rank knows of are no longer there.
-        """
+        OSError, and nothing is cut, if the records that this rank knows of are no longer there."""
         size = end = self._file.seek(0, os.SEEK_END)
         while end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
             end -= 1
@@ -255,12 +242,9 @@ class Results:
 
 
 def _lock_byte(fd: int, kind: int, byte: int) -> None:
-    """Lock one byte of a file, as fcntl.lockf does, but for this open file alone.
-
-    lockf's locks belong to the process: two jobs in one process would both get them, and closing
-    any other handle of the file would drop them. flock would lock the whole file on a network file
-    system. Linux's open file description locks (fcntl(2)) have neither fault.
-    """
+    """Lock one byte of a file, as fcntl.lockf does, but for this open file alone (fcntl(2), open
+    file description locks). lockf's belong to the process: two jobs of one would both get them, and
+    closing any other handle would drop them. flock locks whole files on a network file system."""
     if sys.platform == "linux":
         types = {fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_EX: fcntl.F_WRLCK}
         wanted = types.get(kind & ~fcntl.LOCK_NB, fcntl.F_UNLCK)

@@ -1,9 +1,8 @@
 """A batch job on the engine: a file of requests in, a file of results out, and no result lost.
 
 Under torchrun, replicas take lines from one counter and write to one file. However a job ends, the
-file holds what was finished; a resumed job does the rest. This file knows neither the bytes of the
-files nor the order of the work: that is in files.py and loop.py. A job on a server is in
-server_job.py.
+file holds what was finished; a resumed job does the rest. files.py knows the bytes of the files,
+loop.py the order of the work; a job on a server is in server_job.py.
 """
 
 import os
@@ -40,17 +39,15 @@ def run_batch(
 
     A file whose first line begins with { is JSONL: OpenAI batch requests, or objects with a prompt
     or messages, and sampling fields. Any other file is text with one prompt per line. Blank lines
-    are skipped.
+    are skipped. A line that cannot be answered gets a record with an error, and counts as done.
 
     temperature, top_p, max_gen_len: for lines that do not give their own.
-    resume: add the missing records to an output of the same input and arguments. ValueError if the
-        output is that of another input.
+    resume: add the missing records to an output of the same input and arguments, or ValueError.
     model: the label in the record of a line that names no model.
     progress: show a progress bar on stderr.
 
-    A line that cannot be answered gets a record with an error, and counts as done. Every rank makes
-    the same call, and gets the report at the end. ValueError if the input is cut while it is read;
-    OSError if another program changes the output.
+    Every rank makes the same call, and gets the report. ValueError if the input is cut while it is
+    read; OSError if another program changes the output.
     """
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     parallel = llama.llm_engine.parallel

@@ -1,8 +1,7 @@
 """One line of a batch file: what it asks for, and the record of what came of it.
 
-In: a line's bytes, in OpenAI's batch form, as a plain JSON object, or as bare text. Out: a checked
-request; later, from the engine's output, a record in OpenAI's batch output form. It opens no file
-and runs nothing.
+In: a line's bytes, in OpenAI's batch form, as a plain JSON object, or as bare text; later the
+engine's output. Out: a checked request; a record in OpenAI's batch output form. It runs nothing.
 """
 
 import codecs
@@ -27,10 +26,8 @@ _MAX_MESSAGE = 1000  # characters of an error message: it may quote the line
 def check_encoding(name: str, data: bytes) -> None:
     """ValueError if the beginning of a file shows that it is not UTF-8."""
     if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(
-            f"{name} is not UTF-8: where it is UTF-16, convert it with "
-            f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE"
-        )
+        remedy = f"convert it with iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE"
+        raise ValueError(f"{name} is not UTF-8: where it is UTF-16, {remedy}")
 
 
 def parse_line(data: bytes, *, jsonl: bool) -> dict[str, Any]:
@@ -116,16 +113,12 @@ def answer_record(
     tokenizer: Tokenizer,
     model: str,
 ) -> dict[str, Any]:
-    """The record of a finished request; an error record if the engine ended it with an error.
-
-    `created` is 0, so that the same job gives the same record.
-    """
-    error = output.error
-    if error is not None:
+    """The record of a finished request; an error record if the engine ended it with an error."""
+    if output.error is not None:
         code = "server_error" if output.error_field is None else "invalid_request"
-        return error_record(custom_id, number, code, error)
+        return error_record(custom_id, number, code, output.error)
     name = model if request.model is None else request.model
-    meta = ResponseMeta(output.request_id, name, created=0)
+    meta = ResponseMeta(output.request_id, name, created=0)  # the same record from the same job
     body = Completion(request, tokenizer, meta).whole([output])
     return response_record(custom_id, output.request_id, body)
 

@@ -2,7 +2,7 @@
 
 In: the two files, and somebody who answers lines: the engine of this process, or a server. Lines
 are read when there is room for them, so a job of any length starts at once, and its memory does
-not grow. This file knows neither the bytes of the files nor how a line is answered, and no torch.
+not grow. How a line is answered is not known here, and no torch.
 """
 
 import contextlib
@@ -38,19 +38,15 @@ class BatchReport(NamedTuple):
 
 
 class Answers(Protocol):
-    """Who answers the lines."""
+    """Who answers the lines. num_tokens: generated so far. has_room: another line may be started.
+    is_idle: nothing that was started will finish any more."""
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens generated so far, for the progress bar."""
-
+    def num_tokens(self) -> int: ...
     @property
-    def has_room(self) -> bool:
-        """Whether another line may be started."""
-
+    def has_room(self) -> bool: ...
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing that was started will finish any more."""
+    def is_idle(self) -> bool: ...
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         """Begin to answer a line. TypeError or ValueError if it asks for what cannot be."""
@@ -72,22 +68,18 @@ def own_counters() -> Take:
 
 @dataclass
 class Loop:
-    """The part of one replica: the first rank of its group reads, leads and writes.
-
-    seed: of the job; a resumed job must have the same one, and the same defaults. take: the
-    counters of all replicas, of which there are num_replicas. sums: what they have counted.
-    """
+    """The part of one replica: the first rank of its group reads, leads and writes."""
 
     answers: Answers
     file: BinaryIO
     results: Results
     defaults: SamplingParams
-    seed: int
-    take: Take
+    seed: int  # of the job; a resumed job must have the same one, and the same defaults
+    take: Take  # the counters of all replicas
     num_replicas: int = 1
     shows: bool = False
     own: Counter[str] = field(default_factory=Counter)  # counted since the last exchange
-    sums: Counter[str] = field(default_factory=Counter)
+    sums: Counter[str] = field(default_factory=Counter)  # what all replicas have counted
     jsonl: bool = False  # known once the first line is read
     num_read: int = 0
     bar: tqdm | None = None  # made only where it is shown: its lock outlives a fork
@@ -178,10 +170,7 @@ class Loop:
 
     def _wait_for_replicas(self) -> None:
         """Return when all replicas have finished: torchrun ends all ranks when one exits with an
-        error code, which failed lines cause.
-
-        This polls, because a collective has a timeout of minutes, and a long answer takes longer.
-        """
+        error code. This polls, as a long answer takes longer than a collective may."""
         before, since = dict(self.sums), time.monotonic()
         while self.sums["finished"] < self.num_replicas:
             time.sleep(0.1)

@@ -1,8 +1,7 @@
 """A batch job on a server: `llama batch --url`. No model is loaded, and torch is not imported.
 
 In: the same files as of a job on the engine, and a URL of a server with OpenAI's API. Out: the same
-records. So many requests are sent at once; those that the server refuses for now, or that were
-under way when a connection was lost, are sent again after waits that grow.
+records. What the server refuses for now, or loses, is sent again after waits that grow.
 """
 
 import asyncio
@@ -45,8 +44,7 @@ def run_server_batch(
 ) -> BatchReport:
     """Have every line of a file answered by a server; see `llama.cli.batch.job.run_batch`.
 
-    temperature, top_p, max_gen_len, model: for lines that do not give their own; without
-        max_gen_len the server's default counts, without model its first model.
+    max_gen_len, model: without them the server's default counts, and its first model.
     seed: that of a line without one follows from it and the line's number, so that a request that
         is sent again gets the same answer.
     concurrency: requests under way at once.
@@ -102,8 +100,7 @@ class ServerAnswers:
         self.running[task] = line, custom_id
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
-        """Wait for answers, half a second at most. ServerError where the server refuses the key:
-        that is no fault of the line."""
+        """Wait for answers, half a second at most. ServerError where the server refuses the key."""
         if stop_requested():
             self.stops.set()
         wait = asyncio.wait(self.running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -112,12 +109,10 @@ class ServerAnswers:
         return [record for answer in answers if (record := self._record(*answer)) is not None]
 
     async def _reply(self, path: str, body: dict[str, Any], name: str) -> Reply:
-        """That of an attempt, after waits that grow, or as long as the server asks for.
-
-        A wait is between a half and the whole of that, at random, so that many clients do not come
-        back at once. ServerError of the last attempt, if it is no transient one, if the next wait
-        ends later than `retry_s` after the first failure, or once `stops` is set.
-        """
+        """That of an attempt, after waits that grow, or as long as the server asks for: between a
+        half and the whole of it, so that many clients do not come back at once. ServerError of the
+        last attempt, if it is no transient one, if the next wait would end later than `retry_s`
+        after the first failure, or once `stops` is set."""
         wait_s, end = _FIRST_WAIT_S, None
         while True:
             try:

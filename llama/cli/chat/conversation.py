@@ -1,8 +1,7 @@
 """The state of a chat: its messages and settings. In: a text typed by the user. Out: a `Turn`.
 
 A text that begins with a slash is a command and never reaches the model; every other text is a
-question. This file also reads and writes the files of /save and /load. It knows neither the
-terminal nor the model, so a chat can be tested text by text.
+question. It knows neither the terminal nor the model, so a chat can be tested text by text.
 """
 
 import json
@@ -30,12 +29,11 @@ A \\ at the end of a line continues it. A line of """ begins a longer text, and 
 
 
 class TurnStats(NamedTuple):
-    """The seconds from a question to the first and to the last token of its answer, and its tokens;
-    those of the prompt are 0 if they are not known."""
+    """Of one answer."""
 
-    first_seconds: float
-    last_seconds: float
-    usage: Usage
+    first_seconds: float  # from the question to its first token
+    last_seconds: float  # and to its last one
+    usage: Usage  # tokens of the prompt are 0 if they are not known
 
     @property
     def rate(self) -> float:
@@ -73,8 +71,8 @@ class Conversation:
     """Messages and settings: `handle` a text, have its dialog answered, `commit` the answer.
 
     formatter: counts tokens and makes the prompt; None where a server does so. context: the most
-    tokens that prompt and answer can have, None if the server does not say. system: the system
-    message. settings: those of SETTINGS. ValueError or TypeError for a bad setting.
+    tokens that prompt and answer can have, None if the server does not say. ValueError for a bad
+    setting.
     """
 
     def __init__(
@@ -107,9 +105,8 @@ class Conversation:
         name, *rest = text[1:].split(maxsplit=1) or [""]
         argument = rest[0] if rest else ""
         if name not in COMMANDS:
-            return Turn(
-                f"there is no command /{name}: /help lists them, and //{name} asks the model"
-            )
+            words = f"/help lists them, and //{name} asks the model"
+            return Turn(f"there is no command /{name}: {words}")
         allowed, _, run = COMMANDS[name]
         if argument and not allowed:
             return Turn(f"/{name} takes nothing after it")

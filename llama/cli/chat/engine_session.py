@@ -1,8 +1,7 @@
 """A chat with a `Llama` on any number of ranks, `llama chat`.
 
-In: a loaded model, and the settings of the chat. Out: its end. Rank 0 owns the keyboard and the
-screen, and leads: it decides each turn, and before each step whether to go on. The other ranks run
-its steps, and sleep in between.
+Rank 0 owns the keyboard and the screen, and leads: it decides each turn, and before each step
+whether to go on. The other ranks run its steps, and sleep in between.
 """
 
 import contextlib
@@ -18,11 +17,8 @@ from llama.ranks.signals import SIGNALS
 
 
 def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
-    """Talk until the person leaves or input ends; every rank makes this call.
-
-    settings: those of `/set`. ValueError for a bad setting, and for several model-parallel groups,
-    as there is one keyboard.
-    """
+    """Talk until the person leaves or input ends; every rank makes this call. settings: those of
+    `/set`. ValueError for a bad setting, and for several model-parallel groups."""
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "a chat is one conversation", "or start fewer processes")
     context = llama.model.params.max_seq_len

@@ -29,10 +29,8 @@ def chat_on_server(
     system: str | None = None,
     **settings: Any,
 ) -> None:
-    """Talk until the person leaves or input ends. settings: those of `/set`.
-
-    ServerError or ValueError for a server that cannot be used, ValueError for a bad setting.
-    """
+    """Talk until the person leaves or input ends. settings: those of `/set`. ServerError or
+    ValueError for a server that cannot be used, ValueError for a bad setting."""
     with closing(Client(url, api_key)) as client:
         name, context = client.run(client.model(model))
     conversation = Conversation(None, context, system=system, **settings)

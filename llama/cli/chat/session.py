@@ -1,8 +1,7 @@
-"""A chat in a terminal: turns in, answers out, whoever gives the answers.
+"""A chat in a terminal: turns in, answers out, whoever gives them.
 
 In: the keyboard, and an `Answers`: of the engine (engine_session.py) or of a server
-(server_session.py). Out: the answers on the screen, and the conversation with them. There are
-neither ranks nor torch here.
+(server_session.py). Out: the conversation, on the screen too. No ranks and no torch.
 """
 
 import contextlib
@@ -16,14 +15,11 @@ from llama.requests.request import Usage
 
 
 class Part(NamedTuple):
-    """What came of an answer; without text and reason, some time without news.
-
-    finish_reason: OpenAI's, once it has ended. usage: the tokens so far, where they are known.
-    """
+    """What came of an answer; without text and reason, some time without news."""
 
     new_text: str = ""
-    finish_reason: str | None = None
-    usage: Usage | None = None
+    finish_reason: str | None = None  # OpenAI's, once it has ended
+    usage: Usage | None = None  # the tokens so far, where they are known
 
 
 # Begins the answer to a turn, whose parts come up to one with a finish_reason. Closed, it stops the

@@ -1,10 +1,8 @@
 """The keyboard and the screen of a chat. In: what is typed. Out: answers, and notes about them.
 
 On a terminal there are prompts, line editing, and dimmed notes between the answers. In a pipe, only
-the answers go to stdout. This file knows neither the commands nor the model.
-
-While an answer is shown, Ctrl-C is read as a byte and is not a signal: torchrun's own process would
-get the signal too, and end all ranks.
+the answers go to stdout. While an answer is shown, Ctrl-C is read as a byte and is not a signal:
+torchrun's own process would get the signal too, and end all ranks.
 """
 
 import contextlib
@@ -30,11 +28,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 
 
 def read_turn(read_line: Callable[[str], str]) -> str:
-    """One text: a line, lines that a backslash continues, or the lines between two lines of quotes.
-
-    Text in quotes is always a question, also if it begins with a slash. EOFError if the input has
-    ended; if it ends within a text, the text so far is returned.
-    """
+    """One text: a line, lines that a backslash continues, or the lines between two lines of quotes,
+    which are always a question. EOFError if the input has ended, and not within a text."""
     lines = read_line(PROMPT).split("\n")  # pasted text can have several lines
     quoted = lines[0].strip() == QUOTES
     with contextlib.suppress(EOFError):
@@ -64,10 +59,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Set the terminal up; restore its mode at the end, also after an error or SIGTERM.
-
-        SIGTERM ends the chat, after the answer that is shown.
-        """
+        """Set the terminal up; restore its mode at the end, also after an error. SIGTERM ends the
+        chat, after the answer that is shown."""
         with contextlib.ExitStack() as stack:
             if self._watch is None:  # else the watch gets the signal, and tells this rank
                 stack.enter_context(SIGNALS.taken_alone(signal.SIGTERM))
@@ -98,8 +91,7 @@ class Terminal:
             raise EOFError
 
     def check_drain(self) -> None:
-        """TimeoutError where a signal came, and the answer took too long since. Of several ranks
-        the watch does this."""
+        """TimeoutError where the answer takes too long after a signal; for ranks the watch does."""
         if self._watch is None and SIGNALS.is_time_over:
             limit_s = SIGNALS.drain_s
             raise TimeoutError(f"the answer did not finish within {limit_s:g} s: it was ended")
@@ -137,8 +129,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
-        """While an answer is shown: yields a function that says whether Ctrl-C was pressed. Other
-        keys are dropped."""
+        """While an answer is shown: yields what tells if Ctrl-C was pressed; drops other keys."""
         if not self.keyboard:
             yield lambda: False
             return
