@@ -1,9 +1,8 @@
 """What a build is asked for: the one table of the arguments of `Llama.build`.
 
-Each has here its name, type, default, limits and meaning. The signature and the help of
-`Llama.build`, its checks, the flags of the commands with their LLAMA_* variables, and what ranks
-compare are made from it. To add an argument, write a field, and read it where it matters. Nothing
-here imports torch.
+The signature and the help of `Llama.build`, its checks, the flags of the commands with their
+LLAMA_* variables, and what ranks compare are made from it. To add an argument, write a field, and
+read it where it matters. Nothing here imports torch.
 """
 
 import functools
@@ -33,8 +32,8 @@ def _flag(
     limits: tuple[float, float] | None = None,
     may_differ: bool = False,
 ) -> Any:
-    """A field that is a flag too, as `--help` shows it: absent is what None stands for. limits:
-    both included. may_differ: each rank may have a value of its own."""
+    """A field that is a flag too. absent: what None stands for. limits: both included. may_differ:
+    each rank may have a value of its own."""
     metadata: dict[str, Any] = {"flag": (metavar, meaning, absent), "may_differ": may_differ}
     return field(default=default, metadata=metadata | ({"limits": limits} if limits else {}))
 

@@ -1,8 +1,7 @@
 """The values that a caller gives, checked once and for all: plain Python numbers and paths out.
 
-numpy's and torch's scalars are numbers too. `FieldTypeError` (no number) or `FieldError` (out of
-range) names the field, and says what was given and what is allowed. Nothing here imports numpy or
-torch.
+numpy's and torch's scalars are numbers too; neither is imported. `FieldTypeError` (no number) or
+`FieldError` (out of range) names the field, and says what was given and what is allowed.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ _SHOWN_CHARS = 80  # of a value that an error quotes
 
 
 class FieldError(ValueError):
-    """A value that cannot be used. field: the name of what was checked, such as `temperature` or
-    `stop[3]`. The message says it as well, at its beginning where that can be."""
+    """A value that cannot be used. field: what was checked, such as `temperature` or `stop[3]`,
+    which the message says as well, at its beginning where that can be."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, message)
@@ -66,9 +65,7 @@ def whole_number(
     name: str, value: Any, low: int, high: int, *, optional: bool = False
 ) -> int | None:
     """`value` as an int from `low` to `high`, both included; None passes where it is `optional`.
-
-    Anything with `__index__` is a whole number, as for list indices: numpy's and torch's integers
-    are, True and 3.0 are not.
+    What has `__index__` is a whole number, as numpy's and torch's integers; True and 3.0 are not.
     """
     if value is None and optional:
         return None
@@ -85,10 +82,8 @@ def whole_number(
 
 
 def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """`value` as a finite float from `low` (with `above`: greater than `low`) to `high`.
-
-    int, float, and the real scalars of numpy and torch are numbers; bool and complex are not.
-    """
+    """`value` as a finite float from `low` (with `above`: greater than `low`) to `high`. bool and
+    complex are no numbers."""
     allowed = f"a number {f'above {low} and up' if above else f'from {low}'} to {high}"
     plain = _scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
@@ -104,8 +99,7 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
 
 
 def limits_of(kind: type) -> dict[str, tuple[type, float, float, bool]]:
-    """Of each field of a dataclass whose metadata has limits: float or int, the least, the
-    greatest; whether an int may be None."""
+    """By field of a dataclass with limits: float or int, both limits, whether it may be None."""
     return {
         each.name: (
             float if each.type is float else int,
@@ -127,11 +121,8 @@ def checked_number(
 
 
 def path_like(name: str, value: Any) -> str | os.PathLike[str]:
-    """`value` as a path. An int is a folder's name: `--ckpt_dir 123`, which Meta's scripts read by
-    fire, becomes one.
-
-    TypeError for anything else, a float among them: 3.1 may have been 3.10.
-    """
+    """`value` as a path. An int is a folder's name, as fire reads `--ckpt_dir 123` in Meta's
+    scripts. TypeError for anything else, a float among them: 3.1 may have been 3.10."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str | os.PathLike):
@@ -153,10 +144,8 @@ def _scalar(value: Any) -> Any:
 
 @contextlib.contextmanager
 def errors_in(source: str) -> Iterator[None]:
-    """Turn a TypeError or ValueError of the block into a ValueError that begins with `source`.
-
-    For values that were read from a file, whose name is `source`.
-    """
+    """Turn a TypeError or ValueError of the block into a ValueError that begins with `source`, the
+    name of a file."""
     try:
         yield
     except (TypeError, ValueError) as e:

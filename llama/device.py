@@ -73,8 +73,7 @@ def _pick_gpu(device: torch.device) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of the model; by default, or for "auto", bf16 where the device supports it, else
-    fp16."""
+    """The dtype of the model; by default, or for "auto", bf16 if the device has it, else fp16."""
     if dtype is None or dtype == "auto":
         # From compute capability 8.0 (Ampere) on, CUDA GPUs multiply bf16 in hardware.
         lacks = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
@@ -92,17 +91,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A block in which `device` is the current one: kernels, graphs and events of a GPU that are
-    not given a tensor go there. The caller's choice is restored after it."""
+    """A block in which `device` is the current one, where kernels, graphs and events go that are
+    not given a tensor."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on `device`.
-
-    On a GPU the blocks that torch's allocator keeps for reuse count as free. Host memory is divided
-    among the ranks of this machine, and bounded by the process's control groups (containers).
-    """
+    """Bytes that this process can still allocate on `device`. Blocks that torch's allocator keeps
+    for reuse count as free. Host memory is divided among the ranks of this machine, and bounded by
+    the process's control groups (containers)."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -121,11 +118,9 @@ def _available_memory() -> int:
 
 
 def set_num_threads() -> None:
-    """Divide the cores among the ranks of this machine; respect the CPU quota of a container.
-
-    The user's choice is kept: OMP_NUM_THREADS, or fewer threads by torch.set_num_threads. torchrun
-    sets OMP_NUM_THREADS=1 on every rank if the user did not set it; that is not the user's choice.
-    """
+    """Divide the cores among the ranks of this machine; respect the CPU quota of a container. The
+    user's choice is kept: OMP_NUM_THREADS, but not torchrun's own 1, or fewer threads by
+    torch.set_num_threads."""
     chosen, now = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
     cores = available_cores()
     set_by_torchrun = chosen == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
@@ -142,10 +137,8 @@ def available_cores() -> int:
 def machine_cores() -> int:
     """The number of cores that all ranks of this machine may use together: by the process's
     affinity and the quota of its control groups."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return min(cores, _cgroup_cores())
 
 
@@ -157,11 +150,8 @@ _NO_LIMIT = 1 << 62
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """Where this process's groups lie: for v1 and v2, from its own group up to the mounted root.
-
-    A limit of any group on that way applies. In a container the mount may show only the part of the
-    tree that is its own: folders above that are not there.
-    """
+    """Where this process's groups lie: for v1 and v2, from its own group up to the mounted root. A
+    limit of any group on that way applies. In a container some of them may not be there."""
     folders = []
     for line in _text(_OWN_GROUPS).splitlines():  # "4:memory:/a/b" in v1, "0::/a/b" in v2
         _, controllers, path = line.split(":", 2)
@@ -240,10 +230,8 @@ def _advise(tensor: Tensor, page: int, advice: int) -> None:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.zeros, but host memory becomes resident only when written, in pages of 2 MiB.
-
-    torch writes the zeros; the system's fresh memory has them already.
-    """
+    """Like torch.zeros, but host memory becomes resident only when written, in pages of 2 MiB:
+    torch writes the zeros, which the system's fresh memory has already."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

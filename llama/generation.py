@@ -2,8 +2,7 @@
 
 In: a folder of weights, then prompts as text, ids or dialogs. Out: text, ids and log-probabilities,
 the same on every rank. Each call prepares its requests, gives them to the one `LLMEngine`, and
-collects what they came to. Any number of threads may call at once. The file is longer than a file
-should be, as Meta's scripts find all of the API, and the types of its answers, under this one name.
+collects what they came to. Meta's scripts find all of the API under this one name.
 """
 
 import contextlib
@@ -68,13 +67,12 @@ class BeamPrediction(TypedDict):
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the answer to prompt `index`. finish_reason ("stop", "length", "tool_calls") ends
-    the last one. tool_calls: pieces of calls, in OpenAI's form; see `stream_chat`."""
+    """A piece of the answer to prompt `index`."""
 
     index: int
     text: str
-    finish_reason: str | None
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    finish_reason: str | None  # of the last one: "stop", "length" or "tool_calls"
+    tool_calls: tuple[dict[str, Any], ...] = ()  # pieces, in OpenAI's form; see `stream_chat`
 
 
 class Llama:
@@ -129,8 +127,7 @@ class Llama:
         draft_model: Transformer | None = None,
     ) -> None:
         """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens.
-        speculate_tokens: the most that are guessed at once; 0 guesses none. draft_model: what
-        guesses them; without, look-up."""
+        speculate_tokens, draft_model: see `EngineCore.for_model`; 0 guesses none."""
         args = model.params
         self.model = model
         self.tokenizer = tokenizer
@@ -157,17 +154,12 @@ class Llama:
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Rank 0 does the work and the others follow: for threads, asyncio, a keyboard, a socket.
-
-        Every rank calls it, with a function that only rank 0 runs: `llama.lead(serve)`. There, any
-        thread may call any method of this Llama at any time. See `LLMEngine.lead`.
-        """
+        There, any thread may call any method of this Llama at any time. See `LLMEngine.lead`."""
         return self.llm_engine.lead(work)
 
     def close(self) -> None:
         """Abort what is not finished, and give this rank its stdout back. Later calls are errors.
-
-        Calling it again does nothing. `with Llama.build(...) as llama:` closes it at the end.
-        """
+        `with Llama.build(...) as llama:` closes it at the end."""
         self.llm_engine.close()
         self.engine.runner.close()
         if self._muted is not None:
@@ -272,11 +264,9 @@ class Llama:
         stop: str | Seq[str] = (),
         seed: int | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """text_completion as it comes: joined by index, the deltas are its answers.
-
-        No delta holds half a character or any part of a stop string. Leaving the loop early aborts
-        what is left. Errors are raised at the call, before any work.
-        """
+        """text_completion as it comes: joined by index, the deltas are its answers. No delta holds
+        half a character or any part of a stop string. Leaving the loop early aborts what is left.
+        Errors are raised at the call, before any work."""
         asked = max_gen_len, temperature, top_p, seed
         requests = self._requests(self._encode_texts(prompts), *asked, stop=stop)
         return self._deltas(self.llm_engine.stream(requests), _NO_OPTIONS)
@@ -295,11 +285,8 @@ class Llama:
         parallel_tool_calls: bool = True,
         response_format: Mapping[str, Any] | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """chat_completion as it comes; as `stream_text`.
-
-        A call comes in pieces: the first has its index, id and name, the others more of its
-        arguments, as JSON.
-        """
+        """chat_completion as it comes; as `stream_text`. A call comes in pieces: the first has its
+        index, id and name, the others more of its arguments, as JSON."""
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
         asked = max_gen_len, temperature, top_p, seed
         prompts = self._encode_dialogs(dialogs, chat)
@@ -318,11 +305,9 @@ class Llama:
         """The likeliest continuations of each text, best first; see `BeamParams`."""
         requests = self._requests(self._encode_texts(prompts), max_gen_len, 0.0, 1.0)
         found = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
+        decode = self.tokenizer.decode
         return [
-            [
-                {"generation": self.tokenizer.decode(beam.tokens), "score": beam.score}
-                for beam in beams
-            ]
+            [{"generation": decode(beam.tokens), "score": beam.score} for beam in beams]
             for beams in found
         ]
 

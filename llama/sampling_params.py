@@ -1,8 +1,7 @@
-"""What one request asks of sampling, and the form that its answer must have: a JSON schema, a
-regular expression, a choice or a grammar. Text and numbers, checked once, here, and frozen.
+"""What one request asks of sampling, and the form that its answer must have.
 
-Plain hashable values: the same call has the same `repr` on every rank. It knows no tensor, no
-tokenizer and no model; `check_vocab` is given the size of the vocabulary.
+Text and numbers, checked once, here, and frozen: the same call has the same `repr` on every rank.
+It knows no tensor, no tokenizer and no model.
 """
 
 import functools

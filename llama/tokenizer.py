@@ -1,8 +1,7 @@
 """Text to ids and back: Llama 3's tokenizer and its chat format.
 
-Text, dialogs and tokenizer files come in; lists of ids go out (and ids come in, text goes out).
-Nothing here knows of models, devices or tensors. Every mistake in a file or a dialog is an error
-that names the place and the remedy; that is a third of this file.
+Every mistake in a file or a dialog is an error that names the place and the remedy; that is a third
+of this file. Nothing here knows of models, devices or tensors.
 """
 
 import binascii
@@ -137,10 +136,8 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> bytes:
-        """Decode `ids` to bytes, which may end inside a character.
-
-        Raises ValueError for an id that the vocabulary does not have.
-        """
+        """Decode `ids` to bytes, which may end inside a character. ValueError for an id that the
+        vocabulary does not have."""
         for i in ids:
             if not 0 <= i < self.n_words:
                 raise ValueError(f"id {i} is not in the vocabulary: ids are 0..{self.n_words - 1}")
@@ -151,10 +148,8 @@ class Tokenizer:
 
 
 def _split_long_runs(s: str, limit: int) -> Iterator[str]:
-    """Cut `s` so that no piece holds a run of over `limit` whitespace or other characters.
-
-    With limit 3, "ab cdefghij" becomes "ab cde", "fgh", "ij".
-    """
+    """Cut `s` so that no piece holds a run of over `limit` whitespace or other characters: with
+    limit 3, "ab cdefghij" becomes "ab cde", "fgh", "ij"."""
     # The lookbehinds let a match begin only where a run does; else the search would be quadratic.
     long_run = rf"(?<!\S)\S{{{limit + 1},}}|(?<!\s)\s{{{limit + 1},}}"
     start = 0
@@ -166,10 +161,8 @@ def _split_long_runs(s: str, limit: int) -> Iterator[str]:
 
 
 def _check_special_names(path: Path, names: list[str], release: str) -> None:
-    """Hold a file's special tokens to the release, where the runtime uses them.
-
-    The rest may differ: Hugging Face numbers Llama 3.1's reserved tokens otherwise than Meta.
-    """
+    """Hold a file's special tokens to the release, where the runtime uses them: Hugging Face
+    numbers Llama 3.1's reserved tokens otherwise than Meta."""
     found, wanted = ({name: i for i, name in enumerate(x)} for x in (names, _FIRST[release]))
     wrong = [name for name in _USED if found.get(name) != wanted.get(name)]
     if wrong:
@@ -185,9 +178,8 @@ def _parse(path: Path, given: object) -> tuple[dict[bytes, int], list[str] | Non
     if isinstance(given, Header) or is_gguf(path):
         return _parse_gguf(given if isinstance(given, Header) else read_header(path))
     if not path.exists():
-        raise FileNotFoundError(
-            f"no tokenizer at {shown(path)}: give the path of Llama 3's tokenizer"
-        )
+        remedy = "give the path of Llama 3's tokenizer"
+        raise FileNotFoundError(f"no tokenizer at {shown(path)}: {remedy}")
     data = read_small(path)
     if path.suffix == ".json" or data.startswith(b"{"):
         return _parse_tokenizer_json(path, data)
@@ -270,10 +262,8 @@ def _parse_gguf(header: Header) -> tuple[dict[bytes, int], list[str]]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map byte-level BPE's 256 printable characters to the bytes they stand for (GPT-2's table).
-
-    Printable Latin-1 stands for itself, and the other bytes are U+0100, U+0101, ... in order.
-    """
+    """Map byte-level BPE's 256 printable characters to the bytes they stand for (GPT-2's table):
+    printable Latin-1 to itself, and U+0100, U+0101, ... to the other bytes in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -295,10 +285,8 @@ def _check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
 
 
 class ChatFormat:
-    """Dialogs as Llama 3 was trained on them.
-
-    Content is encoded with no special token allowed, so no text can open a header or end a turn.
-    """
+    """Dialogs as Llama 3 was trained on them. Content is encoded with no special token allowed, so
+    no text can open a header or end a turn."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -322,9 +310,7 @@ class ChatFormat:
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
         """Encode `<|begin_of_text|>`, the messages, and a header for the assistant to go on from.
-
-        Raises as `validate_dialog` does.
-        """
+        Raises as `validate_dialog` does."""
         validate_dialog(dialog)
         ids = [self.tokenizer.bos_id]
         for message in dialog:

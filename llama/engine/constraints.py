@@ -1,10 +1,7 @@
 """The tokens that constrained sequences may get next, found in a thread while the model runs.
 
 In: sequences with a `Constraint`; where a step verifies drafts, one for each row. Out: logits in
-which every other token is -inf. It knows no grammar: a constraint sets a bit for each token that it
-allows.
-
-Shapes: B rows, one a sequence; C of them constrained; V vocabulary.
+which every other token is -inf. Shapes: B rows; C of them constrained; V vocabulary.
 """
 
 import math
@@ -48,10 +45,8 @@ class TokenMasks:
         self._pool: ThreadPoolExecutor | None = None  # made for the first that needs it
 
     def start(self, sequences: Seq[Sequence]) -> TokenMask | None:
-        """Start to find what the sequences may get next; None where nothing constrains them here.
-
-        A rank that follows has no constraint: it takes rank 0's ids.
-        """
+        """Start to find what the sequences may get next; None where nothing constrains them here:
+        a rank that follows has no constraint, and takes rank 0's ids."""
         rows = [row for row, seq in enumerate(sequences) if seq.constraint is not None]
         if not rows:
             return None

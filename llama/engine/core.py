@@ -47,10 +47,8 @@ class Stats:
         self.steps += 1
         rows = sum(item.num_samples for item in scheduled)
         drafted = [x for x in scheduled if x.num_samples > 1] if rows > len(scheduled) else []
-        num_drafts, accepted = (
-            sum(x.count - 1 for x in drafted),
-            sum(len(x.drafts) for x in drafted),
-        )
+        num_drafts = sum(x.count - 1 for x in drafted)
+        accepted = sum(len(x.drafts) for x in drafted)
         self.generated_tokens += rows - num_drafts + accepted
         self.drafts += len(drafted)
         self.draft_tokens += num_drafts
@@ -97,10 +95,9 @@ class EngineCore:
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
 
-        async_scheduling, recorder, reserve: those of `ModelRunner`. speculate_tokens: the most
-        drafts of a sequence in a step; there are none with async scheduling, where the host does
-        not know the last token when a step begins. draft_model: what guesses them; without,
-        look-up.
+        async_scheduling, recorder, reserve: see `ModelRunner`. speculate_tokens: the most drafts of
+        a sequence in a step; none with async scheduling, where the host does not know the last
+        token when a step begins. draft_model: what guesses them; without, look-up.
         """
         batch_size = model.params.max_batch_size
         runner = ModelRunner(

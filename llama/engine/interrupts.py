@@ -1,8 +1,7 @@
 """Ctrl-C while a step runs: held back until it has ended, or left to rank 0.
 
-In: a block. Out: the same block, which a first Ctrl-C does not break off between two statements, so
-that pages and counts need no repair. It knows neither sequences nor ranks. Python runs handlers in
-the main thread alone: in any other, nothing is to be done.
+A first Ctrl-C does not break a block off between two statements, so that pages and counts need no
+repair. Python runs handlers in the main thread alone: in any other, nothing is to be done.
 """
 
 import contextlib
@@ -17,8 +16,8 @@ from llama.ranks.signals import SIGNALS
 
 
 class InterruptHeldBack:
-    """A block after which Ctrl-C takes effect; a second one does at once. A class, as a generator
-    takes longer, and this is on the way of each token."""
+    """A block after which Ctrl-C takes effect; a second one does at once. (A generator would take
+    longer, and this is on the way of each token.)"""
 
     def __enter__(self) -> list[Any]:
         """A list that is empty while none has come."""

@@ -1,12 +1,10 @@
 """Rank 0 leads: it alone takes requests, and tells the other ranks before each step.
 
 In: what is added to rank 0's core and removed from it. Out: the same core on every rank, one step
-after the other. A message is JSON, in which floats keep their bits; no pickle crosses ranks. It has
-the number of the step, what was added and removed, and a checksum of what the step will compute: a
-rank that would compute something else is an error before the model runs.
-
+after the other. A message is JSON, in which floats keep their bits, and has a checksum of what the
+step will compute: a rank that would compute something else is an error before the model runs.
 While rank 0 has nothing to do, it sends an idle message now and then: each wait of the other ranks
-has a limit. It knows ids only; `llama.requests` decides who leads and when.
+has a limit. `llama.requests` decides who leads and when.
 """
 
 import functools
@@ -45,27 +43,21 @@ class Told(NamedTuple):
 
 @dataclass
 class Message:
-    """What rank 0 tells before a step, as JSON.
-
-    number: the step's; at the end, rank 0's call counter. added: with a serial, by which `removed`
-    names a sequence later.
-    """
+    """What rank 0 tells before a step, as JSON."""
 
     kind: int
-    number: int = 0
+    number: int = 0  # of the step; at the end, rank 0's call counter
     checksum: int = 0
-    added: list[tuple[int, Told]] = field(default_factory=list)
-    removed: list[int] = field(default_factory=list)
+    added: list[tuple[int, Told]] = field(default_factory=list)  # each with a serial,
+    removed: list[int] = field(default_factory=list)  # by which this names it later
 
 
 MESSAGE = TypeAdapter(Message)  # to JSON and back
 
 
 class Leader:
-    """Rank 0 while it leads: it steps its core, and the other ranks step theirs alike.
-
-    One thread at a time may use it, as the core.
-    """
+    """Rank 0 while it leads: it steps its core, and the other ranks step theirs alike. One thread
+    at a time may use it, as the core."""
 
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
         self._core = core
@@ -110,9 +102,7 @@ class Leader:
 
     def close(self, num_calls: int, *, interrupted: bool = False) -> None:
         """The other ranks stop following, and take over rank 0's call counter. All cores are empty.
-
-        interrupted: each of them gets a KeyboardInterrupt, as this rank has.
-        """
+        interrupted: each of them gets a KeyboardInterrupt, as this rank has."""
         self._has_ended.set()
         self._beat.join()
         with self._sending:
@@ -148,8 +138,8 @@ class Follower:
         self._num_steps = 0
 
     def follow(self) -> int:
-        """Make every step of rank 0, until it closes: its call counter. RankError if this rank has
-        diverged from it, which the whole group must end with."""
+        """Make every step of rank 0, until it closes: its call counter. RankError, which the group
+        must end with, if this rank has diverged from it."""
         with interrupt_ignored():
             while True:
                 data = self._parallel.broadcast_bytes(b"", is_idle=True)

@@ -2,7 +2,7 @@
 
 In: logits and sequences. Out: logits with logit_bias, bans and penalties. What a sequence had is
 counted on the device, token by token as it is drawn, so that the host neither looks at every token
-in every step nor must know the last one. No text, no model, no draw.
+in every step nor must know the last one.
 
 Shapes: B rows, one a sequence; P of them with penalties; V vocabulary; N rows of counts.
 """
@@ -22,8 +22,7 @@ _IN_PROMPT = 1 << 30  # in a count: the prompt has the token; what is below coun
 
 
 class LogitsProcessors:
-    """Those of one engine, which keeps what it knows of its sequences from step to step: what they
-    ask for is looked at again when one comes, goes, or moves."""
+    """Of one engine: what its sequences ask for is looked at when one comes, goes, or moves."""
 
     def __init__(self) -> None:
         self.rows: list[SamplingRow | None] = []  # of the last step: how each is drawn,

@@ -126,10 +126,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
-        """Begin a step; what is returned waits until its output is on the host.
-
-        Steps run in the order of the calls.
-        """
+        """Begin a step, in the order of the calls; what is returned waits for its output."""
         if self._spin is not None:
             self._spin.poll()
         with current(self.kv_cache.device):
@@ -188,10 +185,8 @@ class ModelRunner:
         is_greedy: bool,
         sample_all: Callable[[Tensor], Sampled],
     ) -> Sampled | None:
-        """The step by a graph; None where there are none, or not for this kind of step.
-
-        A step that cannot be recorded, for want of memory say, is the end of graphs.
-        """
+        """The step by a graph; None where there are none, or not for this kind of step. A step that
+        cannot be recorded, for want of memory say, is the end of graphs."""
         graphs, is_alone = self._graphs, self.model.parallel.size == 1
         if graphs is None or not graphs.takes(scheduled):
             return None
@@ -265,20 +260,17 @@ class ModelRunner:
     def _columns(self, sampled: Sampled, sampling: list[Sequence], is_greedy: bool) -> Tensor:
         """(B, 1), (B, 2) or (B, 2 + 2K) int32: ids, log-probabilities, top ids and theirs.
 
-        Floats keep their bits. Rank 0's values on every rank: unlike machines could round
-        differently. All of them go through one broadcast, and then one copy to the host. Ids alone
-        need no broadcast where the ranks compared their top tokens, nor between CPU ranks that
-        share memory: the logits that were gathered are the same bits on each, the machine is one,
-        and `llama.ops.sample` adds whole numbers, so that the threads of a rank do not matter. But
-        constraints can be rank 0's alone. Log-probabilities are sums of floats, whose order depends
-        on the threads.
+        Floats keep their bits. Rank 0's values on every rank, by one broadcast: unlike machines
+        could round differently, and log-probabilities are sums of floats, whose order depends on
+        the threads. Ids alone need none where the ranks compared their top tokens, nor between CPU
+        ranks that share memory: the gathered logits are the same bits on each, and
+        `llama.ops.sample` adds whole numbers. But constraints can be rank 0's alone.
         """
         parallel = self.model.parallel
         ids = sampled.ids.int()[:, None]
         if sampled.logprobs is None:
-            is_alike = parallel.shares_memory_of(ids) and not any(
-                s.is_constrained for s in sampling
-            )
+            is_constrained = any(seq.is_constrained for seq in sampling)
+            is_alike = parallel.shares_memory_of(ids) and not is_constrained
             return ids if is_greedy or is_alike else parallel.broadcast(ids.contiguous())
         columns = [ids, sampled.logprobs[:, None].view(torch.int32)]
         if sampled.top_ids is not None and sampled.top_logprobs is not None:

@@ -1,11 +1,8 @@
-"""The next token of each sequence: one batched call per step.
+"""The next token of each sequence: logits and sequences in, ids and log-probabilities out.
 
-Logits and sequences in, ids and log-probabilities out; no text, no model, no generator to carry.
 An id drawn depends on its own row, seed and position alone, not on the batch, the padding or how a
-device adds up: `llama.ops.sample` sees to that.
-
-Where the vocabulary is divided among ranks, greedy rows need no more of each share than its largest
-logit: `top_of_share` and `top_of_all` choose what `sample` would.
+device adds up: `llama.ops.sample` sees to that. Where the vocabulary is divided among ranks, greedy
+rows need no more of each share than its largest logit: `top_of_share`, `top_of_all`.
 
 Shapes: B rows, one a sequence; V vocabulary; K likeliest tokens.
 """
@@ -68,10 +65,8 @@ def sample(
 
 
 def needs_top_only(sequences: Seq[Sequence]) -> bool:
-    """Whether `sample` would take the top token of each row as the logits are, and say no more.
-
-    What filters a draw (top_p, top_k, min_p) never removes the top token.
-    """
+    """Whether `sample` would take the top token of each row as the logits are, and say no more:
+    what filters a draw (top_p, top_k, min_p) never removes that."""
     return all(
         p.takes_top
         and not seq.is_constrained
@@ -88,19 +83,15 @@ def top_ids(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
 
 
 def top_of_share(logits: Tensor, first: int, kernels: KernelSet = TORCH_ONLY) -> Tensor:
-    """A rank's share of the logits (B, V / ranks) float32, from id `first` on -> (B, 2) int32.
-
-    Of each row: the bits of its largest logit, NaN where there is one, and that logit's lowest id.
-    """
+    """A rank's share of the logits (B, V / ranks) float32, from id `first` on -> (B, 2) int32: of
+    each row the bits of its largest logit, NaN where there is one, and that logit's lowest id."""
     row_max, ids = top_tokens(logits, kernels)
     return torch.stack((row_max.view(torch.int32), (ids + first).int()), dim=-1)
 
 
 def top_of_all(pairs: Tensor) -> Tensor:
-    """What `top_of_share` gave on each rank, (B, 2 * ranks) in order -> (B) ids, as `sample`'s.
-
-    It compares and does not compute: the same pairs are the same ids on any machine.
-    """
+    """What `top_of_share` gave on each rank, (B, 2 * ranks) in order -> (B) ids, as `sample`'s. It
+    compares and does not compute: the same pairs are the same ids on any machine."""
     values, ids = pairs.unflatten(-1, (-1, 2)).unbind(dim=-1)
     row_max, rank = values.contiguous().view(torch.float32).max(dim=-1)  # of equal ones the first
     return ids.gather(-1, rank[:, None]).squeeze(-1).long().where(row_max.isfinite(), -1)

@@ -67,11 +67,9 @@ class Scheduler:
         self._leave(seq)
 
     def schedule(self) -> list[Scheduled]:
-        """Running sequences first, oldest first; then the queue, while budget and pages last.
-
-        The items come back with the single tokens in front, as `Batch` wants them. Their tokens
-        count as computed from now on: steps run in the order in which they are scheduled.
-        """
+        """Running sequences first, oldest first; then the queue, while budget and pages last. The
+        items have the single tokens in front, as `Batch` wants them. Their tokens count as computed
+        from now on: steps run in the order in which they are scheduled."""
         budget = self.token_budget
         chosen: list[Scheduled] = []
         row = 0
@@ -116,11 +114,9 @@ class Scheduler:
         scheduled.sort(key=lambda item: item.count > 1)
 
     def update(self, scheduled: list[Scheduled], results: RowResults) -> None:
-        """After a step: each sequence takes its results; what ended is let go.
-
-        What ended while the step ran gets nothing of it. Pages are let go at once, even where the
-        step after it has begun: what is written there next is written by a later step.
-        """
+        """After a step: each sequence takes its results, but for those that ended meanwhile. The
+        pages of what has ended are let go at once, even where the step after it has begun: what is
+        written there next is written by a later step."""
         num_sampled = num_scored = 0
         for item in scheduled:
             seq, samples, scores = item.sequence, item.num_samples, item.num_scores
@@ -202,10 +198,8 @@ class Scheduler:
         seq.num_offered = full
 
     def _admit(self, seq: Sequence) -> bool:
-        """Move the head of the queue to running, if all its known tokens have room now.
-
-        One that was preempted while a token of it was pending waits for that token.
-        """
+        """Move the head of the queue to running, if all its known tokens have room now. One that
+        was preempted while a token of it was pending waits for that token."""
         if seq.num_pending:
             return False
         found = self.pool.match_prefix(self._reusable_hashes(seq))
@@ -238,10 +232,8 @@ class Scheduler:
         return hashes
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Allocate pages for `count` more tokens, preempting the youngest running sequences.
-
-        False if `seq` itself was preempted.
-        """
+        """Allocate pages for `count` more tokens, preempting the youngest running sequences. False
+        if `seq` itself was preempted."""
         if seq.num_computed + count <= len(seq.pages) * self.pool.page_size:
             return True
         wanted = self.pool.pages_for(seq.num_computed + count)

@@ -23,10 +23,7 @@ _GREEDY_BELOW = 1e-5  # temperatures under it take the top token, as in vLLM
 
 @dataclass(frozen=True, kw_only=True)
 class TokenParams:
-    """What the sampler reads of a request: numbers and ids. `SamplingParams` explains the fields.
-
-    bad_words: sequences of ids; the last id of one must not follow the ids before it.
-    """
+    """What the sampler reads of a request: numbers and ids. See `SamplingParams`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,7 +33,7 @@ class TokenParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of one must not follow the others
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -1,7 +1,6 @@
-"""params.json of a Llama 3 model: read, checked, and with the sizes that follow from it.
+"""params.json of a Llama 3 model, or config.json, translated: contents in, `ModelArgs` out.
 
-In: the contents of params.json (or of config.json, translated). Out: `ModelArgs`. Here no file is
-opened and no tensor is made.
+No file is opened, and no tensor is made.
 """
 
 from dataclasses import dataclass, fields
@@ -110,8 +109,9 @@ class ModelArgs:
                 sizes = f"dim={self.dim} / n_heads={self.n_heads}"
                 raise ValueError(f"{sizes} must be an even whole number, the size of a head")
             if self.n_heads % self.kv_heads:
-                sizes = f"n_heads={self.n_heads}"
-                raise ValueError(f"n_kv_heads={self.kv_heads} does not divide {sizes}")
+                raise ValueError(
+                    f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
+                )
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
 

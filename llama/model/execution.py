@@ -48,11 +48,9 @@ class SubLayer:
 
 
 class OpLayers:
-    """A sequence of ops called from Python, on any device and in any format.
-
-    On a GPU a layer is four products and five kernels. The bytes are those of the modules: the same
-    ops in the same order, but that a residual and the norm after it are one op.
-    """
+    """A sequence of ops called from Python, on any device and in any format. The bytes are those of
+    the modules: the same ops in the same order, but that a residual and the norm after it are one
+    op. On a GPU a layer is four products and five kernels."""
 
     def __init__(
         self, plan: LayerPlan, sublayers: Sequence[SubLayer], kernels: KernelSet = TORCH_ONLY
@@ -70,11 +68,8 @@ class OpLayers:
         batch: Batch,
         all_reduce: AllReduce | None = None,
     ) -> Tensor:
-        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, W), written in place -> (T, E).
-
-        kv_cache: one that it `supports`.
-        all_reduce: sums over the ranks, in place or not, where each has a share of the weights.
-        """
+        """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, W) that it `supports`, written in
+        place -> (T, E). all_reduce: sums over the ranks, in place or not, where there are some."""
         pages, first = iter(kv_cache.unbind()), self.sublayers[0].norm
         normed, kernels = rms_norm(x, first.weight, first.eps, self.kernels), self.kernels
         following = [sublayer.norm for sublayer in self.sublayers[1:]]
@@ -176,10 +171,8 @@ Executor = OpLayers | NativeLayers
 
 
 class LayerExecution:
-    """Finds the executor of the layers, and makes it again when they have changed.
-
-    definitions: the forward of each kind of module that a layer is made of. sublayers: reads them.
-    """
+    """Finds the executor of the layers, and makes it again when they have changed. definitions: the
+    forward of each kind of module that a layer is made of. sublayers: reads them."""
 
     def __init__(
         self,

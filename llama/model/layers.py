@@ -21,11 +21,8 @@ from llama.weights import PlainWeight, Weight
 
 
 class WatchedModule(nn.Module):
-    """A module that counts its changes: another part, weight, forward, class or setting.
-
-    `llama.model.execution` looks at the count instead of the modules; hooks, and where the numbers
-    of a weight lie, it sees itself.
-    """
+    """A module that counts its changes: another part, weight, forward, class or setting. Hooks, and
+    where the numbers of a weight lie, `llama.model.execution` sees itself."""
 
     num_changes = 0
 
@@ -53,13 +50,10 @@ def unfilled(
 
 
 class Matrix(WatchedModule):
-    """A weight (N, K) in some format; state dicts show it plain.
-
-    `names`: of the tensors of Meta's checkpoint that it is made of, one below the other.
-    """
+    """A weight (N, K) in some format; state dicts show it plain."""
 
     weight: Weight
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # of the tensors of Meta's checkpoint that it is made of, in order
 
     def __init__(self, n_out: int, n_in: int) -> None:
         super().__init__()
@@ -71,8 +65,8 @@ class Matrix(WatchedModule):
         super().__setattr__(name, value)
 
     def pack(self, quantize: str | None = None) -> None:
-        """Put the weight in the format asked for, or this machine's fastest; views of it are
-        invalid afterwards. What is packed already stays so."""
+        """Put a plain weight in the format asked for, or this machine's fastest; views of it are
+        invalid afterwards."""
         if isinstance(self.weight, PlainWeight):
             plain = self.weight.plain()
             self.weight = weights.packed(plain, quantize, plain.device)
@@ -104,10 +98,8 @@ class Linear(Matrix):
 
 
 class ColumnParallelLinear(Linear):
-    """(..., in) -> (..., out / size): each rank holds `out / size` rows of the weight.
-
-    gather_output: the result is (..., out) on every rank.
-    """
+    """(..., in) -> (..., out / size), or with gather_output (..., out) on every rank: each holds
+    `out / size` rows of the weight."""
 
     def __init__(
         self, n_in: int, n_out: int, parallel: ModelParallel, *, gather_output: bool = False
@@ -171,13 +163,10 @@ class RMSNorm(WatchedModule):
 
 
 class FusedBlock(WatchedModule):
-    """A block that holds several of Meta's matrices as one, `fused`; state dicts show each.
+    """A block that holds several of Meta's matrices as one, `fused`; state dicts show each. rows:
+    of each matrix by Meta's name, in the order in which they are stored."""
 
-    `rows`: of each matrix by Meta's name, in the order in which they are stored.
-    `elsewhere`: what Meta's block also has and this one does not, and where to find it.
-    """
-
-    elsewhere: ClassVar[dict[str, str]] = {}
+    elsewhere: ClassVar[dict[str, str]] = {}  # what only Meta's block has, and where to find it
     kernels: KernelSet = TORCH_ONLY
 
     def __init__(self, fused: str, rows: dict[str, int]) -> None:

@@ -1,8 +1,7 @@
 """What the layers of a model are, on one rank: the one description that all who run them share.
 
-In: the sizes of a model and the number of ranks that divide it. Out: a `LayerPlan`: which kinds of
-sublayer stand in which order, how many heads and numbers this rank has of each, and so the shape of
-its KV cache. The modules are built from it, and the executors and the memory estimate read it.
+In: the sizes of a model and the number of ranks that divide it. Out: a `LayerPlan`. The modules are
+built from it; the executors and the memory estimate read it. It holds no weights.
 """
 
 from dataclasses import dataclass
@@ -17,10 +16,7 @@ ATTENTION, FEED_FORWARD = "attention", "feed_forward"  # the names of Meta's blo
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """dim and head_dim are the model's; heads and ffn_dim are this rank's share.
-
-    kinds: of the sublayers of one layer, in order; each is x + kind(norm(x)).
-    """
+    """dim and head_dim are the model's; heads and ffn_dim are this rank's share."""
 
     n_layers: int
     dim: int
@@ -29,7 +25,7 @@ class LayerPlan:
     head_dim: int
     ffn_dim: int
     eps: float
-    kinds: tuple[str, ...] = (ATTENTION, FEED_FORWARD)
+    kinds: tuple[str, ...] = (ATTENTION, FEED_FORWARD)  # of a layer, in order: x + kind(norm(x))
     kv_format: KVFormat = AS_COMPUTED
 
     @classmethod

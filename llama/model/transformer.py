@@ -109,11 +109,9 @@ def _sublayers(block: TransformerBlock) -> list[SubLayer]:
 
 
 class Transformer(nn.Module):
-    """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled.
-
-    `loading_order` says where each tensor of Meta's checkpoint belongs; with device="meta" nothing
-    is allocated. fills_late: no memory for a layer's matrices until `loading_order` comes to them.
-    """
+    """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled: see
+    `loading_order`. With device="meta" nothing is allocated. fills_late: no memory for a layer's
+    matrices until `loading_order` comes to them."""
 
     quantization: str | None = None  # the format that the weights were rounded to, if they were
 
@@ -170,10 +168,8 @@ class Transformer(nn.Module):
         return [cast(TransformerBlock, layer) for layer in self.layers]
 
     def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
-        """Each part of the model, and Meta's names -> the views that hold this rank's share of it.
-
-        One after the other, so that a part can be packed before the next takes memory.
-        """
+        """Each part of the model, and Meta's names -> the views that hold this rank's share of it:
+        one after the other, so that a part can be packed before the next takes memory."""
         matrices = [module for module in self.modules() if isinstance(module, Matrix)]
         assert all(isinstance(x.weight, PlainWeight) for x in matrices), "the weights are packed"
         embedding = self.tok_embeddings.weight.plain()
@@ -260,9 +256,7 @@ class Transformer(nn.Module):
 
     def execution_path(self) -> Executor | None:
         """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
-
-        The same object means the same operators on the same weights.
-        """
+        The same object means the same operators on the same weights."""
         ends = (self.tok_embeddings, self.norm, self.output)
         if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
             return None
@@ -278,12 +272,9 @@ class Transformer(nn.Module):
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, start_pos: int) -> Tensor:
-        """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V).
-
-        Hooks on the layers, their parts and the norm see (B, S, E). Keys and values of
-        max_batch_size x max_seq_len tokens are kept from call to call. Raises ValueError where B or
-        start_pos + S is beyond them.
-        """
+        """Meta's signature: tokens (B, S) at start_pos on -> float32 logits (B, S, V). Hooks see
+        (B, S, E). Keys and values of max_batch_size x max_seq_len tokens are kept from call to
+        call; ValueError where B or start_pos + S is beyond them."""
         p, (n, count) = self.params, tokens.shape
         if n > p.max_batch_size or start_pos + count > p.max_seq_len or start_pos < 0:
             raise ValueError(

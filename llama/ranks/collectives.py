@@ -1,8 +1,7 @@
 """What the ranks of a group do together: sum, gather, broadcast, agree, compare.
 
-In: the process groups and the shared memory that groups.py made. Out: a `ModelParallel`, the handle
-by which a rank reduces, gathers and agrees with its peers. Only tensors of a fixed layout cross
-ranks: never pickles. It must not know how the groups came to be.
+In: the process groups and the shared memory that groups.py made. Out: a `ModelParallel`. Only
+tensors of a fixed layout cross ranks: never pickles. It must not know how the groups came to be.
 """
 
 import contextlib
@@ -47,10 +46,8 @@ class ModelParallel:
         return self.data_rank * self.size + self.rank
 
     def step(self) -> contextlib.AbstractContextManager[None]:
-        """A block that the ranks run together. If it raises, or does not end, the job ends.
-
-        The exception is raised, so that `finally` blocks run; the process ends 2 seconds later.
-        """
+        """A block that the ranks run together. If it raises, or does not end, the job ends. The
+        exception is raised, so that `finally` blocks run; the process ends 2 seconds later."""
         return self.watch.step(self.timeout_s) if self.watch else _NOT_WATCHED
 
     def ranks_alive(self) -> list[bool]:
@@ -111,10 +108,8 @@ class ModelParallel:
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
         """Rank 0's bytes, on every rank of the group. One thread per rank may call it at a time.
-
-        is_idle: rank 0 may leave the others without a message for any time. In shared memory they
-        then sleep for as long as all processes live; over gloo the wait has its limit.
-        """
+        is_idle: rank 0 may be silent for any time; in shared memory the others then sleep for as
+        long as all processes live, and over gloo the wait has its limit."""
         if self.control is None or self.size == 1:
             return data
         if self.shared is None:
@@ -123,13 +118,12 @@ class ModelParallel:
 
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
-        """Run the block on every rank of the group or world. If it raises on one, it raises on all.
+        """Run the block on every rank of the group or world. If it raises on one, it raises on all:
+        the exception on its own rank, and `RankError` on the rest.
 
-        An exception in the block is raised again on its own rank, and as `RankError` on the rest.
         What the block appends to the list it gets (anything with an exact repr) must be the same on
         every rank: else each rank gets a ValueError that names `what`, and the first text that
-        differs, where texts are appended. Every rank must come here; the wait for one that does not
-        ends after the timeout given to `connect`.
+        differs, where texts are appended. Every rank must come here, within `timeout_s`.
         """
         must_match: list[object] = []
         error: Exception | None = None
@@ -154,10 +148,8 @@ def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
 
 
 def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
-    """The bytes of the first rank of a gloo group, on all of its ranks.
-
-    A message of up to 504 bytes is one broadcast: [length, message, zeros].
-    """
+    """The bytes of the first rank of a gloo group, on all of its ranks. A message of up to 504 is
+    one broadcast: [length, message, zeros]."""
     if dist.get_rank(group):
         data = b""
     room = _FRAME_BYTES - _LENGTH_BYTES
@@ -175,8 +167,7 @@ def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
 def _compare(
     group: dist.ProcessGroup, what: str, must_match: list[object], error: Exception | None
 ) -> None:
-    """Exchange (failed?, sha256 of must_match, the error or the texts to compare); raise where a
-    peer failed or differs."""
+    """Exchange (failed?, sha256 of must_match, the error or the texts); raise for a peer's."""
     texts = "\n".join(each for each in must_match if isinstance(each, str))
     message = f"{type(error).__name__}: {error}" if error else texts
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
@@ -193,14 +184,10 @@ def _compare(
     for name, row, message in zip(names, rows, told, strict=True):
         if row[: 1 + len(digest)] != rows[0][: 1 + len(digest)]:
             pairs = zip(told[0].split("\n"), message.split("\n"), strict=False)
-            first, other = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            texts = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            first, other = (f" ({text})" if text else "" for text in texts)
             raise ValueError(
-                f"{what} differ between rank {names[0]}{_in_brackets(first)} and rank {name}"
-                f"{_in_brackets(other)} of one job (this is rank {dist.get_rank()}). Every rank of "
-                "a group must make the same calls with the same arguments: read the input on one "
-                "rank, or from the same file."
+                f"{what} differ between rank {names[0]}{first} and rank {name}{other} of one job "
+                f"(this is rank {dist.get_rank()}). Every rank of a group must make the same calls "
+                "with the same arguments: read the input on one rank, or from the same file."
             )
-
-
-def _in_brackets(text: str) -> str:
-    return f" ({text})" if text else ""

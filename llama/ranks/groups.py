@@ -1,10 +1,8 @@
 """Process groups: from torchrun's variables to groups that are made, and back.
 
-In: the variables (none are needed for one process). Out: a `ModelParallel` of collectives.py, and a
-ValueError or RankError where the groups cannot be made. This file alone imports fairscale.
-
-WORLD_SIZE = data parallel x model parallel; a model-parallel group is consecutive ranks, so that it
-stays inside one machine where it can.
+In: the variables (none are needed for one process). Out: a `ModelParallel` of collectives.py. A
+model-parallel group is consecutive ranks, so that it stays inside one machine where it can. This
+file alone imports fairscale.
 """
 
 import atexit
@@ -37,11 +35,8 @@ _INTRODUCTION_BYTES = 512  # what a rank says of itself when ranks share memory
 
 
 def started_processes() -> int:
-    """How many processes torchrun's variables describe: 1 where there are none.
-
-    ValueError for a WORLD_SIZE without the variables that belong to it: torch says then that
-    "environment variable RANK expected, but not set".
-    """
+    """How many processes torchrun's variables describe: 1 where there are none. ValueError for a
+    WORLD_SIZE without the variables that belong to it."""
     text = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if text != "1" and missing:
@@ -56,10 +51,8 @@ def connect(
     model_parallel_size: int | None, device: torch.device, timeout_s: float
 ) -> ModelParallel:
     """Join the process groups that torchrun's variables describe; alone, make groups of one.
-
-    The size defaults to the world size. `timeout_s` (seconds) bounds every wait for another rank.
-    Raises ValueError where the size does not divide the world, or differs from an earlier one.
-    """
+    `timeout_s` (seconds) bounds every wait for another rank. ValueError where the size, by default
+    the world's, does not divide that, or differs from an earlier one."""
     world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
     size = world_size if model_parallel_size is None else model_parallel_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
@@ -103,11 +96,9 @@ def _loopback_if_alone() -> Iterator[None]:
 
 
 def _join_alone() -> None:
-    """The groups that scripts for Meta's build find, of this one process, with no port or thread.
-
-    torch's backend "fake" answers each collective at once, as if all ranks sent the same. Of one
-    rank that is the truth. gloo would listen on four ports and start a dozen threads.
-    """
+    """The groups that scripts for Meta's build find, of this one process. torch's backend "fake"
+    answers each collective at once, as if all ranks sent the same, which is true of one. gloo would
+    listen on four ports and start a dozen threads."""
     if not dist.is_initialized():
         atexit.register(disconnect)
         backend = "fake" if torch_private.register_fake_backend() else "gloo"
@@ -123,8 +114,7 @@ def _make_fairscale_groups(size: int) -> None:
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """Wait for the other ranks, and make the groups: RankError where one does not come, or where
-    they cannot reach each other. What torch says of that is one line here.
-    """
+    they cannot reach each other."""
     watch = Watch.of_process()
     if watch is not None:  # an earlier call of this process
         store = torch_private.default_store()
@@ -149,9 +139,7 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
 
 def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store, Watch]:
     """Wait until all ranks have come, and watch them from then on: the store where they met.
-
-    RankError where one does not come, and ValueError where they differ in the size of their groups.
-    """
+    RankError where one does not come, ValueError where they differ in the size of their groups."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     peers = Peers(rank, size)
     opened: list[Any] = []  # torch has no type for `clone`
@@ -266,15 +254,14 @@ def _make_groups(
 
 
 def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:
-    """nccl makes a group's buffers, up to a GiB, at its first sums of few bytes and of many: now,
-    as memory is measured after it."""
+    """nccl makes a group's buffers, up to a GiB, at its first sums: before memory is measured."""
     for count in (1, _MANY):
         dist.all_reduce(torch.zeros(count, device=device), group=group)
 
 
 def check_carries(backends: str, device: torch.device) -> None:
-    """ValueError where a group with these backends, as "cpu:gloo,cuda:nccl", cannot exchange
-    tensors of `device`: the program may have made the groups before this runtime came."""
+    """ValueError where a group with these backends, as "cpu:gloo,cuda:nccl", which the program may
+    have made itself, cannot exchange tensors of `device`."""
     if device.type not in {part.split(":")[0] for part in backends.split(",")}:
         raise ValueError(
             f"device='{device}', but this process joined process groups that carry other tensors "

@@ -3,8 +3,7 @@
 In: a Python command line, and how many ranks shall run it. Out: the exit code of the work. The
 ranks get torchrun's variables, and meet at a port of loopback that is open before they start, so
 that no other process can take it. They stay in this process group, and so have its terminal; rank 0
-alone has standard input. torch's own agent, as a library, would import torch where it is not
-needed, give each rank a session without the terminal, and end with a traceback after each SIGTERM.
+alone has standard input. (torch's own agent gives each rank a session without the terminal.)
 """
 
 import contextlib
@@ -33,10 +32,8 @@ def agent() -> int:
 
 def launch(command: Sequence[str], num_ranks: int) -> int:
     """Run the command on every rank. The exit code: 0, or that of the first rank that failed, which
-    is 128 + n for a signal. The calling process can do nothing else.
-
-    Signals are passed on. SIGKILL cannot be: the ranks see that this process is gone, and end.
-    """
+    is 128 + n for a signal. Signals are passed on. SIGKILL cannot be: the ranks see that this
+    process is gone, and end."""
     mode = termios.tcgetattr(0) if os.isatty(0) else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = [_start(command, rank, num_ranks, listener) for rank in range(num_ranks)]

@@ -1,7 +1,6 @@
 """The other ranks, as one rank sees them: what each said of itself, and which processes ended.
 
-In: what ranks said of themselves in torch's store. Out: those of this machine, whose processes are
-looked at. It must not know how ranks talk.
+It must not know how ranks talk.
 """
 
 import contextlib
@@ -17,17 +16,14 @@ from llama.ranks import processes
 
 @dataclass
 class PeerInfo:
-    """A rank: what it says of itself, and what another rank has seen of it since it came.
-
-    Without a pidfd it is on another machine, or the system has none to give.
-    """
+    """A rank: what it says of itself, and what another rank has seen of it since it came."""
 
     rank: int
     host: str
     pid: int
     machine: str
     group_size: int  # that it was asked to make
-    pidfd: int | None = None
+    pidfd: int | None = None  # None: on another machine, or the system has none to give
     gone_at: float | None = None  # when its process was seen to have ended
     stopped_s: float = 0.0  # for how long it has been stopped while this rank ran
     has_left: bool = False  # it said so, and its script may go on alone
@@ -85,10 +81,8 @@ class Peers:
                 peer.gone_at = time.monotonic()
 
     def note_stops(self, seconds: float) -> None:
-        """Which processes of this machine are stopped? seconds: of this rank since it last looked.
-
-        Where all ranks are stopped and go on again, none has lived through the stop of another.
-        """
+        """Which processes of this machine are stopped? seconds: of this rank since it last looked,
+        so that none counts where all were stopped, and go on again."""
         for peer in self.local:
             is_stopped = not peer.is_over and processes.is_suspended(peer.pid)
             peer.stopped_s = peer.stopped_s + seconds if is_stopped else 0.0

@@ -1,8 +1,7 @@
 """Processes of this machine: are they there, are they stopped, how did they end? How to end.
 
 In: a process id. Out: a pidfd (pidfd_open(2)) that becomes readable when the process ends, and
-words for its end. Elsewhere than on Linux `open_process` gives None, and each rank counts as a
-machine of its own. This file knows nothing of ranks.
+words for its end. Elsewhere than on Linux there is none, and each rank is a machine of its own.
 """
 
 import _thread
@@ -39,8 +38,8 @@ def has_ended(pid: int) -> bool:
 
 
 def ranks_started_by(pid: int) -> set[int]:
-    """The RANKs that live children of a process were started with: none where that is itself a
-    rank, as a script that starts another one, or where their environments cannot be read."""
+    """The RANKs that live children of a process were started with: none where that is a rank
+    itself, or where their environments cannot be read."""
     try:
         if _started_rank(pid) is not None:
             return set()
@@ -70,10 +69,8 @@ def machine_id() -> str:
 
 
 class KillTimer:
-    """The kernel kills this process where it does not set the timer again in time.
-
-    It does so even to a process that is stopped, which can do nothing itself (timer_create(2)).
-    """
+    """The kernel kills this process, even if it is stopped, where it does not set the timer again
+    in time (timer_create(2))."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -100,10 +97,7 @@ def is_suspended(pid: int) -> bool:
 
 def wait_status(pid: int, pidfd: int) -> int | None:
     """The status of an ended process, as wait(2) gives it to the parent; None where it is unknown.
-
-    Until the parent has asked, the process is a zombie and /proc shows it (proc(5), `exit_code`);
-    afterwards its pidfd knows it.
-    """
+    Until the parent has asked, /proc shows it (proc(5), `exit_code`); then its pidfd knows it."""
     fields = _stat(pid)
     if fields[:1] == ["Z"]:
         return int(fields[-1])
@@ -147,9 +141,7 @@ def describe_end(status: int | None) -> str:
 @contextlib.contextmanager
 def or_exit(last_words: bytes, before: Sequence[Callable[[], None]]) -> Iterator[None]:
     """A block without which this process could stay for ever: if it raises, the process ends.
-
-    last_words need no memory; the rest is said where there is some.
-    """
+    last_words need no memory; the rest is said where there is some."""
     try:
         yield
     except KeyboardInterrupt:
@@ -165,7 +157,6 @@ def or_exit(last_words: bytes, before: Sequence[Callable[[], None]]) -> Iterator
 
 def exit_now(code: int, before: Sequence[Callable[[], None]]) -> None:
     """os._exit: a thread has no other way to end a process whose main thread is in C++."""
-
     flushed = threading.Lock()
 
     def flush() -> None:

@@ -32,13 +32,9 @@ class Store(Protocol):
     """What is used of torch's stores."""
 
     def set(self, key: str, value: str) -> None: ...
-
     def get(self, key: str) -> bytes: ...
-
     def check(self, keys: list[str]) -> bool: ...
-
     def add(self, key: str, amount: int) -> int: ...
-
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
@@ -78,10 +74,8 @@ class Rendezvous:
         self._thread.start()
 
     def close(self) -> None:
-        """This rank is done. Where all had met, the others are told that it leaves in order.
-
-        Rank 0, which may hold the store, gives them a moment to read it.
-        """
+        """This rank is done. Where all had met, the others are told that it leaves in order. Rank
+        0, which may hold the store, gives them a moment to read it."""
         if self.has_met.is_set():
             self._has_left, began = True, time.monotonic()
             self._wait(lambda: self.has_read_since(began))
@@ -103,11 +97,9 @@ class Rendezvous:
         return self.read_at > then or bool(self._error) or time.monotonic() - then > GRACE_S
 
     def failure(self) -> str:
-        """A cause to end the job that this rank sees in the store; "" while all is well.
-
-        Silence counts from when this process runs itself: after a pause of the whole machine it has
-        heard nobody, and that is nobody's fault.
-        """
+        """A cause to end the job that this rank sees in the store; "" while all is well. Silence
+        counts from when this process runs itself: after a pause of the whole machine it has heard
+        nobody, and that is nobody's fault."""
         now = time.monotonic()
         if now - self._asked_at > SILENCE_S / 2:
             self._awake_at = now
@@ -130,11 +122,9 @@ class Rendezvous:
         return ""
 
     def claim(self, cause: str, grace_s: float) -> bool:
-        """Whether this rank is to say why the job ends: it is the first that asks the store. Where
-        that does not answer, it is the first of each machine, or of each torchrun.
-
-        grace_s: how long the others wait for torchrun to end them.
-        """
+        """Whether this rank is to say why the job ends: it is the first that asks the store, or,
+        where that does not answer, the first of each machine, or of each torchrun. grace_s: how
+        long the others wait for torchrun to end them."""
         self._claim = json.dumps([self.peers.own.rank, cause, grace_s])
         self._is_wanted.set()
         first = self.peers.all.get(0)  # where the store is, if it is not torchrun's
@@ -152,10 +142,8 @@ class Rendezvous:
         return own == min(processes.ranks_started_by(agent()), default=own - local)
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
-        """Wait until something listens there: torch's own wait cannot be broken off.
-
-        is_agents: torchrun's agent listens there, and has done so before it started any rank.
-        """
+        """Wait until something listens there: torch's own wait cannot be broken off. is_agents:
+        torchrun's agent does, and has done so before it started any rank."""
         refusals = 0
         while time.monotonic() < self._deadline and not self._is_done.is_set():
             try:
@@ -226,8 +214,8 @@ class Rendezvous:
         return f"{self._prefix}/{name}"
 
     def _describe_error(self, now: float) -> str:
-        """What the store's error is to the job: nothing for as long as it may follow from the end
-        of a rank, and on one machine, where the ranks see each other without it."""
+        """What the store's error is to the job: nothing while it may follow from the end of a rank,
+        and on one machine, where the ranks see each other without it."""
         if now - self._error_at < GRACE_S:
             return ""
         if not self.has_met.is_set():

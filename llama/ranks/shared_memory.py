@@ -1,8 +1,8 @@
 """Shared memory between the ranks of one machine: tensors on the CPU, and messages from rank 0.
 
 In: a way to exchange a few bytes once, to meet, and one to ask whether the job fails. Out:
-all-reduce, all-gather, broadcast and messages in microseconds, where a rank that does not come is a
-`RankError`. The kernels are in ops/cpu/shared_memory.cpp.
+all-reduce, all-gather, broadcast and messages in microseconds. The kernels are in
+ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed, which serves ranks elsewhere.
 
 The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
 that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
@@ -46,11 +46,8 @@ Exchange = Callable[[bytes], list[bytes]]
 
 class SharedMemory:
     """One rank's end of the segment. One thread at a time may use it for tensors, another for
-    messages.
-
-    names: the ranks as errors name them. `timeout_s` bounds each wait for another rank, and so does
-    `is_ending`, which says that one of them has failed.
-    """
+    messages. names: the ranks as errors name them. timeout_s: of each wait for another rank; a
+    `RankError` ends it then, or where `is_ending` says that one of them has failed."""
 
     def __init__(
         self,
@@ -81,11 +78,9 @@ class SharedMemory:
         timeout_s: float,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> "SharedMemory | None":
-        """Meet the other ranks: one for this rank, or None on every rank.
-
-        None where a rank is on another machine, or cannot map the memory of the first.
-        exchange: this rank's bytes -> those of all ranks, in order. All ranks call it alike.
-        """
+        """Meet the other ranks: one for this rank, or None on every rank, where one is on another
+        machine, or cannot map the memory of the first. exchange: this rank's bytes -> those of all
+        ranks, in order. All ranks call it alike."""
         machine = _machine()
         fd = _create(len(names)) if machine and rank == 0 else None
         met = exchange(f"{machine}\n{os.getpid()}\n{fd}".encode())
@@ -128,17 +123,14 @@ class SharedMemory:
             x.copy_(whole)
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Rank 0's bytes on every rank; the others sleep until it sends some.
-
-        is_idle: wait for the first of them without a limit.
-        """
+        """Rank 0's bytes on every rank; the others sleep until it sends some. is_idle: wait for the
+        first of them without a limit."""
         if self.rank == 0:
             for start in range(0, max(1, len(data)), _FRAME_BYTES):
                 part = data[start : start + _FRAME_BYTES]
                 self._frame_bytes[: len(part)] = part
                 has_more = int(start + _FRAME_BYTES < len(data))
-                args = (self._frame, len(part), has_more)
-                self._run("shared_send", self._ring, *args)
+                self._run("shared_send", self._ring, self._frame, len(part), has_more)
             return data
         parts, has_more = [], 1
         while has_more:
@@ -158,19 +150,15 @@ class SharedMemory:
         return state
 
     def _run(self, name: str, channel: Tensor, *args: Tensor | int, has_limit: bool = True) -> None:
-        code = native.call(name, channel, *args)
-        if code != _DONE:
-            limit = self.timeout_s if has_limit else math.inf
-            self._wait(code, name, channel, args, limit)
-
-    def _wait(
-        self, code: int, name: str, channel: Tensor, args: tuple[Tensor | int, ...], limit: float
-    ) -> None:
-        """Call again until done. Each call sleeps for up to 100 ms.
+        """Call until done. Each call sleeps for up to 100 ms.
 
         An interrupt (Ctrl-C) of an exchange of tensors is raised after it, as the ranks would be
         out of step; a second one at once. While no message has come, nothing is under way.
         """
+        code = native.call(name, channel, *args)
+        if code == _DONE:
+            return
+        limit = self.timeout_s if has_limit else math.inf
         began, interrupt = time.monotonic(), None
         while code != _DONE:
             try:
@@ -223,11 +211,9 @@ def _describe(code: int, name: str) -> str:
 
 
 def _machine() -> str:
-    """The same on all ranks that can share memory with this one; empty where none can.
-
-    A network namespace of its own stands for a machine of its own, and so does an agent of torchrun
-    (GROUP_RANK is its number): whoever starts two of them on one host tries two machines out.
-    """
+    """The same on all ranks that can share memory with this one; empty where none can. An agent of
+    torchrun (GROUP_RANK is its number) stands for a machine: whoever starts two of them on one host
+    tries two machines out."""
     if not hasattr(os, "memfd_create"):
         return ""
     # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.

@@ -2,7 +2,6 @@
 
 In: signals, and whether the command wants to finish what runs. Out: `stop_requested`, and the bytes
 of a pipe for the thread that reads it. What a program installed for a signal before stays as it is.
-torchrun passes each signal that it gets on to every rank, and kills what is left after 30 seconds.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""A step that does not end: which rank is it that the others wait for, or which one has left?
-
-In: what each rank last said of where it is. Out: the name of the one at fault, or None where all
-wait alike.
-"""
+"""A step that does not end: which rank is it that the others wait for, or which one has left?"""
 
 import sys
 from pathlib import Path
@@ -17,9 +13,7 @@ _WAITING = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "
 
 def rank_state(thread: int | None, what: str, steps: int) -> dict[str, Any]:
     """The state of this rank: what it waits for others in ("": nothing), and since which step.
-
-    `waits` tells a rank that waits inside a collective from one that computes, or is stuck.
-    """
+    `waits` tells a rank that waits inside a collective from one that computes, or is stuck."""
     frame = sys._current_frames().get(thread) if thread is not None else None
     waits = False
     while frame is not None:
@@ -43,8 +37,8 @@ def find_stalled_rank(
     """Who is elsewhere while others wait, and what it does: "rank 1 on HOST is stopped ...".
 
     overdue: when this rank's wait reached its limit; only what was heard after it counts. read_at:
-    when the store was last read. Where all are in the same place one may be slow, and nobody is
-    named; a rank of another machine that says nothing is left to the limit of its silence.
+    when the store was last read. None where all are in the same place, as one may be slow; a rank
+    of another machine that says nothing is left to the limit of its silence.
     """
     here = [peer for peer in peers.local if not peer.is_over]
     for peer in here:

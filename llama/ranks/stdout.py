@@ -1,7 +1,6 @@
 """Where several ranks run one script, only rank 0's prints are seen.
 
-In: `sys.stdout` of a rank. Out: a stand-in that drops what is printed, until it is released. Meta's
-build does the same, for good and by the rank on each machine. stderr is never touched.
+Meta's build does the same, for good and by the rank on each machine. stderr is never touched.
 """
 
 import io

@@ -45,12 +45,9 @@ def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
 def symmetric_buffer(
     num_bytes: int, device: torch.device
 ) -> tuple[Tensor, Callable[[dist.ProcessGroup], Callable[[Tensor, Tensor], Any]]]:
-    """Memory that other GPUs of the machine can map, and what maps it on all ranks of a group.
-
-    That gives (part of the buffer, x) -> the sum over the ranks into `x`, in one launch. Without
-    these names: ImportError or AttributeError here, before any rank waits for another; nccl does
-    the work then.
-    """
+    """Memory that other GPUs of the machine can map, and what maps it on all ranks of a group:
+    that gives (part of the buffer, x) -> the sum over the ranks into `x`, in one launch. Without
+    these names: ImportError or AttributeError, before any rank waits for another."""
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     op, meet = torch.ops.symm_mem.one_shot_all_reduce_copy_out, symmetric.rendezvous
 

@@ -86,10 +86,8 @@ class Watch(threading.Thread):
         return next((t for t in threading.enumerate() if isinstance(t, Watch)), None)
 
     def meet(self) -> None:
-        """Begin, and wait until all ranks have come.
-
-        NotMetError on one rank of each machine where one does not come; the others just end.
-        """
+        """Begin, and wait until all ranks have come. NotMetError on one rank of each machine where
+        one does not come; the others just end."""
         SIGNALS.install()
         sys.excepthook = self._excepthook
         self.rendezvous.start()
@@ -173,11 +171,9 @@ class Watch(threading.Thread):
             self._busy.pop(thread, None)
 
     def fail(self, error: BaseException, during: str = "", *, has_trace: bool = True) -> None:
-        """This rank has an error that ends the job. Say so, unless another rank is the cause.
-
-        It returns, so that the caller's `finally` blocks run; the process ends soon, whatever they
-        do; at once, where memory is out, so that it cannot even say why: the others see its end.
-        """
+        """This rank has an error that ends the job. Say so, unless another rank is the cause. It
+        returns, so that the caller's `finally` blocks run; the process ends soon, whatever they do;
+        at once, where memory is out, so that it cannot even say why: the others see its end."""
         with processes.or_exit(self._last_words, self.before_end):
             if isinstance(error, RuntimeError):  # gloo's, where another rank may be gone
                 self.wait_for_cause()
@@ -262,7 +258,10 @@ class Watch(threading.Thread):
         for number in SIGNALS.read():
             self._signalled(number)
         if self._is_meeting and now > self._note_at:
-            self._note_who_is_missing()
+            self._note_at = float("inf")
+            if self.peers.is_first:
+                so_far = self.rendezvous.describe_missing(f"in {_NOTE_S:g} s")
+                say(f"llama: {so_far}; waiting up to {self.rendezvous.limit_s:g} s (timeout_s)")
         if now >= self._deadline:
             self._end()
 
@@ -310,12 +309,6 @@ class Watch(threading.Thread):
         elif now - self._all_there_at > GRACE_S:
             name = f"rank {min(absent)} on {own.host}"
             yield f"{name} ended before all ranks had met: it did not come"
-
-    def _note_who_is_missing(self) -> None:
-        self._note_at = float("inf")
-        if self.peers.is_first:
-            so_far = self.rendezvous.describe_missing(f"in {_NOTE_S:g} s")
-            say(f"llama: {so_far}; waiting up to {self.rendezvous.limit_s:g} s (timeout_s)")
 
     def _set_kill_timer(self) -> None:
         if self._kill_timer is not None and self._limit_s and not self._stops:
@@ -365,10 +358,8 @@ class Watch(threading.Thread):
             os.write(self._wake_write, b"\0")
 
     def _end(self) -> None:
-        """The end of this process; before it, where that is this rank's part, of the others.
-
-        By hand, rank 0 may hold the store: it stays for as long as they may read the cause there.
-        """
+        """The end of this process; before it, where that is this rank's part, of the others. By
+        hand, rank 0 may hold the store: it stays for as long as they may read the cause there."""
         if self._kills_survivors:
             self.peers.outlive(_UNWIND_S)
             self.peers.kill()

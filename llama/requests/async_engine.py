@@ -1,14 +1,13 @@
 """Requests from asyncio code: one async iterator per request, one engine behind all of them.
 
 In: `generate` calls from any number of tasks, in any event loop. Out: each one's RequestOutputs as
-they come; a reader that is slow gets several steps in one output. The model runs in one thread of
-its own, and event loops never wait for it.
+they come; a slow reader gets several steps in one. The model runs in one thread of its own.
 """
 
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,9 +39,9 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[RequestOutput]:
         """The request's outputs, each with all of its text so far; the last has `finished`.
 
-        Leaving the loop, or cancelling the task, aborts the request and frees its pages.
-        ValueError or TypeError for a bad request or an id in use; others go on. RuntimeError after
-        `close`. An exception of the model reaches every request that it was computing.
+        Leaving the loop, or cancelling the task, aborts the request. ValueError or TypeError for a
+        bad request or an id in use. RuntimeError after `close`. An exception of the model reaches
+        every request that it was computing.
         """
         request = await self.prepare(prompt, params, request_id)
         async with contextlib.aclosing(self.stream([request])) as outputs:
@@ -77,7 +76,7 @@ class AsyncLLMEngine:
         try:
             self._open.update(requests)
             self.engine.submit(requests)
-            self._thread.submit(self._run_until, lambda: all(r.finished for r in requests))
+            self._thread.submit(self._run_until_finished, requests)
             while unfinished:
                 await changed.wait()
                 changed.clear()
@@ -90,9 +89,9 @@ class AsyncLLMEngine:
             self._open.difference_update(requests)
             self.engine.discard(requests)
 
-    def _run_until(self, is_ready: Callable[[], bool]) -> None:
+    def _run_until_finished(self, requests: list[Request]) -> None:
         try:
-            self.engine.wait_until(is_ready)
+            self.engine.wait_until(lambda: all(request.finished for request in requests))
         except BaseException as error:
             self.failure = self.failure or error
             raise

@@ -20,8 +20,7 @@ class BeamParams:
     """Names and meanings of transformers' generate; scores are sum(logprobs) / length ** penalty.
 
     early_stopping: True ends with beam_width finished beams; False when the best running beam
-    cannot pass the worst finished one at its present length; "never" at any length.
-    """
+    cannot pass the worst finished one at its present length; "never" at any length."""
 
     beam_width: int = 4
     length_penalty: float = 1.0
@@ -71,18 +70,17 @@ class _Search:
             for token, logprob in follow
         ]
         candidates = sorted(candidates, key=lambda beam: -beam.logprob)[: self.kept]
-        ended = [self._finish(beam) for beam in candidates[:width] if self._is_over(beam)]
+        ended = [self._finished(beam) for beam in candidates[:width] if self._is_over(beam)]
         self.finished = sorted(self.finished + ended, key=lambda beam: -beam.score)[:width]
         self.running = [beam for beam in candidates if not self._is_over(beam)][:width]
 
     def _is_over(self, beam: Beam) -> bool:
         return beam.tokens[-1] in self.stop_ids or len(beam.tokens) == self.limit
 
-    def _finish(self, beam: Beam) -> Beam:
-        score = self._score(beam.logprob, self.length)
-        if beam.tokens[-1] in self.stop_ids:
-            return Beam(beam.tokens[:-1], beam.logprob, score, "stop")
-        return Beam(beam.tokens, beam.logprob, score, "length")
+    def _finished(self, beam: Beam) -> Beam:
+        is_stop = beam.tokens[-1] in self.stop_ids
+        tokens, reason = (beam.tokens[:-1], "stop") if is_stop else (beam.tokens, "length")
+        return Beam(tokens, beam.logprob, self._score(beam.logprob, self.length), reason)
 
     def _score(self, logprob: float, length: int) -> float:
         return logprob / length**self.params.length_penalty
@@ -107,11 +105,8 @@ def beam_search(
     length_penalty: float,
     early_stopping: bool | str,
 ) -> list[list[Beam]]:
-    """The up to beam_width best continuations of each prompt, best first.
-
-    requests: prepared, and not submitted; they are consumed and checked where an error on one rank
-    becomes an error on every rank. `BeamParams` explains the rest.
-    """
+    """The up to beam_width best continuations of each prompt, best first; see `BeamParams`.
+    requests: consumed and checked where an error on one rank becomes an error on every rank."""
     with engine.agree("the prompts or parameters") as must_match:
         params = BeamParams(beam_width, length_penalty, early_stopping)
         asked = list(requests)

@@ -12,9 +12,7 @@ from llama.tokenizer import Tokenizer
 
 class Detokenizer:
     """Incremental `tokenizer.decode`: the pieces of `push` and `flush`, joined, are the whole text.
-
-    Raises what `decode_bytes` raises.
-    """
+    Raises what `decode_bytes` raises."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -23,9 +21,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take more ids; return all whole characters. Up to three bytes are held back."""
-        return self._decoder.decode(
-            self._tokenizer.decode_bytes(ids, skip_special_tokens=self._skip_special_tokens)
-        )
+        skip = self._skip_special_tokens
+        return self._decoder.decode(self._tokenizer.decode_bytes(ids, skip_special_tokens=skip))
 
     def flush(self) -> str:
         """At the end: return the text held back, U+FFFD for an unfinished character."""
@@ -33,12 +30,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text at its first stop string, wherever the borders of the pieces are.
-
-    The stop string that is complete first ends the text; of several that end at the same character,
-    the longest one. The text has no stop string in it, or, with `include`, ends with the one that
-    was found. No stop string is empty: `SamplingParams` has checked them.
-    """
+    """Ends a text at the stop string that is complete first, wherever the borders of the pieces
+    are; of several that end at the same character, at the longest one. include: the text ends with
+    it, not before it. No stop string is empty: `SamplingParams` has checked them."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = stops
@@ -47,8 +41,8 @@ class StopStrings:
         self.stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what can no longer be part of a stop string, and the stop string
-        that was found, if any. After that, all text is dropped."""
+        """Take more text; return what can be no part of a stop string any more, and the one that
+        was found, if any. After that, all text is dropped."""
         if self.stopped is not None:
             return "", self.stopped
         text = self._held + text

@@ -40,11 +40,8 @@ _MISSING = (
 
 
 class Matcher:
-    """Where one sequence is in its grammar; the engine asks it before each token.
-
-    It never raises: where the grammar cannot go on, it allows no token, and the engine ends this
-    sequence with an error. `failure` then says why.
-    """
+    """Where one sequence is in its grammar; the engine asks it before each token. It never raises:
+    where the grammar cannot go on, it allows no token, and `failure` says why."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
@@ -52,11 +49,7 @@ class Matcher:
         self.failure: str | None = None
 
     def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
-        """bits (1 + drafts, ceil(V / 32)) int32: bit t % 32 of word t // 32 of row j is set if t
-        may follow the output and the first j drafts; none is, behind one that may not follow.
-
-        output: the sequence's tokens so far, of which those of the last call are a beginning.
-        """
+        """As `Constraint` has it; bits (1 + drafts, ceil(V / 32)) int32."""
         bits.fill(0)
         self._consume(output)
         # A copy takes a microsecond; to go back fails where a rule has max_tokens or stop.
@@ -72,8 +65,7 @@ class Matcher:
             ahead.consume_token(token)
 
     def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
-        """The tokens that must follow the output, and true; else as much of the guess as may.
-        There may be other ways to write what must follow, so these tokens are guesses, too."""
+        """As `Constraint` has it. There may be other ways to write what must follow."""
         self._consume(output)
         if self._matcher.is_error():
             return [], False
@@ -88,23 +80,19 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer; any thread may use it. The tokenizer's index (about a second for
-    128,256 tokens) is made at the first use."""
+    """Compiles for one tokenizer; any thread may use it. Its index takes a second at first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
     def matcher(self, form: StructuredOutput) -> Matcher:
-        """A matcher at the beginning of the form; FieldError says what is wrong with it.
-
-        The package releases Python's lock while it compiles, within limits of its own.
-        """
+        """A matcher at the beginning of the form; FieldError says what is wrong with it. The
+        package releases Python's lock while it compiles."""
         return Matcher(self._compiled(form).deep_copy())
 
     def warm_up(self) -> None:
-        """Make the index now, where the package is installed: it holds Python's lock all the while,
-        so a server that made it for the first request would answer nobody meanwhile."""
+        """Make the index now, where the package is installed: it holds Python's lock meanwhile."""
         with contextlib.suppress(ModuleNotFoundError):
             _ = self._index
 
@@ -133,10 +121,8 @@ class GrammarCompiler:
     def _index(self) -> "LLTokenizer":
         from llguidance.tiktoken import lltokenizer_from_encoding
 
-        own = self._tokenizer
-        return lltokenizer_from_encoding(
-            own.model, n_vocab=own.n_words, eos_token=sorted(own.stop_tokens)
-        )
+        own, ends = self._tokenizer, sorted(self._tokenizer.stop_tokens)
+        return lltokenizer_from_encoding(own.model, n_vocab=own.n_words, eos_token=ends)
 
 
 def _try_first_tokens(matcher: "LLMatcher") -> None:

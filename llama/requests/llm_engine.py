@@ -1,11 +1,10 @@
 """The one door to the engine: requests with text in, their outputs out, for any number of threads.
 
-Everything that generates comes through here. `run` waits for all of its requests, `stream` yields
-their outputs as they come; `add_request` and `step` are for those who know vLLM. There is no thread
-of its own: of the threads that wait, one runs the model for all, and the others sleep until they
-have what they wait for. (A thread that owns the engine would cost each token of a stream two
-changes of threads: 4 to 15 % of the demo model's processor time.) Requests come and go between two
-steps, and Ctrl-C takes effect there.
+`run` waits for all of its requests, `stream` yields their outputs as they come; `add_request` and
+`step` are for those who know vLLM. There is no thread of its own: of the threads that wait, one
+runs the model for all, and the others sleep until they have what they wait for. (A thread that owns
+the engine would cost each token of a stream two changes of threads: 4 to 15 % of the demo model's
+processor time.) Requests come and go between two steps, and Ctrl-C takes effect there.
 
 Under torchrun there are two ways. Every rank makes the same calls in the same order, from one
 thread: requests are compared across the ranks when they are submitted, and never in a step. Or
@@ -83,11 +82,8 @@ class LLMEngine:
         self.submit(prepared())
 
     def submit(self, requests: Iterable[Request]) -> list[Request]:
-        """Compare the requests across the ranks, and queue them; `step` returns their outputs.
-
-        The iterable is consumed inside the comparison: an error in preparing one on one rank is an
-        error on every rank.
-        """
+        """Compare the requests across the ranks, and queue them; `step` returns their outputs. An
+        error of the iterable on one rank is an error on every rank."""
         compared = self._compare(requests)
         for request in compared:
             if request.listener is None:
@@ -109,17 +105,13 @@ class LLMEngine:
 
     def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
         """The outputs of the requests as they come. Leaving the loop aborts what is not finished.
-
-        The requests are compared now, and queued when the first output is asked for.
-        """
+        The requests are compared now, and queued when the first output is asked for."""
         return self._stream(self._compare(requests))
 
     def step(self) -> list[RequestOutput]:
         """New outputs of the requests that were added; if there are none, run the model once first.
-
         With best_of > n, a request is reported only when it has finished. If the model fails, the
-        requests in the batch end and its exception is raised.
-        """
+        requests in the batch end and its exception is raised."""
         began = self._num_steps
         try:
             self.wait_until(
@@ -134,10 +126,8 @@ class LLMEngine:
             return [self.take_output(request) for request in failed or list(self._due)]
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Run the model, or sleep while another thread runs it, until `is_ready()`.
-
-        It is called within the engine's lock: it must be quick and must not call the engine.
-        """
+        """Run the model, or sleep while another thread runs it, until `is_ready()`, which is called
+        within the engine's lock: it must be quick and must not call the engine."""
         bell = threading.Lock()
         try:
             while not self._run_model(is_ready, bell):
@@ -166,8 +156,8 @@ class LLMEngine:
         return self.take_output(request)
 
     def abort(self, request: Request) -> None:
-        """End a request: now, between two steps, or else when the present step ends. Its last
-        output has finish_reason "abort", or that with which it had finished."""
+        """End a request, between two steps. Its last output has finish_reason "abort", or that with
+        which it had finished."""
         with InterruptHeldBack(), self._lock:
             if not request.finished:
                 request.end("abort")
@@ -250,8 +240,7 @@ class LLMEngine:
                     yield output
 
     def _compare(self, requests: Iterable[Request]) -> list[Request]:
-        """The requests, with seeds, if they are the same on every rank; else an error on every
-        rank. A call that is refused takes no number on any rank."""
+        """The requests, with seeds; an error on every rank, and no number taken, if they differ."""
         with (
             self._ranks.one_caller(self.has_unfinished_requests),
             self.agree("the prompts or parameters") as must_match,
@@ -272,9 +261,8 @@ class LLMEngine:
             named = [request.request_id for request in requests if request.request_id]
             for name in named:
                 if name in self._names or named.count(name) > 1:
-                    raise ValueError(
-                        f"request_id={brief(name)} is in use by a request not yet finished"
-                    )
+                    words = "is in use by a request not yet finished"
+                    raise ValueError(f"request_id={brief(name)} {words}")
             self._names |= {r.request_id: r for r in requests if r.request_id}
             self._requests |= dict.fromkeys(requests)
             self._turns.add(requests)
@@ -291,8 +279,7 @@ class LLMEngine:
 
     def _run_model(self, is_ready: Callable[[], bool], bell: threading.Lock) -> bool:
         """Run the model until ready: true. False where another thread runs it: then `bell` rings
-        when this one is ready, or has to run it. Or false after an interrupt that raised nothing.
-        """
+        when this one is ready, or has to run it; or after an interrupt that raised nothing."""
         with InterruptHeldBack() as interrupts:
             while not interrupts:
                 with self._lock:
@@ -337,8 +324,8 @@ class LLMEngine:
         return list(taken), removed
 
     def _apply_removed(self) -> None:
-        """Between two steps: free the pages of what ended by its text, or was aborted. Where rank 0
-        leads, the next step does it, on every rank."""
+        """Free the pages of what ended by its text, or was aborted. Where rank 0 leads, the next
+        step does it, on every rank."""
         if not self.is_led:
             for seq in self._removed:
                 self.core.finish(seq, "abort")

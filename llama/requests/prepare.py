@@ -20,13 +20,11 @@ _SHARED_FIELDS = [f.name for f in fields(TokenParams) if f.name != "bad_words"]
 
 
 class ContextLengthError(FieldError):
-    """The prompt, or prompt and max_tokens together, are longer than max_seq_len: `count` tokens,
-    where `most` can be."""
+    """The prompt, or prompt and max_tokens together, have `count` tokens, where `most` can be."""
 
     def __init__(self, field: str, message: str, count: int = 0, most: int = 0) -> None:
         super().__init__(field, message)
-        self.count = count
-        self.most = most
+        self.count, self.most = count, most
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,12 @@ class Preparer:
     ) -> Request:
         """Check a request and make its sequences; nothing is queued, no state is touched.
 
-        prompt: text (begin_of_text is put before it) or token ids, also as an array or a tensor.
-        An empty request_id is a request without a name; its outputs have `index`, its place
-        in the caller's list. A seed of params is that of the list's first prompt; those of the
-        others are derived from it. A request without one gets its seed when it is submitted: from
-        the engine's seed, the number of the call and its place there.
-        An answer ends with the context (max_seq_len), whatever max_tokens is; with must_fit, a
-        max_tokens that has no room is an error. TypeError or ValueError says what is wrong with
-        the request; it is a ContextLengthError where the request is too long.
+        request_id: empty for one without a name; its outputs have `index`, its place in the
+        caller's list. prompt: text (begin_of_text is put before it) or token ids, also as an array
+        or a tensor. params: a seed is that of the list's first prompt, from which those of the
+        others are derived; without, it is made when the request is submitted. must_fit: max_tokens
+        without room are an error; else the answer ends with the context. TypeError or ValueError
+        says what is wrong, ContextLengthError that the request is too long.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id={brief(request_id)} must be a string")
@@ -70,15 +66,13 @@ class Preparer:
         if params.max_tokens is not None:
             wish = len(ids) + params.max_tokens
         if must_fit and wish > context:
-            raise ContextLengthError(
-                "max_tokens",
+            words = (
                 f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than the "
-                f"context of {context} tokens: ask for fewer",
-                wish,
-                context,
             )
-        longest = min(wish, context)
-        request = Request(request_id, text, params, self._answers(ids, params, longest), index or 0)
+            words += f"context of {context} tokens: ask for fewer"
+            raise ContextLengthError("max_tokens", words, wish, context)
+        answers = self._answers(ids, params, min(wish, context))
+        request = Request(request_id, text, params, answers, index or 0)
         if params.seed is not None:
             request.set_seed(derived_seed(params.seed, request.index))
         return request
@@ -106,19 +100,16 @@ class Preparer:
                 prediction=prediction,
             )
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
-            detokenizer = Detokenizer(
-                self.tokenizer, skip_special_tokens=params.skip_special_tokens
-            )
+            skip = params.skip_special_tokens
+            detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
             answers.append(Answer(sequence, params, detokenizer, stops))
             token_params = replace(token_params, prompt_logprobs=None)  # the first scores for all
         return answers
 
 
 def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> list[int]:
-    """The prompt as a list of ints: a list, tuple, array or tensor of 1 to max_seq_len ids.
-
-    TypeError or ValueError names the prompt, and says what is allowed.
-    """
+    """The prompt, a list, tuple, array or tensor of 1 to max_seq_len ids, as a list of ints.
+    TypeError or ValueError names the prompt, and says what is allowed."""
     if hasattr(prompt, "tolist"):  # of numpy and torch
         prompt = prompt.tolist()
     if not isinstance(prompt, list | tuple):
@@ -126,13 +117,9 @@ def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> lis
     if not prompt:
         raise ValueError(f"{name} has 0 tokens: give at least one, such as begin_of_text")
     if len(prompt) > max_seq_len:
-        raise ContextLengthError(
-            "prompt",
-            f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
-            "prompt, or build with a larger max_seq_len",
-            len(prompt),
-            max_seq_len,
-        )
+        words = f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
+        words += "prompt, or build with a larger max_seq_len"
+        raise ContextLengthError("prompt", words, len(prompt), max_seq_len)
     ids = [token if type(token) is int else _whole(token) for token in prompt]
     for token, given in zip(ids, prompt, strict=True):
         if not 0 <= token < n_vocab:

@@ -48,8 +48,8 @@ class RankCalls:
 
     @contextlib.contextmanager
     def one_caller(self, has_requests: Callable[[], bool]) -> Iterator[None]:
-        """Where every rank makes the same calls, one thread of each rank makes them: RuntimeError
-        while another one calls, or has requests that are not finished."""
+        """Where every rank makes the same calls, one thread of each makes them: RuntimeError while
+        another one calls, or has unfinished requests."""
         if self.parallel.size == 1 or self.is_led:
             yield
             return

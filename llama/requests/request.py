@@ -24,14 +24,13 @@ FORM_STOPPED = "structured_output is too large to go on with ({why}): ask for a 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one request; cached: prompt tokens that were computed for an earlier one; draft:
-    guesses of the next token, and accepted ones, which were right."""
+    """Tokens of one request. Answers do not depend on the last two, which do not compare."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
-    draft_tokens: int = field(default=0, compare=False)  # answers do not depend on them
-    accepted_tokens: int = field(default=0, compare=False)
+    cached_tokens: int  # of the prompt, computed for an earlier request
+    draft_tokens: int = field(default=0, compare=False)  # guesses of the next token
+    accepted_tokens: int = field(default=0, compare=False)  # those that were right
 
     @property
     def total_tokens(self) -> int:
@@ -88,11 +87,10 @@ class Answer:
 class CompletionOutput:
     """One answer so far.
 
-    index: its place among the answers of the request. text: all of it; new_text: what came since
-    the request's last output. token_ids: without a stop token. logprobs: where they were asked for,
-    one dict per token, id -> log-probability, of the token itself and of the likeliest.
-    finish_reason: None, "stop", "length", "abort" or "error"; stop_reason: the string or the id
-    that stopped it. decode_s: seconds from its first token to its latest, as the engine had them.
+    index: its place among those of the request. new_text: what came since the request's last
+    output. token_ids: without a stop token. logprobs: where they were asked for, one dict per
+    token, id -> log-probability, of the token itself and of the likeliest. finish_reason,
+    stop_reason: as of `Answer`. decode_s: seconds from its first token to its latest.
     """
 
     def __init__(self, index: int, answer: Answer) -> None:
@@ -151,10 +149,9 @@ class CompletionOutput:
 class RequestOutput:
     """All answers of one request so far; `finished` is true of the last output.
 
-    index: the request's place in its caller's list, where it has no request_id. usage: tokens so
-    far. error: why an answer ended with finish_reason "error"; error_field: the parameter that was
-    at fault, if one was. prompt_logprobs: where they were asked for, one dict per prompt token; the
-    first is None, as nothing comes before it.
+    index: the request's place in its caller's list, where it has no request_id. error: why an
+    answer ended with finish_reason "error"; error_field: the parameter at fault, if one was.
+    prompt_logprobs: one dict per prompt token; the first is None: nothing comes before it.
     """
 
     def __init__(self, request: "Request") -> None:
@@ -204,9 +201,8 @@ class RequestOutput:
 class Request:
     """A checked request with its sequences, from `Preparer.prepare`.
 
-    listener: called when it has an output, within the engine's lock, by the thread that ran the
-    step: it must be quick and must not call the engine. Where `submit` finds none, it is that of
-    `LLMEngine.step`.
+    listener: called when it has an output, within the engine's lock: it must be quick and must not
+    call the engine. Where `submit` finds none, it is that of `LLMEngine.step`.
     """
 
     request_id: str
@@ -267,11 +263,8 @@ class Request:
 
 
 def derived_seed(seed: int, number: int, *, of: str = "place") -> int:
-    """`seed` itself for number 0, else one far from it: 63 bits of a SHA-256.
-
-    number: the place of a prompt in its call, of an answer in its request; or of="call", that of
-    the call among those without a seed. The first of them draws as if it had been given `seed`.
-    """
+    """`seed` itself for number 0, else one far from it: 63 bits of a SHA-256. number: the place of
+    a prompt in its call, of an answer in its request; or of="call", of a call without a seed."""
     if number == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {of} {number}".encode()).digest()[:8]) >> 1

@@ -30,11 +30,7 @@ class Turns:
     def add(self, requests: Iterable[Request]) -> None:
         """A call, which comes behind those that wait."""
         number = next(self._numbers)
-        waiting = OrderedDict(
-            (answer.sequence, (request, answer))
-            for request in requests
-            for answer in request.answers
-        )
+        waiting = OrderedDict((a.sequence, (r, a)) for r in requests for a in r.answers)
         self._call_of |= {request: number for request, _ in waiting.values()}
         self._calls[number] = waiting
 
