@@ -1,7 +1,6 @@
 """What a process may use of its machine: which device and dtype, how much memory, how many threads.
 
-In: what the user asked for, and what the system and torchrun say. Out: a torch.device, a dtype,
-bytes, a number of threads; and host memory in huge pages. It must not know models.
+It must not know models.
 """
 
 import contextlib
@@ -24,10 +23,8 @@ _OTHER_NAMES = {  # that users of torch, Hugging Face and vLLM type
 
 def pick_device(device: str | torch.device | None) -> torch.device:
     """The device to run on: `device`, or by default the first that exists of cuda, mps and cpu.
-
-    Under torchrun each rank takes the GPU with the number LOCAL_RANK, and mps is never chosen: its
-    ranks could not exchange tensors. ValueError if the device does not exist or cannot be used.
-    """
+    Under torchrun each rank takes the GPU with the number LOCAL_RANK, and none takes mps, whose
+    ranks could not exchange tensors. ValueError if it does not exist or cannot be used."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if device is None:
         has_mps = num_ranks == 1 and torch.backends.mps.is_available()
@@ -135,8 +132,7 @@ def available_cores() -> int:
 
 
 def machine_cores() -> int:
-    """The number of cores that all ranks of this machine may use together: by the process's
-    affinity and the quota of its control groups."""
+    """The cores that all ranks of this machine may use: by affinity, and control groups' quota."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return min(cores, _cgroup_cores())

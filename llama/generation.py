@@ -1,8 +1,7 @@
 """The front door: Meta's `Llama.build`, `generate`, `text_completion` and `chat_completion`.
 
-In: a folder of weights, then prompts as text, ids or dialogs. Out: text, ids and log-probabilities,
-the same on every rank. Each call prepares its requests, gives them to the one `LLMEngine`, and
-collects what they came to. Meta's scripts find all of the API under this one name.
+Each call prepares its requests, gives them to the one `LLMEngine`, and collects what they came to,
+the same on every rank. Meta's scripts find all of the API under this one name.
 """
 
 import contextlib
@@ -91,7 +90,7 @@ class Llama:
         """Load a checkpoint, on one process or on all that torchrun started.
 
         ValueError, FileNotFoundError and the like name what is wrong, on every rank, before weights
-        are read. The docstring of the class says what changes in the process.
+        are read. See `Llama` for what changes in the process.
         """
         began = time.perf_counter()
         loaded = load_model(args)
@@ -197,11 +196,10 @@ class Llama:
 
         Returns (tokens, logprobs), one list per prompt; with echo, the prompt comes first.
         logprobs are the model's own, natural, before temperature and top_p; the first token of an
-        echoed prompt gets 0.0. temperature 0 is greedy. Each prompt draws from a seed of its own:
-        `seed` for the first and seeds derived from it for the others; without `seed`, they follow
-        from the build's seed, the number of the call and the place in the list. ValueError or
-        TypeError names the bad prompt or parameter, before any work, and where the ranks of one
-        group were given different ones.
+        echoed prompt gets 0.0. temperature 0 is greedy. seed: of the first prompt, from which those
+        of the others are derived; without it, they follow from the build's seed, the number of the
+        call and the place in the list. ValueError or TypeError names the bad prompt or parameter,
+        before any work, and where the ranks of one group were given different ones.
         """
         asked = max_gen_len, temperature, top_p, seed, logprobs, echo
         outputs = self._run(_rows("prompt_tokens", prompt_tokens), *asked)

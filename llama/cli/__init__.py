@@ -1,7 +1,7 @@
 """The command `llama`, also `python -m llama`: the words of a shell in, an exit code out.
 
-The table below lists the commands. Only flags are read here; what a command needs, torch above
-all, is imported once they are right, so that `--help` and a wrong flag answer at once.
+Only flags are read here; what a command needs, torch above all, is imported once they are right, so
+that `--help` and a wrong flag answer at once.
 """
 
 import argparse
@@ -173,12 +173,9 @@ def run_script(
     check: Callable[[argparse.Namespace], None] = lambda options: None,
     demo_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Call a script's function with the flags that its signature names, and exit.
-
-    Each parameter is one of `flags`, with the default of the signature, or that of `demo_defaults`
-    where no ckpt_dir is given. `check` raises for values that cannot be used, before the function
-    loads anything.
-    """
+    """Call a script's function with the flags that its signature names, and exit. Each is one of
+    `flags`, with the default of the signature, or that of `demo_defaults` where no ckpt_dir is
+    given. `check` raises for values that cannot be used."""
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
     script = Command(inspect.getdoc(function) or "", defaults, flags=flags)

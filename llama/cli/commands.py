@@ -1,8 +1,7 @@
 """The commands: checked flags in, an exit code out. The server's is in serve.py.
 
 Standard output holds answers, and for a batch the figures; all else goes to stderr. Under torchrun
-every rank comes here, and rank 0 reads and writes for all. What a command needs, torch above all,
-is imported in it.
+every rank comes here, and rank 0 reads and writes for all.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """The calls that clients make on a tokenizer of transformers: texts, messages, ids, and back.
 
-Special tokens that stand in a text count as such, as in transformers: clients render chat templates
-to text.
+Special tokens that stand in a text count as such: clients render chat templates to text.
 """
 
 from collections.abc import Generator, Mapping, Sequence

@@ -1,11 +1,8 @@
 """What a sequence asks of a step, and what it gets back: kinds of rows, and their results.
 
-A row is one token that the step computes. The scheduler says which rows want which kind of result,
-the runner computes them, and the sequence takes its results.
-
-Example: of a prompt of 5 tokens that is scored, rows 0 to 3 are SCORE, each for the token behind
-it; row 4 is SAMPLE, for the token that is not there yet. With two drafts behind the last token of a
-sequence, the step computes three rows, and all are SAMPLE.
+A row is one token that the step computes. Of a prompt of 5 tokens that is scored, rows 0 to 3 are
+SCORE, each for the token behind it; row 4 is SAMPLE, for the token that is not there yet. With two
+drafts behind the last token of a sequence, the step computes three rows, and all are SAMPLE.
 """
 
 from dataclasses import dataclass, field

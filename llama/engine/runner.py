@@ -204,10 +204,7 @@ class ModelRunner:
 
     def _top_of_ranks(self, hidden: Tensor) -> Tensor:
         """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row.
-
-        All ranks hold the same pairs then, and only compare them: no rank's word is needed after
-        it, not even between unlike machines.
-        """
+        All ranks hold the same pairs then, and only compare them, also on unlike machines."""
         parallel, share = self.model.parallel, self.model.logits_share(hidden)
         own = top_of_share(share, parallel.rank * share.shape[-1], self.model.kernels)
         return top_of_all(parallel.all_gather(own))

@@ -98,10 +98,8 @@ def top_of_all(pairs: Tensor) -> Tensor:
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probabilities of `targets` (N) under logits (N, V), and the k likeliest of each row.
-
-    Returns (N) float32, (N, K) ids and (N, K) float32 with K = min(k, V); None, None where k is 0.
-    """
+    """Log-probabilities of `targets` (N) under logits (N, V), and the k likeliest of each row: (N)
+    float32, (N, K) ids and (N, K) float32 with K = min(k, V); None, None where k is 0."""
     norm = logits.logsumexp(dim=-1, keepdim=True)
     logprobs = (logits.gather(-1, targets[:, None]) - norm).squeeze(-1)
     if not k:
@@ -111,11 +109,9 @@ def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | Non
 
 
 def sample_top_p(probs: Tensor, p: float) -> Tensor:
-    """Meta's public nucleus sampling: probs (B, V) -> ids (B, 1), from torch's global generator.
-
-    A token is kept while the mass of those likelier than it is at most p, so the top one always is
-    (Holtzman et al. 2020). The engine does not use it: see `sample`.
-    """
+    """Meta's public nucleus sampling: probs (B, V) -> ids (B, 1), from torch's global generator. A
+    token is kept while the mass of those likelier is at most p (Holtzman et al. 2020). The engine
+    does not use it: see `sample`."""
     ordered, ids = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     nucleus = ordered.masked_fill(before > p, 0)

@@ -114,8 +114,7 @@ class ColumnParallelLinear(Linear):
         return self.parallel.all_gather(out) if self.gather_output else out
 
     def share(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """(..., in) -> (..., out / size): this rank's part of the result, with or without
-        gather_output."""
+        """(..., in) -> (..., out / size): this rank's part, with or without gather_output."""
         return super().forward(x, dtype=dtype)
 
 

@@ -197,9 +197,7 @@ class Transformer(nn.Module):
     ) -> None:
         """Put one part of `loading_order`, or all, in the format asked for, once it is filled; by
         default in this machine's fastest. The views of `loading_order` are invalid afterwards.
-
-        coded: of matrices that were not filled, by the first of their names.
-        """
+        coded: of matrices that were not filled, by the first of their names."""
         self.quantization = quantize or self.quantization
         for module in (part or self).modules():
             if isinstance(module, Matrix) and module.names[0] in coded:

@@ -1,7 +1,6 @@
 """Tools in Llama's own formats: prompts with functions in, and the calls in an answer's text out.
 
-`encode_chat` makes the prompt, `parse_tool_call` reads the answer. Nothing here runs a tool, or
-knows a server.
+Nothing here runs a tool, or knows a server.
 """
 
 from llama.prompts.parser import ToolCall, parse_tool_call

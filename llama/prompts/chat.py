@@ -1,7 +1,6 @@
-"""The form that the answer of a chat must have.
+"""The form that the answer of a chat must have: tools and a response format in, parameters out.
 
-In: tools and a response format, in OpenAI's form. Out: SamplingParams. `Llama`, the server and
-batch files all come through here. It knows no engine.
+`Llama`, the server and batch files all come through here. It knows no engine.
 """
 
 from dataclasses import dataclass, fields, replace

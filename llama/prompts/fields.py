@@ -2,7 +2,6 @@
 
 In: dicts, lists and plain values. Out: frozen models, or a `FieldError` that names the place of
 what is wrong as the caller wrote it; a lenient reader leaves out what has no use here, and says so.
-It knows no field of any API.
 """
 
 import heapq

@@ -2,7 +2,6 @@
 
 In: the tools of a request. Out: a text in llguidance's dialect of Lark, in which %json {...} is a
 JSON schema and <|...|> a special token. What the grammar takes, `ToolCallParser` reads as a call.
-It compiles nothing: a schema that cannot be compiled is found by whoever does.
 """
 
 import json

@@ -184,8 +184,8 @@ def _compare(
     for name, row, message in zip(names, rows, told, strict=True):
         if row[: 1 + len(digest)] != rows[0][: 1 + len(digest)]:
             pairs = zip(told[0].split("\n"), message.split("\n"), strict=False)
-            texts = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-            first, other = (f" ({text})" if text else "" for text in texts)
+            differing = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+            first, other = (f" ({text})" if text else "" for text in differing)
             raise ValueError(
                 f"{what} differ between rank {names[0]}{first} and rank {name}{other} of one job "
                 f"(this is rank {dist.get_rank()}). Every rank of a group must make the same calls "

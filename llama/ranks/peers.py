@@ -1,7 +1,4 @@
-"""The other ranks, as one rank sees them: what each said of itself, and which processes ended.
-
-It must not know how ranks talk.
-"""
+"""The other ranks, as one rank sees them: what each said of itself, and which processes ended."""
 
 import contextlib
 import os

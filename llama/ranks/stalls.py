@@ -35,11 +35,9 @@ def find_stalled_rank(
     peers: Peers, group: range, own: dict[str, Any], overdue: float, read_at: float
 ) -> str | None:
     """Who is elsewhere while others wait, and what it does: "rank 1 on HOST is stopped ...".
-
     overdue: when this rank's wait reached its limit; only what was heard after it counts. read_at:
     when the store was last read. None where all are in the same place, as one may be slow; a rank
-    of another machine that says nothing is left to the limit of its silence.
-    """
+    of another machine that says nothing is left to the limit of its silence."""
     here = [peer for peer in peers.local if not peer.is_over]
     for peer in here:
         if processes.is_stopped(peer.pid):

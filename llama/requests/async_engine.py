@@ -37,11 +37,9 @@ class AsyncLLMEngine:
     async def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
-        """The request's outputs, each with all of its text so far; the last has `finished`.
-
-        Leaving the loop, or cancelling the task, aborts the request. ValueError or TypeError for a
-        bad request or an id in use. RuntimeError after `close`. An exception of the model reaches
-        every request that it was computing.
+        """The request's outputs, each with all of its text so far; the last has `finished`. Leaving
+        the loop, or cancelling the task, aborts it. ValueError or TypeError for a bad request or an
+        id in use, RuntimeError after `close`; an exception of a step reaches all that were in it.
         """
         request = await self.prepare(prompt, params, request_id)
         async with contextlib.aclosing(self.stream([request])) as outputs:

@@ -1,8 +1,7 @@
 """Beam search (Graves, 2012), with the scores and the stopping rules of transformers.
 
-In: prepared requests. Out: the best continuations of each prompt with their scores. In each round,
-every beam is a request for one token; the prefix cache keeps its past, so a round computes at most
-one page per beam.
+In each round, every beam is a request for one token; the prefix cache keeps its past, so a round
+computes at most one page per beam.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Token ids to text, incrementally: no piece has half a character or a part of a stop string.
 
-In: the ids of one answer, in any portions. Out: pieces of text that, joined, are the text of all
-ids. It knows neither requests nor the engine.
+In: the ids of one answer, in any portions. Out: pieces of text that, joined, are its text.
 """
 
 import codecs

@@ -2,7 +2,6 @@
 
 In: the tokens that its sequences got. Out: `RequestOutput`, cheap to make at any length: an output
 remembers how far the answers had come, and builds a text or a list only when that is read.
-It knows neither threads nor the model.
 """
 
 import hashlib

@@ -16,11 +16,8 @@ Owner = tuple[Request, Answer]  # of a sequence
 
 
 class Turns:
-    """What the core does not have yet. A call is the requests that are queued together.
-
-    Ctrl-C may end `add` and `discard` between any two statements: what they leave is what `discard`
-    and `take` can go on from.
-    """
+    """What the core does not have yet. A call is the requests that are queued together. Ctrl-C may
+    end `add` and `discard` between any two statements: `discard` and `take` go on from there."""
 
     def __init__(self) -> None:
         self._numbers = count()

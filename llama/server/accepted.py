@@ -1,9 +1,8 @@
 """The fields of a body that change nothing: labels, hints, and what asks for nothing.
 
-In: the table below, which holds for every API. Out: the base of the bodies' models. A field of a
-body is honoured, and then in the model of its API, or is in this table, or is an error that names
-it. A value that would change the answer is an error, too. A lenient server leaves both out. The
-server's README has the same table.
+A field of a body is honoured, and then in the model of its API, or is in this table, which holds
+for every API, or is an error that names it; so is a value that would change the answer. A lenient
+server leaves both out. The server's README has the same table.
 """
 
 from typing import Annotated, Any, Literal

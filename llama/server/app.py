@@ -1,8 +1,7 @@
 """The ASGI app: every route of the server, behind the checks of auth.py.
 
-In: a `Service`. Out: an app for uvicorn, or any other ASGI server. What a route raises becomes
-its API's error object here, and nowhere else. The page, page.html, holds its own style and script,
-and asks the other routes.
+In: a `Service`. Out: an app for uvicorn, or any other ASGI server. What a route raises becomes its
+API's error object here, and nowhere else. The page holds its own style and script.
 """
 
 import base64

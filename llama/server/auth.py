@@ -1,7 +1,6 @@
 """What every HTTP request passes before its route: its id, its host, its key.
 
-In: an ASGI app. Out: the same app, behind these checks. A request that fails one gets its
-API's error object, and no work is done for it.
+A request that fails a check gets its API's error object, and no work is done for it.
 """
 
 import hmac

@@ -1,7 +1,6 @@
 """An answer as blocks, each of words or of one call: the engine's outputs in, an API's events out.
 
-Anthropic's Messages and OpenAI's Responses have answers of this form. The same code makes the
-events of a stream and the whole answer. It knows no network, and no API's names.
+Anthropic's Messages and OpenAI's Responses have answers of this form, as events or whole.
 """
 
 import json

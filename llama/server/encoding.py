@@ -1,8 +1,7 @@
 """What goes back over HTTP: JSON, or server-sent events while they come.
 
-In: objects. Out: ASGI responses. A stream sends a comment when nothing else has come for 15
-seconds, so that proxies keep the connection open. Whatever is being computed for a client is
-cancelled when the client leaves, whether it streams or not.
+A stream sends a comment when nothing else has come for 15 seconds, so that proxies keep the
+connection open. Whatever is being computed for a client is cancelled when the client leaves.
 """
 
 import asyncio

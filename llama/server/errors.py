@@ -1,7 +1,6 @@
 """What a client is told when its request cannot be answered: a status and an error object.
 
-In: an exception. Out: an `ApiError`, and its JSON. No path, no trace and no long quotation of the
-request reaches a client.
+No path, no trace and no long quotation of the request reaches a client.
 """
 
 import json
@@ -75,18 +74,13 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class ErrorFields:
-    """What a body calls that which an error is about that comes after its fields were checked.
-
-    prompt: the field of the prompt. names: the body's, by those of SamplingParams. form: the place
-    that gave the form of the answer. places: of the messages of a chat that was made from another
-    body. too_long: what is said of a prompt that has no room, with {count} and {most}.
-    """
+    """What a body calls that which an error is about that comes after its fields were checked."""
 
     prompt: str = "prompt"
-    names: Mapping[str, str] = field(default_factory=dict)
-    form: str = "structured_output"
-    places: Sequence[str] = ()
-    too_long: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)  # by those of SamplingParams
+    form: str = "structured_output"  # the place that gave the form of the answer
+    places: Sequence[str] = ()  # of the messages of a chat that was made from another body
+    too_long: str | None = None  # said of a prompt without room, with {count} and {most}
 
     def refusal(self, error: TypeError | ValueError) -> ApiError:
         """400 that names a field of the body."""

@@ -1,8 +1,7 @@
 """One request and its answer: what every route with a body does between HTTP and the engine.
 
-In: a request's body, and the model that its route has for it; later, the engine's outputs. Out: the
-checked body; what it asks of the engine; the response, or an ApiError that names the body's own
-field. It knows the fields of no API.
+In: a request's body, and the model that its route has for it. Out: what it asks of the engine, and
+then the response, or an ApiError that names the body's own field.
 """
 
 import asyncio

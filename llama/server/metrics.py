@@ -1,8 +1,7 @@
 """What the server says of its requests: a line in the log, and figures in Prometheus's format.
 
-In: what the service notes of its requests, and the engine's own counters when somebody asks. Out:
-log lines, which never have the text of a request, and the text of /metrics, with names close to
-vLLM's. Each server has a registry of its own: nothing is global.
+Log lines never have the text of a request. /metrics has the engine's own counters, too, and names
+close to vLLM's. Each server has a registry of its own.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """The routes of the APIs: OpenAI's completions, chats and Responses, and Anthropic's Messages.
 
-In: a request's body. Out: one JSON object, or a stream of events with the same content. Between the
-two, a body of any API is the same request.
+In: a body, of which each API's model makes the same request. Out: a JSON object, or its events.
 """
 
 import asyncio

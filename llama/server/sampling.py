@@ -1,7 +1,6 @@
 """What a body of any API says of sampling: fields that are made from those of `SamplingParams`.
 
-In: names of fields, with the limits that `SamplingParams` holds them to. Out: the base of a body's
-model, and the parameters that a body asks for. It knows no API.
+In: names of fields. Out: the base of a body's model, and the parameters that a body asks for.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """What all routes share: the model, whether it can be asked, and who may ask now.
 
 In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Beyond `max_queue`
-sequences that wait, a request is refused at once; the others wait in the engine, which gives them
-the batch in turn. It knows no HTTP and no bodies.
+sequences that wait, a request is refused at once; the others wait in the engine.
 """
 
 import asyncio
@@ -186,11 +185,9 @@ class Service:
     async def outputs(
         self, requests: list[Request], request_id: str, fields: ErrorFields
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one HTTP request, as they come.
-
-        ApiError 500 where the step failed; 400 where the form of an answer cannot be held any
-        longer; 503 where the queue is full, the first output took too long, or the server ends.
-        """
+        """The outputs of one HTTP request, as they come. ApiError 500 where the step failed; 400
+        where the form of an answer cannot be held any longer; 503 where the queue is full, the
+        first output took too long, or the server ends."""
         assert self.engine is not None
         with self._admitted(requests, request_id) as active:
             try:

@@ -1,7 +1,4 @@
-"""What a client may ask of the tokenizer: /tokenize, /detokenize and /tokenizer_info, as vLLM's.
-
-In: text, a dialog or ids. Out: ids or text, and the names of the special tokens.
-"""
+"""What a client may ask of the tokenizer: /tokenize, /detokenize and /tokenizer_info, as vLLM's."""
 
 import asyncio
 from typing import Annotated, ClassVar

@@ -1,7 +1,6 @@
 """One line of a batch file: what it asks for, and the record of what came of it.
 
-In: a line's bytes, in OpenAI's batch form, as a plain JSON object, or as bare text; later the
-engine's output. Out: a checked request; a record in OpenAI's batch output form. It runs nothing.
+A line is in OpenAI's batch form, a plain JSON object, or bare text; a record is in OpenAI's form.
 """
 
 import codecs

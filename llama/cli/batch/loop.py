@@ -1,8 +1,7 @@
 """The work of one replica on a batch job: take lines, have them answered, write their records.
 
-In: the two files, and somebody who answers lines: the engine of this process, or a server. Lines
-are read when there is room for them, so a job of any length starts at once, and its memory does
-not grow. How a line is answered is not known here, and no torch.
+The engine of this process answers them, or a server. Lines are read when there is room for them, so
+a job of any length starts at once, and its memory does not grow.
 """
 
 import contextlib
@@ -30,11 +29,8 @@ Take = Callable[[str, int], int]
 
 
 class BatchReport(NamedTuple):
-    """written: records that this job added, on all replicas. failed: records with an error in the
-    whole output, those of earlier jobs included."""
-
-    written: int
-    failed: int
+    written: int  # records that this job added, on all replicas
+    failed: int  # records with an error in the whole output, those of earlier jobs included
 
 
 class Answers(Protocol):

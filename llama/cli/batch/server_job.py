@@ -1,7 +1,6 @@
 """A batch job on a server: `llama batch --url`. No model is loaded, and torch is not imported.
 
-In: the same files as of a job on the engine, and a URL of a server with OpenAI's API. Out: the same
-records. What the server refuses for now, or loses, is sent again after waits that grow.
+What the server refuses for now, or loses, is sent again after waits that grow.
 """
 
 import asyncio
@@ -151,8 +150,7 @@ class ServerAnswers:
 def filled(
     body: Mapping[str, Any], defaults: SamplingParams, *, model: str, seed: int
 ) -> dict[str, Any]:
-    """The body with values for what it leaves out or has as null. `defaults` brings temperature,
-    top_p and, unless it is None, max_tokens."""
+    """The body with values for what it leaves out or has as null."""
     given = {name: value for name, value in body.items() if value is not None}
     wanted = {"model": model, "temperature": defaults.temperature, "top_p": defaults.top_p}
     wanted["seed"] = seed

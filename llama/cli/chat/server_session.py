@@ -1,7 +1,6 @@
 """A chat with a server in a terminal, `llama chat --url`: no model is loaded, no torch imported.
 
-In: a URL of a server with OpenAI's API, and the keyboard. Out: its answers as they stream. A look
-at the server lasts a tenth of a second, so that Ctrl-C stops an answer also while nothing comes.
+A look at the server lasts a tenth of a second, so that Ctrl-C works also while nothing comes.
 """
 
 import asyncio
@@ -78,8 +77,7 @@ def _parts(client: Client, body: dict[str, Any]) -> Generator[Part, None, None]:
 def chat_body(
     messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, model: str
 ) -> dict[str, Any]:
-    """The body of a chat that streams and ends with its usage. Only what differs from OpenAI's
-    defaults is said, as some servers know few fields."""
+    """The body of a chat that streams. No default is said: some servers know few fields."""
     values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
     return {
         "model": model,

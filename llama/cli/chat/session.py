@@ -1,8 +1,5 @@
-"""A chat in a terminal: turns in, answers out, whoever gives them.
-
-In: the keyboard, and an `Answers`: of the engine (engine_session.py) or of a server
-(server_session.py). Out: the conversation, on the screen too. No ranks and no torch.
-"""
+"""A chat in a terminal: turns in, answers out, of the engine (engine_session.py) or of a server
+(server_session.py). No ranks and no torch."""
 
 import contextlib
 import time
@@ -28,8 +25,7 @@ Answers = Callable[[Turn], Generator[Part, None, None]]
 
 
 def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> None:
-    """Read and answer until the end. OSError if nobody reads the answers any more, or the last one
-    took too long after SIGTERM."""
+    """Read and answer until the end. OSError if nobody reads, or it took too long after SIGTERM."""
     with terminal.open():
         if terminal.screen:
             terminal.note("/help lists the commands, /bye leaves")
@@ -61,8 +57,7 @@ def _read(terminal: Terminal) -> str | None:
 
 
 def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: Terminal) -> None:
-    """Show the answer as it comes, and add the turn to the conversation. Without an answer, the
-    question is dropped too."""
+    """Show the answer as it comes, and add the turn to the conversation, if there is an answer."""
     began = time.perf_counter()
     part, text = Part(), ""
     times: list[float] = []  # when each part came

@@ -1,7 +1,6 @@
 """A request whose outputs have vLLM's fields, types and meanings.
 
-In: a checked `Request`, and its client's parameters. Out: vLLM's `RequestOutput`, where the engine
-asks the request for its output. It submits and steps nothing.
+The engine asks the request for its output, which is vLLM's `RequestOutput` then.
 """
 
 from dataclasses import dataclass, field

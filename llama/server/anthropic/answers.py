@@ -1,7 +1,4 @@
-"""Response bodies and events of Anthropic's Messages API: the engine's outputs in, objects out.
-
-It knows no network, and runs nothing.
-"""
+"""Response bodies and events of Anthropic's Messages API: the engine's outputs in, objects out."""
 
 from typing import Any, ClassVar
 

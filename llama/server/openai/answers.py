@@ -1,7 +1,6 @@
 """Response bodies of OpenAI's completion APIs: the engine's outputs in, JSON objects out.
 
-A server or a batch file sends them. `Completion` makes a whole response, or the parts of one that
-streams. This file knows no network, and runs nothing.
+A server or a batch file sends them. This file knows no network, and runs nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ class ResponseMeta:
 
 
 def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of all prompts and their answers; of the prompts', those found in the cache; of a
-    prediction's, those that came and those that did not."""
     counts = [output.usage for output in outputs]
     details = {}
     if request.params.prediction:

@@ -1,7 +1,4 @@
-"""Response bodies and events of OpenAI's Responses API: the engine's outputs in, objects out.
-
-The last event of a stream has the whole response. It knows no network, and runs nothing.
-"""
+"""Response bodies and events of OpenAI's Responses API: the engine's outputs in, objects out."""
 
 from typing import Any
 
