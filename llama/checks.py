@@ -64,9 +64,8 @@ def whole_number(name: str, value: Any, low: int, high: int, *, optional: bool) 
 def whole_number(
     name: str, value: Any, low: int, high: int, *, optional: bool = False
 ) -> int | None:
-    """`value` as an int from `low` to `high`, both included; None passes where it is `optional`.
-    What has `__index__` is a whole number, as numpy's and torch's integers; True and 3.0 are not.
-    """
+    """`value` as an int from `low` to `high`, both included; or None, where it is `optional`. True
+    and 3.0 are no whole numbers; what has `__index__` is, as numpy's and torch's integers."""
     if value is None and optional:
         return None
     allowed = f"a whole number from {low} to {high}" + " or None" * optional
@@ -82,8 +81,7 @@ def whole_number(
 
 
 def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """`value` as a finite float from `low` (with `above`: greater than `low`) to `high`. bool and
-    complex are no numbers."""
+    """`value` as a finite float from `low`, or with `above` above it, to `high`; no bool."""
     allowed = f"a number {f'above {low} and up' if above else f'from {low}'} to {high}"
     plain = _scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
@@ -144,8 +142,7 @@ def _scalar(value: Any) -> Any:
 
 @contextlib.contextmanager
 def errors_in(source: str) -> Iterator[None]:
-    """Turn a TypeError or ValueError of the block into a ValueError that begins with `source`, the
-    name of a file."""
+    """Turn a TypeError or ValueError of the block into a ValueError that begins with `source`."""
     try:
         yield
     except (TypeError, ValueError) as e:

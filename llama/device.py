@@ -88,8 +88,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A block in which `device` is the current one, where kernels, graphs and events go that are
-    not given a tensor."""
+    """A block in which `device` is the current one, for kernels that are given no tensor."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

@@ -136,8 +136,7 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> bytes:
-        """Decode `ids` to bytes, which may end inside a character. ValueError for an id that the
-        vocabulary does not have."""
+        """Decode `ids` to bytes, which may end inside a character; ValueError for an unknown id."""
         for i in ids:
             if not 0 <= i < self.n_words:
                 raise ValueError(f"id {i} is not in the vocabulary: ids are 0..{self.n_words - 1}")
@@ -161,8 +160,7 @@ def _split_long_runs(s: str, limit: int) -> Iterator[str]:
 
 
 def _check_special_names(path: Path, names: list[str], release: str) -> None:
-    """Hold a file's special tokens to the release, where the runtime uses them: Hugging Face
-    numbers Llama 3.1's reserved tokens otherwise than Meta."""
+    """Hold a file's special tokens to the release; reserved ones may have other numbers."""
     found, wanted = ({name: i for i, name in enumerate(x)} for x in (names, _FIRST[release]))
     wrong = [name for name in _USED if found.get(name) != wanted.get(name)]
     if wrong:
@@ -189,9 +187,8 @@ def _parse(path: Path, given: object) -> tuple[dict[bytes, int], list[str] | Non
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
     """Parse tiktoken's format: a line for each token, base64 and rank."""
     if data[:1] == data[2:3] == b"\n":  # protobuf: field 1, length, field 1
-        raise ValueError(
-            f"{path} is a SentencePiece tokenizer, as Llama 2 has: give Llama 3's tokenizer.model"
-        )
+        remedy = "give Llama 3's tokenizer.model"
+        raise ValueError(f"{path} is a SentencePiece tokenizer, as Llama 2 has: {remedy}")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -285,8 +282,7 @@ def _check_ranks(path: Path, ranks: dict[bytes, int]) -> None:
 
 
 class ChatFormat:
-    """Dialogs as Llama 3 was trained on them. Content is encoded with no special token allowed, so
-    no text can open a header or end a turn."""
+    """Dialogs as Llama 3 was trained on them. No text can open a header or end a turn."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -309,8 +305,7 @@ class ChatFormat:
         return [*self.encode_header(message), *content, self.tokenizer.eot_id]
 
     def encode_dialog_prompt(self, dialog: Dialog) -> list[int]:
-        """Encode `<|begin_of_text|>`, the messages, and a header for the assistant to go on from.
-        Raises as `validate_dialog` does."""
+        """The messages after `<|begin_of_text|>`, then a header for the assistant to go on from."""
         validate_dialog(dialog)
         ids = [self.tokenizer.bos_id]
         for message in dialog:

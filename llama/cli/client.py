@@ -94,8 +94,7 @@ class Client:
         await self._http.aclose()
 
     async def model(self, name: str | None) -> tuple[str, int | None]:
-        """The server's model of that name, or its first: its name, and the most tokens of prompt
-        and answer, where the server says. ServerError or ValueError."""
+        """The server's model of that name, or its first: its name, and its context, if known."""
         async with self._within(_CONNECT_S):
             response = await self._http.get("/v1/models")
             await self._check(response)

@@ -56,8 +56,7 @@ def _stop(repo: str, number: int, _: object) -> Never:
 
 
 def _fetch(repo: str, hub: str, file: str | None) -> str:
-    """A GGUF file, or one layout: Hugging Face's, which other programs use too; Meta's where it is
-    the only one, or is here already."""
+    """A GGUF file, or one layout: Hugging Face's, or Meta's where it is alone, or here."""
     import huggingface_hub
 
     listed = huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True).siblings or []

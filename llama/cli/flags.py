@@ -168,8 +168,7 @@ def read(
 
 
 def _given(program: str, command: Command, words: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Flag -> what it is called there, and its text. Words that are no flags, and all after a lone
-    `--`, go to the positional names, in order."""
+    """Flag -> what it is called there, and its text. Other words go to the positional names."""
     at = words.index("--") if "--" in words else len(words)
     flags = [_with_underscores(word) for word in words[:at]]
     found, left = _make_parser(program, command).parse_known_args(flags)

@@ -27,8 +27,7 @@ DEMO_DIRS = (_PACKAGE / "data" / "demo", _PACKAGE.parent / "checkpoints" / "demo
 
 
 def demo_dir() -> str:
-    """The folder of the demo model: in the package (a wheel), or in the checkout around it.
-    FileNotFoundError where this installation has neither."""
+    """The folder of the demo model, in the package (a wheel) or the checkout; FileNotFoundError."""
     for folder in DEMO_DIRS:
         if (folder / "params.json").is_file():
             return str(folder)
@@ -48,8 +47,7 @@ def check_sampling(options: argparse.Namespace) -> None:
 
 
 def check_client(options: argparse.Namespace, how: str, *allowed: str) -> None:
-    """UsageError for what cannot stand beside `how`, --url or --resident: other flags of a model
-    than those allowed, and ranks."""
+    """UsageError for what cannot stand beside `how`, but the flags of a model that are allowed."""
     own = {**BUILD_FLAGS, "seed": options.seed}
     if options.max_batch_size == 1:  # the default of a chat
         own["max_batch_size"] = 1

@@ -114,8 +114,7 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _let_rank_0_end() -> None:
-    """torchrun ends all ranks when one fails: the one that prints must be the first. A rank that
-    outlives the wait has a failure of its own."""
+    """torchrun ends all ranks when one fails: the one that prints must be the first."""
     if not global_rank():
         return
     watch = Watch.of_process()

@@ -99,7 +99,7 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     with extra("serve", "the server"):
         from llama.server.process import Server, log_to_stderr
     from llama.prompts import ToolFormat
-    from llama.server.service import Limits
+    from llama.server.service import Limits, Service
 
     names = [each.value for each in ToolFormat]
     if options.tool_format not in (None, *names):
@@ -109,12 +109,10 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
     limits = Limits(**{x.name: given[x.name] for x in fields(Limits) if x.name in given})
     log_to_stderr()
     return Server(
-        name,
+        Service(name, limits, tool_format),
         host=options.host,
         port=options.port,
         api_keys=_keys(options),
-        limits=limits,
-        tool_format=tool_format,
         allowed_origins=_origins(options),
         host_routes=_fastchat(options),
         lenient=options.lenient,
@@ -143,7 +141,7 @@ def _fastchat(options: argparse.Namespace) -> Any:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--{name} {url} must begin with http:// or https://")
     if options.fastchat_controller is None:
-        return lambda service, port: None
+        return None
     if options.host in ("", "0.0.0.0", "::") and not options.worker_address:
         raise UsageError(
             f"--host {options.host} is every address of this machine: give the one that FastChat "

@@ -58,8 +58,8 @@ class FastChatWorker:
 
         @router.post("/worker_generate_stream")
         async def generate_stream(body: dict[str, Any], http: Request) -> Response:
-            """Reports as JSON, each with a zero byte after it."""
-            parts = self._encoded(body, http.state.request_id)
+            reports = self.reports(body, http.state.request_id)
+            parts = (json.dumps(report).encode() + b"\0" async for report in reports)
             return StreamingResponse(parts, media_type="application/octet-stream")
 
         @router.post("/worker_generate")
@@ -124,13 +124,6 @@ class FastChatWorker:
             yield _error(OUT_OF_RANGE, str(e))
         except ApiError as e:
             yield _error(OUT_OF_RANGE if e.status == 400 else INTERNAL, e.message)
-
-    async def _encoded(
-        self, params: dict[str, Any], request_id: str
-    ) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(self.reports(params, request_id)) as reports:
-            async for report in reports:
-                yield json.dumps(report).encode() + b"\0"
 
     @contextlib.asynccontextmanager
     async def _registered(self, _app: FastAPI) -> AsyncIterator[None]:

@@ -16,8 +16,7 @@ from llama.ranks.signals import SIGNALS
 
 
 class InterruptHeldBack:
-    """A block after which Ctrl-C takes effect; a second one does at once. (A generator would take
-    longer, and this is on the way of each token.)"""
+    """A block after which Ctrl-C takes effect; a second one does at once."""
 
     def __enter__(self) -> list[Any]:
         """A list that is empty while none has come."""

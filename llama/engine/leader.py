@@ -30,8 +30,7 @@ _STEP, _IDLE, _END, _INTERRUPT = 1, 2, 3, 4
 
 
 class Told(NamedTuple):
-    """What the other ranks are told of a sequence. A constraint stays on rank 0, whose ids they
-    take."""
+    """What the other ranks are told of a sequence: rank 0 alone has its constraint."""
 
     tokens: list[int]
     params: TokenParams
@@ -56,8 +55,7 @@ MESSAGE = TypeAdapter(Message)  # to JSON and back
 
 
 class Leader:
-    """Rank 0 while it leads: it steps its core, and the other ranks step theirs alike. One thread
-    at a time may use it, as the core."""
+    """Rank 0 while it leads: the other ranks step their cores alike. For one thread at a time."""
 
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
         self._core = core
@@ -138,8 +136,7 @@ class Follower:
         self._num_steps = 0
 
     def follow(self) -> int:
-        """Make every step of rank 0, until it closes: its call counter. RankError, which the group
-        must end with, if this rank has diverged from it."""
+        """Make rank 0's steps until it closes: its call counter. RankError if this one diverged."""
         with interrupt_ignored():
             while True:
                 data = self._parallel.broadcast_bytes(b"", is_idle=True)

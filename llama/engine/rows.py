@@ -29,8 +29,7 @@ SAMPLE_ONE = (Rows(RowKind.SAMPLE, range(1)),)  # what a sequence with one new t
 
 @dataclass(slots=True)
 class Tokens:
-    """ids with their log-probabilities and the likeliest ones beside them, where they were asked
-    for; the lists are as long as `ids`, or empty."""
+    """ids; log-probabilities and the likeliest where asked for: as many as `ids`, or none."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -239,8 +239,7 @@ class ModelRunner:
         return self.model.hidden_states(ids, batch, self.kv_cache)
 
     def _score(self, scheduled: list[Scheduled], hidden: Tensor) -> Tokens:
-        """The known tokens behind the rows (R, E) that score. Chunk by chunk, since a row of logits
-        is far wider than a row of hidden states."""
+        """The known tokens behind rows (R, E), in chunks: rows of logits are far wider."""
         wanted = [(x, offsets) for x in scheduled if (offsets := x.offsets(RowKind.SCORE))]
         ids = [x.sequence.tokens[x.start + i + 1] for x, rows in wanted for i in rows]
         logprobs, tops = list[float](), list[TopLogprobs]()

@@ -12,8 +12,7 @@ from llama.checks import brief, errors_in, number, whole_number
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
 _DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
 
-# The largest values that are taken: 60 times those of the 405B model, and small enough that nothing
-# computed from them takes long or overflows.
+# The largest values that are taken: 60 times those of the 405B model; nothing overflows or is slow.
 MAX_SIZE = 2**24
 _MAX_SIZES = {
     "dim": 2**20, "n_layers": 2**13, "n_heads": 2**16, "n_kv_heads": 2**16, "vocab_size": MAX_SIZE,
@@ -109,9 +108,8 @@ class ModelArgs:
                 sizes = f"dim={self.dim} / n_heads={self.n_heads}"
                 raise ValueError(f"{sizes} must be an even whole number, the size of a head")
             if self.n_heads % self.kv_heads:
-                raise ValueError(
-                    f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
-                )
+                words = f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}"
+                raise ValueError(words)
             if self.ffn_dim < 1:
                 raise ValueError(f"ffn_dim_multiplier={self.ffn_dim_multiplier} leaves no ffn")
 

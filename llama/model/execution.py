@@ -90,8 +90,7 @@ class OpLayers:
 
 
 class NativeLayers:
-    """One call of layers.cpp, on a CPU whose kernels take all weights. One thread at a time may
-    run it."""
+    """One call of layers.cpp, where the CPU's kernels take all weights; one thread at a time."""
 
     def __init__(self, plan: LayerPlan, sublayers: Sequence[SubLayer]) -> None:
         """ValueError where the kernels do not take the weights, or their sizes."""

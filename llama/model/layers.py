@@ -65,8 +65,7 @@ class Matrix(WatchedModule):
         super().__setattr__(name, value)
 
     def pack(self, quantize: str | None = None) -> None:
-        """Put a plain weight in the format asked for, or this machine's fastest; views of it are
-        invalid afterwards."""
+        """Put a plain weight in the format asked for, or the fastest; views are invalid then."""
         if isinstance(self.weight, PlainWeight):
             plain = self.weight.plain()
             self.weight = weights.packed(plain, quantize, plain.device)

@@ -49,8 +49,7 @@ class LayerPlan:
     def kv_cache(
         self, num_pages: int, page_size: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape (L, 2, P, S, K, W) and type of the cache of a model in `dtype`: of each layer that
-        attends, its keys and its values."""
+        """Shape (L, 2, P, S, K, W) and type of the KV cache of a model in `dtype`."""
         num_attending = self.n_layers * self.kinds.count(ATTENTION)
         width, row_dtype = self.kv_format.row(self.head_dim, dtype)
         return (num_attending, 2, num_pages, page_size, self.n_kv_heads, width), row_dtype

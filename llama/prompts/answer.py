@@ -5,6 +5,7 @@ The same code makes the parts of a stream and, joined, the whole message. It kno
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llama.prompts.parser import CallStart, Content, Event, ToolCallParser
@@ -25,40 +26,31 @@ class AnswerSoFar(Protocol):
     def new_text(self) -> str: ...
 
 
+@dataclass
 class AnswerDeltas:
-    """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them.
+    """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them."""
 
-    tools: without any, all of the text is content. shows_special: the text has the special tokens.
-    key: of the ids of the calls; with the prompt in it, each turn of a dialog has others.
-    """
-
-    def __init__(
-        self,
-        tools: Tools | None,
-        tokenizer: Tokenizer,
-        key: tuple[Any, ...],
-        *,
-        shows_special: bool = False,
-    ) -> None:
-        self._tools = tools
-        self._python_tag_id = None if shows_special else tokenizer.python_tag_id
-        self._key = key
-        self._parser: ToolCallParser | None = None
+    tools: Tools | None  # without any, all of the text is content
+    tokenizer: Tokenizer
+    key: tuple[Any, ...]  # of the ids of the calls; the prompt in it tells turns of a dialog apart
+    shows_special: bool = False  # the text has the special tokens
+    _parser: ToolCallParser | None = None
 
     def push(self, answer: AnswerSoFar, *, whole: bool = False) -> list[dict[str, Any]]:
         """The deltas of the new text; whole: of all of the text, at once."""
         text = answer.text if whole else answer.new_text
         is_last = whole or answer.finish_reason is not None
-        if self._tools is None:
+        if self.tools is None:
             return [{"content": text}] if text else []
         if not text and not is_last:
             return []
         if self._parser is None:
+            has_tag = answer.token_ids[:1] == [self.tokenizer.python_tag_id]
             self._parser = ToolCallParser(
-                self._tools.callable(),
-                parallel=self._tools.several,
-                is_tagged=answer.token_ids[:1] == [self._python_tag_id],
-                only_at_start=self._tools.needs_grammar,
+                self.tools.callable(),
+                parallel=self.tools.several,
+                is_tagged=has_tag and not self.shows_special,
+                only_at_start=self.tools.needs_grammar,
             )
         events = self._parser.push(text)
         if is_last:
@@ -90,7 +82,7 @@ class AnswerDeltas:
         if not isinstance(event, CallStart):
             call: dict[str, Any] = {"function": {"arguments": event.text}}
         else:
-            digest = hashlib.sha256(repr((*self._key, event.index)).encode()).hexdigest()
+            digest = hashlib.sha256(repr((*self.key, event.index)).encode()).hexdigest()
             function = {"name": event.name, "arguments": ""}
             call = {"id": f"call_{digest[:24]}", "type": "function", "function": function}
         return {"tool_calls": [{"index": event.index, **call}]}

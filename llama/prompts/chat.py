@@ -76,8 +76,7 @@ _CHAT_FIELDS: TypeAdapter[_ChatFields] = TypeAdapter(_ChatFields)
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a caller asks of all answers of a call, in OpenAI's form: see `Llama.chat_completion`.
-    What is wrong is found at the first use."""
+    """What a caller asks of all answers, as of `chat_completion`; checked at the first use."""
 
     tools: Any = None
     tool_choice: Any = None

@@ -35,8 +35,7 @@ _INTRODUCTION_BYTES = 512  # what a rank says of itself when ranks share memory
 
 
 def started_processes() -> int:
-    """How many processes torchrun's variables describe: 1 where there are none. ValueError for a
-    WORLD_SIZE without the variables that belong to it."""
+    """The processes that torchrun's variables describe, or 1. ValueError where some are missing."""
     text = os.environ.get("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if text != "1" and missing:

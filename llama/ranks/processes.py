@@ -38,8 +38,7 @@ def has_ended(pid: int) -> bool:
 
 
 def ranks_started_by(pid: int) -> set[int]:
-    """The RANKs that live children of a process were started with: none where that is a rank
-    itself, or where their environments cannot be read."""
+    """The RANKs of a process's live children: none where it is a rank, or they cannot be read."""
     try:
         if _started_rank(pid) is not None:
             return set()
@@ -69,8 +68,7 @@ def machine_id() -> str:
 
 
 class KillTimer:
-    """The kernel kills this process, even if it is stopped, where it does not set the timer again
-    in time (timer_create(2))."""
+    """The kernel kills this process, even a stopped one, at the time set (timer_create(2))."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -140,8 +138,7 @@ def describe_end(status: int | None) -> str:
 
 @contextlib.contextmanager
 def or_exit(last_words: bytes, before: Sequence[Callable[[], None]]) -> Iterator[None]:
-    """A block without which this process could stay for ever: if it raises, the process ends.
-    last_words need no memory; the rest is said where there is some."""
+    """A block without which this process could stay for ever: if it raises, the process ends."""
     try:
         yield
     except KeyboardInterrupt:

@@ -123,8 +123,7 @@ class SharedMemory:
             x.copy_(whole)
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Rank 0's bytes on every rank; the others sleep until it sends some. is_idle: wait for the
-        first of them without a limit."""
+        """Rank 0's bytes on every rank. is_idle: wait for the first of them without a limit."""
         if self.rank == 0:
             for start in range(0, max(1, len(data)), _FRAME_BYTES):
                 part = data[start : start + _FRAME_BYTES]

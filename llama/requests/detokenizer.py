@@ -10,8 +10,7 @@ from llama.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental `tokenizer.decode`: the pieces of `push` and `flush`, joined, are the whole text.
-    Raises what `decode_bytes` raises."""
+    """Incremental `tokenizer.decode`: joined, the pieces of `push` and `flush` are its text."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer

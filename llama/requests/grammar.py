@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _KEPT = 256  # grammars
-# Far beyond what schemas need. With the package's own limits, five times as large, the expression
-# (a{1000}){1000} took a second of a step, and more beside other work.
+# Far beyond what schemas need. With the package's own, (a{1000}){1000} took a second of a step.
 _COMPILE_FUEL, _STEP_FUEL, _STATES = 200_000, 50_000, 50_000
 # The package's own 50,000 end the answers of an object of 400 properties after their first brace.
-# It makes 20,000 in a millisecond, and its limit for one row keeps wider objects out.
 _STEP_ITEMS = 500_000
 # Between the tokens of JSON: a small model that may write more blanks writes little else, and one
 # that may write none does not end its numbers.
@@ -87,8 +85,7 @@ class GrammarCompiler:
         self._compiled = functools.lru_cache(_KEPT)(self._compile)
 
     def matcher(self, form: StructuredOutput) -> Matcher:
-        """A matcher at the beginning of the form; FieldError says what is wrong with it. The
-        package releases Python's lock while it compiles."""
+        """A matcher at the beginning of the form; FieldError says what is wrong with it."""
         return Matcher(self._compiled(form).deep_copy())
 
     def warm_up(self) -> None:

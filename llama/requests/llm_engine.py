@@ -156,8 +156,7 @@ class LLMEngine:
         return self.take_output(request)
 
     def abort(self, request: Request) -> None:
-        """End a request, between two steps. Its last output has finish_reason "abort", or that with
-        which it had finished."""
+        """End a request, between two steps: finish_reason "abort", where it had not finished."""
         with InterruptHeldBack(), self._lock:
             if not request.finished:
                 request.end("abort")
@@ -324,8 +323,7 @@ class LLMEngine:
         return list(taken), removed
 
     def _apply_removed(self) -> None:
-        """Free the pages of what ended by its text, or was aborted. Where rank 0 leads, the next
-        step does it, on every rank."""
+        """Free the pages of what ended; where rank 0 leads, the next step does, on every rank."""
         if not self.is_led:
             for seq in self._removed:
                 self.core.finish(seq, "abort")

@@ -22,8 +22,7 @@ class RankCalls:
     """How the ranks of one model call their engines. One process alone is always in step."""
 
     def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
-        self.core = core
-        self.parallel = parallel
+        self.core, self.parallel = core, parallel
         self.is_led = False  # rank 0 takes all requests; the other ranks follow
         self._leader: Leader | None = None  # on rank 0, while it leads
         self._num_calls = 0  # of those that gave no seed: equal on all ranks
@@ -57,11 +56,9 @@ class RankCalls:
             if not has_requests() and not self._is_calling:
                 self._caller = threading.get_ident()
             if self._caller != threading.get_ident():
-                raise RuntimeError(
-                    "another thread of this rank has unfinished requests: with "
-                    f"model_parallel_size={self.parallel.size}, make all calls from one thread, or "
-                    "within `lead`"
-                )
+                remedy = f"with model_parallel_size={self.parallel.size}, make all calls from one "
+                remedy += "thread, or within `lead`"
+                raise RuntimeError(f"another thread of this rank has unfinished requests: {remedy}")
             self._is_calling = True
         try:
             yield

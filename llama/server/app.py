@@ -133,8 +133,7 @@ def _own_routes(service: Service) -> APIRouter:
 
 
 def _content_security_policy(page: str) -> str:
-    """Allow the page its own script and style by their hashes, requests to its own server, and
-    images that it draws itself (https://www.w3.org/TR/CSP3/)."""
+    """What the page may do (https://www.w3.org/TR/CSP3/): its own script, style and server."""
 
     def hashed(tag: str) -> str:
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

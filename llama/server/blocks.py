@@ -23,8 +23,7 @@ Events = Iterator[dict[str, Any]]
 
 @dataclass
 class Block:
-    """text: words, or the arguments of a call as JSON, which may be cut off. call_id, name: of a
-    call; of words they are empty."""
+    """text: words, or a call's arguments as JSON, maybe cut off. call_id, name: empty for words."""
 
     index: int  # its place in the answer
     call_id: str = ""

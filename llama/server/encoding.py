@@ -42,15 +42,13 @@ class JsonResponse(Response):
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event (WHATWG HTML, section 9.2), named by its type where it has one; JSON
-    has no line breaks."""
+    """One server-sent event (WHATWG HTML, section 9.2), named by its type where it has one."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + to_json(content) + b"\n\n"
 
 
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
-    """The result of the work; `ClientDisconnect`, and the work is cancelled, if the client leaves.
-    The request's body must have been read."""
+    """The result; `ClientDisconnect`, and the work is cancelled, if the client leaves before."""
     try:
         async with asyncio.TaskGroup() as group:
             leaving = group.create_task(_disconnect(receive))
@@ -81,14 +79,11 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         error_events: Callable[[ApiError], bytes],
-        *,
         keep_alive: bytes = COMMENT,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # it is not known yet
-        self._events = events
-        self._error_events = error_events
-        self._keep_alive = keep_alive
+        self._events, self._error_events, self._keep_alive = events, error_events, keep_alive
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

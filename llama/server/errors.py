@@ -61,8 +61,7 @@ class ApiError(Exception):
         return self.anthropic_body() if is_anthropic else self.body()
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's error object (https://docs.anthropic.com/en/api/errors); it has no param, so
-        the message names the field."""
+        """Anthropic's error object (https://docs.anthropic.com/en/api/errors), without param."""
         kind = "api_error" if self.kind == "server_error" else self.kind
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 

@@ -183,11 +183,9 @@ async def respond(
     answer = make_answer(request, service.loaded().tokenizer, meta)
     outputs = service.outputs(prepared, meta.id, request.fields)
     if request.stream:
-        events = _encoded(outputs, answer)
         keep_alive = COMMENT if answer.idle_event is None else event(answer.idle_event)
-        return EventStream(
-            events, lambda e: event(answer.failed(e)) + answer.end, keep_alive=keep_alive
-        )
+        events = _encoded(outputs, answer)
+        return EventStream(events, lambda e: event(answer.failed(e)) + answer.end, keep_alive)
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)
     # Beside the event loop: to look for calls in an answer takes 7 us for each of its characters,
     # and a grammar can make them a million.

@@ -18,12 +18,11 @@ import uvicorn
 from fastapi import APIRouter
 
 from llama.generation import Llama
-from llama.prompts import ToolFormat
 from llama.ranks.signals import stop_requested
 from llama.server.app import make_app
 from llama.server.auth import is_loopback
 from llama.server.connections import BoundedProtocol, Connections
-from llama.server.service import Limits, Service
+from llama.server.service import Service
 
 _POLL_S = 0.05
 _BROKEN_S = 1.0  # for everyone's 500 after a step that failed, and for a load balancer to see it
@@ -35,14 +34,12 @@ class Server:
 
     def __init__(
         self,
-        model_name: str,
+        service: Service,
         *,
         host: str,
         port: int,
         api_keys: list[str],
-        limits: Limits,
-        tool_format: ToolFormat | None = None,
-        host_routes: Callable[[Service, int], APIRouter | None] = lambda service, port: None,
+        host_routes: Callable[[Service, int], APIRouter] | None = None,
         listener: socket.socket | None = None,
         **of_app: Any,
     ) -> None:
@@ -53,27 +50,21 @@ class Server:
                 f"--host {host} lets other machines in, so a key is needed: give --api_key or "
                 "LLAMA_API_KEY, or leave --host out"
             )
-        self.service = Service(model_name, limits, tool_format)
+        self.service, limits = service, service.limits
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = listener or socket.create_server((host, port), family=family, backlog=2048)
         self.port: int = port if listener else self._socket.getsockname()[1]
+        of_app["host_routes"] = host_routes and host_routes(service, self.port)
         allowed = Connections(limits.max_connections, limits.max_per_address)
         protocol: Any = functools.partial(BoundedProtocol, allowed)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                make_app(
-                    self.service,
-                    api_keys=api_keys,
-                    loopback=loopback,
-                    host_routes=host_routes(self.service, self.port),
-                    **of_app,
-                ),
-                http=protocol,
-                access_log=False,
-                log_config=None,
-                timeout_graceful_shutdown=int(_LAST_WORDS_S),
-            )
+        config = uvicorn.Config(
+            make_app(service, api_keys=api_keys, loopback=loopback, **of_app),
+            http=protocol,
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=int(_LAST_WORDS_S),
         )
+        self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([self._socket],), name="llama-http", daemon=True
         )
@@ -92,8 +83,7 @@ class Server:
             watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
 
     def serve(self, drain_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until a signal, until `is_over` while nothing runs, or RuntimeError after a step that
-        failed. Rank 0 runs this, and leads."""
+        """Until a signal, or `is_over` while idle; RuntimeError after a step that failed."""
         service = self.service
         assert service.engine is not None
         try:

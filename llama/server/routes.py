@@ -27,9 +27,8 @@ _CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 def routes(service: Service) -> APIRouter:
-    """Responses and Messages say how an answer ends that has reached the end of the context, so
-    their limit of tokens may be larger than what is left of it: agents ask for 32,000 whatever the
-    model is."""
+    """An answer of Responses and Messages may end with the context, before its limit of tokens:
+    agents ask for 32,000 whatever the model is."""
     router = body_router()
 
     @router.post(TEXT_URL)

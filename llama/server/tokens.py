@@ -94,14 +94,9 @@ def routes(service: Service) -> APIRouter:
         strings = None
         if body.return_token_strs:
             strings = await asyncio.to_thread(lambda: [llama.tokenizer.decode(t) for t in ids])
-        return JsonResponse(
-            {
-                "count": len(ids),
-                "max_model_len": llama.model.params.max_seq_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+        longest = llama.model.params.max_seq_len
+        counted = {"count": len(ids), "max_model_len": longest, "tokens": ids}
+        return JsonResponse(counted | {"token_strs": strings})
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody, http: Request) -> Response:
@@ -117,20 +112,18 @@ def routes(service: Service) -> APIRouter:
         """Names and ids of the special tokens, as a Hugging Face tokenizer_config.json has them."""
         llama, tokenizer = service.loaded(), service.loaded().tokenizer
         names = {i: name for name, i in tokenizer.special_tokens.items()}
-        return JsonResponse(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "model_max_length": llama.model.params.max_seq_len,
-                "bos_token": names[tokenizer.bos_id],
-                "eos_token": names[tokenizer.eos_id],
-                "pad_token": None,
-                "unk_token": None,
-                "add_bos_token": True,
-                "clean_up_tokenization_spaces": False,
-                "added_tokens_decoder": {
-                    str(i): {"content": name, "special": True} for i, name in sorted(names.items())
-                },
-            }
-        )
+        special = {str(i): {"content": name, "special": True} for i, name in sorted(names.items())}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": llama.model.params.max_seq_len,
+            "bos_token": names[tokenizer.bos_id],
+            "eos_token": names[tokenizer.eos_id],
+            "pad_token": None,
+            "unk_token": None,
+            "add_bos_token": True,
+            "clean_up_tokenization_spaces": False,
+            "added_tokens_decoder": special,
+        }
+        return JsonResponse(config)
 
     return router

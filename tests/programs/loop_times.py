@@ -25,7 +25,7 @@ from helpers.launch import DEMO
 from llama import Llama
 from llama.prompts import ToolFormat
 from llama.server.process import Server
-from llama.server.service import Limits
+from llama.server.service import Limits, Service
 
 _TICK_S = 0.005
 _WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}
@@ -188,10 +188,8 @@ def measure(llama: Llama, chosen: dict[str, tuple[str, Any]]) -> None:
         watching.cancel()
 
     uvicorn.Server.serve = watched  # type: ignore[method-assign]
-    server = Server(
-        "demo", host="127.0.0.1", port=0, api_keys=["k"], limits=Limits(),
-        tool_format=ToolFormat("llama3.1"),
-    )  # fmt: skip
+    service = Service("demo", Limits(), ToolFormat("llama3.1"))
+    server = Server(service, host="127.0.0.1", port=0, api_keys=["k"])
     server.start()
     is_done = threading.Event()
     server.open(llama)

@@ -26,7 +26,7 @@ from llama.server import connections
 from llama.server.auth import is_loopback
 from llama.server.connections import Connections
 from llama.server.process import Server
-from llama.server.service import Limits
+from llama.server.service import Limits, Service
 
 TEXT = "/v1/completions"
 SMALL = {"prompt": "x", "max_tokens": 1}
@@ -36,7 +36,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def url(demo) -> Iterator[str]:
-    server = Server("demo", host="127.0.0.1", port=0, api_keys=[], limits=LIMITS)
+    server = Server(Service("demo", LIMITS), host="127.0.0.1", port=0, api_keys=[])
     server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of all its connections
     server.start()
     server.service.start(demo)

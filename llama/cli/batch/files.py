@@ -69,8 +69,7 @@ def _check_not_cut(file: BinaryIO, size: int) -> None:
 
 
 def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
-    """OSError or ValueError unless the input can be read, and the output written without loss.
-    Nothing is changed, and no file is left behind."""
+    """OSError or ValueError unless the input can be read, and the output written without loss."""
     os.stat(in_path)
     if os.path.isfile(in_path):
         with open(in_path, "rb") as file:
@@ -113,8 +112,7 @@ class Results:
             os.stat(path)
         self._file = io.FileIO(path, "a+")
         try:
-            # A second job fails here: its first rank needs the lock alone, and all ranks of this
-            # job hold it together until the job ends.
+            # A second job fails here: all ranks of this one hold the lock together until its end.
             self._lock((fcntl.LOCK_EX if first else fcntl.LOCK_SH) | fcntl.LOCK_NB, _JOB_LOCK)
             self._size = self._read(max_lines)  # whole records only; the file must not shrink below
             self._lock(fcntl.LOCK_SH | fcntl.LOCK_NB, _JOB_LOCK)
@@ -193,9 +191,8 @@ class Results:
         try:
             _lock_byte(self._file.fileno(), kind, byte)
         except (BlockingIOError, PermissionError):
-            raise ValueError(
-                f"{self.path} is being written by another job: wait until it ends, or stop it"
-            ) from None
+            words = "is being written by another job: wait until it ends, or stop it"
+            raise ValueError(f"{self.path} {words}") from None
         except OSError as e:
             if not self._first:  # one rank alone can work without locks
                 why = "this file system has no locks, which several ranks need: write elsewhere"

@@ -59,8 +59,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Set the terminal up; restore its mode at the end, also after an error. SIGTERM ends the
-        chat, after the answer that is shown."""
+        """Set the terminal up; restore its mode at the end. SIGTERM ends the chat."""
         with contextlib.ExitStack() as stack:
             if self._watch is None:  # else the watch gets the signal, and tells this rank
                 stack.enter_context(SIGNALS.taken_alone(signal.SIGTERM))

@@ -71,8 +71,7 @@ class EngineFrontend:
     def make_request(
         self, name: str, prompt: Any, params: SamplingParams | None, index: int | None = None
     ) -> VllmRequest:
-        """A checked request, not submitted. index: its place in a list of LLM's. TypeError or
-        ValueError names what is wrong."""
+        """A checked request, not submitted. index: its place in a list of LLM's."""
         params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__

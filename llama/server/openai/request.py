@@ -90,8 +90,7 @@ class ConvertedChat:
             self.say("system", instructions, place)
 
     def say(self, role: str, text: str | None, place: str) -> None:
-        """Words. Those of one place are one message, as are the system's at the beginning: the
-        format has one place for them."""
+        """Words: one message, if they are of one place, or of the system at the beginning."""
         is_more = self.places[-1:] == [place] or (role == "system" and len(self.places) == 1)
         if not is_more or self._messages[-1]["role"] != role:
             self._messages.append({"role": role, "content": []})

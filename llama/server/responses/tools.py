@@ -23,8 +23,7 @@ _ACTION = {"type": "object", "properties": _COMMAND, "required": ["command"]}
 
 
 class NamedTool(Function):
-    """format: of a custom tool's input; the model is told its grammar, and not held to it.
-    defer_loading: a hint, as all tools are in the prompt."""
+    """format: of a custom tool's input; the model is told of it, and not held to it."""
 
     type: Literal["function", "custom"]
     format: dict[str, str] | None = None
