@@ -113,6 +113,7 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"},
             {"do": "in_8_bits", "folder": kv4, "prompts": PROMPTS},
             {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": kv4},
+            {"do": "build_often", "folder": kv4},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -266,6 +267,13 @@ def test_only_rank_0_speaks_until_the_last_model_is_closed(two_ranks):
     """build mutes stdout on the other ranks, unless it is told not to; each `close` undoes one."""
     heard = ["two", "one", "none"]
     assert [rank[2]["result"] for rank in two_ranks["samples"]] == [heard, ["none"]]
+
+
+def test_a_build_takes_the_place_of_one_that_is_gone(two_ranks):
+    """Its threads and sockets end."""
+    for rank in two_ranks["samples"]:
+        _, second, third = rank[10]["result"]
+        assert second == third
 
 
 def test_greedy_rows_exchange_their_top_tokens_and_not_their_logits(two_ranks):

@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import socket
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -196,6 +197,10 @@ def _make_groups(
 ) -> ModelParallel:  # fmt: skip
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
+    while (
+        watch.left_groups
+    ):  # here, as a collector of garbage may run in the middle of torch's code
+        dist.destroy_process_group(watch.left_groups.pop())
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -236,20 +241,12 @@ def _make_groups(
         is_one_machine = len({*meet(machine_id().encode())}) == 1  # a GH200's shares no memory
         if is_one_machine and device.type == "cuda" and dist.get_backend(group) == "nccl":
             one_shot = OneShot.join(group, control, device)
-    return ModelParallel(
-        rank=rank,
-        size=size,
-        data_rank=data_rank,
-        data_size=data_size,
-        timeout_s=timeout_s,
-        group=group,
-        control=control,
-        world=world,
-        shared=shared,
-        one_shot=one_shot,
-        store=store,
-        watch=watch,
-    )
+    parallel = ModelParallel(
+        rank, size, data_rank, data_size, timeout_s, group, control, world, shared, one_shot,
+        store, watch,
+    )  # fmt: skip
+    weakref.finalize(parallel, watch.left_groups.extend, [control, world])
+    return parallel
 
 
 def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -32,6 +32,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 from llama.ranks import processes
 from llama.ranks.errors import NotMetError, say
@@ -58,6 +59,7 @@ class Watch(threading.Thread):
         self.rendezvous = rendezvous
         self.steps = 0
         self.before_end: list[Callable[[], None]] = []  # what must be put right, as a terminal
+        self.left_groups: list[Any] = []  # of models that are gone: the next build destroys them
         self._busy: dict[int, tuple[str, float, float]] = {}  # thread: what, since when, limit
         self._limit_s = 0.0  # the longest of them so far
         self._lock = threading.RLock()

@@ -7,6 +7,7 @@ error that it raised.
 import asyncio
 import atexit
 import contextlib
+import gc
 import io
 import json
 import os
@@ -302,6 +303,17 @@ def in_8_bits(folder: str, prompts: list) -> list:
         except ValueError as e:
             error = str(e)
     return [llama.generate(prompts, 1, 0.0, logprobs=True, echo=True), error]
+
+
+def build_often(folder: str) -> list[list[int]]:
+    """Threads and open files of this rank after each of some builds."""
+    counts = []
+    for _ in range(3):
+        with contextlib.redirect_stdout(io.StringIO()):
+            Llama.build(folder, None, 64, 1, dtype="fp32", device="cpu").close()
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{x}")) for x in ("task", "fd")])
+    return counts
 
 
 def speak(folder: str) -> list[str]:
