@@ -54,13 +54,13 @@ def reshard(
     """
     size = whole_number("model_parallel_size", model_parallel_size, 1, _MAX_SHARDS)
     checkpoint = find(ckpt_dir)
+    reader = _Reader(checkpoint)
     if checkpoint.layout != "meta":
         raise ValueError(f"{checkpoint.weights_path} is not in Meta's layout: convert it first")
     checkpoint.params.check_ranks(size)
     copied = [checkpoint.params_path, *_tokenizer(checkpoint)]
     files: Files = {path.name: path for path in copied}
     files |= {"params.json": _meta_params(checkpoint.params)} if checkpoint.is_quantized else {}
-    reader = _Reader(checkpoint)
     return _write(reader, "meta", _shards(reader, size), files, out_dir, progress)
 
 
@@ -82,7 +82,7 @@ def convert(
     ValueError or OSError, before anything is written, for a bad checkpoint or tokenizer, or an
     `out_dir` that holds something.
     """
-    to_gguf = Path(out_dir).suffix == ".gguf"
+    to_gguf = Path(out_dir).suffix.lower() == ".gguf"
     if quantize not in (None, *(known := BLOCKS if to_gguf else QUANTIZED)):
         out = "an OUT that ends in .gguf" if to_gguf else "a folder OUT"
         raise ValueError(f"quantize={brief(quantize)}: give one of {', '.join(known)} for {out}")
@@ -118,6 +118,8 @@ def pack(
     raises as `convert` does.
     """
     check_quantize(quantize, torch.bfloat16, torch.device("cpu"))
+    if Path(out_dir).suffix.lower() == ".gguf":
+        raise ValueError(f"{Path(out_dir)}: packed weights are a folder: give it another name")
     if native.kernels() is None:
         raise ValueError(
             "packed weights are for this project's CPU kernels, which do not run here (`llama "

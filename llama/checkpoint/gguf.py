@@ -143,7 +143,7 @@ def read_header(path: Path) -> Header:
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or not 8 <= step <= 1 << 20 or step % 8:
             raise broken(path, f"has general.alignment={brief(step)}")
-        found = [content.tensor(size, step) for _ in range(num_tensors)]
+        found = [content.tensor(step) for _ in range(num_tensors)]
     begin = -(-content.at // step) * step
     tensors = {name: info._replace(offset=begin + info.offset) for name, info in found}
     for name, info in tensors.items():
@@ -201,8 +201,8 @@ class _Content:
         found = self.texts(length) if form == _STRING else self.numbers(_NUMBERS[form], length)
         return found[0] if count is None else found
 
-    def tensor(self, size: int, step: int) -> tuple[str, TensorInfo]:
-        """One of a file of `size` bytes, with its offset in the data, a multiple of `step`."""
+    def tensor(self, step: int) -> tuple[str, TensorInfo]:
+        """One, with its offset in the data, a multiple of `step`."""
         name = self.text()
         (dims,) = self.numbers("I")
         shape = self.numbers("Q", min(dims, 4))[::-1]
@@ -213,7 +213,7 @@ class _Content:
                 f"{self.file}: {brief(name)} is of type {_REFUSED[number]}, which this runtime "
                 "does not read: take the model's file in Q4_K_M, or the smaller in Q3_K_M or Q2_K"
             )
-        if kind is None or not shape or shape[-1] % kind.block or offset % step or offset > size:
+        if kind is None or not shape or shape[-1] % kind.block or offset % step:
             what = f"{brief(name)} with {dims} dimensions {brief(shape)} of type {number}"
             raise broken(self.file, f"is damaged: it has {what} at {offset:,}")
         num_bytes = math.prod(shape) // kind.block * kind.num_bytes

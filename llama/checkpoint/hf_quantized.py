@@ -27,7 +27,7 @@ _EO8 = "int4_weight_int8_dynamic_activation"
 _MATRIX = re.compile(r"(.+_proj|lm_head|tok_embeddings|output|.+\.w[qkvo123])\.(.+)")
 _IGNORED = {  # of activations and of the KV cache, which stay as they are; and what shapes tell
     "input_scale", "input_zero_point", "q_scale", "k_scale", "v_scale", "output_scale",
-    "weight_shape", "weight_format",
+    "weight_shape",
 }  # fmt: skip
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _BYTES = torch.arange(-128.0, 128)
@@ -75,8 +75,9 @@ Parts = dict[str, Tensor]
 
 
 def eight_bits(parts: Parts, _: dict[str, Any]) -> _Format:
-    weight = parts.pop("weight")
+    weight, order = parts.pop("weight"), parts.pop("weight_format", None)
     (n, k), is_fp8 = weight.shape, weight.dtype is torch.float8_e4m3fn
+    _check((is_fp8 or weight.dtype is torch.int8) and (order is None or not order.any()))
     data, sign = weight.view(torch.uint8), 0 if is_fp8 else 128
     unit = parts.pop("SCB") / 127 if "SCB" in parts else parts.pop("weight_scale")
     unit = unit.reshape(len(unit) if unit.dim() else 1, -1)
@@ -94,7 +95,8 @@ def _packed_along_k(
 ) -> _Format:
     """words: (N, K * bits / 32) int32; scale: (N, G); zero: (G, N * bits / 32) int32."""
     each, k = 32 // bits, words.shape[1] * 32 // bits
-    _check(bits in (2, 4, 8) and len(scale) == len(words) and k % scale.shape[1] == 0)
+    _check(words.dtype is torch.int32 and bits in (2, 4, 8))
+    _check(len(scale) == len(words) and k % scale.shape[1] == 0)
     if group_of is not None:
         is_inside = (group_of >= 0) & (group_of < scale.shape[1])
         _check(group_of.shape == (k,) and bool(is_inside.all()))
@@ -122,7 +124,9 @@ def _compressed(parts: Parts, config: dict[str, Any]) -> _Format:
 
 def _gptq(parts: Parts, config: dict[str, Any]) -> _Format:
     bits, zero = config["bits"], parts.pop("qzeros")
-    if config.get("checkpoint_format", "gptq") == "gptq":  # v1: one less, borrowed over the word
+    version = config.get("checkpoint_format") or "gptq"
+    _check(version in ("gptq", "gptq_v2"))
+    if version == "gptq":  # v1: one less, borrowed over the word
         zero = zero + sum(1 << i for i in range(0, 32, bits))
     words, scale = parts.pop("qweight").t(), parts.pop("scales").t()
     return _packed_along_k(bits, words, scale, zero, parts.pop("g_idx", None))
@@ -149,6 +153,8 @@ def _nf4(parts: Parts, _: dict[str, Any]) -> _Format:
     _check(state["quant_type"] == "nf4" and absmax.shape[1] * block == k)
     names = ("weight.nested_absmax", "weight.nested_quant_map")
     nested, numbers = (parts.pop(name, None) for name in names)
+    if nested is not None and numbers is not None:
+        _check(len(nested) * state["nested_blocksize"] >= absmax.numel() and len(numbers) == 256)
 
     def codes(rows: slice, columns: slice) -> Tensor:
         whole, within = _covering(columns, 2)
@@ -163,7 +169,9 @@ def _nf4(parts: Parts, _: dict[str, Any]) -> _Format:
         unit = nested[places // state["nested_blocksize"]].view(some.shape)
         return numbers[some.int()] * unit + state["nested_offset"]
 
-    return _Format(Size((n, k)), parts.pop("weight.quant_map"), codes, scale)
+    table = parts.pop("weight.quant_map").float()
+    _check(table.shape == (16,))
+    return _Format(Size((n, k)), table, codes, scale)
 
 
 def of_params(content: dict[str, Any], source: str, shards: int) -> dict[str, Any] | None:
@@ -189,7 +197,7 @@ def _eo8(parts: Parts, config: dict[str, Any]) -> _Format:
     weight, scale = parts.pop("weight"), parts.pop("scales")
     n, k = weight.shape
     of = eight_bits({"weight": weight, "weight_scale": scale}, {})
-    _check(weight.dtype is torch.int8 and scale.is_floating_point() and len(scale) == n)
+    _check(weight.dtype is torch.int8 and len(scale) == n)
     if scale.numel() == n:
         return of
     zero = parts.pop("zeros", torch.zeros(()).expand(scale.shape))
@@ -224,7 +232,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 def _across(words: Tensor, bits: int, order: list[int], shape: Size) -> Callable[[slice], Tensor]:
     """words: (k, N * bits / 32) int32, `shape`: (N, k) -> a function of rows to (n, k) uint8."""
-    _check(words.shape == (shape[1], shape[0] * bits // 32))
+    _check(words.dtype is torch.int32 and words.shape == (shape[1], shape[0] * bits // 32))
     each = len(order)
 
     def of(rows: slice) -> Tensor:
@@ -255,7 +263,7 @@ def gathered(tensors: dict[str, MappedTensor], config: dict[str, Any]) -> dict[s
         left = {own: tensor.data for own, tensor in parts.items()}
         try:
             of = _format_of(left, config)(left, config)
-            _check(not left)
+            _check(not left and of.scale(slice(0, 1)).is_floating_point())
             if config.get("is_rotated") and name.endswith(".w2"):
                 _check(of.shape[1] >= 32 and of.shape[1] & (of.shape[1] - 1) == 0)
                 of = replace(of, is_rotated=True)

@@ -26,7 +26,7 @@ def gathered(tensors: dict[str, MappedTensor], rank: int) -> dict[str, MappedTen
         data = tensors[name].data
         key = re.sub(r"^layers\.(\d+)\.(.+)\.weight$", rf"\1_\2_{rank}", name)
         scale = scales.pop(key).data if key in scales else torch.empty(0)
-        if scale.shape not in (data.shape[:1], (len(data), 1)) or scale.itemsize < 2:
+        if scale.shape not in (data.shape[:1], (len(data), 1)) or not scale.is_floating_point():
             raise broken(file, f"has no {key} with a scale for each row of {name}")
         of = eight_bits({"weight": data, "weight_scale": scale.view(-1, 1)}, {})
         whole[name] = tensors[name]._replace(quantized=Quantized("fp8", of.shape, of.read))

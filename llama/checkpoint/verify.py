@@ -75,7 +75,8 @@ class LoadCheck:
         if bare and tells:
             more = f" and {len(bare) - 1} more" if bare[1:] else ""
             warnings.warn(
-                f"{checkpoint.folder}: {bare[0]}{more} cannot be verified: no checksum is in it",
+                f"{checkpoint.folder}: {bare[0]}{more} cannot be verified while it is loaded: no "
+                "checksum is in it (`llama verify` looks for one beside it)",
                 stacklevel=2,
             )
 

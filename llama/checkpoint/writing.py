@@ -38,7 +38,9 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         )
     draft = out.with_name(out.name + ".partial")
     if draft.exists():
-        raise FileExistsError(f"{draft} was left by a run that was cut off: remove it")
+        raise FileExistsError(
+            f"{draft} was left by a run that was cut off, or one still writes it: remove it then"
+        )
     try:
         draft.mkdir(parents=True)
     except OSError as e:
@@ -46,6 +48,8 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield draft
         file = draft / out.name
+        if file.exists() and out.is_dir():
+            out.rmdir()
         (file if file.exists() else draft).replace(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -67,7 +71,7 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, and writing takes {needed / 1e9:.1f} "
+            f"{folder.parent} has {free / 1e9:.3g} GB free, and writing takes {needed / 1e9:.3g} "
             "GB: free some, or give a folder on another disk"
         )
 

@@ -34,6 +34,7 @@ def test_what_was_written_where_and_what_comes_next(tmp_path, capfd, command, mo
         (["convert", "empty", "out"], "error: empty holds no weights"),
         (["convert", str(DEMO), "full"], "holds something: give a new folder"),
         (["convert", str(DEMO), "file/out"], "cannot be made (Not a directory)"),
+        (["convert", str(DEMO), "out.GGUF", "--packed"], "out.GGUF: packed weights are a folder"),
         (["convert", str(DEMO), "cut"], "cut.partial was left by a run that was cut off"),
         (["reshard", str(DEMO), "out", "--model_parallel_size", "3"], "does not divide n_heads=8"),
         (["reshard", str(DEMO), "out"], "--model_parallel_size is missing"),

@@ -181,7 +181,7 @@ def test_a_full_disk_is_told_before_writing(meta, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     for write in (convert.convert, lambda a, b: convert.reshard(a, b, 4)):
-        with pytest.raises(OSError, match=r"0\.0 GB free, and writing takes"):
+        with pytest.raises(OSError, match=r"has 0\.0001 GB free, and writing takes 0\.000\d+ GB"):
             write(meta, tmp_path / "out")
 
 

@@ -25,7 +25,7 @@ from helpers.weights import (
 )
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
-from llama.checkpoint.reader import bytes_of, load
+from llama.checkpoint.reader import CheckpointReader, bytes_of, load
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel
@@ -309,6 +309,57 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
     change_safetensors(tmp_path, f"model.layers.1.mlp.down_proj.{own}", tensor)
     with pytest.raises(ValueError, match=rf"model\.safetensors.*{message}"):
         loaded(find(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        (
+            "fp8 of rows",
+            [
+                {"weight": torch.ones(512, 256).to(torch.float8_e5m2)},
+                {"weight": torch.ones(512, 256, dtype=torch.uint8)},
+                {"weight_scale": torch.full((512, 8), 127, dtype=torch.uint8)},  # MXFP8
+            ],
+        ),
+        ("bnb int8", [{"weight_format": torch.tensor(2, dtype=torch.uint8)}]),  # of a GPU's tiles
+        (
+            "nf4 nested",
+            [
+                {"weight.quant_map": torch.ones(8)},
+                {"weight.nested_quant_map": torch.ones(16)},
+                {"weight.nested_absmax": torch.ones(7)},
+                {"weight.nested_absmax": None},
+            ],
+        ),
+        (
+            "gptq",
+            [
+                {"qzeros": torch.ones(4, 64).half()},
+                {"qweight": torch.ones(32, 512).half()},
+                {"checkpoint_format": "marlin"},
+            ],
+        ),
+    ],
+)
+def test_numbers_of_another_kind_are_refused_and_not_taken_for_those_that_are_known(
+    tmp_path, case, changes
+):
+    state = write(tmp_path, case)
+    config, content = CASES[case][1], (tmp_path / "model.safetensors").read_bytes()
+    for change in changes:
+        for own, tensor in change.items():
+            if own == "checkpoint_format":
+                change_json(tmp_path / "config.json", quantization_config=config | change)
+            else:
+                change_safetensors(tmp_path, f"model.layers.0.mlp.up_proj.{own}", tensor)
+        with pytest.raises(ValueError, match=r"model\.safetensors: model\..*_proj has .*cannot be"):
+            CheckpointReader(find(tmp_path))
+        (tmp_path / "model.safetensors").write_bytes(content)
+    if case == "gptq":  # said to be of no version, it is of the first
+        config = config | {"checkpoint_format": None}
+        change_json(tmp_path / "config.json", quantization_config=config)
+        expect_shards(loaded(find(tmp_path)), state, PARAMS)
 
 
 def test_a_code_of_fp8_that_is_no_number_is_named(tmp_path):

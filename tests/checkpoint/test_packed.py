@@ -19,7 +19,7 @@ from helpers.weights import tokens_of
 from llama import Llama, Transformer, generation, loading
 from llama.checkpoint import packed
 from llama.checkpoint import table as shares
-from llama.checkpoint.convert import convert, pack
+from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.files import _mapped_regions
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.reader import load
@@ -207,8 +207,9 @@ def test_what_does_not_fit_is_named(change, flags, named, made):
 def test_packed_weights_are_not_converted(made):
     with pytest.raises(ValueError, match="give the folder that it was made from"):
         convert(made, made.parent / "again")
-    with pytest.raises(ValueError, match="only run"):
-        pack(made, made.parent / "again")
+    for write in (pack, lambda x, out: reshard(x, out, 1)):
+        with pytest.raises(ValueError, match="only run"):
+            write(made, made.parent / "again")
 
 
 def test_the_command_writes_all_or_nothing(made, tmp_path, capsys, monkeypatch):

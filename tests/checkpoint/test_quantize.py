@@ -65,7 +65,8 @@ def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", None])
 def test_a_gguf_file_is_the_one_that_llama_cpp_writes(folder, tmp_path, name):
-    path = tmp_path / "out.gguf"
+    path = tmp_path / "out.GGUF"
+    path.mkdir()  # an empty folder is no obstacle
     lines = convert(folder, path, quantize=name)
     assert lines == [f"{path}: {path.stat().st_size:,} bytes written"]
     file, expected = gguf.GGUFReader(path), dict(STATE)
