@@ -151,6 +151,7 @@ def _nf4(parts: Parts, _: dict[str, Any]) -> _Format:
     (n, k), block = state["shape"], state["blocksize"]
     data, absmax = parts.pop("weight").view(n, k // 2), parts.pop("weight.absmax").view(n, -1)
     _check(state["quant_type"] == "nf4" and absmax.shape[1] * block == k)
+    _check(parts["weight.quant_map"].shape == (16,))
     names = ("weight.nested_absmax", "weight.nested_quant_map")
     nested, numbers = (parts.pop(name, None) for name in names)
     if nested is not None and numbers is not None:
@@ -169,9 +170,7 @@ def _nf4(parts: Parts, _: dict[str, Any]) -> _Format:
         unit = nested[places // state["nested_blocksize"]].view(some.shape)
         return numbers[some.int()] * unit + state["nested_offset"]
 
-    table = parts.pop("weight.quant_map").float()
-    _check(table.shape == (16,))
-    return _Format(Size((n, k)), table, codes, scale)
+    return _Format(Size((n, k)), parts.pop("weight.quant_map"), codes, scale)
 
 
 def of_params(content: dict[str, Any], source: str, shards: int) -> dict[str, Any] | None:

@@ -97,7 +97,7 @@ class LoadCheck:
         records = self._records.get(tensor.file, [])
         if tensor.offset is None:
             return range(len(records))
-        end = bisect.bisect_right(records, tensor.offset, key=_place)
+        end = bisect.bisect_right(records, tensor.offset, key=lambda x: x.header_offset)
         return range(max(end - 1, 0), end)
 
 
@@ -110,7 +110,8 @@ def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
         if path.name in listed:
             check_download(path)
             checks[path] = "checksum matches", [_check_md5(path, listed[path.name])]
-        elif path.suffix in (".pth", ".pt") and (parts := _crc32_checks(path)):
+        elif path.suffix in (".pth", ".pt") and (records := _summed(file := zipfile.ZipFile(path))):
+            parts = [_check_crc32(path, file, record) for record in records]
             checks[path] = f"CRC-32 of its {len(parts)} records matches", parts
         else:
             checks[path] = "no checksum to compare with", []
@@ -158,23 +159,11 @@ def _check_md5(path: Path, md5: str) -> Check:
         raise broken(path, f"has MD5 {digest.hexdigest()}, but checklist.chk says {md5}")
 
 
-def _crc32_checks(path: Path) -> list[Check]:
-    """One for each record of a .pth: threads may run those of one file at the same time.
-
-    A .pth is a zip archive with one record per tensor; torch.save writes the CRC-32 of each, unless
-    `set_crc32_options(False)` was called: then there is nothing to compare, and no check.
-    """
-    archive = zipfile.ZipFile(path)
-    return [_check_crc32(path, archive, record) for record in _summed(archive)]
-
-
 def _summed(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The records with a CRC-32, in their order in the file."""
-    return sorted((record for record in archive.infolist() if record.CRC), key=_place)
-
-
-def _place(record: zipfile.ZipInfo) -> int:
-    return record.header_offset
+    """The records with a CRC-32, in their order in the file: one a tensor, of which torch.save
+    writes it unless `set_crc32_options(False)` was called. Threads may read them at once."""
+    summed = (record for record in archive.infolist() if record.CRC)
+    return sorted(summed, key=lambda record: record.header_offset)
 
 
 def _check_crc32(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Check:

@@ -38,9 +38,7 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         )
     draft = out.with_name(out.name + ".partial")
     if draft.exists():
-        raise FileExistsError(
-            f"{draft} was left by a run that was cut off, or one still writes it: remove it then"
-        )
+        raise FileExistsError(f"{draft} was left by a run that was cut off: remove it if none runs")
     try:
         draft.mkdir(parents=True)
     except OSError as e:
