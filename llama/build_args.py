@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from llama.checks import checked_number, limits_of
+from llama.checks import brief, checked_number, limits_of
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,8 @@ class BuildArgs:
             their bits in the CPU's kernels (bf16 and quantized), and come sooner where guesses
             are right. Not on CUDA, for now.
         speculate_tokens: the most that are guessed at once.
+        speculate_shared: "lookup" may also use the texts of other requests that have ended. How
+            fast an answer comes then says something about them.
     """
 
     ckpt_dir: str
@@ -120,14 +122,23 @@ class BuildArgs:
     speculate_tokens: int = _flag(
         7, "N", "the most tokens that are guessed at once", limits=(1, 64)
     )
+    speculate_shared: bool = _flag(False, "", "look up what other requests had, too")
 
     def checked(self) -> "BuildArgs":
-        """The same, with numbers of Python. A FieldError names the number that is out of its
-        limits; what else an argument may be depends on the machine and the files."""
+        """The same, with numbers of Python. An error names what is out of its limits, or does not
+        go together; what else an argument may be depends on the machine and the files."""
         numbers: dict[str, Any] = {
             name: checked_number(name, getattr(self, name), *limits)
             for name, limits in limits_of(BuildArgs).items()
         }
+        name = self.speculate
+        if name is not None and not (isinstance(name, str) and name):
+            raise TypeError(f"speculate={brief(name)}: give 'lookup', a draft model, or None")
+        if self.speculate_shared and name != "lookup":
+            raise ValueError(
+                f"speculate_shared looks up what other requests had, and speculate={name!r} looks "
+                "nothing up: give speculate='lookup', or leave out speculate_shared"
+            )
         return replace(self, **numbers)
 
     def shared(self) -> dict[str, Any]:

@@ -100,9 +100,10 @@ class Llama:
                 loaded.tokenizer,
                 seed=args.seed,
                 num_pages=loaded.num_pages,
-                speculate_tokens=args.speculate_tokens if args.speculate else 0,
-                draft_model=loaded.draft_model,
             )
+            if args.speculate:
+                most, is_shared = args.speculate_tokens, args.speculate_shared
+                llama.engine.speculate(most, loaded.draft_model, is_shared=is_shared)
         llama.is_guard = loaded.is_guard
         llama.load_seconds = seconds = time.perf_counter() - began
         if loaded.model.parallel.global_rank == 0:
@@ -122,11 +123,8 @@ class Llama:
         *,
         seed: int = 1,
         num_pages: int | None = None,
-        speculate_tokens: int = 0,
-        draft_model: Transformer | None = None,
     ) -> None:
-        """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens.
-        speculate_tokens, draft_model: see `EngineCore.for_model`; 0 guesses none."""
+        """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens."""
         args = model.params
         self.model = model
         self.tokenizer = tokenizer
@@ -142,8 +140,6 @@ class Llama:
                 num_pages=num_pages,
                 recorder=recorder_for(model, PAGE_SIZE),
                 reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
-                speculate_tokens=speculate_tokens,
-                draft_model=draft_model,
             ),
             tokenizer,
             max_seq_len=args.max_seq_len,

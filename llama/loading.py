@@ -20,7 +20,6 @@ from llama.checkpoint.verify import LoadCheck
 from llama.checks import number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
-from llama.engine.speculative import check_speculate
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
@@ -82,7 +81,6 @@ def load_model(args: BuildArgs) -> Loaded:
     parallel = connect(args.model_parallel_size, device, args.timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
-        check_speculate(args.speculate)
         files = _Files.of(args, parallel.size, device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         params, tokenizer = files.checkpoint.params, files.tokenizer(args.tokenizer_path)

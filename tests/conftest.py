@@ -21,8 +21,8 @@ from helpers.kernels import BODIES, HAS_KERNELS, library
 from helpers.launch import DEMO
 from llama import Llama
 from llama.engine.core import EngineCore
+from llama.engine.lookup import Lookup
 from llama.engine.sequence import Sequence
-from llama.engine.speculative import Lookup
 from llama.ops.cpu import native
 
 PARAMS = {
@@ -56,13 +56,9 @@ def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
         if pytestconfig.option.guess:
             made = EngineCore.__init__
 
-            def init(core: EngineCore, runner: Any, scheduler: Any, drafter: Any = None) -> None:
-                made(
-                    core,
-                    runner,
-                    scheduler,
-                    drafter or (None if runner.async_scheduling else _Guesses()),
-                )
+            def init(core: EngineCore, runner: Any, scheduler: Any) -> None:
+                made(core, runner, scheduler)
+                core.drafter = None if runner.async_scheduling else _Guesses()
                 cores.append(core)
 
             patched.setattr(EngineCore, "__init__", init)

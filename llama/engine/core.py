@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from llama.engine.draft_model import ModelDrafter
 from llama.engine.graphs import Recorder, is_decode
+from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
 from llama.engine.rows import RowResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence
-from llama.engine.speculative import Drafter, RankZeroDrafter, Speculator
+from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
@@ -45,13 +46,11 @@ class Stats:
         if not scheduled:
             return
         self.steps += 1
-        rows = sum(item.num_samples for item in scheduled)
-        drafted = [x for x in scheduled if x.num_samples > 1] if rows > len(scheduled) else []
-        num_drafts = sum(x.count - 1 for x in drafted)
+        drafted = [x for x in scheduled if x.num_samples > 1]
         accepted = sum(len(x.drafts) for x in drafted)
-        self.generated_tokens += rows - num_drafts + accepted
+        self.generated_tokens += sum(x.num_samples > 0 for x in scheduled) + accepted
         self.drafts += len(drafted)
-        self.draft_tokens += num_drafts
+        self.draft_tokens += sum(x.count - 1 for x in drafted)
         self.accepted_tokens += accepted
         self.prompt_tokens += sum(
             max(0, min(item.count, item.sequence.num_prompt - item.start)) for item in scheduled
@@ -63,9 +62,7 @@ class Stats:
 
 
 class EngineCore:
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, drafter: Drafter | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         if scheduler.token_budget < scheduler.max_batch_size:
             raise ValueError(
                 f"a token budget of {scheduler.token_budget} per step cannot serve "
@@ -73,7 +70,7 @@ class EngineCore:
             )
         self.runner = runner
         self.scheduler = scheduler
-        self.drafter = drafter
+        self.drafter: Drafter | None = None
         self.stats = Stats()
         self._in_flight: _Started | None = None  # begun, and not read yet
         self._moved: list[Sequence] = []  # what this step gave a token or an end
@@ -90,14 +87,10 @@ class EngineCore:
         async_scheduling: bool | None = None,
         recorder: Recorder | None = None,
         reserve: int = 0,
-        speculate_tokens: int = 0,
-        draft_model: Transformer | None = None,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
 
-        async_scheduling, recorder, reserve: see `ModelRunner`. speculate_tokens: the most drafts of
-        a sequence in a step; none with async scheduling, where the host does not know the last
-        token when a step begins. draft_model: what guesses them; without, look-up.
+        async_scheduling, recorder, reserve: see `ModelRunner`.
         """
         batch_size = model.params.max_batch_size
         runner = ModelRunner(
@@ -113,19 +106,22 @@ class EngineCore:
             max_batch_size=batch_size,
             token_budget=token_budget or max(TOKEN_BUDGET, batch_size),
         )
-        if speculate_tokens and runner.async_scheduling:
+        return cls(runner, scheduler)
+
+    def speculate(
+        self, most: int, model: Transformer | None = None, *, is_shared: bool = False
+    ) -> None:
+        """Draft from now on, up to so many tokens of a sequence in a step: with a draft model, or
+        by look-up, see `Speculator`. Not with async scheduling, where the host does not know the
+        last token when a step begins."""
+        runner, scheduler = self.runner, self.scheduler
+        if runner.async_scheduling:
             warnings.warn("speculate has no effect on CUDA yet: steps overlap there", stacklevel=3)
-            speculate_tokens = 0
-        drafter: Drafter | None = None
-        if speculate_tokens and draft_model is not None:
-            drafter = ModelDrafter(
-                draft_model, runner.num_pages, page_size, speculate_tokens, scheduler.reserve
-            )
-        elif speculate_tokens:
-            drafter = Speculator(speculate_tokens)
-            if model.parallel.size > 1:
-                drafter = RankZeroDrafter(drafter, model.parallel)
-        return cls(runner, scheduler, drafter)
+        elif model is not None:
+            pages = runner.num_pages, runner.page_size
+            self.drafter = ModelDrafter(model, *pages, most, scheduler.reserve)
+        else:
+            self.drafter = Speculator(most, runner.model.parallel, is_shared=is_shared)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. ValueError if it could not fit the pages even alone."""

@@ -9,10 +9,9 @@ computes a text when it first guesses for it, then what was added; a page that i
 is computed again only if the small model has not had it.
 """
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from llama.device import current
 from llama.engine.sampler import sample
 from llama.engine.sequence import Sequence
-from llama.engine.speculative import Counts, StepCost, told_by_rank_zero
+from llama.engine.speculative import Guess, Lengths, told_by_rank_zero
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 
@@ -32,90 +31,41 @@ _TRY_EVERY = 64  # steps, where guesses do not pay
 
 
 @dataclass
-class SequenceDraft:
+class SequenceDraft(Guess):
     """What the small model knows of a sequence: how many tokens of it are in the cache, and in
-    which pages; what it chose after the first `num_known`, and what of it was handed out."""
+    which pages. The kind of a guess is its depth."""
 
-    seq: Sequence
     pages: object = None
     num_computed: int = 0
     num_kept: int = 0  # pages that other sequences can use
-    num_known: int = 0
-    chosen: list[int] = field(default_factory=list)
-    guess: list[int] = field(default_factory=list)
-    counts: Counts = field(default_factory=lambda: Counts(0, [0], 64))
-
-    def forget_wrong(self) -> None:
-        """After a step: what was computed of tokens that did not come will be computed again."""
-        known = self.num_known
-        for chosen, token in zip(self.chosen, self.seq.tokens[known:], strict=False):
-            if chosen != token:
-                break
-            known += 1
-        self.num_computed, self.chosen = min(self.num_computed, known), []
 
 
-class DraftLengths:
-    """How many tokens are worth a guess, from measured times and from what was right."""
+class DraftLengths(Lengths):
+    """How many passes are worth their time, too."""
 
     def __init__(self, most: int) -> None:
+        super().__init__([_FIRST_RATE] * most)
         self.most = most
-        self._counts = Counts(8, [8 * _FIRST_RATE] * most, 1024)  # by depth
-        self._costs: dict[int, StepCost] = {}  # by the binary digits of the number of sequences
-        self._passes: dict[int, float] = {}  # seconds of one pass, likewise
-        self._last = (StepCost(), 0)
-        self._seconds = self._spent = 0.0
+        self._spent = 0.0
         self._num_idle = 0
-
-    def note_verified(self, draft: SequenceDraft) -> None:
-        """The tokens that came say which guesses were right."""
-        came = draft.seq.tokens[draft.num_known :]
-        for depth, (guess, token) in enumerate(zip(draft.guess, came, strict=False)):
-            self._counts.note(depth, guess == token)
-            draft.counts.note(0, guess == token)
-            if guess != token:
-                break
 
     def note_passes(self, num: int, num_passes: int, seconds: float, spent: float) -> None:
         """For so many sequences, `seconds` went into passes that follow one another, and `spent` in
         all, with what came before them."""
-        self._spent = spent
+        self._spent += spent
         if num_passes:
-            key, each = num.bit_length(), seconds / num_passes
-            self._passes[key] = self._passes.get(key, each) * 0.9 + each * 0.1
+            cost = self._costs[num.bit_length()]
+            cost.a_pass += (seconds / num_passes - cost.a_pass) * (0.1 if cost.a_pass else 1)
 
-    def choose(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
-        """For each sequence; a guess is worth a row, and all of one depth a pass, where that gives
-        more tokens for the time than the step does without it (Dinkelbach, 1967)."""
-        last, num_drafts = self._last
-        if seconds > self._seconds:
-            last.note(max(seconds - self._seconds - self._spent, 1e-9), num_drafts)
-        self._seconds, self._spent = seconds, 0.0
-        key, num = len(drafts).bit_length(), len(drafts)
-        cost = self._costs.setdefault(key, StepCost())
-        a_pass, of_row = self._passes.get(key, cost.plain / 4), cost.of_draft(num)
-        rate = cost.rate or num / (cost.plain or math.inf)
+    def how_many(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
+        """For each sequence, see `choose`; now and then some, also where they do not pay."""
         room = [min(x.seq.max_len - len(x.seq.tokens) - 1, self.most) for x in drafts]
-        lengths, chances, tokens, spent = [0] * num, [1.0] * num, float(num), cost.plain
-        for depth in range(self.most if cost.plain else 0):
-            usual = 8 * self._counts.right[depth] / self._counts.tried[depth]
-            chances = [
-                chance * (x.counts.right[0] + usual) / (x.counts.tried[0] + 8)
-                for chance, x in zip(chances, drafts, strict=True)
-            ]
-            rows = [i for i in range(num) if lengths[i] == depth < room[i]]
-            rows = [i for i in rows if chances[i] > rate * of_row]
-            if sum(chances[i] - rate * of_row for i in rows) <= rate * a_pass:
-                break
-            for i in rows:
-                lengths[i], tokens = depth + 1, tokens + chances[i]
-            spent += a_pass + len(rows) * of_row
-        if cost.plain:
-            cost.rate = tokens / spent
-            self._num_idle = 0 if any(lengths) else self._num_idle + 1
+        rates = [x.rates[: max(n, 0)] for x, n in zip(drafts, room, strict=True)]
+        lengths = self.choose(rates, seconds - self._spent)
+        self._num_idle = 0 if any(lengths) else self._num_idle + 1
         if self._num_idle == _TRY_EVERY:
-            self._num_idle, lengths = 0, [min(max(most, 0), 2) for most in room]
-        self._last = cost, sum(lengths)
+            self._num_idle, lengths = 0, [min(len(x), 2) for x in rates]
+            self._last = self._last[0], sum(lengths)
         return lengths
 
 
@@ -144,35 +94,38 @@ class ModelDrafter:
     def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
         """See `Drafter`."""
         began, parallel, lengths = time.perf_counter(), self._model.parallel, list[int]()
-        if len(self._drafts) > 2 * len(sequences) + 8:
-            self._drafts = {seq: x for seq, x in self._drafts.items() if not seq.finished}
-        drafts = [self._drafts.setdefault(seq, SequenceDraft(seq)) for seq in sequences]
-        for draft in drafts:
-            self._lengths.note_verified(draft)
-            draft.forget_wrong()
+        drafts = [self._drafts.get(seq) or self._begin(seq) for seq in sequences]
+        for draft in drafts:  # what was computed of tokens that did not come is computed again
+            right = draft.num_known + self._lengths.note(draft)
+            draft.num_computed, draft.ids = min(draft.num_computed, right), []
         if parallel.rank == 0:
-            lengths = self._lengths.choose(drafts, seconds)
+            lengths = self._lengths.how_many(drafts, seconds)
         lengths = told_by_rank_zero(parallel, lengths)
         lengths = [self._reserve(*pair) for pair in zip(sequences, lengths, strict=True)]
         with torch.inference_mode(), current(self._cache.device):
             self._guess(drafts, lengths, began)
-        guesses = [
-            self._allowed(draft) if n else [] for draft, n in zip(drafts, lengths, strict=True)
-        ]
+        guesses = [self._allowed(draft) for draft in drafts]
         if any(seq.is_constrained for seq in sequences):  # the constraint may be rank 0's alone
             guesses = told_by_rank_zero(parallel, guesses)
         for draft, guess in zip(drafts, guesses, strict=True):
-            draft.guess, draft.num_known = guess, len(draft.seq.tokens)
+            if guess != draft.ids[: len(guess)]:
+                draft.num_computed = min(draft.num_computed, draft.num_known)
+            draft.ids = guess
         return guesses
 
+    def _begin(self, seq: Sequence) -> SequenceDraft:
+        """With a new sequence, those that have ended are forgotten."""
+        self._drafts = {seq: x for seq, x in self._drafts.items() if not seq.finished}
+        rates, kinds = [*self._lengths.rates], range(self._lengths.most)
+        self._drafts[seq] = SequenceDraft(seq, rates, kinds=kinds)
+        return self._drafts[seq]
+
     def _allowed(self, draft: SequenceDraft) -> list[int]:
-        """What was chosen before a stop id, or what a constraint makes of it."""
-        seq, guess = draft.seq, draft.chosen
-        is_stop = [token in seq.stop_ids for token in guess]
-        guess = guess[: is_stop.index(True)] if any(is_stop) else guess[:]
-        if seq.constraint is not None:
-            guess = seq.constraint.draft(seq.output, guess)[0][: self._lengths.most]
-        return guess
+        """What was chosen, or what a constraint makes of it."""
+        seq, rule = draft.seq, draft.seq.constraint
+        if rule is None or not draft.ids:
+            return draft.ids
+        return rule.draft(seq.output, draft.ids)[0][: self._lengths.most]
 
     def _guess(self, drafts: list[SequenceDraft], lengths: list[int], began: float) -> None:
         """Choose so many ids for each."""
@@ -183,13 +136,13 @@ class ModelDrafter:
         for depth in range(max(lengths)):
             asked = [x for x, length in zip(drafts, lengths, strict=True) if length > depth]
             asked.sort(key=lambda x: len(x.seq.tokens) + depth - x.num_computed > 1)
-            views = [x.seq.ahead(x.chosen) for x in asked]
+            views = [x.seq.ahead(x.ids) for x in asked]
             hidden = self._run(asked, [view.tokens for view in views])
             ids = sample(model.logits(hidden), views).ids.clamp(min=0)
             if not model.parallel.shares_memory_of(ids):
                 ids = model.parallel.broadcast(ids)  # unlike machines round in other ways
             for draft, token in zip(asked, ids.tolist(), strict=True):
-                draft.chosen.append(token)
+                draft.ids.append(token)
         ended = time.perf_counter()
         self._lengths.note_passes(len(drafts), max(lengths), ended - ready, ended - began)
 

@@ -101,11 +101,13 @@ class Scheduler:
 
     def add_drafts(self, scheduled: list[Scheduled], drafts: list[list[int]]) -> None:
         """Have the step verify guesses of what comes next, one list for each of the items, which
-        have a single token each. They take no page from any sequence, and are cut to what fits."""
+        have a single token each. They take no page from any sequence, and are cut to what fits, and
+        before what would end the sequence."""
         budget = self.token_budget - len(scheduled)
         for item, draft in zip(scheduled, drafts, strict=True):
             seq = item.sequence
-            draft = draft[: min(budget, seq.max_len - len(seq.tokens) - 1)]
+            stop = next((i for i, token in enumerate(draft) if token in seq.stop_ids), len(draft))
+            draft = draft[: min(stop, budget, seq.max_len - len(seq.tokens) - 1)]
             if draft := draft[: self.reserve(seq, len(draft))]:
                 item.drafts, item.count = draft, 1 + len(draft)
                 item.rows = (Rows(RowKind.SAMPLE, range(item.count)),)
@@ -140,7 +142,7 @@ class Scheduler:
         """The rows whose tokens count: the first, and the one behind each draft that was chosen
         itself. What was computed behind the last of these drafts is computed again."""
         seq, drafts, right = item.sequence, item.drafts, 0
-        while right < len(drafts) and ids[rows[right]] == drafts[right] not in seq.stop_ids:
+        while right < len(drafts) and ids[rows[right]] == drafts[right]:
             right += 1
         seq.num_drafted += len(drafts)
         seq.num_accepted += right

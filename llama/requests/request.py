@@ -120,7 +120,7 @@ class CompletionOutput:
 
     def num_predicted(self) -> tuple[int, int]:
         """Of the tokens of the request's prediction, those that came, and those that did not."""
-        from llama.engine.speculative import count_predicted  # and torch: clients do without
+        from llama.engine.lookup import count_predicted  # and torch: clients do without
 
         prediction = self._answer.sequence.prediction
         right = count_predicted(prediction, self.token_ids)

@@ -17,10 +17,11 @@ from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
 from llama.cli.model import figures, load
 from llama.engine.draft_model import DraftLengths, ModelDrafter, SequenceDraft
+from llama.engine.lookup import Lookup, Speculator
 from llama.engine.sequence import Sequence, TokenParams
-from llama.engine.speculative import Lookup, Speculator
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
+from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
 from llama.server.metrics import ActiveRequest, Metrics
 
@@ -115,7 +116,7 @@ class Drafts:
 class SomeLengths(DraftLengths):
     """Of 0 to `most` tokens, by no clock."""
 
-    def choose(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
+    def how_many(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
         sequences = [draft.seq for draft in drafts]
         rng = random.Random(sum(len(seq.tokens) for seq in sequences))
         return [rng.randint(0, min(self.most, x.max_len - len(x.tokens) - 1)) for x in sequences]
@@ -180,7 +181,7 @@ def built(make_checkpoint, **options) -> Plain:
 @needs_kernels
 @pytest.mark.parametrize("num_pages", [300, 9])
 @pytest.mark.parametrize(
-    "kind", ["oracle", "wrong", "some", "stop_ids", "too_long", "lookup", "model"]
+    "kind", ["oracle", "wrong", "some", "stop_ids", "too_long", "lookup", "shared", "model"]
 )
 def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     """Text, ids, the bits of log-probabilities, reasons, usage: in a batch that the pages hold, and
@@ -188,13 +189,15 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     model, found, truth = plain
     llama = Llama(model.model, model.tokenizer, num_pages=num_pages)
     core = llama.engine
-    core.drafter = Speculator(7) if kind == "lookup" else Drafts(kind, truth)
+    core.drafter = Drafts(kind, truth)
+    if kind in ("lookup", "shared"):
+        core.speculate(7, is_shared=kind == "shared")
     if kind == "model":
         core.drafter = ModelDrafter(model.model, num_pages, 16, 4, core.scheduler.reserve)
         monkeypatch.setattr(core.drafter, "_lengths", SomeLengths(4))
     requests = list(requests_of(llama))
     assert answers(llama, requests) == found
-    assert core.stats.draft_tokens > (20 if kind == "lookup" else 100)
+    assert core.stats.draft_tokens > (20 if kind in ("lookup", "shared") else 100)
     assert bool(core.scheduler.num_preemptions) == (num_pages < 99)
     if kind == "model":
         sequences = [answer.sequence for request in requests for answer in request.answers]
@@ -345,7 +348,12 @@ def test_look_up_finds_where_the_end_of_a_text_occurred(vocab):
 def drafted(costs: float, batch: int, repeats: float) -> list[int]:
     """How many tokens a Speculator drafts in the first, second and third 100 steps. One more row
     adds so much to a step of one; so much of the texts repeats what was before, the rest is new."""
-    rng, speculator, seconds, counts = random.Random(1), Speculator(7), 0.0, list[int]()
+    rng, speculator, seconds, counts = (
+        random.Random(1),
+        Speculator(7, ModelParallel()),
+        0.0,
+        list[int](),
+    )
     sequences = [Sequence([*range(50)] * 2, TokenParams(), 10**6) for _ in range(batch)]
     while len(counts) < 300:
         drafts = speculator.draft(sequences, seconds)
@@ -373,17 +381,17 @@ def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
     it costs so much of a step, a row a hundredth; so many of its guesses are right."""
     rng, lengths, seconds, counts = random.Random(1), DraftLengths(4), 0.0, list[int]()
     sequences = [Sequence([0] * 9, TokenParams(), 10**6) for _ in range(batch)]
-    drafts = [SequenceDraft(seq) for seq in sequences]
+    drafts = [SequenceDraft(x, [*lengths.rates], kinds=range(4)) for x in sequences]
     while len(counts) < 600:
         for draft in drafts:
-            lengths.note_verified(draft)
-        chosen = lengths.choose(drafts, seconds)
+            lengths.note(draft)
+        chosen = lengths.how_many(drafts, seconds)
         counts.append(sum(chosen))
         passes = 0.01 * pass_cost * max(chosen)
         lengths.note_passes(batch, max(chosen), passes, passes)
         seconds += passes + 0.01 * (1 + 0.01 * counts[-1])
         for seq, draft, count in zip(sequences, drafts, chosen, strict=True):
-            draft.guess, draft.num_known = [0] * count, len(seq.tokens)
+            draft.ids = [0] * count
             right = next((i for i in range(count) if rng.random() > chance), count)
             seq.tokens += [0] * right + [1]
     return [sum(counts[:300]), sum(counts[300:])]
@@ -400,7 +408,7 @@ def test_a_draft_model_is_asked_for_as_much_as_pays():
 
 def test_what_has_ended_is_forgotten():
     """Outputs hold their sequences for as long as their reader likes."""
-    speculator, ended = Speculator(7), []
+    speculator, ended = Speculator(7, ModelParallel()), []
     for i in range(100):
         seq = Sequence([i] * 9, TokenParams(), 50)
         speculator.draft([seq], 0.01 * i)
@@ -410,11 +418,40 @@ def test_what_has_ended_is_forgotten():
 
 
 @needs_kernels
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain, monkeypatch):
+    """A request, another one, and the first one again: the same bits, in far fewer steps where the
+    texts are shared. What is kept of them has a bound."""
+    model, drafted, found = plain[0], list[int](), list[list[int]]()
+    llama = Llama(model.model, model.tokenizer, num_pages=40)
+    llama.engine.speculate(7, is_shared=is_shared)
+    speculator = llama.engine.drafter
+    assert isinstance(speculator, Speculator)
+    monkeypatch.setattr(speculator._lengths, "choose", lambda rates, _: [len(x) for x in rates])
+    for prompt in (1, 2, 1):
+        before = llama.engine.stats.accepted_tokens
+        asked = SamplingParams(temperature=1, max_tokens=60, seed=3, ignore_eos=True)
+        request = llama.llm_engine.prepare("", PROMPTS[prompt], asked)
+        found.append(llama.llm_engine.run([request])[0].outputs[0].token_ids)
+        drafted.append(llama.engine.stats.accepted_tokens - before)
+    assert found[0] == found[2] != found[1]
+    assert (drafted[2] > 45) == is_shared and drafted[0] < 9, drafted
+    texts = [[i] * 40_000 for i in range(8)]
+    for seq in [Sequence(text, TokenParams(), 50_000) for text in texts]:
+        speculator.draft([seq], 0.0)
+        seq.finish_reason = "stop"
+    kept = [text.ids for text in speculator._ended]
+    assert sum(map(len, kept)) < 200_000
+    assert [ids[-2] for ids in kept] == ([6, 5] if is_shared else [])
+
+
+@needs_kernels
 def test_a_prediction_is_where_guesses_come_from(plain):
     """The prompt has nothing of the answer; the prediction has all of it but two tokens."""
     model, found = plain[0], list[tuple[list[int], int]]()
     for kind in ("without", "wrong", "right"):
-        llama = Llama(model.model, model.tokenizer, num_pages=40, speculate_tokens=7)
+        llama = Llama(model.model, model.tokenizer, num_pages=40)
+        llama.engine.speculate(7)
         text = "" if kind == "without" else "no word of it, and none"
         asked = SamplingParams(temperature=1, max_tokens=60, seed=3, prediction=text)
         request = llama.llm_engine.prepare("", PROMPTS[1], asked)
@@ -435,8 +472,10 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     folder, _, _ = make_checkpoint(seed=24, dim=128)
     options = read("llama", COMMANDS["chat"], [str(folder), "--max_seq_len", "128"], {
         "LLAMA_SPECULATE": "lookup", "LLAMA_DEVICE": "cpu", "LLAMA_DTYPE": "bf16",
+        "LLAMA_SPECULATE_SHARED": "1",
     })  # fmt: skip
     fast = load(options)
+    assert isinstance(fast.engine.drafter, Speculator) and fast.engine.drafter._ended
     prompt = (PROMPTS[3] * 4)[:60]
     bias = dict.fromkeys(PROMPTS[3], 12.0)
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias=bias, ignore_eos=True)
@@ -467,3 +506,6 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
         Llama.build(str(folder), speculate="model")
     with pytest.raises(TypeError, match="speculate=3: give 'lookup', a draft model, or None"):
         Llama.build(str(folder), speculate=3)  # type: ignore[arg-type]
+    for other in (None, str(folder)):
+        with pytest.raises(ValueError, match="give speculate='lookup', or leave out speculate_sh"):
+            Llama.build(str(folder), speculate=other, speculate_shared=True)

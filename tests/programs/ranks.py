@@ -286,8 +286,9 @@ def speculated(folder: str, prompts: list, draft: str) -> list:
     share: the answers, and how many drafts each rank has verified."""
     with contextlib.redirect_stdout(io.StringIO()):
         llama = Llama.build(
-            folder, None, 256, 4, dtype="fp32", device="cpu", mute_ranks=False, speculate=draft
-        )
+            folder, None, 256, 4, dtype="fp32", device="cpu", mute_ranks=False, speculate=draft,
+            speculate_shared=draft == "lookup",
+        )  # fmt: skip
     called = llama.generate(prompts, 60, 0.0)[0]
     found = llama.lead(lambda: llama.generate(prompts, 60, 0.0)[0])
     return [called, found, llama.engine.stats.draft_tokens]
