@@ -17,8 +17,9 @@ from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
 from llama.cli.model import figures, load
 from llama.engine.draft_model import DraftLengths, ModelDrafter, SequenceDraft
-from llama.engine.lookup import Lookup, Speculator
+from llama.engine.lookup import Lookup, Speculator, Text
 from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.speculative import Lengths
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ranks.collectives import ModelParallel
@@ -279,8 +280,8 @@ def test_drafts_leave_the_cache_as_it_would_be(kind, request):
 
 @needs_kernels
 def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch):
-    """Answers are those without it, its guesses those of one that sees each text anew, and its
-    keys and values count as memory. A pair that does not fit is an error before weights."""
+    """Answers are those without it, its guesses, keys and values those of one that sees each text
+    anew, and these count as memory. A pair that does not fit is an error before weights."""
     folder, _, _ = make_checkpoint(seed=24, dim=128)
     small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
     common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
@@ -297,6 +298,12 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
         anew = ModelDrafter(drafter._model, pool.num_pages, 16, 4, core.scheduler.reserve)
         monkeypatch.setattr(anew, "_lengths", SomeLengths(4))
         assert anew.draft(sequences, seconds) == found
+        for seq in sequences:
+            states = [each._drafts[seq] for each in (drafter, anew)]
+            known = min(len(seq.tokens), *(state.num_computed for state in states))
+            caches = [each._cache[:, :, list(seq.pages)] for each in (drafter, anew)]
+            own, fresh = (cache.flatten(2, 3)[:, :, :known] for cache in caches)
+            assert own.equal(fresh)
         compared[0] += sum(map(len, found))
         return found
 
@@ -374,6 +381,9 @@ def test_a_draft_is_as_long_as_it_pays():
     assert drafted(0.01, 1, repeats=1.0)[2] > 650 and drafted(0.01, 8, repeats=1.0)[2] > 5000
     assert drafted(0.01, 1, repeats=0.6)[2] > 100 and drafted(10.0, 1, repeats=0.6)[2] < 60
     assert max(drafted(1.0, 32, repeats=0.3)) < 50
+    lengths = Lengths([0.5])
+    assert lengths.choose([[0.9] * 3, [0.001] * 3], 0.0) == [0, 0]  # what a step takes is not known
+    assert lengths.choose([[0.9] * 3, [0.001] * 3], 0.01) == [3, 0]
 
 
 def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
@@ -440,6 +450,12 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     for seq in [Sequence(text, TokenParams(), 50_000) for text in texts]:
         speculator.draft([seq], 0.0)
         seq.finish_reason = "stop"
+    ended = Text(4)
+    for token in [*range(9), -1, 7]:
+        ended.append(token)
+    lookup = Lookup([ended])
+    lookup.extend(range(4))
+    assert lookup.guess(9) == [4, 5, 6, 7, 8]
     kept = [text.ids for text in speculator._ended]
     assert sum(map(len, kept)) < 200_000
     assert [ids[-2] for ids in kept] == ([6, 5] if is_shared else [])
