@@ -184,7 +184,7 @@ def field_error(error: ValidationError, given: Any, root: str = "") -> FieldErro
     first = next((each for each in same if each["type"] not in _WANTED), same[0])
     wanted = list(dict.fromkeys(_WANTED[e["type"]] for e in same if e["type"] in _WANTED))
     words = _words(first, " or ".join(wanted))
-    place = _joined([root, *path] if root else path) or "body"
+    place = _joined([root, *path] if root else path) or "body" * words.startswith(" ")
     if root == "messages" and path:  # of a dialog alone: message 0: content
         place = ": ".join(filter(None, [f"message {path[0]}", _joined(path[1:])]))
     message = f"{place}{words}".removeprefix(": ")

@@ -17,7 +17,7 @@ from helpers.launch import REPO
 from helpers.server import RunningServer, run_server
 from helpers.web import web
 
-INSIDE = ("Traceback", 'File "', ".py", "site-packages", str(REPO), "llama.")
+INSIDE = ("Traceback", "body'", 'File "', ".py", "site-packages", str(REPO), "llama.")
 
 
 @pytest.fixture(scope="module")
