@@ -168,6 +168,12 @@ def test_text_stays_out_of_the_engine():
     assert holds_text == {"finish_reason"}
 
 
+def test_an_assert_changes_nothing():
+    """`python -O` leaves it out: what it calls must only look. Methods with _ may do more."""
+    pattern = re.compile(r"assert (not )?self\._\w+\(")
+    assert not [path for path in FILES if pattern.search(path.read_text())]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_dangerous_calls(name):
     """No code from data: eval, exec, shell strings, object collectives, unsafe loads."""

@@ -212,7 +212,8 @@ class Scheduler:
         seq.pages.extend(found)
         seq.num_computed = len(found) * self.pool.page_size
         seq.num_offered = len(found)
-        assert self._grow(seq, seq.num_new), "admitted without room"
+        has_room = self._grow(seq, seq.num_new)
+        assert has_room, "admitted without room"
         if not seq.num_output:
             seq.num_cached = seq.num_computed
         self.running.append(self.waiting.popleft())
