@@ -69,11 +69,8 @@ class Turn:
 
 class Conversation:
     """Messages and settings: `handle` a text, have its dialog answered, `commit` the answer.
-
-    formatter: counts tokens and makes the prompt; None where a server does so. context: the most
-    tokens that prompt and answer can have, None if the server does not say. ValueError for a bad
-    setting.
-    """
+    formatter: None where a server makes the prompt. context: the most tokens that prompt and answer
+    can have, None if the server does not say. ValueError for a bad setting."""
 
     def __init__(
         self,

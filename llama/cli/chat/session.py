@@ -42,8 +42,6 @@ def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> No
 def _read(terminal: Terminal) -> str | None:
     """The next turn; None at the end of input, or at the second Ctrl-C in a row."""
     for left in (1, 0):
-        if terminal.stops:
-            break
         try:
             return read_turn(terminal.read_line)
         except EOFError:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
-from llama.ranks.signals import SIGNALS
+from llama.ranks.signals import SIGNALS, stop_requested
 from llama.ranks.watch import Watch
 
 QUOTES = '"""'
@@ -65,6 +65,7 @@ class Terminal:
                 stack.enter_context(SIGNALS.taken_alone(signal.SIGTERM))
             SIGNALS.on_stop = self._stop
             stack.callback(setattr, SIGNALS, "on_stop", None)
+            self.stops = stop_requested()  # it came while the model was loaded
             for stream in (sys.stdin, sys.stdout):
                 if isinstance(stream, io.TextIOWrapper):
                     stream.reconfigure(errors="replace")
@@ -99,6 +100,8 @@ class Terminal:
         """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
         self._reading, self._pressed = True, False
         try:
+            if self.stops:
+                raise EOFError
             line = self._input(prompt)
         except (EOFError, KeyboardInterrupt):
             if self.keyboard:

@@ -1,5 +1,6 @@
 """The chat as a person has it: scripts/chat.py in a pseudo-terminal, alone and on two ranks."""
 
+import io
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import pytest
 from helpers.prompts import FRANCE, JAPAN, STORY, replies
 from helpers.terminal import CTRL_C, FIGURES, Session
 from llama import Llama
+from llama.cli.chat.terminal import Terminal
+from llama.ranks.signals import SIGNALS
 
 
 @pytest.fixture
@@ -107,6 +110,15 @@ def test_what_is_typed_during_an_answer(sessions, demo):
     session.process.send_signal(signal.SIGTERM)
     session.expect(FIGURES)
     assert session.ended() == 0
+
+
+def test_a_signal_before_the_first_prompt_ends_the_chat(monkeypatch):
+    """It came while the model was loaded; the chat would wait for a line as long as ranks may."""
+    monkeypatch.setattr(SIGNALS, "stop_since", 0.0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a question\n"))
+    terminal = Terminal()
+    with terminal.open(), pytest.raises(EOFError):
+        terminal.read_line("> ")
 
 
 @pytest.mark.slow
