@@ -5,6 +5,7 @@ It must not know models.
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import sys
@@ -31,8 +32,10 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     try:
         chosen = torch.device(device)
-    except (RuntimeError, TypeError) as e:
-        raise ValueError(f"device={device!r} is not a device: use 'cuda', 'mps' or 'cpu'") from e
+    except (RuntimeError, TypeError):
+        chosen = torch.device("meta")
+    if chosen.type not in ("cuda", "mps", "cpu"):
+        raise ValueError(f"device={device!r} is not a device: use 'cuda', 'mps' or 'cpu'")
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"device={device!r}, but torch finds no Apple GPU: use device='cpu'")
     if chosen.type == "mps" and num_ranks > 1:
@@ -116,12 +119,19 @@ def _available_memory() -> int:
 def set_num_threads() -> None:
     """Divide the cores among the ranks of this machine; respect the CPU quota of a container. The
     user's choice is kept: OMP_NUM_THREADS, but not torchrun's own 1, or fewer threads by
-    torch.set_num_threads."""
+    torch.set_num_threads. A process that is forked later has one thread."""
+    _fork_to_one_thread()
     chosen, now = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
     cores = available_cores()
     set_by_torchrun = chosen == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
     if set_by_torchrun or (chosen is None and now > cores):
         torch.set_num_threads(cores)
+
+
+@functools.cache
+def _fork_to_one_thread() -> None:
+    """A fork has none of OpenMP's threads, and would wait for them for ever."""
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
 def available_cores() -> int:

@@ -190,11 +190,12 @@ def test_building_on_the_cpu_sets_threads(checkpoint_dir, monkeypatch, device, t
 def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
     """The variables are those of a real torchrun: two ranks on eight cores get four threads each.
 
-    One launch: rank 1 plays the user who chose two threads, which torchrun would have passed on.
+    One launch: rank 1 plays the user who chose two threads, which torchrun would have passed on. A
+    fork of each has one thread: OpenMP's others are not there, and it would wait for them.
     """
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import os, torch\n"
+        "import os, signal, torch\n"
         "os.sched_getaffinity = lambda _: set(range(8))\n"
         "from llama import device\n"
         "device._cgroup_cores = lambda: 99\n"
@@ -203,13 +204,21 @@ def test_torchrun_s_default_is_told_from_a_choice(tmp_path):
         "    torch.set_num_threads(2)\n"
         "device.set_num_threads()\n"
         "os.write(1, b'%d\\n' % torch.get_num_threads())\n"  # at once: both have one pipe
+        "add = lambda: torch.ones(1 << 20).sum()\n"
+        "add()\n"
+        "if pid := os.fork():\n"
+        "    raise SystemExit(os.waitpid(pid, 0)[1])\n"
+        "signal.alarm(20)\n"
+        "add()\n"
+        "os.write(1, b'%d\\n' % torch.get_num_threads())\n"
+        "os._exit(0)\n"
     )
     variables = environment()
     del variables["OMP_NUM_THREADS"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(script)]
     done = warm.run(command, env=variables, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["2", "4"]
+    assert sorted(done.stdout.split()) == ["1", "1", "2", "4"]
 
 
 @pytest.mark.parametrize(
