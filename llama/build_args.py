@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from llama.checks import brief, checked_number, limits_of
+from llama.checks import brief, checked_number, limits_of, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -149,15 +149,20 @@ class BuildArgs:
 
 def taking(arguments: Callable[_P, _A]) -> Callable[[Callable[[_A], _T]], Callable[_P, _T]]:
     """A decorator: what takes such an object takes its fields as arguments, with its help."""
+    signature = inspect.signature(arguments)
 
     def decorate(function: Callable[[_A], _T]) -> Callable[_P, _T]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    likely = nearest(name, signature.parameters)
+                    raise TypeError(f'{function.__qualname__}() has no argument "{name}"{likely}')
             return function(arguments(*args, **kwargs))
 
         returned = inspect.signature(function).return_annotation
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{inspect.getdoc(arguments)}"
-        call.__signature__ = inspect.signature(arguments).replace(return_annotation=returned)  # type: ignore[attr-defined]
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -6,11 +6,12 @@ numpy's and torch's scalars are numbers too; neither is imported. `FieldTypeErro
 
 import contextlib
 import dataclasses
+import difflib
 import math
 import operator
 import os
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, overload
 
 _SHOWN_CHARS = 80  # of a value that an error quotes
@@ -53,6 +54,12 @@ def brief(value: object) -> str:
     except Exception:  # a repr that fails, or an int of more digits than Python converts
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 2 * _SHOWN_CHARS else text[: 2 * _SHOWN_CHARS - 3] + "..."
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """ ": did you mean ...?" where one of the words is like this one, else nothing."""
+    found = difflib.get_close_matches(word, list(words), 1)
+    return f": did you mean {found[0]}?" if found else ""
 
 
 @overload

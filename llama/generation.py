@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, NoReturn, TypedDict, TypeVar
 
 from llama.build_args import BuildArgs, taking
 from llama.checks import FieldError, whole_number
@@ -160,6 +160,9 @@ class Llama:
         if self._muted is not None:
             self._muted.release()
             self._muted = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Llama cannot be copied or pickled: build one in each process")
 
     def __enter__(self) -> "Llama":
         return self

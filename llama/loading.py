@@ -308,8 +308,7 @@ def choose_sizes(
     """max_seq_len and the pages of the KV cache: as large as the memory, or as batch x length.
 
     The sizes are what the user asked for; None leaves one to the memory. longest: the model's own
-    limit in tokens. batch_size is only how many sequences run at once: the pages are shared, and
-    where they run out, the youngest waits. ValueError if not even one sequence of max_seq_len fits.
+    limit in tokens. ValueError if not even one sequence of max_seq_len fits.
     """
     room, page = memory.room, memory.per_token * PAGE_SIZE
     if kv_bytes is not None and kv_bytes > room:
@@ -322,14 +321,17 @@ def choose_sizes(
     while seq_len is None and chosen > 256 and pages_for(chosen) > fitting:
         chosen //= 2
     if pages_for(chosen) > fitting:
-        would_fit = fitting * PAGE_SIZE // 64 * 64
-        remedy = "use more ranks, a smaller dtype, or a device with more memory"
+        would_fit, needed = fitting * PAGE_SIZE // 64 * 64, pages_for(chosen) * page
+        remedy = "use more ranks, a smaller dtype or max_batch_size, or a device with more memory"
+        if would_fit or kv_bytes:
+            remedy = f"max_seq_len={would_fit}" if would_fit else f"kv_cache_memory_bytes={needed}"
+            remedy += " would fit"
         raise ValueError(
-            f"the weights take {_gib(memory.weights)}, and the KV cache of one sequence of "
-            f"max_seq_len={chosen} takes {_gib(pages_for(chosen) * page)}, but "
+            f"the weights take {_gib(memory.weights)}, a step {_gib(memory.reserve)}, and the KV "
+            f"cache of one sequence of max_seq_len={chosen} takes {_gib(needed)}, but "
             f"{_gib(memory.free)} are free on each rank's device"
-            + (f" and {_gib(kv_bytes)} asked for" if kv_bytes else "")
-            + (f": max_seq_len={would_fit} would fit" if would_fit else f": {remedy}")
+            + (f" and kv_cache_memory_bytes={kv_bytes} asked for" if kv_bytes else "")
+            + f": {remedy}"
         )
     return chosen, min(fitting, batch_size * pages_for(chosen))
 

@@ -3,6 +3,7 @@
 Each fault of the reference that is mended on purpose has a test here whose docstring tells it.
 """
 
+import copy
 import io
 import math
 import re
@@ -578,6 +579,8 @@ def test_a_closed_llama_ends_its_requests_and_takes_no_more(checkpoint_dir):
     assert output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
     with pytest.raises(RuntimeError, match="closed: build another"):
         llama.generate([[256, 65]], 4)
+    with pytest.raises(TypeError, match="a Llama cannot be copied or pickled"):
+        copy.copy(llama)
 
 
 def test_defaults_fit_the_memory(checkpoint_dir, capsys):
@@ -646,7 +649,10 @@ BAD_BUILD = [
     ({"seed": -3}, "seed=-3"),
     ({"dtype": "int3"}, "dtype='int3': give one of bf16, fp16, fp32"),
     ({"device": "abacus"}, "'abacus' is not a device"),
+    ({"device": "meta"}, "'meta' is not a device"),
     ({"model_parallel_size": 2}, "model_parallel_size=2 does not divide the 1 processes"),
+    ({"qq": 1}, r'^Llama.build\(\) has no argument "qq"$'),
+    ({"max_seqlen": 1}, r'"max_seqlen": did you mean max_seq_len\?'),
 ]
 
 

@@ -57,8 +57,10 @@ def test_the_length_shrinks_only_where_nobody_asked_for_one():
         sizes(free=14 * GIB, weights=14 * GIB)
     with pytest.raises(ValueError, match="free beside the weights: ask for that or less"):
         sizes(kv_bytes=200 * GIB)
-    with pytest.raises(ValueError, match=r"GiB asked for: max_seq_len=64 would fit"):
+    with pytest.raises(ValueError, match=r"bytes=\d+ asked for: max_seq_len=64 would fit"):
         sizes(8192, kv_bytes=64 * LLAMA_8B)
+    with pytest.raises(ValueError, match=f"=1 asked for: kv_cache_memory_bytes={64 * LLAMA_8B} "):
+        sizes(64, kv_bytes=1)
 
 
 def test_the_reserve_is_what_a_step_holds():

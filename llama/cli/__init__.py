@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import llama
+from llama.checks import nearest
 from llama.cli import commands, ranks
 from llama.cli.download import download
-from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, HelpWanted, UsageError, nearest, read
+from llama.cli.flags import FLAGS, REQUIRED, Command, Flag, HelpWanted, UsageError, read
 from llama.cli.model import BUILD_FLAGS, SAMPLING_FLAGS
 from llama.cli.serve import NETWORK_FLAGS, serve
 

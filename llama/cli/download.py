@@ -15,7 +15,8 @@ import signal
 from typing import Never
 
 from llama.checkpoint.downloads import hub_cache, model_folder, repository
-from llama.cli.flags import UsageError, extra, nearest
+from llama.checks import nearest
+from llama.cli.flags import UsageError, extra
 
 _BESIDE = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
 _HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|chat_template\.\w+|{_BESIDE}"

@@ -7,7 +7,6 @@ Meta's scripts. Nothing here knows models or torch, so that a wrong flag is foun
 
 import argparse
 import contextlib
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, NoReturn, get_args
 
 from llama.build_args import BuildArgs
+from llama.checks import nearest
 
 REQUIRED = object()  # the default of a flag that must be given
 
@@ -140,12 +140,6 @@ class Command:
 def variable(name: str) -> str:
     """The environment variable that stands for a flag."""
     return f"LLAMA_{name.upper()}"
-
-
-def nearest(word: str, words: Sequence[str]) -> str:
-    """ ": did you mean ...?" where one of the words is like this one, else nothing."""
-    found = difflib.get_close_matches(word, words, 1)
-    return f": did you mean {found[0]}?" if found else ""
 
 
 def read(
