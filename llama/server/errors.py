@@ -61,9 +61,13 @@ class ApiError(Exception):
         return self.anthropic_body() if is_anthropic else self.body()
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's error object (https://docs.anthropic.com/en/api/errors), without param."""
+        """Anthropic's error object (https://docs.anthropic.com/en/api/errors), without param. By
+        the details, its clients go on without a thread."""
         kind = "api_error" if self.kind == "server_error" else self.kind
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        told: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param == "thread":
+            told["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
+        return {"type": "error", "error": told}
 
     def headers(self) -> dict[str, str]:
         if self.status == 503:

@@ -163,7 +163,10 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     COUNT: (CountBody, {"messages": [ASKED]}),
 }
 OTHERS: list[Any] = ["other", True, 7, -0.5, ["other"], {"other": 1}]
-NO_STATE = {"previous_response_id", "conversation", "prompt"}  # named by Responses, to refuse them
+NO_STATE = {  # named to be refused
+    RESPONSES: {"previous_response_id", "conversation", "prompt"},
+    MESSAGES: {"thread"},
+}
 
 
 def section() -> str:
@@ -201,9 +204,7 @@ def test_the_readme_lists_what_each_api_honours():
     for path, (model, _) in BODIES.items():
         if path != COUNT:
             own = {name for name in model.known_names if honours(model, name)}
-            assert set(re.findall("`(.*?)`", lists[path])) == own - (
-                NO_STATE if path == RESPONSES else set()
-            )
+            assert set(re.findall("`(.*?)`", lists[path])) == own - NO_STATE.get(path, set())
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -85,6 +85,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
      "there are no tools to call"),
     (MESSAGES, {"messages": SAID, "max_tokens": 5, "tools": [{"name": "f"}]}, "input_schema is"),
     (MESSAGES, {"messages": SAID, "max_tokens": 5, "stream": 1, "x": 1}, "stream must be"),
+    (MESSAGES, {"messages": SAID, "max_tokens": 5, "thread": {"type": "create"}}, "no stored"),
 ]  # fmt: skip
 
 

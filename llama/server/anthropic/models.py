@@ -22,7 +22,7 @@ from llama.prompts.tools import (
     tool_request,
 )
 from llama.sampling_params import SamplingParams
-from llama.server.accepted import AcceptedFields
+from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import SchemaFormat
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
@@ -232,6 +232,7 @@ class MessagesBody(_Sampling, CountBody):
     max_tokens: TokenLimit
     stop_sequences: StopWords | None = None
     stream: bool | None = None
+    thread: Annotated[None, NO_STATE] = None  # nor left out: what follows would lack the dialog
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         return replace(super().request(defaults), stream=bool(self.stream))

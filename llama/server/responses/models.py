@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from llama.prompts.fields import UNUSED, Fields, chosen_by, said
+from llama.prompts.fields import UNUSED, Fields, chosen_by
 from llama.prompts.messages import text_of
 from llama.prompts.tools import FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
-from llama.server.accepted import AcceptedFields
+from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
 from llama.server.openai.models import SchemaFormat, StreamOptions
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
@@ -20,7 +20,6 @@ from llama.server.responses.tools import LOCAL_SHELL, Callee, ToolList, callees,
 from llama.server.sampling import SHARED_NAMES, sampling_fields
 
 RESPONSES_URL = "/v1/responses"
-_NO_STATE = said(" cannot be used: there is no stored state, so send the dialog")
 _Nothing = Annotated[list[Any] | None, Field(max_length=0), UNUSED]
 
 
@@ -137,9 +136,9 @@ class ResponsesBody(AcceptedFields, _Sampling):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Annotated[Literal[0] | None, UNUSED] = None
-    previous_response_id: Annotated[None, _NO_STATE, UNUSED] = None
-    conversation: Annotated[None, _NO_STATE, UNUSED] = None
-    prompt: Annotated[None, _NO_STATE, UNUSED] = None
+    previous_response_id: Annotated[None, NO_STATE, UNUSED] = None
+    conversation: Annotated[None, NO_STATE, UNUSED] = None
+    prompt: Annotated[None, NO_STATE, UNUSED] = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
         """As a chat; `defaults`: the parameters that the body does not give."""
