@@ -514,17 +514,25 @@ def test_a_script_has_the_flags_of_its_signature(monkeypatch, capfd):
     assert told.startswith("usage: script.py [flags]\n\nWhat it does.") and "LLAMA_CKPT_DIR" in told
 
 
+@pytest.mark.parametrize("value", ["x", "-1", "nan"])
+def test_the_seconds_after_a_signal_are_checked(monkeypatch, value):
+    monkeypatch.setenv("LLAMA_DRAIN_S", value)
+    with pytest.raises(ValueError, match=r"^LLAMA_DRAIN_S='?[-.\w]+'? must be a number from 0"):
+        ranks.finish_on_signal()
+
+
 def test_closed_standard_files_are_not_reused(tmp_path):
-    """What the command opens must not get the number of the standard output, nor lines of it."""
+    """What the command opens must not get the number of the standard output, nor lines of it; what
+    it reads of the standard input is its end."""
     code = (
-        "import os; from llama.cli import ranks\n"
+        "import os, sys; from llama.cli import ranks\n"
         "def work():\n"
         "    number = os.open(os.environ['FILE'], os.O_WRONLY | os.O_CREAT)\n"
         "    ranks.say('x'); print('y')\n"
-        "    return 0 if number > 2 else 5\n"
+        "    return 0 if number > 2 and not sys.stdin.read() else 5\n"
         "raise SystemExit(ranks.run(work))"
     )
-    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", code]
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
     file = tmp_path / "file"
     done = subprocess.run(command, env=environment(FILE=str(file)), timeout=60)
     assert (done.returncode, file.read_bytes()) == (0, b"")

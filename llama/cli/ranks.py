@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from llama.checks import number
 from llama.cli.flags import HelpWanted, UsageError
 from llama.ranks.errors import NotMetError, RankError
 from llama.ranks.launch import LAUNCHER, launch
@@ -94,6 +95,7 @@ def _open_closed_files() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
@@ -129,9 +131,10 @@ def _let_rank_0_end() -> None:
 def finish_on_signal(drain_s: float | None = None) -> None:
     """Before a model is loaded: SIGTERM or Ctrl-C lets the ranks finish what they run, and no more,
     in drain_s seconds. Default: LLAMA_DRAIN_S, else 20."""
-    if drain_s is None:
-        drain_s = float(os.environ.get("LLAMA_DRAIN_S") or DRAIN_S)
-    SIGNALS.drain_s = drain_s
+    given = (os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s
+    with contextlib.suppress(ValueError):
+        given = float(given)
+    SIGNALS.drain_s = number("LLAMA_DRAIN_S", given, 0, 10**6)
 
 
 def _lost_connection(error: Exception) -> RuntimeError | None:

@@ -145,6 +145,8 @@ def _folder() -> Path:
             f"{folder} must be a folder that is yours and that nobody else can enter: remove it, "
             "or set XDG_RUNTIME_DIR"
         )
+    if len(os.fsencode(folder)) > 85:  # bytes; with the name of a socket 107, see unix(7)
+        raise OSError(f"{folder} is too long a path for a socket: set XDG_RUNTIME_DIR to a shorter")
     return folder
 
 

@@ -36,10 +36,7 @@ _ADD_COLON_TWO = 2
 _MARK = "\ue000"  # for private use: in nobody's messages
 _START, _END, _EOT = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
 
-_NO_EMBEDDINGS = (
-    "this model worker makes no embeddings: it generates text; ask for embeddings of a model that "
-    "was trained for them"
-)
+_NO_EMBEDDINGS = "this worker makes no embeddings: ask for those of a model trained for them"
 _CONTROLLER_TIMEOUT_S, _RETRY_S, _LOOK_S = 5.0, 5.0, 0.2
 
 

@@ -82,10 +82,9 @@ def generate_stream(
 ) -> Iterator[_Report]:
     """FastChat's: a dict with the first token, every `stream_interval` tokens, and at the end.
 
-    params, and what a dict has: see llama/compat/README.md. An answer has at most the tokens that
-    the prompt leaves of context_len. device: where the model was built. Closing the iterator
-    aborts. ValueError for what cannot be done, as judge_sent_end=True; RuntimeError in the loop if
-    the model has no token to choose.
+    params, and what a dict has: see llama/compat/README.md. device: where the model was built.
+    ValueError for what cannot be done, as judge_sent_end=True; RuntimeError in the loop if the
+    model has no token to choose.
     """
     if not isinstance(getattr(model, "llm_engine", None), LLMEngine):
         raise ValueError(f"model must be a Llama, got {type(model).__name__}")
@@ -126,9 +125,8 @@ async def async_generate_stream(
 ) -> AsyncIterator[_Report]:
     """DB-GPT's, in place of vLLM: a dict as `generate_stream`'s for every step; many at once.
 
-    benchmark=True ignores stop tokens and strings, so that every request makes max_new_tokens; None
-    looks at the environment variable DB_GPT_MODEL_BENCHMARK. params["request_id"], if given, is the
-    request's name. device: without effect, as with vLLM.
+    benchmark: ignore stop tokens and strings; None: as DB_GPT_MODEL_BENCHMARK says.
+    params["request_id"] may be the request's name. device: without effect, as with vLLM.
     """
     if not isinstance(getattr(model, "engine", None), LLMEngine):
         kind = f"{type(model).__module__}.{type(model).__name__}"

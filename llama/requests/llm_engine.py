@@ -171,11 +171,10 @@ class LLMEngine:
         """Rank 0 does the work, and its result is returned there; the other ranks follow its steps.
 
         Every rank makes this call. Within the work, rank 0 may call from any number of threads, and
-        an asyncio loop, whenever it likes. The others sleep until it does, return None when the
-        work has ended, and keep nothing of it: unfinished requests are aborted. On one rank it is
-        just `work()`. An exception of the work is a RankError on the others; an interrupt, or an
-        exit, is an interrupt there. RuntimeError where requests are unfinished. RankError, on the
-        rank that it names, where a rank would compute something else: the group must end then.
+        an asyncio loop. The others return None when it has ended, and keep nothing of it:
+        unfinished requests are aborted. An exception of the work is a RankError on the others; an
+        interrupt, or an exit, is an interrupt there. RuntimeError where requests are unfinished.
+        RankError, on the rank that it names, where one would compute something else.
         """
         if self.parallel.size == 1 or self.is_led:
             return work()

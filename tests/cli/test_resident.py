@@ -225,6 +225,11 @@ def test_a_folder_that_others_can_enter_is_refused(folder, monkeypatch):
             folder.symlink_to(folder.parent)
         with pytest.raises(PermissionError, match=rf"{folder} must be a folder that is yours"):
             resident._stem(OPTIONS)
+    long = folder.parent / ("x" * 80) / ("y" * 20)
+    long.mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with pytest.raises(OSError, match=rf"{long}/llama is too long a path for a socket"):
+        resident._stem(OPTIONS)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     monkeypatch.setattr("tempfile.tempdir", str(folder.parent))
     assert resident._stem(OPTIONS).parent == folder.parent / f"llama-{os.getuid()}"

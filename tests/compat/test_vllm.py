@@ -526,6 +526,7 @@ BAD_ARGS: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": "{"}, "speculative_config='{': give the model that drafts"),
     ({"speculative_config": {"method": "eagle", "model": "x"}}, "the method 'ngram' or 'suffix'"),
     ({"max_modl_len": 5}, "cannot do max_modl_len=5: leave it out (allowed: nothing)"),
+    ({"max_model_len": 0}, "max_model_len=0 must be a whole number from 1"),
     ({"quantization": "awq"}, "quantization='awq': give one of int8, fp8, int4, or None"),
     ({"generation_config": "other"}, "generation_config='other' must be 'auto' or 'vllm'"),
 ]
@@ -534,7 +535,7 @@ BAD_ARGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "message"), BAD_ARGS)
 def test_a_bad_engine_argument_is_an_error_that_names_it(fields, message):
     with pytest.raises((TypeError, ValueError)) as caught:
-        EngineArgs("m", **fields)
+        EngineArgs("m", **fields).build()
     assert message in str(caught.value)
     AsyncEngineArgs("m", **ASKS_FOR_NOTHING)
 
@@ -561,7 +562,7 @@ def test_a_bad_request_is_an_error_that_names_what_is_wrong(llm, engine):
         BeamSearchParams(2, 4, include_stop_str_in_output=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="add_request cannot do priority=1"):
         engine.add_request("a", "x", asked, priority=1)
-    with pytest.raises(TypeError, match=r"params must be .*SamplingParams, got dict"):
+    with pytest.raises(TypeError, match=r"params must be .*SamplingParams, got <class 'dict'>"):
         engine.add_request("a", "x", {})
     assert not engine.has_unfinished_requests()
 

@@ -36,19 +36,10 @@ def run_batch(
     progress: bool = False,
 ) -> BatchReport:
     """Answer every line of a file. Another file gets one JSON record per line, in order of finish.
-
-    A file whose first line begins with { is JSONL: OpenAI batch requests, or objects with a prompt
-    or messages, and sampling fields. Any other file is text with one prompt per line. Blank lines
-    are skipped. A line that cannot be answered gets a record with an error, and counts as done.
-
-    temperature, top_p, max_gen_len: for lines that do not give their own.
-    resume: add the missing records to an output of the same input and arguments, or ValueError.
-    model: the label in the record of a line that names no model.
-    progress: show a progress bar on stderr.
-
-    Every rank makes the same call, and gets the report. ValueError if the input is cut while it is
-    read; OSError if another program changes the output.
-    """
+    llama/cli/README.md has the forms of lines and records. temperature, top_p, max_gen_len, model:
+    for lines that do not give their own. resume: add the missing records to an output of the same
+    input and arguments, or ValueError. Every rank makes the same call, and gets the report.
+    ValueError if the input is cut, OSError if another program changes the output."""
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     parallel = llama.llm_engine.parallel
     with _open_files(llama, in_path, out_path, resume) as (file, results):

@@ -41,17 +41,10 @@ def run_server_batch(
     resume: bool = False,
     progress: bool = False,
 ) -> BatchReport:
-    """Have every line of a file answered by a server; see `llama.cli.batch.job.run_batch`.
-
-    max_gen_len, model: without them the server's default counts, and its first model.
-    seed: that of a line without one follows from it and the line's number, so that a request that
-        is sent again gets the same answer.
-    concurrency: requests under way at once.
-    retry_s: seconds that a line which fails for now is tried again; then it gets an error record.
-
-    The server checks the fields of a line: what it refuses is an error record. ServerError or
-    ValueError if the server cannot be used at all, or refuses the key.
-    """
+    """Have every line of a file answered by a server; see `llama.cli.batch.job.run_batch`, and
+    llama/cli/README.md for what differs. max_gen_len, model: without them the server's default
+    counts, and its first model. ServerError or ValueError if the server cannot be used at all, or
+    refuses the key."""
     if not 1 <= concurrency <= MAX_CONCURRENCY:
         raise ValueError(f"concurrency={concurrency} must be 1 to {MAX_CONCURRENCY}")
     check_files(in_path, out_path, resume=resume)

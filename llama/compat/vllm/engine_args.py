@@ -14,7 +14,7 @@ from typing import Any
 
 from llama.build_args import BuildArgs
 from llama.checkpoint.downloads import model_folder
-from llama.checks import brief
+from llama.checks import FieldError, brief
 from llama.compat.vllm.vllm_params import SamplingParams, refusing
 from llama.generation import Llama
 from llama.weights import QUANTIZED
@@ -48,6 +48,7 @@ _OURS = {  # the arguments of `Llama.build` that vLLM has other names for
     "model": "ckpt_dir", "tokenizer": "tokenizer_path", "max_model_len": "max_seq_len",
     "max_num_seqs": "max_batch_size", "tensor_parallel_size": "model_parallel_size",
     "quantization": "quantize", "distributed_timeout_seconds": "timeout_s",
+    "num_speculative_tokens": "speculate_tokens",
 }  # fmt: skip
 _DEFAULTS = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # of a model
 
@@ -72,16 +73,9 @@ def _speculate(config: Any) -> dict[str, Any]:
 @refusing(_ONLY, _NO_EFFECT)
 @dataclass
 class EngineArgs:
-    """How to load a model; names and defaults of vLLM.
-
-    model: the folder of the weights, or the name of a downloaded model. tokenizer: a tokenizer
-    file, or a folder that has one; by default the model's. dtype: "auto" is bf16 where the device
-    has it. seed: of requests that give none. max_model_len: the most tokens of prompt and answer.
-    tensor_parallel_size: ranks that share the model; more than one are started with torchrun.
-    max_num_seqs: sequences that run at once. device: "auto", "cuda", "mps" or "cpu".
-    generation_config: "auto" takes the defaults of calls without sampling parameters from the
-    model's generation_config.json, "vllm" does not.
-    """
+    """The arguments of `Llama.build` by vLLM's names and defaults. The tokenizer may be a folder
+    that has one. generation_config: "auto" takes the defaults of calls without sampling parameters
+    from the model's generation_config.json, "vllm" does not."""
 
     model: str
     tokenizer: str | None = None
@@ -119,7 +113,11 @@ class EngineArgs:
         asked: dict[str, Any] = {
             "seed": 0, **given, "tokenizer_path": _tokenizer_file(self.tokenizer, self.model),
         }  # fmt: skip
-        return Llama.build(**asked, **_speculate(self.speculative_config))
+        try:
+            return Llama.build(**asked, **_speculate(self.speculative_config))
+        except FieldError as e:
+            theirs = {ours: name for name, ours in _OURS.items()}
+            raise e.at(theirs.get(e.field, e.field)) from None
 
     def default_params(self) -> SamplingParams:
         """For calls that give none: what the model's generation_config.json says, as in vLLM."""

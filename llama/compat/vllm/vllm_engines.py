@@ -74,7 +74,7 @@ class EngineFrontend:
         """A checked request, not submitted. index: its place in a list of LLM's."""
         params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
-            kind = type(params).__name__
+            kind = type(params)
             raise TypeError(f"params must be llama.compat.vllm's SamplingParams, got {kind}")
         kind = params.output_kind if index is None else RequestOutputKind.FINAL_ONLY
         params = replace(params, output_kind=kind)  # checked again: it may have been changed
@@ -127,12 +127,9 @@ class LLM(EngineFrontend):
         use_tqdm: bool | Callable[..., tqdm] = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """The final output of each prompt.
-
-        prompts: a text, {"prompt": text}, token ids, {"prompt_token_ids": ids}, or a list of such.
-        sampling_params: for all, or one for each; by default those of generation_config.json.
-        TypeError or ValueError names what is wrong, before any work.
-        """
+        """The final output of each prompt. sampling_params: for all, or one for each; by default
+        those of generation_config.json. TypeError or ValueError names what is wrong, before any
+        work."""
         refuse("LLM.generate", others)
         return self._run(lambda: _as_list(prompts), sampling_params, use_tqdm)
 

@@ -67,14 +67,9 @@ class RequestOutputKind(enum.Enum):
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(LlamaParams):
     """vLLM's parameters of a request; they may be changed until it is submitted.
-
-    What `llama.SamplingParams` has means the same. Beyond it:
-
-    structured_outputs: vLLM's name of structured_output.
-    skip_special_tokens: the text has no special tokens. detokenize: False leaves the text empty.
-    spaces_between_special_tokens: both values give the same text; Llama's tokens carry spaces.
-    output_kind: what the outputs of LLMEngine and AsyncLLMEngine hold.
-    """
+    What `llama.SamplingParams` has means the same. structured_outputs: its structured_output.
+    detokenize: False leaves the text empty. spaces_between_special_tokens: both values give the
+    same text; Llama's tokens carry spaces. output_kind: what an output holds."""
 
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutput | None = None
