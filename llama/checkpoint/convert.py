@@ -73,11 +73,10 @@ def convert(
 ) -> list[str]:
     """Write Meta's layout or GGUF as Hugging Face's, or Hugging Face's as Meta's (one shard).
 
-    Hugging Face's folder has what `AutoTokenizer` and `AutoModelForCausalLM` of transformers read,
-    the chat template among it; without a tokenizer in `ckpt_dir`, the weights and their config.
-    `quantize` writes such a folder from any layout, as compressed-tensors has it, the matrices of
-    the layers rounded to a format that `quantize` of `build` names. An `out_dir` that ends in
-    .gguf becomes a file for llama.cpp instead: in bf16, or rounded to "q8_0" or "q4_0".
+    Hugging Face's folder has what `AutoTokenizer` and `AutoModelForCausalLM` of transformers read;
+    without a tokenizer in `ckpt_dir`, the weights and their config. `quantize` writes such a folder
+    from any layout, as compressed-tensors has it, the layers' matrices in a format of `build`. An
+    `out_dir` that ends in .gguf becomes a file for llama.cpp: in bf16, or in "q8_0" or "q4_0".
     Returns a line for each file written and one for all; `progress` draws a bar on stderr.
     ValueError or OSError, before anything is written, for a bad checkpoint or tokenizer, or an
     `out_dir` that holds something.

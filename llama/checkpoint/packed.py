@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llama import weights
 from llama.checkpoint import reader, writing
-from llama.checkpoint.downloads import read_ahead
+from llama.checkpoint.downloads import cache_anew, read_ahead
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED, Checkpoint
 from llama.checkpoint.table import share, whole_shapes
@@ -43,6 +43,7 @@ def write(checkpoint: Checkpoint, folder: Path, quantize: str | None, progress: 
     with writing.tensor_file(file, most_header, metadata) as add:
         filled = functools.partial(_pack_and_write, model, add, quantize)
         reader.load(checkpoint, model, filled=filled, progress=progress)
+    cache_anew(file)
 
 
 def _pack_and_write(
