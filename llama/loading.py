@@ -305,10 +305,9 @@ def pages_for(num_tokens: int) -> int:
 def choose_sizes(
     memory: Memory, seq_len: int | None, batch_size: int, kv_bytes: int | None, longest: int
 ) -> tuple[int, int]:
-    """max_seq_len and the pages of the KV cache: as large as the memory, or as batch x length.
+    """max_seq_len and the pages of the KV cache: as asked for, or as large as the memory allows.
 
-    The sizes are what the user asked for; None leaves one to the memory. longest: the model's own
-    limit in tokens. ValueError if not even one sequence of max_seq_len fits.
+    longest: the model's own limit in tokens. ValueError if not one sequence of max_seq_len fits.
     """
     room, page = memory.room, memory.per_token * PAGE_SIZE
     if kv_bytes is not None and kv_bytes > room:

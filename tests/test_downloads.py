@@ -1,11 +1,13 @@
 """What a download turned out to be: told from a good file, and in words that say what to do."""
 
+import mmap
 import os
 import struct
+from pathlib import Path
 
 import pytest
 
-from llama.checkpoint.downloads import check_download, read_ahead
+from llama.checkpoint.downloads import cache_anew, check_download, read_ahead
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:82e9d31979e92ab9\nsize 2183982\n"
 
@@ -67,6 +69,32 @@ def test_files_are_read_ahead_and_what_is_missing_is_silent(tmp_path):
         read_ahead(tmp_path / "nothing").join(60)
         read_ahead(tmp_path).join(60)
         assert os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1, "it is not there"
+
+
+def in_huge_pages(path: Path) -> int:
+    """Bytes of a file that the page cache holds so that they can be mapped at once."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        for i in range(0, len(pages), 4096):
+            pages[i]
+        of_file = Path("/proc/self/smaps").read_text().partition(path.name)[2]
+        return int(of_file.partition("FilePmdMapped:")[2].split()[0]) << 10
+
+
+def test_a_new_file_is_cached_as_one_that_is_read_ahead(tmp_path):
+    """In pages of 2 MiB, where the file system has them: a write of 4 KiB leaves small ones."""
+    written, read = tmp_path / "model.safetensors", tmp_path / "other.safetensors"
+    for path in (written, read):
+        with path.open("wb", buffering=0) as file:
+            for _ in range(8 << 8):
+                file.write(bytes(4096))
+            if path == read:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert in_huge_pages(written) == 0
+    cache_anew(written)
+    read_ahead(read).join(60)
+    assert bool(in_huge_pages(written)) == bool(in_huge_pages(read))
 
 
 def test_what_is_larger_than_memory_is_not_read_ahead(tmp_path, monkeypatch):

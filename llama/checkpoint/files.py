@@ -3,8 +3,7 @@
 In: a path to a .pth of torch.save, a .safetensors or a GGUF file. Out: its tensors by name, mapped
 from the file; and by several threads, in less time than the system takes to fault a mapped file in
 page by page, bytes of it in a tensor. To a GPU they go through two buffers of pinned memory: one is
-read into while the other is copied. What is none (half a download, a pickle of something else) is a
-ValueError that names the file, its size and the remedy. What the tensors mean is not known here.
+read into while the other is copied. A ValueError names the file that is none, and the remedy.
 """
 
 import contextlib

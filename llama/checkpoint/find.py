@@ -2,8 +2,7 @@
 
 In: a folder with Meta's consolidated.NN.pth and params.json, in any number of shards, or with
 Hugging Face's *.safetensors and config.json, or a GGUF file, in any number of parts. Out: a
-`Checkpoint`. The JSON is read, of a GGUF file its header, and of Meta's files the names of their
-tensors. Which layout it is follows from the files there, never from a path's name.
+`Checkpoint`. The JSON is read, of a GGUF file its header, and of Meta's files the tensors' names.
 """
 
 import hashlib

@@ -59,11 +59,8 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
 
 
 class LoadCheck:
-    """Compares each tensor's bytes in a .pth with their CRC-32 just before they are copied, so that
-    a disk is read once, and memory the second time.
-
-    The ranks of a machine share the records. One that `tells` warns of files without checksums.
-    """
+    """Compares each tensor's bytes in a .pth with their CRC-32 just before they are copied. The
+    ranks of a machine share the records. One that `tells` warns of files without checksums."""
 
     def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
         self._share = int(os.environ.get("LOCAL_RANK", "0"))

@@ -107,9 +107,8 @@ class SharedMemory:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
-        row_bytes = x.shape[-1] * x.element_size()
-        args = (x, out, x.nbytes, row_bytes, next(self._tickets))
-        self._run("shared_all_gather", self._tensors, *args)
+        args = (x.nbytes, x.shape[-1] * x.element_size(), next(self._tickets))
+        self._run("shared_all_gather", self._tensors, x, out, *args)
         return out
 
     def broadcast(self, x: Tensor) -> None:

@@ -1,8 +1,7 @@
 """Four bits a weight: codes of up to 16 numbers, in words of 8 k, and a scale or more a group.
 
-In: a `Coded` of such a table, whose numbers are taken in bf16 (those of all formats but nf4 are
-such); or bf16 that is rounded at load, in groups of 32: offset + scale * code, with the least
-squared error that a search finds (pack.cpp).
+In: a `Coded` of such a table, whose numbers are taken in bf16 (only nf4's are not such); or bf16
+rounded at load in groups of 32: offset + scale * code, with a small squared error (pack.cpp).
 """
 
 from typing import Self
