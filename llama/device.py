@@ -96,9 +96,8 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on `device`. Blocks that torch's allocator keeps
-    for reuse count as free. Host memory is divided among the ranks of this machine, and bounded by
-    the process's control groups (containers)."""
+    """Bytes that this process can still allocate on `device`, with what torch's allocator keeps.
+    Host memory is divided among the machine's ranks, and bounded by control groups."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept

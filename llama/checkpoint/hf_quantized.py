@@ -1,7 +1,6 @@
 """Quantized matrices of several tensors, as one in codes: Hugging Face's, and Meta's INT4_EO8.
 
-In: the mapped tensors of a model, and its quantization_config. Out: the same tensors, where those
-of a quantized matrix have become one, which is unpacked when it is read. The formats are those of
+Those of a matrix become one tensor, which is unpacked when it is read. The formats are those of
 compressed-tensors, fbgemm_fp8 and modelopt (FP8), AutoAWQ (gemm), GPTQ and bitsandbytes; and that
 of llama-models' quantization/loader.py, of which `of_params` makes a quantization_config.
 

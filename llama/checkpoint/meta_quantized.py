@@ -1,8 +1,7 @@
 """Meta's FP8 of the 405B: matrices of e4m3 in the shards, and the scales of their rows beside them.
 
-In: the mapped tensors of consolidated.NN.pth. Out: the same, its matrices in codes with the scales
-of fp8_scales_N.pt, which names them by layer, matrix and shard, as llama-models'
-quantization/loader.py has it. Activations stay as they are.
+fp8_scales_N.pt names them by layer, matrix and shard, as llama-models' quantization/loader.py has
+it. Activations stay as they are.
 """
 
 import re

@@ -1,7 +1,6 @@
 """Matrices in bf16, rounded as files hold them: compressed-tensors' tensors, the blocks of GGUF.
 
-In: a matrix (N, K). Out: tensors of N rows. Those of compressed-tensors are what a format of
-`llama.weights` says of itself.
+Those of compressed-tensors are what a format of `llama.weights` says of itself.
 """
 
 from collections.abc import Callable, Iterator

@@ -75,11 +75,8 @@ def whole_shapes(params: ModelArgs) -> dict[str, Size]:
 
 
 def share(params: ModelArgs, name: str, shape: Size, rank: int, size: int) -> tuple[int, int, int]:
-    """What one of `size` ranks holds of a tensor: a dimension, and from where to where in it.
-
-    With more ranks than kv heads, each head is on several: for 2 heads and 4 ranks, heads 0, 0, 1
-    and 1.
-    """
+    """What one of `size` ranks holds of a tensor: a dimension, and from where to where in it. With
+    more ranks than kv heads, each is on several: for 2 heads and 4 ranks, heads 0, 0, 1 and 1."""
     dim = _entry(name).dim
     if dim is None:
         return 0, 0, shape[0]

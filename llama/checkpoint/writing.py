@@ -1,8 +1,7 @@
 """A new folder of weights, written so that it is complete or not there at all.
 
-In: the path of the folder, then tensors and JSON. Out: its files, with the permissions that the
-umask gives, and a line for each. Tensors wait in scratch files on the same disk. A disk that cannot
-take them is an OSError that names it. What the tensors mean is not known here.
+Its files have the permissions that the umask gives. Tensors wait in scratch files on the same disk;
+one that cannot take them is an OSError that names it.
 """
 
 import contextlib
@@ -26,10 +25,8 @@ from llama.checkpoint.downloads import check_utf8
 
 @contextlib.contextmanager
 def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails.
-
-    A file of its name in the draft is all of it. A process that is killed leaves `out_dir`.partial.
-    """
+    """A draft folder beside `out_dir`: renamed to it at the end, removed if the block fails. A file
+    of its name in the draft is all of it. A process that is killed leaves `out_dir`.partial."""
     check_utf8(Path(out_dir))
     out = Path(out_dir).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

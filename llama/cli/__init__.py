@@ -174,9 +174,8 @@ def run_script(
     check: Callable[[argparse.Namespace], None] = lambda options: None,
     demo_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Call a script's function with the flags that its signature names, and exit. Each is one of
-    `flags`, with the default of the signature, or that of `demo_defaults` where no ckpt_dir is
-    given. `check` raises for values that cannot be used."""
+    """Call a script's function with the flags that its signature names, and exit. demo_defaults:
+    where no ckpt_dir is given. check: raises for values that cannot be used."""
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
     script = Command(inspect.getdoc(function) or "", defaults, flags=flags)

@@ -1,9 +1,8 @@
 """A client of a server with OpenAI's API, for `llama batch --url` and `llama chat --url`.
 
-In: a URL, a key, bodies. Out: the server's answers, or an error that says what to do. The server
-may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. (The package
-openai takes half a second to import.) A `Client` has an event loop of its own, which goes on in
-`run`, so it belongs to one thread. Each wait has a limit: of sending and answer together.
+The server may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. (The
+package openai takes half a second to import.) A `Client` has an event loop of its own, which goes
+on in `run`, so it belongs to one thread. Each wait has a limit: of sending and answer together.
 """
 
 import asyncio

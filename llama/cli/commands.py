@@ -154,8 +154,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
 
 def batch(options: argparse.Namespace) -> int:
     """Answer each line of a file into another file; 0 once each line has its record, which may be
-    an error: torchrun --max-restarts would start a job again that has nothing left to do. What
-    torchrun restarts resumes by itself."""
+    an error. What torchrun restarts resumes by itself."""
     check_sampling(options)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         options.resume = True

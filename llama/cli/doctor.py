@@ -30,7 +30,6 @@ from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
-
 _MIB = 2**20
 _MIN_SHM = 64 * _MIB  # Docker's default, of which nothing is in use
 _MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a machine

@@ -1,8 +1,7 @@
 """`llama download`: a model of Hugging Face's hub, which every command then finds by its name.
 
-In: a name. Out: in Hugging Face's cache, the files that the model is loaded from, and no others. A
-connection that is cut is taken up where it was; of a download that was stopped, the files that were
-complete stay. The package huggingface_hub does both, and knows the token.
+Into Hugging Face's cache come the files that the model is loaded from, and no others. A connection
+that is cut is taken up where it was; of a download that was stopped, whole files stay.
 """
 
 import argparse

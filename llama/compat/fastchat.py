@@ -189,9 +189,8 @@ def conversation_template(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def as_trained(prompt: str) -> str:
-    """A prompt in the chat format as `ChatFormat` has it; any other text stays as it is. FastChat's
-    templates write an empty system message where there is none, keep the whitespace around a
-    message, leave out the end of an empty message, and add a colon."""
+    """A prompt in the chat format as `ChatFormat` has it: FastChat's templates write an empty
+    system message, keep whitespace, leave out the end of an empty message, and add a colon."""
     prompt = prompt.replace(f"{_MARK}: ", "").replace(f"{_MARK}:", "")
     before, *turns = prompt.split(_START)
     for i, turn in enumerate(turns):

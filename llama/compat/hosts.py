@@ -52,9 +52,8 @@ class HostRequest:
 
 
 class Pace:
-    """Which reports a host is told: that of the first token, of every `interval` tokens, the last.
-    The last comes twice, as FastChat's own workers send it: there are clients that read no text
-    beside a reason."""
+    """Which reports a host is told: that of the first token, of every `interval` tokens, and the
+    last, twice: there are clients that read no text beside a reason."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -81,11 +80,9 @@ def generate_stream(
     judge_sent_end: bool = False,
 ) -> Iterator[_Report]:
     """FastChat's: a dict with the first token, every `stream_interval` tokens, and at the end.
-
     params, and what a dict has: see llama/compat/README.md. device: where the model was built.
-    ValueError for what cannot be done, as judge_sent_end=True; RuntimeError in the loop if the
-    model has no token to choose.
-    """
+    Closing the iterator aborts. ValueError for what cannot be done, as judge_sent_end=True;
+    RuntimeError in the loop if the model has no token to choose."""
     if not isinstance(getattr(model, "llm_engine", None), LLMEngine):
         raise ValueError(f"model must be a Llama, got {type(model).__name__}")
     engine, built_on = model.llm_engine, model.model.norm.weight.device
@@ -124,10 +121,9 @@ async def async_generate_stream(
     benchmark: bool | None = None,
 ) -> AsyncIterator[_Report]:
     """DB-GPT's, in place of vLLM: a dict as `generate_stream`'s for every step; many at once.
-
-    benchmark: ignore stop tokens and strings; None: as DB_GPT_MODEL_BENCHMARK says.
-    params["request_id"] may be the request's name. device: without effect, as with vLLM.
-    """
+    benchmark=True ignores stop tokens and strings, so that every request makes max_new_tokens; None
+    looks at the environment variable DB_GPT_MODEL_BENCHMARK. params["request_id"]: its name.
+    device: without effect, as with vLLM."""
     if not isinstance(getattr(model, "engine", None), LLMEngine):
         kind = f"{type(model).__module__}.{type(model).__name__}"
         raise ValueError(f"model must be a llama.AsyncLLMEngine, got {kind}")

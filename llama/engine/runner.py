@@ -1,9 +1,8 @@
 """From what the scheduler chose to sampled ids: packs one flat batch, runs the model, samples.
 
-In: `Scheduled` items. Out: their `RowResults`, the same on every rank. It owns the KV
-cache. `start` begins a step, and what it returns waits for the device: once, where ids and
-log-probabilities come over together. Scoring prompts waits in `start`, once per _SCORED_ROWS rows.
-On a GPU without the kernel for sampling, rows with top_p, top_k or min_p cost two more waits.
+It owns the KV cache. `start` begins a step, and what it returns, the same `RowResults` on every
+rank, waits for the device once. Scoring prompts waits in `start`, once per _SCORED_ROWS rows. On a
+GPU without the kernel for sampling, rows with top_p, top_k or min_p cost two more waits.
 
 On a GPU scheduling is asynchronous, as in vLLM: the next step begins before this one is read, and
 takes the tokens that this one sampled from the device. Steps of single tokens are replayed as
@@ -45,12 +44,10 @@ _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32
 class ModelRunner:
     """Runs `model` over `num_pages` pages of `page_size` slots, which it allocates.
 
-    async_scheduling: whether a step may start while the one before it is not read; by default on a
-        GPU.
+    async_scheduling: a step may start while the one before it is not read; by default on a GPU.
     recorder: of graphs; None runs every step operator by operator.
     reserve: bytes of a step. With graphs the cache has only pages that fit beside both.
-    settle: gives the sequences what the step before came to. Called once the model has begun, where
-        rows cannot be sampled without it.
+    settle: gives the sequences what the step before came to, where rows need it to be sampled.
     """
 
     def __init__(

@@ -23,11 +23,8 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 @dataclass(frozen=True)
 class Sampled:
     """One step's choice. Log-probabilities are the model's own: before bias, temperature, filters.
-
-    A row that has no token to choose (all banned), or whose logits hold NaN or +inf, has the id -1.
-    -1 is a value and not an exception: to raise here would need a sync, would leave the other ranks
-    waiting, and would end the other rows. `Sequence.append` makes it the error of its own request.
-    """
+    A row that has no token to choose (all banned), or whose logits hold NaN or +inf, has the id -1:
+    an exception would need a sync, and end the other rows. `Sequence.append` makes it an error."""
 
     ids: Tensor  # (B) int64
     logprobs: Tensor | None = None  # (B) float32; None if no sequence asked
@@ -109,9 +106,8 @@ def score(logits: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor | Non
 
 
 def sample_top_p(probs: Tensor, p: float) -> Tensor:
-    """Meta's public nucleus sampling: probs (B, V) -> ids (B, 1), from torch's global generator. A
-    token is kept while the mass of those likelier is at most p (Holtzman et al. 2020). The engine
-    does not use it: see `sample`."""
+    """Meta's public nucleus sampling (Holtzman et al. 2020): probs (B, V) -> ids (B, 1), from
+    torch's global generator. The engine does not use it: see `sample`."""
     ordered, ids = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     nucleus = ordered.masked_fill(before > p, 0)

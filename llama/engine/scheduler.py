@@ -176,13 +176,10 @@ class Scheduler:
             assert seq.num_offered * self.pool.page_size <= seq.num_computed, vars(seq)
 
     def _schedule(self, seq: Sequence, count: int) -> Scheduled:
-        """Its pages that this step fills can be found from now on, by what is admitted after it.
-
-        That is safe within the step: each layer stores the keys and values of all tokens before any
-        token attends. So the answers of one request, and prompts that arrive together, share what
-        their prompts have in common. A page that a pending token fills has no hash yet: the next
-        step looks at it again.
-        """
+        """Its pages that this step fills can be found from now on, by what is admitted after it:
+        each layer stores the keys and values of all tokens before any token attends. So prompts
+        that arrive together share what they have in common. A page that a pending token fills has
+        no hash yet: the next step looks at it again."""
         start = seq.num_computed
         rows = seq.rows_of(start, count)
         seq.num_computed += count

@@ -27,10 +27,8 @@ _OPTIONAL = ("n_kv_heads", "ffn_dim_multiplier", "rope_scale_factor", "context_l
 @dataclass(frozen=True)
 class ModelArgs:
     """What params.json says of a model, under Meta's names, and the two sizes of the run.
-
     `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
-    inferred, Hugging Face's config.json states them. To change a value, use `dataclasses.replace`.
-    """
+    inferred, Hugging Face's config.json states them."""
 
     dim: int = 4096
     n_layers: int = 32

@@ -1,8 +1,8 @@
 """How the layers of a model run: module by module, as a sequence of ops, or in one native call.
 
-In: the layers, as modules. Out: an executor of their weights, or None where the modules themselves
-are to run: where somebody wants to see or change what happens inside (a hook, another forward,
-another module, `use_modules`). The modules are the definition; an executor gives the same bytes.
+In: the layers, as modules. Out: an executor of their weights, or None where somebody wants to see
+or change what happens inside (a hook, another forward or module, `use_modules`). The modules are
+the definition; an executor gives the same bytes.
 
 Shapes: L layers, T tokens, E model dim, H query heads, K kv heads, D head dim, F ffn, P pages, S
 slots per page. H, K and F are this rank's.
@@ -49,8 +49,7 @@ class SubLayer:
 
 class OpLayers:
     """A sequence of ops called from Python, on any device and in any format. The bytes are those of
-    the modules: the same ops in the same order, but that a residual and the norm after it are one
-    op. On a GPU a layer is four products and five kernels."""
+    the modules: the same ops in the same order."""
 
     def __init__(
         self, plan: LayerPlan, sublayers: Sequence[SubLayer], kernels: KernelSet = TORCH_ONLY

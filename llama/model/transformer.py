@@ -109,9 +109,8 @@ def _sublayers(block: TransformerBlock) -> list[SubLayer]:
 
 
 class Transformer(nn.Module):
-    """One rank's share of a Llama 3 model. Weights are uninitialised until they are filled: see
-    `loading_order`. With device="meta" nothing is allocated. fills_late: no memory for a layer's
-    matrices until `loading_order` comes to them."""
+    """One rank's share of a Llama 3 model, uninitialised until `loading_order` is filled. With
+    device="meta" nothing is allocated, with fills_late no matrix of a layer before its turn."""
 
     quantization: str | None = None  # the format that the weights were rounded to, if they were
 

@@ -107,11 +107,9 @@ def parse_tool_call(text: str) -> ToolCall | None:
 
 
 class ToolCallParser:
-    """Splits one answer into content and calls, in the same way however the text is cut.
-
-    What could begin a call is held back until it is one or cannot become one. From the first
-    argument on it is a call: where the text then goes wrong, the call ends there, and the rest is
-    content. Spaces before, between and after calls are part of them.
+    """Splits one answer into content and calls, in the same way however the text is cut. What could
+    begin a call is held back. From the first argument on it is one: where the text then goes wrong,
+    the call ends, and the rest is content. Spaces around calls are part of them.
 
     tools: those that may be called; None takes any name. parallel: False drops all calls but the
     first. is_tagged: the answer began with the token <|python_tag|>, and the text does not show it.

@@ -2,8 +2,7 @@
 
 A scanner is a generator that yields when it needs more text: the package `regex` tells of a pattern
 whether the text could still become it. One scanner reads both notations, as models mix them. (A
-parser of JSON would read an argument from its beginning for each new piece, and does not say where
-it ends.) Nothing here knows of calls.
+parser of JSON would read an argument anew for each piece, and does not say where it ends.)
 """
 
 import json
@@ -98,9 +97,8 @@ class Source:
         grows: bool = False,
         allows: Callable[[regex.Match[str]], bool] = bool,
     ) -> Scan[regex.Match[str] | None]:
-        """Pass what matches here; None, and nothing is passed, where nothing does. grows: what
-        follows must be seen, as it could make it another match. allows: whether a match, or what
-        could become one, may be one."""
+        """Pass what matches here, if anything does. grows: what follows must be seen, as it could
+        make it another match. allows: whether a match, or the beginning of one, may be one."""
         while True:
             found = self.look(pattern)
             if found is None or not allows(found):

@@ -1,8 +1,7 @@
 """A dialog and its tools as the ids of a prompt, in the format of the model's generation.
 
-In: the messages of a dialog, and the tools that the model may call. Out: ids. Text is encoded with
-no special token allowed; those of the format are placed as ids, so that no text of a user, a tool
-or an argument can become one. It runs no tool.
+Text is encoded with no special token allowed; those of the format are placed as ids, so that no
+text of a user, a tool or an argument can become one.
 """
 
 import itertools
@@ -59,16 +58,14 @@ def encode_chat(
 ) -> list[int]:
     """The ids of a dialog, from begin_of_text on. Without tools it is `ChatFormat`'s prompt.
 
-    messages: of OpenAI's form; see `llama.prompts.messages`. Those of the assistant may have
-    "tool_calls"; the results follow with role "tool" or "ipython".
+    messages: of OpenAI's form; see `llama.prompts.messages`.
     tools: JSON objects that describe functions. An object with only the name of one of Meta's
     built-in tools (brave_search, wolfram_alpha, code_interpreter) turns that one on.
     tool_format: LLAMA_3_1 is the chat template of Meta's Llama 3.1 to 3.3 Instruct models;
     LLAMA_3_2 and the built-in tools are as in `llama_models`' pages on prompt formats.
     add_generation_prompt: a header for the assistant to go on from. continue_final_message: the
-    last message stays open instead; keeps_space: with the white space at its end, so that it and
-    the answer, joined, are the text that the model sees. TypeError or ValueError names the message
-    that is wrong.
+    last message stays open instead; keeps_space: with the white space at its end.
+    TypeError or ValueError names the message that is wrong.
     """
     if continue_final_message and add_generation_prompt:
         raise FieldError.of("continue_final_message", " needs add_generation_prompt to be false")

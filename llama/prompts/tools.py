@@ -53,20 +53,14 @@ def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
 
 @dataclass(frozen=True)
 class Tools:
-    """What a chat may call, and what it asks of the calls.
+    """What a chat may call, and what it asks of the calls."""
 
-    functions: the JSON objects that describe a request's functions, as the caller gave them.
-    built_in: names of the tools that Meta trained the models on, of those that are wanted.
-    must_call: the answer must be a call. only: the name of the one that it may call. parallel: the
-    answer may have several calls. strict: names of functions whose arguments must fit their schema.
-    """
-
-    functions: tuple[Mapping[str, Any], ...] = ()
-    built_in: tuple[str, ...] = ()
-    must_call: bool = False
-    only: str | None = None
-    parallel: bool = True
-    strict: frozenset[str] = frozenset()
+    functions: tuple[Mapping[str, Any], ...] = ()  # JSON objects, as the caller gave them
+    built_in: tuple[str, ...] = ()  # names of tools that Meta trained the models on
+    must_call: bool = False  # the answer must be a call
+    only: str | None = None  # the name of the one that it may call
+    parallel: bool = True  # the answer may have several calls
+    strict: frozenset[str] = frozenset()  # names of those whose arguments must fit their schema
 
     @classmethod
     def of(cls, given: Sequence[Any]) -> "Tools":

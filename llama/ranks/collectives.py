@@ -119,12 +119,10 @@ class ModelParallel:
     @contextlib.contextmanager
     def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
         """Run the block on every rank of the group or world. If it raises on one, it raises on all:
-        the exception on its own rank, and `RankError` on the rest.
-
-        What the block appends to the list it gets (anything with an exact repr) must be the same on
-        every rank: else each rank gets a ValueError that names `what`, and the first text that
-        differs, where texts are appended. Every rank must come here, within `timeout_s`.
-        """
+        the exception on its own rank, and `RankError` on the rest. What the block appends to the
+        list it gets (anything with an exact repr) must be the same on every rank: else each gets a
+        ValueError that names `what`, and the first text that differs. Every rank must come here,
+        within `timeout_s`."""
         must_match: list[object] = []
         error: Exception | None = None
         try:

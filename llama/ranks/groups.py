@@ -166,12 +166,9 @@ def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store,
 
 def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> dist.Store:
     """The store of groups that the program made, else the one that torchrun's variables name:
-    torchrun's own, or that of rank 0.
-
-    With --max-restarts torchrun keeps its store, in which the addresses and counters of the ranks
-    that have ended still are: new ranks would try to reach those (pytorch issue 135712). So each
-    start has names of its own. Agents of several machines count their restarts each for itself.
-    """
+    torchrun's own, or that of rank 0. With --max-restarts torchrun keeps its store, in which are
+    the addresses of ranks that have ended (pytorch issue 135712). So each start has names of its
+    own. Agents of several machines count their restarts each for itself."""
     if dist.is_initialized():
         return torch_private.default_store()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -31,9 +31,8 @@ def agent() -> int:
 
 
 def launch(command: Sequence[str], num_ranks: int) -> int:
-    """Run the command on every rank. The exit code: 0, or that of the first rank that failed, which
-    is 128 + n for a signal. Signals are passed on. SIGKILL cannot be: the ranks see that this
-    process is gone, and end."""
+    """Run the command on every rank. The exit code: 0, or that of the first rank that failed, 128 +
+    n for a signal. Signals are passed on; of SIGKILL the ranks see that this is gone, and end."""
     mode = termios.tcgetattr(0) if os.isatty(0) else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = [_start(command, rank, num_ranks, listener) for rank in range(num_ranks)]

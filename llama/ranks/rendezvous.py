@@ -1,11 +1,9 @@
 """Torch's store as a rank sees it: who has come, who has not, who is silent, and why a job ends.
 
-In: how to open the store, and what this rank says of itself. Out: the other ranks, in `Peers`, and
-a cause to end the job. Each rank keeps one record in the store: who it is, a count that goes up
-twice a second (a beat), whether it has left in order, and where it is. One more record says why the
-job ends; the rank that wrote it is the one that tells the user. A thread talks to the store, since
-each call may block for as long as the network likes; the watch asks `failure`. This file imports no
-torch, and knows nothing of groups.
+Each rank keeps one record in the store: who it is, a count that goes up twice a second (a beat),
+whether it has left in order, and where it is. One more record says why the job ends; the rank that
+wrote it is the one that tells the user. A thread talks to the store, since each call may block for
+as long as the network likes; the watch asks `failure`. This file imports no torch.
 """
 
 import json
@@ -97,9 +95,8 @@ class Rendezvous:
         return self.read_at > then or bool(self._error) or time.monotonic() - then > GRACE_S
 
     def failure(self) -> str:
-        """A cause to end the job that this rank sees in the store; "" while all is well. Silence
-        counts from when this process runs itself: after a pause of the whole machine it has heard
-        nobody, and that is nobody's fault."""
+        """A cause to end the job that this rank sees in the store, or "". Silence counts from when
+        this process runs itself: a pause of the whole machine is nobody's fault."""
         now = time.monotonic()
         if now - self._asked_at > SILENCE_S / 2:
             self._awake_at = now

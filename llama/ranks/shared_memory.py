@@ -5,10 +5,9 @@ all-reduce, all-gather, broadcast and messages in microseconds. The kernels are 
 ops/cpu/shared_memory.cpp. It knows nothing of torch.distributed, which serves ranks elsewhere.
 
 The segment has no name in any file system (memfd_create(2)): nothing of it outlives the processes
-that have mapped it, whatever ends them, and the size of /dev/shm does not matter. It holds, in this
-order, channels for tensors and for messages. At the start of each channel, 128 bytes per rank begin
-with the sequence number of the exchange that it has come to (uint32): the rank with the lowest is
-the one that the others wait for.
+that have mapped it. It holds, in this order, channels for tensors and for messages. At the start of
+each channel, 128 bytes per rank begin with the sequence number of the exchange that it has come to
+(uint32): the rank with the lowest is the one that the others wait for.
 """
 
 import contextlib
@@ -209,9 +208,8 @@ def _describe(code: int, name: str) -> str:
 
 
 def _machine() -> str:
-    """The same on all ranks that can share memory with this one; empty where none can. An agent of
-    torchrun (GROUP_RANK is its number) stands for a machine: whoever starts two of them on one host
-    tries two machines out."""
+    """The same on all ranks that share memory, empty where none can. An agent of torchrun
+    (GROUP_RANK) stands for a machine: whoever starts two tries two machines out."""
     if not hasattr(os, "memfd_create"):
         return ""
     # Without a compiler, `kernels` would warn of slow CPUs, also where the model is on a GPU.

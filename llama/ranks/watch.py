@@ -1,9 +1,8 @@
 """A thread per rank that ends the whole job, with one message, when one rank cannot go on.
 
 In: deaths of other ranks and of torchrun, what torch's store tells, signals, steps that do not end.
-Out: one message that names rank, host and cause, and the end of this process. The main thread
-cannot do this: while it waits for another rank inside gloo, no handler and no exception of Python's
-runs. This file imports no torch: it gets what it needs of the groups as arguments.
+Out: one message that names rank, host and cause, and the end of this process. The main thread may
+be inside gloo, where no handler and no exception of Python's runs. This file imports no torch.
 
 It starts before any rank is known, and learns of them as they come:
 

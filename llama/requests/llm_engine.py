@@ -32,7 +32,6 @@ from llama.sampling_params import SamplingParams
 from llama.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-
 _LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the model
 
 
@@ -68,11 +67,8 @@ class LLMEngine:
     def add_request(
         self, request_id: str, prompt: str | list[int], params: SamplingParams | None = None
     ) -> None:
-        """Queue a prompt, as text or ids; `step` returns its outputs.
-
-        ValueError or TypeError, before anything is queued: an id in use, an empty or too long
-        prompt, an id beyond the vocabulary, ranks that were given different requests.
-        """
+        """Queue a prompt, as text or ids; `step` returns its outputs. ValueError or TypeError,
+        before anything is queued: an id in use, a bad prompt, ranks with different requests."""
 
         def prepared() -> Iterator[Request]:
             if request_id == "":
@@ -109,9 +105,9 @@ class LLMEngine:
         return self._stream(self._compare(requests))
 
     def step(self) -> list[RequestOutput]:
-        """New outputs of the requests that were added; if there are none, run the model once first.
-        With best_of > n, a request is reported only when it has finished. If the model fails, the
-        requests in the batch end and its exception is raised."""
+        """New outputs of the added requests; if there are none, run the model once first. With
+        best_of > n, only the last. If the model fails, what was in it ends, and its exception is
+        raised."""
         began = self._num_steps
         try:
             self.wait_until(

@@ -17,7 +17,6 @@ NO_TOKEN = (
     "there was no token to choose: logit_bias, bad_words, min_tokens and structured_output ban the "
     "whole vocabulary, or the model's logits hold NaN or infinity"
 )
-
 FORM_STOPPED = "structured_output is too large to go on with ({why}): ask for a simpler form"
 
 
@@ -84,13 +83,10 @@ class Answer:
 
 
 class CompletionOutput:
-    """One answer so far.
-
-    index: its place among those of the request. new_text: what came since the request's last
-    output. token_ids: without a stop token. logprobs: where they were asked for, one dict per
-    token, id -> log-probability, of the token itself and of the likeliest. finish_reason,
-    stop_reason: as of `Answer`. decode_s: seconds from its first token to its latest.
-    """
+    """One answer so far. index: its place among those of the request. new_text: what came since the
+    request's last output. token_ids: without a stop token. logprobs: one dict per token, id ->
+    log-probability, of the token itself and of the likeliest. finish_reason, stop_reason: as of
+    `Answer`. decode_s: seconds from its first token to its latest."""
 
     def __init__(self, index: int, answer: Answer) -> None:
         self.index = index
@@ -146,12 +142,10 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """All answers of one request so far; `finished` is true of the last output.
-
-    index: the request's place in its caller's list, where it has no request_id. error: why an
-    answer ended with finish_reason "error"; error_field: the parameter at fault, if one was.
-    prompt_logprobs: one dict per prompt token; the first is None: nothing comes before it.
-    """
+    """All answers of one request so far; `finished` is true of the last output. index: its place in
+    the caller's list, where it has no request_id. error: why an answer ended with finish_reason
+    "error"; error_field: the parameter at fault, if one was. prompt_logprobs: one dict per prompt
+    token; the first is None: nothing comes before it."""
 
     def __init__(self, request: "Request") -> None:
         self.request_id = request.request_id
@@ -198,11 +192,9 @@ class RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """A checked request with its sequences, from `Preparer.prepare`.
-
-    listener: called when it has an output, within the engine's lock: it must be quick and must not
-    call the engine. Where `submit` finds none, it is that of `LLMEngine.step`.
-    """
+    """A checked request with its sequences, from `Preparer.prepare`. listener: called when it has
+    an output, within the engine's lock: it must be quick and must not call the engine. Where
+    `submit` finds none, it is that of `LLMEngine.step`."""
 
     request_id: str
     prompt: str | None

@@ -41,9 +41,8 @@ def make_app(
     host_routes: APIRouter | None = None,
     lenient: bool = False,
 ) -> ASGIApp:
-    """api_keys, loopback: see `AuthAndLimits`. allowed_origins: web pages from there may ask; "*"
-    is all. host_routes: those of a host that has no key. lenient: fields of a body that have no use
-    here are left out, and named in a header, instead of an error."""
+    """api_keys, loopback: see `AuthAndLimits`. allowed_origins: of web pages; "*" is all.
+    host_routes: without a key. lenient: fields without use are left out, and named in a header."""
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     app.state.lenient = lenient
     limits = service.limits

@@ -1,8 +1,7 @@
 """The connections of a server: how many there may be, and how long each may be silent.
 
-In: sockets that were accepted. Out: uvicorn's HTTP, on connections that cannot shut others out:
-beyond the limits, a new one gets 503; headers and bodies must come in time, and answers be read.
-uvicorn itself ends those that are idle after an answer, five seconds later.
+uvicorn's HTTP, on connections that cannot shut others out: beyond the limits, a new one gets 503;
+headers and bodies must come in time, and answers be read. uvicorn ends idle ones itself.
 """
 
 import asyncio

@@ -45,9 +45,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class BodyRoute(APIRoute):
-    """A route with a parameter `body`, whose type is the schema of the body and reads it. FastAPI
-    makes /openapi.json of it; its own reading of bodies would hold the event loop up, and has
-    errors of another form."""
+    """A route whose parameter `body` has the type that reads the body, and that FastAPI publishes.
+    FastAPI's own reading would hold the event loop up, and has other errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         parameters = inspect.signature(self.endpoint).parameters

@@ -62,8 +62,6 @@ _TYPES: dict[str, Any] = {
         AfterValidator(lambda value: None if value is False else value),
     ],
 }
-
-
 TokenLimit: Any = _TYPES["max_tokens"]
 
 

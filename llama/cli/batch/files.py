@@ -96,11 +96,9 @@ def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
 
 
 class Results:
-    """The output file, shared by the replicas of one job and by nobody else.
-
-    The first rank of a job (`first`) makes the file, and sees that no other job writes to it. The
-    other ranks open it after that. max_lines: a bound on the number of lines of the input.
-    """
+    """The output file, shared by the replicas of one job and by nobody else: the first rank of a
+    job (`first`) makes it, and sees that no other job writes to it. The other ranks open it after
+    that. max_lines: a bound on the number of lines of the input."""
 
     def __init__(self, path: str, *, first: bool = True, max_lines: int = 0) -> None:
         self.path = path
@@ -239,9 +237,8 @@ class Results:
 
 
 def _lock_byte(fd: int, kind: int, byte: int) -> None:
-    """Lock one byte of a file, as fcntl.lockf does, but for this open file alone (fcntl(2), open
-    file description locks). lockf's belong to the process: two jobs of one would both get them, and
-    closing any other handle would drop them. flock locks whole files on a network file system."""
+    """Lock one byte of a file, as fcntl.lockf does, but for this open file, not for the process
+    (fcntl(2), open file description locks). flock locks whole files on a network file system."""
     if sys.platform == "linux":
         types = {fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_EX: fcntl.F_WRLCK}
         wanted = types.get(kind & ~fcntl.LOCK_NB, fcntl.F_UNLCK)

@@ -2,8 +2,7 @@
 
     from llama.compat.vllm import LLM, SamplingParams
 
-In: vLLM's calls, in today's form. Out: outputs in vLLM's shape. An argument that means nothing here
-is an error that names it.
+An argument that means nothing here is an error that names it.
 """
 
 from llama.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser

@@ -127,9 +127,9 @@ class LLM(EngineFrontend):
         use_tqdm: bool | Callable[..., tqdm] = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """The final output of each prompt. sampling_params: for all, or one for each; by default
-        those of generation_config.json. TypeError or ValueError names what is wrong, before any
-        work."""
+        """The final output of each prompt: a text, token ids, {"prompt": text},
+        {"prompt_token_ids": ids}, or a list of such. sampling_params: for all, or one for each; by
+        default those of generation_config.json. TypeError or ValueError names what is wrong."""
         refuse("LLM.generate", others)
         return self._run(lambda: _as_list(prompts), sampling_params, use_tqdm)
 

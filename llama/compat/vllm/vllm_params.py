@@ -66,15 +66,13 @@ class RequestOutputKind(enum.Enum):
 @refusing(_ONLY_SAMPLING)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(LlamaParams):
-    """vLLM's parameters of a request; they may be changed until it is submitted.
-    What `llama.SamplingParams` has means the same. structured_outputs: its structured_output.
-    detokenize: False leaves the text empty. spaces_between_special_tokens: both values give the
-    same text; Llama's tokens carry spaces. output_kind: what an output holds."""
+    """vLLM's parameters of a request; they may be changed until it is submitted. What
+    `llama.SamplingParams` has means the same."""
 
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutput | None = None
-    detokenize: bool = True
-    spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutput | None = None  # vLLM's name of structured_output
+    detokenize: bool = True  # False leaves the text empty
+    spaces_between_special_tokens: bool = True  # without effect: Llama's tokens carry spaces
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:

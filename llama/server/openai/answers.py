@@ -134,29 +134,27 @@ class Completion:
         if self._request.chat:
             yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
         elif self._request.echo:
-            scores = choice.echoed_scores
-            logprobs = choice.logprobs(scores) if scores else None
-            yield self._chunk(choice, {"text": choice.echoed}, logprobs)
+            yield self._chunk(choice, {"text": choice.echoed}, choice.echoed_scores)
 
     def _next(self, choice: "_Choice", answer: CompletionOutput) -> Iterator[dict[str, Any]]:
         scores = choice.new_scores(answer)
-        logprobs = choice.logprobs(scores) if scores else None
         deltas = choice.deltas.push(answer)
         choice.is_finished = answer.finish_reason is not None
-        if not deltas and (logprobs or choice.is_finished):
-            deltas = [{"content": ""}] if logprobs or not self._request.chat else [{}]
+        if not deltas and (scores or choice.is_finished):
+            deltas = [{"content": ""}] if scores or not self._request.chat else [{}]
         for delta in deltas:
             content = {"delta": delta} if self._request.chat else {"text": delta["content"]}
-            chunk = self._chunk(choice, content, logprobs)
+            chunk = self._chunk(choice, content, scores)
             if choice.is_finished and delta is deltas[-1]:
                 reason = choice.deltas.finish_reason(answer.finish_reason)
                 chunk["choices"][0] |= {"finish_reason": reason, "stop_reason": answer.stop_reason}
             yield chunk
-            logprobs = None  # those of all the tokens came with the first
+            scores = []  # those of all the tokens came with the first
 
     def _chunk(
-        self, choice: "_Choice", content: Mapping[str, Any], logprobs: dict[str, Any] | None = None
+        self, choice: "_Choice", content: Mapping[str, Any], scores: _Scores = ()
     ) -> dict[str, Any]:
+        logprobs = choice.logprobs(scores) if scores else None
         part = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head, "choices": [part]}
         if self._request.has_usage:

@@ -21,20 +21,15 @@ from llama.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """What a body asks for; a body of another chat API becomes one, too.
-
-    prompts: texts or lists of ids; of a chat none. messages, tools, add_generation_prompt,
-    continue_final_message: of a chat; see `encode_chat`. has_usage: a stream ends with the counts
-    of tokens. fields: what the body calls that which a later error is about.
-    """
+    """What a body asks for; a body of another chat API becomes one, too. See `encode_chat`."""
 
     params: SamplingParams
-    prompts: tuple[str | list[int], ...] = ()
+    prompts: tuple[str | list[int], ...] = ()  # of a chat none
     messages: Sequence[Any] = ()
     model: str | None = None
     echo: bool = False
     stream: bool = False
-    has_usage: bool = False
+    has_usage: bool = False  # a stream ends with the counts of tokens
     tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
