@@ -65,8 +65,11 @@ class LoadCheck:
     def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
         self._share = int(os.environ.get("LOCAL_RANK", "0"))
         self._num_shares = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._archives = {p: zipfile.ZipFile(p) for p in checkpoint.shards if p.suffix == ".pth"}
+        paths = [path for path in checkpoint.shards if path.suffix == ".pth"]
+        scales = _scale_files(checkpoint)
+        self._archives = {path: zipfile.ZipFile(path) for path in (*paths, *scales)}
         self._records = {path: _summed(archive) for path, archive in self._archives.items()}
+        self._of_scales = {(path, i) for path in scales for i in range(len(self._records[path]))}
         self._checked: set[tuple[Path, int]] = set()
         bare = [path.name for path in checkpoint.shards if not self._records.get(path)]
         if bare and tells:
@@ -80,6 +83,7 @@ class LoadCheck:
     def check(self, tensors: Iterable[MappedTensor]) -> None:
         """ValueError that names the file whose bytes are not those that were written."""
         found = {(tensor.file, i) for tensor in tensors for i in self._places(tensor)}
+        found |= self._of_scales
         wanted = sorted(found - self._checked)
         self._checked |= found
         checks = [
@@ -98,12 +102,16 @@ class LoadCheck:
         return range(max(end - 1, 0), end)
 
 
+def _scale_files(checkpoint: Checkpoint) -> list[Path]:
+    return sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
+
+
 def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
     """The shards and the files that are listed -> what is said of a good one, and its checks."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
     checks: dict[Path, tuple[str, list[Check]]] = {}
-    scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
-    for path in [*checkpoint.shards, *scales, *(checkpoint.folder / name for name in listed)]:
+    files = [*checkpoint.shards, *_scale_files(checkpoint)]
+    for path in [*files, *(checkpoint.folder / name for name in listed)]:
         if path.name in listed:
             check_download(path)
             checks[path] = "checksum matches", [_check_md5(path, listed[path.name])]

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from helpers.weights import expect_shards, flip_a_bit, loaded
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import bytes_of, load
-from llama.checkpoint.verify import verify
+from llama.checkpoint.verify import LoadCheck, verify
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel
@@ -93,8 +94,13 @@ def test_it_is_converted_and_verified(tmp_path, load_fp8):
     rounded = {name: x.bfloat16().float() for name, x in state.items()}
     expect_shards(loaded(find(tmp_path / "hf")), rounded, PARAMS)
     flip_a_bit(tmp_path / "fp8" / "fp8_scales_3.pt", "1_feed_forward.w2_3")
-    with pytest.raises(ValueError, match=r"fp8_scales_3\.pt .*is damaged"):
-        verify(tmp_path / "fp8")
+    found = find(tmp_path / "fp8")
+    checked = partial(
+        load, found, Transformer(found.params), check=LoadCheck(found, tells=False).check
+    )
+    for check in (lambda: verify(tmp_path / "fp8"), checked):
+        with pytest.raises(ValueError, match=r"fp8_scales_3\.pt .*is damaged"):
+            check()
 
 
 @pytest.mark.parametrize(
