@@ -85,13 +85,10 @@ class Header:
 
 
 def is_gguf(path: Path) -> bool:
-    try:
-        if not path.is_file():  # a pipe would be waited for
-            return False
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
+    if not path.is_file():  # a pipe would be waited for
         return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def parts_of(path: Path) -> list[Path]:

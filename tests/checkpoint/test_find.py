@@ -82,6 +82,13 @@ def become_a_file(folder: Path) -> None:
     folder.touch()
 
 
+def test_a_file_that_may_not_be_read_is_not_called_another_one(tmp_path, monkeypatch):
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.setattr(Path, "open", lambda path, *_: os.open(path / "below", os.O_RDONLY))
+    with pytest.raises(OSError, match=r"m\.gguf"):
+        find(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize(
     ("spoil", "kind", "message"),
     [
