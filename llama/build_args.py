@@ -66,8 +66,8 @@ class BuildArgs:
         kv_cache_dtype: "int8" keeps keys and values in 8 bits, on the CPU, with a unit for each
             token and head: almost twice the tokens fit. Default, also by "auto": `dtype`.
         timeout_s: the longest wait for another rank, in seconds.
-        verify: compare the weights in .pth files with their CRC-32 while they are loaded; a
-            warning names files without one, such as *.safetensors. See `llama verify`.
+        verify: compare weights with their checksums, in .pth files or checklist.chk, while they
+            are loaded; a warning names files without any. See `llama verify`.
         mute_ranks: drop what ranks but 0 print to `sys.stdout`, until `close`; not stderr.
         speculate: "lookup" guesses the next tokens from what the request's text has had, and
             lets one step verify several. The folder, file or name of a smaller model with the

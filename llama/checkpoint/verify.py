@@ -71,12 +71,16 @@ class LoadCheck:
         self._records = {path: _summed(archive) for path, archive in self._archives.items()}
         self._of_scales = {(path, i) for path in scales for i in range(len(self._records[path]))}
         self._checked: set[tuple[Path, int]] = set()
-        bare = [path.name for path in checkpoint.shards if not self._records.get(path)]
+        bare = [path for path in checkpoint.shards if not self._records.get(path)]
+        listed = _read_checklist(checkpoint.folder / "checklist.chk")
+        if self._share == 0:
+            _run([_check_md5(x, listed[x.name]) for x in bare if x.name in listed], 0, False)
+        bare = [path for path in bare if path.name not in listed]
         if bare and tells:
             more = f" and {len(bare) - 1} more" if bare[1:] else ""
             warnings.warn(
-                f"{checkpoint.folder}: {bare[0]}{more} cannot be verified while it is loaded: no "
-                "checksum is in it (`llama verify` looks for one beside it)",
+                f"{checkpoint.folder}: {bare[0].name}{more} cannot be verified: no checksum is in "
+                "it or in checklist.chk",
                 stacklevel=2,
             )
 

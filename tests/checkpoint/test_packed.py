@@ -23,7 +23,7 @@ from llama.checkpoint.convert import convert, pack, reshard
 from llama.checkpoint.files import _mapped_regions
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.reader import load
-from llama.checkpoint.verify import verify
+from llama.checkpoint.verify import LoadCheck, verify
 from llama.cli import main
 from llama.model.layers import Linear, Matrix, RMSNorm
 from llama.ops.cpu import native
@@ -165,8 +165,9 @@ def test_verify_compares_the_bytes(made):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"packed.safetensors.*MD5"):
-        verify(made)
+    for check in (verify, lambda x: LoadCheck(find(x), tells=True)):
+        with pytest.raises(ValueError, match=r"packed.safetensors.*MD5"):
+            check(made)
 
 
 def change_metadata(file: Path, **changes: str) -> None:

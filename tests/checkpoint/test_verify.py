@@ -158,7 +158,5 @@ def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
 
 
 def test_files_without_checksums_are_named(hugging):
-    with pytest.warns(
-        UserWarning, match=r"model\.safetensors cannot be verified while it is loaded: no checksum"
-    ):
+    with pytest.warns(UserWarning, match=r"model\.safetensors cannot be verified: no checksum"):
         verifying.LoadCheck(find(hugging), tells=True)
