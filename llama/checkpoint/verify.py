@@ -59,35 +59,30 @@ def verify(ckpt_dir: str | os.PathLike[str], *, progress: bool = False) -> list[
 
 
 class LoadCheck:
-    """Compares each tensor's bytes in a .pth with their CRC-32 just before they are copied. The
-    ranks of a machine share the records. One that `tells` warns of files without checksums."""
+    """Compares each tensor's bytes in a .pth with their CRC-32 just before they are copied, and
+    other files as a whole at first. The ranks of a machine share the records. One that `tells`
+    warns of files without checksums."""
 
     def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
         self._share = int(os.environ.get("LOCAL_RANK", "0"))
         self._num_shares = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        paths = [path for path in checkpoint.shards if path.suffix == ".pth"]
-        scales = _scale_files(checkpoint)
-        self._archives = {path: zipfile.ZipFile(path) for path in (*paths, *scales)}
+        self._archives = {p: zipfile.ZipFile(p) for p in checkpoint.shards if p.suffix == ".pth"}
         self._records = {path: _summed(archive) for path, archive in self._archives.items()}
-        self._of_scales = {(path, i) for path in scales for i in range(len(self._records[path]))}
         self._checked: set[tuple[Path, int]] = set()
-        bare = [path for path in checkpoint.shards if not self._records.get(path)]
-        listed = _read_checklist(checkpoint.folder / "checklist.chk")
+        others = {x: y for x, (_, y) in _checks(checkpoint).items() if not self._records.get(x)}
         if self._share == 0:
-            _run([_check_md5(x, listed[x.name]) for x in bare if x.name in listed], 0, False)
-        bare = [path for path in bare if path.name not in listed]
+            _run([part for parts in others.values() for part in parts], 0, progress=False)
+        bare = [path.name for path in checkpoint.shards if others.get(path) == []]
         if bare and tells:
             more = f" and {len(bare) - 1} more" if bare[1:] else ""
             warnings.warn(
-                f"{checkpoint.folder}: {bare[0].name}{more} cannot be verified: no checksum is in "
-                "it or in checklist.chk",
+                f"{checkpoint.folder}: {bare[0]}{more} cannot be verified: no checksum is in it",
                 stacklevel=2,
             )
 
     def check(self, tensors: Iterable[MappedTensor]) -> None:
         """ValueError that names the file whose bytes are not those that were written."""
         found = {(tensor.file, i) for tensor in tensors for i in self._places(tensor)}
-        found |= self._of_scales
         wanted = sorted(found - self._checked)
         self._checked |= found
         checks = [
@@ -106,16 +101,12 @@ class LoadCheck:
         return range(max(end - 1, 0), end)
 
 
-def _scale_files(checkpoint: Checkpoint) -> list[Path]:
-    return sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
-
-
 def _checks(checkpoint: Checkpoint) -> dict[Path, tuple[str, list[Check]]]:
     """The shards and the files that are listed -> what is said of a good one, and its checks."""
     listed = _read_checklist(checkpoint.folder / "checklist.chk")
     checks: dict[Path, tuple[str, list[Check]]] = {}
-    files = [*checkpoint.shards, *_scale_files(checkpoint)]
-    for path in [*files, *(checkpoint.folder / name for name in listed)]:
+    scales = sorted(checkpoint.folder.glob("fp8_scales_*.pt"))
+    for path in [*checkpoint.shards, *scales, *(checkpoint.folder / name for name in listed)]:
         if path.name in listed:
             check_download(path)
             checks[path] = "checksum matches", [_check_md5(path, listed[path.name])]
