@@ -1,13 +1,10 @@
 """Decode steps of a fixed shape, recorded once and replayed: CUDA graphs, and why they may be used.
 
 In: sequences with one new token each. Out: the logits of their rows and their top ids, in tensors
-that the next step overwrites. A step of an 8B model launches some 300 kernels, each of which costs
-Python and the driver more time than the GPU; a replayed graph costs one launch (CUDA's programming
-guide, "CUDA Graphs"). The price is a fixed shape: a batch is filled up to the next of a few sizes
-with rows that write to a page that nobody reads. All shapes share their inputs and outputs.
-
-A recorder decides what recording means: torch.cuda.graph here; tests have a tape of operators. It
-knows nothing of requests or sampling parameters.
+that the next step overwrites. A step of an 8B model launches some 300 kernels; a replayed graph
+costs one launch (CUDA's programming guide, "CUDA Graphs"). The price is a fixed shape: a batch is
+filled up to the next of a few sizes with rows that write to a page that nobody reads. All shapes
+share their inputs and outputs. A recorder decides what recording means; tests have a tape.
 
 Shapes: R rows of the bucket, M pages of a row's table, S slots per page, V vocabulary.
 """
@@ -16,8 +13,7 @@ import atexit
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +21,7 @@ from torch import Tensor
 
 from llama.device import pinned
 from llama.engine.rows import SAMPLE_ONE
+from llama.engine.sampler import top_ids, top_of_ranks
 from llama.engine.scheduler import Scheduled
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
@@ -66,7 +63,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         # Before the process groups end, whose collectives the graphs may hold: last in, first out.
-        atexit.register(_close, weakref.ref(self))
+        close = weakref.WeakMethod(self.close)
+        atexit.register(lambda: (alive := close()) and alive())
 
     def record(
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
@@ -95,17 +93,11 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()  # one that nobody holds cannot be used again
 
 
-def _close(recorder: "weakref.ref[CudaRecorder]") -> None:
-    if (alive := recorder()) is not None:
-        alive.close()
-
-
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """Of R rows; logits are None where the ids are all that was asked for."""
 
     ids: Tensor  # (R) int64, the top token of each row, as `sampler.sample` has it
-    logits: Tensor | None  # (R, V) float32
+    logits: Tensor | None = None  # (R, V) float32
 
 
 class DecodeInputs:
@@ -122,13 +114,11 @@ class DecodeInputs:
         self._rows = torch.zeros(_HEAD, rows, dtype=torch.int64, device=device)
         self._table = torch.full((rows, width), null_page, device=device)
         self._numbers = torch.arange(rows + 1, device=device)
+        self.tensors = [self._rows, self._table, self._numbers]
         self._page_size, self._null_page = page_size, null_page
         self._held: list[Seq[int]] = [()] * rows  # the pages that each row of the table shows,
         self._num_held = [0] * rows  # and how many of them
         self.fill((), (), ())
-
-    def tensors(self) -> list[Tensor]:
-        return [self._rows, self._table, self._numbers]
 
     def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
         """Tokens, sources and the rest of the first rows, with tables of `width` pages."""
@@ -182,9 +172,8 @@ class DecodeGraphs:
     rows alone makes a shape: `record_all` records all. torch's body reads tables as wide as they
     are, so there each of a few widths is recorded when it is first needed.
 
-    The last page of the cache must be one that no sequence gets. choose: logits (R, V) -> top ids
-    (R); choose_from_share: hidden (R, E) -> the same, without whole logits. last_ids: the ids that
-    the step before sampled, row by row, which the caller keeps there.
+    The last page of the cache must be one that no sequence gets. last_ids: the ids that the step
+    before sampled, row by row, which the caller keeps there.
     """
 
     def __init__(
@@ -192,14 +181,10 @@ class DecodeGraphs:
         model: Transformer,
         kv_cache: Tensor,
         recorder: Recorder,
-        *,
         last_ids: Tensor,
-        choose: Callable[[Tensor], Tensor],
-        choose_from_share: Callable[[Tensor], Tensor],
     ) -> None:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._last_ids = last_ids
-        self._choose, self._choose_from_share = choose, choose_from_share
         self._page_size = kv_cache.shape[3]
         self._most_pages = -(-model.params.max_seq_len // self._page_size)
         most = len(last_ids)
@@ -247,7 +232,7 @@ class DecodeGraphs:
         shape = bucket_of(len(scheduled)), self._width_of(scheduled), wants_logits
         self._inputs.fill(tokens, sources, scheduled)
         if is_eager:
-            return _decoded(self._step(*shape))
+            return Decoded(*self._step(*shape))
         if shape not in self._graphs:
             self._graphs[shape] = self._record(*shape)
         decoded, replay = self._graphs[shape]
@@ -297,12 +282,12 @@ class DecodeGraphs:
             made = self._step(rows, width, wants_logits)
             return tuple(x[:rows].copy_(new) for x, new in zip(kept, made, strict=False))
 
-        inputs = [*self._inputs.tensors(), self._kv_cache, self._last_ids, *kept]
+        inputs = [*self._inputs.tensors, self._kv_cache, self._last_ids, *kept]
         try:
             outputs, replay = self._recorder.record(step, inputs)
         except Exception as e:  # of torch, the driver, or a kernel that does not fit
             raise CaptureError(f"a step of {rows} rows was not captured: {e}") from e
-        return _decoded(outputs), replay
+        return Decoded(*outputs), replay
 
     def _step(self, rows: int, width: int, wants_logits: bool) -> Outputs:
         """The work of one step, of fixed shape: what is captured.
@@ -314,18 +299,13 @@ class DecodeGraphs:
         tokens = torch.where(sources < 0, tokens, known)
         hidden = self._model.hidden_states(tokens, batch, self._kv_cache)
         if not wants_logits:
-            return (self._choose_from_share(hidden),)
+            return (top_of_ranks(self._model, hidden),)
         logits = self._model.logits(hidden)
-        return self._choose(logits), logits
+        return top_ids(logits, self._model.kernels), logits
 
     def close(self) -> None:
         self._graphs.clear()
         self._recorder.close()
-
-
-def _decoded(outputs: Outputs) -> Decoded:
-    ids, *logits = outputs
-    return Decoded(ids, logits[0] if logits else None)
 
 
 def is_decode(scheduled: Seq[Scheduled]) -> bool:

@@ -26,9 +26,7 @@ from llama.engine.sampler import (
     needs_top_only,
     sample,
     score,
-    top_ids,
-    top_of_all,
-    top_of_share,
+    top_of_ranks,
 )
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
@@ -85,26 +83,15 @@ class ModelRunner:
         """The graphs, and the KV cache beside them: they are first tried over one of two pages."""
         model, size = self.model, self.page_size
         small, taken = model.new_kv_cache(2, size), 0
-
-        def graphs_over(kv_cache: Tensor) -> DecodeGraphs:
-            return DecodeGraphs(
-                model,
-                kv_cache,
-                recorder,
-                last_ids=self._last_ids,
-                choose=lambda logits: top_ids(logits, model.kernels),
-                choose_from_share=self._top_of_ranks,
-            )
-
         with contextlib.suppress(CaptureError):  # it is told below
-            taken = graphs_over(small).num_bytes()
+            taken = DecodeGraphs(model, small, recorder, self._last_ids).num_bytes()
         fitting = 2 * (free_bytes(small.device) - taken - reserve) // small.nbytes - 1
         least = -(-model.params.max_seq_len // size)
         fitting = max(least, model.parallel.all_reduce_min(fitting))
         self.num_pages = min(self.num_pages, fitting)
         # One page more than the scheduler knows: a graph's unused rows write there.
         self.kv_cache = model.new_kv_cache(self.num_pages + 1, size)
-        self._graphs = graphs_over(self.kv_cache)
+        self._graphs = DecodeGraphs(model, self.kv_cache, recorder, self._last_ids)
         try:
             self._graphs.record_all()
         except CaptureError as e:
@@ -152,7 +139,7 @@ class ModelRunner:
             now = mask
             if self.async_scheduling and any(seq.needs_tokens for seq in sampling):
                 self.settle()
-                now = self._token_masks.start(sampling)
+                now = self._token_masks.start(sampling, at_once=True)
             return sample(logits, sampling, now, self.model.kernels, self._processors)
 
         is_greedy, scored = needs_top_only(sampling), Tokens()
@@ -164,7 +151,7 @@ class ModelRunner:
                 return lambda: RowResults(Tokens(), scored)
             rows = hidden[: len(sampling)]
             if self.model.parallel.size > 1 and is_greedy:
-                sampled = Sampled(self._top_of_ranks(rows))
+                sampled = Sampled(top_of_ranks(self.model, rows))
             else:
                 sampled = sample_all(self.model.logits(rows))
         columns = self._columns(sampled, sampling, is_greedy)
@@ -198,13 +185,6 @@ class ModelRunner:
         if is_greedy or decoded.logits is None:
             return Sampled(decoded.ids[: len(sampling)])
         return sample_all(decoded.logits[: len(sampling)])
-
-    def _top_of_ranks(self, hidden: Tensor) -> Tensor:
-        """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row.
-        All ranks hold the same pairs then, and only compare them, also on unlike machines."""
-        parallel, share = self.model.parallel, self.model.logits_share(hidden)
-        own = top_of_share(share, parallel.rank * share.shape[-1], self.model.kernels)
-        return top_of_all(parallel.all_gather(own))
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
         """(R, E): the rows that sample, then those that score, each in the order of the items."""

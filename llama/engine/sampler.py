@@ -16,6 +16,7 @@ from torch import Tensor
 from llama.engine.constraints import TokenMask
 from llama.engine.processors import LogitsProcessors, is_short
 from llama.engine.sequence import Sequence
+from llama.model.transformer import Transformer
 from llama.ops.sample import choose_ids, top_tokens
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
@@ -51,7 +52,7 @@ def sample(
     """
     assert logits.shape[0] == len(sequences)
     processors = processors or LogitsProcessors()
-    adjusted = logits if mask is None else mask.apply(logits)
+    adjusted = logits if mask is None else mask(logits)
     adjusted = processors.apply(adjusted, sequences)
     draws = processors.rows, processors.seeds, processors.positions
     ids = choose_ids(adjusted, *draws, kernels)
@@ -77,6 +78,14 @@ def top_ids(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
     """(B, V) -> (B) ids: the lowest of each row's top ones, or -1, see `Sampled`."""
     row_max, ids = top_tokens(logits, kernels)
     return ids.where(row_max.isfinite(), -1)
+
+
+def top_of_ranks(model: Transformer, hidden: Tensor) -> Tensor:
+    """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row. All
+    ranks hold the same pairs then, and only compare them, also on unlike machines."""
+    parallel, share = model.parallel, model.logits_share(hidden)
+    own = top_of_share(share, parallel.rank * share.shape[-1], model.kernels)
+    return top_of_all(parallel.all_gather(own))
 
 
 def top_of_share(logits: Tensor, first: int, kernels: KernelSet = TORCH_ONLY) -> Tensor:

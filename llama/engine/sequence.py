@@ -64,10 +64,12 @@ class Constraint(Protocol):
 
     failure: str | None
 
-    def fill_allowed(self, output: list[int], drafts: list[int], bits: "np.ndarray") -> None:
-        """Set bit t % 32 of bits[j, t // 32] (int32) if token t may follow the output and the first
-        j drafts, else clear it; behind a draft that may not follow, clear all. The output of the
-        call before is a beginning of this one's."""
+    def fill_allowed(
+        self, tokens: list[int], first: int, drafts: list[int], bits: "np.ndarray"
+    ) -> None:
+        """Set bit t % 32 of bits[j, t // 32] (int32) if token t may follow the output, which is
+        tokens[first:], and the first j drafts, else clear it; behind a draft that may not follow,
+        clear all. The output of the call before is a beginning of this one's."""
 
     def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
         """Tokens that may follow the output: those that must, and true; where none must, as much

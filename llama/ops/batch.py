@@ -79,18 +79,10 @@ class Batch:
         slots[:] = table[np.repeat(np.arange(b) * width, lens) + page] * page_size + offset
         # A copy to mps must not be asynchronous: the buffer may be freed before it is read
         # (pytorch #189690).
-        there = buffer.to(device, non_blocking=pinned).split(sizes)
-        batch = cls(
-            positions=there[1],
-            slots=there[2],
-            page_table=there[3].view(b, width),
-            query_starts=there[4],
-            seq_lens=there[5],
-            logit_rows=there[6],
-            query_lens_cpu=lens.tolist(),
-            seq_lens_cpu=seq_lens.tolist(),
-        )
-        return there[0], batch
+        there, lists = buffer.to(device, non_blocking=pinned), (lens.tolist(), seq_lens.tolist())
+        tokens_there, at, slots_there, pages_there, *rest = there.split(sizes)
+        batch = cls(at, slots_there, pages_there.view(b, width), rest[0], rest[1], rest[2], *lists)
+        return tokens_there, batch
 
 
 def _fill_page_table(table: np.ndarray, pages: Seq[Seq[int]], used: list[int]) -> None:

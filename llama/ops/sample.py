@@ -61,13 +61,11 @@ def choose_ids(
     if _has_kernel(logits, kernels):
         from llama.ops.triton import sample
 
+        if not any(rows):
+            return sample.top_tokens(logits, is_checked=True)[1]
         params = pack_params(rows, list(zip(seeds, positions, strict=True)))
-        return sample.choose(
-            logits,
-            on_device_of(logits, params),
-            has_draws=any(row is not None for row in rows),
-            has_filters=any(row is not None and row.is_filtered for row in rows),
-        )
+        has_filters = any(row is not None and row.is_filtered for row in rows)
+        return sample.choose(logits, on_device_of(logits, params), has_filters=has_filters)
     row_max, ids = top_tokens(logits)
     if any(row is not None for row in rows):
         # Philox takes some 70 tiny operations: on the host, while the model runs.

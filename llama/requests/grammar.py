@@ -46,10 +46,12 @@ class Matcher:
         self._num_consumed = 0
         self.failure: str | None = None
 
-    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
+    def fill_allowed(
+        self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
+    ) -> None:
         """As `Constraint` has it; bits (1 + drafts, ceil(V / 32)) int32."""
         bits.fill(0)
-        self._consume(output)
+        self._consume(tokens, first)
         # A copy takes a microsecond; to go back fails where a rule has max_tokens or stop.
         ahead = self._matcher.deep_copy() if drafts else self._matcher
         for row, token in zip(bits, [*drafts, None], strict=True):
@@ -64,17 +66,17 @@ class Matcher:
 
     def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
         """As `Constraint` has it. There may be other ways to write what must follow."""
-        self._consume(output)
+        self._consume(output, 0)
         if self._matcher.is_error():
             return [], False
         if forced := self._matcher.compute_ff_tokens():
             return forced, True
         return guess[: self._matcher.validate_tokens(guess)], False
 
-    def _consume(self, output: list[int]) -> None:
-        if new := output[self._num_consumed :]:
+    def _consume(self, tokens: list[int], first: int) -> None:
+        if new := tokens[first + self._num_consumed :]:
             self._matcher.consume_tokens(new)
-            self._num_consumed = len(output)
+            self._num_consumed += len(new)
 
 
 class GrammarCompiler:

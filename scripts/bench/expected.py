@@ -19,13 +19,16 @@ from bench.shapes import SHAPES, decode_bytes, step_roofline, weight_shapes
 from llama import ModelArgs, Transformer
 from llama.engine.core import PAGE_SIZE
 from llama.engine.graphs import DecodeGraphs
-from llama.engine.sampler import top_ids
+from llama.model.plan import LayerPlan
+from llama.ops.kv_cache import ON_GPU
 from llama.ops.triton.kernels import NAMES, KernelSet
 
 _SMALL_S = 2.5e-6  # of a kernel that is neither a product nor attention, with its start
 _SHARES = {"wqkv": 0.75, "wo": 0.70, "w13": 0.88, "w2": 0.85, "output": 0.90}  # of bandwidth
 _ATTENTION_SHARE = 0.82
-_STEPS = ((1, 128), (64, 2048), (256, 512))  # sequences, tokens of each
+_STEPS = (  # sequences, tokens of each, format of the KV cache
+    (1, 128, None), (64, 2048, None), (64, 2048, "int8"), (256, 512, None),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,7 @@ def launches(rows: int, layers: int) -> int:
     model.use_kernels(KernelSet(frozenset(NAMES)))
     graphs = DecodeGraphs(
         model, model.new_kv_cache(2, PAGE_SIZE), _NoRecorder(),
-        last_ids=torch.zeros(rows, dtype=torch.int64),
-        choose=lambda logits: top_ids(logits, model.kernels), choose_from_share=top_ids,
+        torch.zeros(rows, dtype=torch.int64),
     )  # fmt: skip
     with _noted() as launched, Operators() as operators:
         graphs._step(rows, 4, True)
@@ -106,12 +108,14 @@ def table() -> list[str]:
         + " | H200: products, attention, small, ms |",
         "|---" * (4 + 2 * len(GPUS)) + "|",
     ]  # fmt: skip
-    for rows, context in _STEPS:
+    for rows, context, kv_format in _STEPS:
         contexts = [context] * rows
+        plan = LayerPlan.of(args, 1, ON_GPU[kv_format])
+        held = sum(contexts) * plan.kv_bytes_per_token(torch.bfloat16)
         two, three = launches(rows, 2), launches(rows, 3)
         number = two + (three - two) * (args.n_layers - 2)
         small = (number - sum(count.values()) - args.n_layers) * _SMALL_S
-        attention = 2 * args.n_layers * args.kv_heads * args.head_dim * 2 * sum(contexts)
+        spared = sum(contexts) * LayerPlan.of(args, 1).kv_bytes_per_token(torch.bfloat16) - held
         cells, parts = [], (0.0, 0.0, 0.0)
         for gpu in GPUS:
             products = sum(
@@ -119,17 +123,17 @@ def table() -> list[str]:
                 for x, (n, k) in shapes
                 for share in [_SHARES[x] if rows == 1 else max(_SHARES[x], 0.85)]
             )
-            parts = products, attention / _ATTENTION_SHARE / gpu.bandwidth, small
+            parts = products, held / _ATTENTION_SHARE / gpu.bandwidth, small
             if rows == 1:
                 least = decode_bytes(args, 2, contexts) / gpu.datasheet / 0.8
             else:
-                least = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops) / 0.85
+                least = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops)
+                least = (least - spared / gpu.bandwidth) / 0.85
             cells += [f"{rows / sum(parts):,.0f}", f"{rows / least:,.0f}"]
-        total = decode_bytes(args, 2, contexts) / 1e9
+        total = (decode_bytes(args, 2, contexts) - spared) / 1e9
+        what = f"{rows} x {context:,}" + (f", cache in {kv_format}" if kv_format else "")
         spent = ", ".join(f"{x * 1e3:.1f}" for x in parts)
-        lines.append(
-            f"| {rows} x {context:,} | {total:.1f} | {number} | {' | '.join(cells)} | {spent} |"
-        )
+        lines.append(f"| {what} | {total:.1f} | {number} | {' | '.join(cells)} | {spent} |")
     return lines
 
 

@@ -55,7 +55,9 @@ class AnyToken:
 
     failure: str | None = None
 
-    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
+    def fill_allowed(
+        self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
+    ) -> None:
         bits.fill(-1)
 
     def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
@@ -161,7 +163,9 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     model = Transformer(args)
     # A GPU's path: attention in torch, and launches of the sampling kernels that do nothing.
     model.use_kernels(KernelSet(frozenset({"attention", "sample"}), frozenset()))
-    gpu_sample.choose = lambda logits, *_, **__: torch.zeros(len(logits), dtype=torch.int64)
+    ids = torch.zeros(batch, dtype=torch.int64)
+    gpu_sample.choose = lambda logits, *_, **__: ids[: len(logits)]
+    gpu_sample.top_tokens = lambda logits, **_: (ids[: len(logits)], ids[: len(logits)])
     for weight in model.parameters():
         weight.data.zero_()
     core = EngineCore.for_model(

@@ -96,14 +96,7 @@ def test_a_decode_step_of_fixed_shape_can_be_captured(args, wants_logits, monkey
         kv_cache = model.new_kv_cache(64, PAGE)
         last_ids = torch.zeros(64, dtype=torch.int64, device=GPU)
         recorder = TapeRecorder.of_model(model)
-        graphs = DecodeGraphs(
-            model,
-            kv_cache,
-            recorder,
-            last_ids=last_ids,
-            choose=top_ids,
-            choose_from_share=lambda hidden: top_ids(model.logits_share(hidden)),
-        )
+        graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
         made, _ = graphs._record(8, 512, wants_logits)
         outputs = [x for x in (made.ids, made.logits) if x is not None]
         assert [tuple(x.shape) for x in outputs] == [(8,), (8, 128_256)][: 1 + wants_logits]

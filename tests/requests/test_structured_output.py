@@ -202,9 +202,9 @@ def test_a_form_is_compiled_once_and_a_broken_matcher_allows_nothing(demo, monke
     monkeypatch.setattr("llama.requests.grammar._grammar", lambda form: 1 / 0)
     matcher = compiler.matcher(StructuredOutput(json='{"type":   "integer"}'))
     bits = np.full((1, -(-demo.tokenizer.n_words // 32)), -1, np.int32)
-    matcher.fill_allowed([], [], bits)
+    matcher.fill_allowed([], 0, [], bits)
     assert 0 < np.unpackbits(bits.view(np.uint8)).sum() < 2000
-    matcher.fill_allowed(demo.tokenizer.encode("x", bos=False, eos=False), [], bits)
+    matcher.fill_allowed(demo.tokenizer.encode("x", bos=False, eos=False), 0, [], bits)
     assert not bits.any()
 
 
@@ -217,7 +217,7 @@ def test_an_object_of_many_properties_goes_on_after_its_brace():
     bits = np.zeros((1, -(-tokenizer.n_words // 32)), np.int32)
     for text in ("{", '{"'):
         output = tokenizer.encode(text, bos=False, eos=False)
-        compiler.matcher(form).fill_allowed(output, [], bits)
+        compiler.matcher(form).fill_allowed(output, 0, [], bits)
         assert bits.any(), text
 
 
@@ -225,7 +225,7 @@ def test_a_constraint_that_fails_ends_its_own_request_only(demo):
     class Broken:
         failure = None
 
-        def fill_allowed(self, output, drafts, bits):
+        def fill_allowed(self, tokens, first, drafts, bits):
             raise RuntimeError("a bug")
 
     engine = demo.llm_engine

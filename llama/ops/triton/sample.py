@@ -2,9 +2,8 @@
 
 The ids are those of the torch body in llama/ops/sample.py, which has the definition: probabilities
 are whole numbers, so that every sum is exact in any order, and programs may add up as they come.
-Nothing here waits for the device, and no shape depends on a value, so all of it can be captured in
-a CUDA graph: two launches for the top tokens, two more for a draw, two more where rows have
-filters. Inside those, a row that needs less leaves early.
+Nothing here waits for the device, and no shape depends on a value: two launches for the top tokens,
+two more for a draw, two more where rows have filters. There a row that needs less leaves early.
 
 Filters need no sort. A histogram says how many tokens of a row there are of each probability; from
 it follows a bound below which no token is kept, and what reaches it is gathered, in any order.
@@ -44,6 +43,7 @@ SLOTS = 4096  # tokens per row that filters look at together
 
 _MAX_BLOCKS, _MIN_BLOCK = 128, 1024  # per row, tokens
 _BINS = 256  # of probability, and one place more
+_DIGITS = tl.constexpr(11)  # of a probability: the most is 2**40
 _CHUNK = 512  # tokens that are compared with the 16 bounds of a digit at once
 
 
@@ -62,17 +62,14 @@ def top_tokens(logits: Tensor, is_checked: bool = False) -> tuple[Tensor, Tensor
     return row_max, ids
 
 
-def choose(logits: Tensor, rules: Tensor, *, has_draws: bool, has_filters: bool) -> Tensor:
+def choose(logits: Tensor, rules: Tensor, *, has_filters: bool) -> Tensor:
     """(B, V) float32 logits, rules (B, 6) of `pack_params`, on the device -> (B) int64 ids.
 
-    Greedy rows take the top token, the others a draw; -1 as in `Sampled`. has_draws, has_filters:
-    whether any row may have some; without, their kernels are not launched. For a graph say that
-    there may be all.
+    Greedy rows take the top token, the others a draw; -1 as in `Sampled`. has_filters: whether any
+    row may have some; without, their kernels are not launched.
     """
     logits = _rows_in_one_piece(logits)
     row_max, ids = top_tokens(logits, is_checked=True)
-    if not has_draws:
-        return ids
     (b, v), (block, n) = logits.shape, _blocks(logits)
     assert rules.shape == (b, NUM_PARAMS.value) and rules.is_contiguous(), rules.shape
     sums = logits.new_empty(b, n, dtype=torch.int64)
@@ -173,44 +170,28 @@ def _listed(logits, slots, first, count, is_whole, top, rate, CHUNK: tl.constexp
 
 @triton.jit
 def _threshold(
-    logits, slots, count, is_whole, top, rate, floor, limit, COUNT: tl.constexpr,
+    logits, slots, count, is_whole, top, rate, floor, limit, OF: tl.constexpr, DIGITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The least t such that candidates above t, and of at least `floor`, sum to at most `limit`
-    (COUNT: are at most `limit` many)."""
+    """The least t such that of the candidates of at least `floor` those above t sum to at most
+    `limit` ("mass"), or are at most so many ("count"); or of those of just `floor` at most so many
+    have an id above t ("ids")."""
     found = limit * 0
-    shift = found + 40  # where the first of eleven digits begins: the most is 2**40
-    for _digit in range(0, 11):
+    shift = found + 4 * (DIGITS - 1)  # where the first digit begins
+    for _digit in range(0, DIGITS):
         bounds = found + ((tl.arange(0, 16) + 1).to(tl.int64) << shift)
         amounts = tl.zeros((16,), tl.int64)
         for first in range(0, count, CHUNK):
-            probs, _ids = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
-            counted = (probs >= floor)[:, None] & (probs[:, None] >= bounds[None, :])
-            if COUNT:
-                amounts += tl.sum(counted.to(tl.int32), 0)
-            else:
-                amounts += tl.sum(tl.where(counted, probs[:, None], 0), 0)
-        found += tl.sum((amounts > limit).to(tl.int64), 0) << shift
-        shift -= 4
-    return found
-
-
-@triton.jit
-def _nth_tie(
-    logits, slots, count, is_whole, top, rate, prob, n, CHUNK: tl.constexpr,
-    ID_DIGITS: tl.constexpr,
-):  # fmt: skip
-    """The n-th of the ids that have this probability, from 1."""
-    found = (n * 0).to(tl.int32)
-    shift = found + 4 * (ID_DIGITS - 1)
-    for _digit in range(0, ID_DIGITS):
-        bounds = found + ((tl.arange(0, 16) + 1) << shift)
-        amounts = tl.zeros((16,), tl.int32)
-        for first in range(0, count, CHUNK):
             probs, ids = _listed(logits, slots, first, count, is_whole, top, rate, CHUNK)
-            below = (probs == prob)[:, None] & (ids[:, None] < bounds[None, :])
-            amounts += tl.sum(below.to(tl.int32), 0)
-        found += tl.sum((amounts < n).to(tl.int32), 0) << shift
+            if OF == "ids":
+                counted = (probs == floor)[:, None] & (ids[:, None] >= bounds[None, :])
+            else:
+                counted = (probs >= floor)[:, None] & (probs[:, None] >= bounds[None, :])
+            if OF == "mass":
+                amounts += tl.sum(tl.where(counted, probs[:, None], 0), 0)
+            else:
+                amounts += tl.sum(counted.to(tl.int32), 0)
+        found += tl.sum((amounts > limit).to(tl.int64), 0) << shift
         shift -= 4
     return found
 
@@ -247,7 +228,7 @@ def pick_of_kept(
         floor = tl.maximum(floor, 1)
         if top_k > 0:
             kth = _threshold(
-                logits, slots, count, is_whole, top, rate, floor, top_k - 1, True, CHUNK
+                logits, slots, count, is_whole, top, rate, floor, top_k - 1, "count", _DIGITS, CHUNK
             )
             floor = tl.maximum(floor, kth)
         if has_floor:
@@ -259,12 +240,14 @@ def pick_of_kept(
         limit = share_of(mass, top_p)
         last, last_id = floor - 1, (mass * 0).to(tl.int32) - 1
         if limit < mass:
-            last = _threshold(logits, slots, count, is_whole, top, rate, floor, limit, False, CHUNK)
-            above = _sum_above(logits, slots, count, is_whole, top, rate, last, CHUNK)
-            ties = (limit - above) // last + 1
-            last_id = _nth_tie(
-                logits, slots, count, is_whole, top, rate, last, ties, CHUNK, ID_DIGITS
+            last = _threshold(
+                logits, slots, count, is_whole, top, rate, floor, limit, "mass", _DIGITS, CHUNK
             )
+            above = _sum_above(logits, slots, count, is_whole, top, rate, last - 1, CHUNK)
+            beyond = (above - limit - 1) // last  # of those as likely as the last one
+            last_id = _threshold(
+                logits, slots, count, is_whole, top, rate, last, beyond, "ids", ID_DIGITS, CHUNK
+            ).to(tl.int32)
         uniform = uniform_of(rules, row)
         best = tl.full((CHUNK,), float("inf"), tl.float64)
         winners = tl.full((CHUNK,), 0, tl.int32) + v - 1

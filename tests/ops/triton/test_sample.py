@@ -56,7 +56,7 @@ def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> t
     wanted = op.choose_ids(logits, rows, seeds, positions)
     params = torch.from_numpy(op.pack_params(rows, list(zip(seeds, positions, strict=True))))
     has_filters = any(row is not None and row.is_filtered for row in rows)
-    found = gpu.choose(logits, params, has_draws=True, has_filters=has_filters)
+    found = gpu.choose(logits, params, has_filters=has_filters)
     return wanted.tolist(), found.tolist()
 
 
