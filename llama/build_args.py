@@ -57,14 +57,14 @@ class BuildArgs:
         dtype: "bf16", "fp16", "fp32", or the names that torch has for them. Default, also by
             "auto": bf16 where the device has it, else fp16; on the CPU, quantized matrices stay
             as their file has them, unless "bf16" is given.
-        quantize: a format that matrices are rounded to while they are loaded, on the CPU.
+        quantize: a format that matrices are rounded to while they are loaded.
             "int8" and "fp8" take half the memory of bf16, with a scale per row; "int4" less
             than a third, with a scale and an offset for each 32, and the output's matrix in
             int8. The rest is bf16. The older dtype="int8" means the same.
         kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
             beside the weights, but no more than max_batch_size x max_seq_len tokens.
-        kv_cache_dtype: "int8" keeps keys and values in 8 bits, on the CPU, with a unit for each
-            token and head: almost twice the tokens fit. Default, also by "auto": `dtype`.
+        kv_cache_dtype: "int8" keeps keys and values in 8 bits, on CPU or CUDA, with a unit for
+            each token and head: almost twice the tokens fit. Default, also by "auto": `dtype`.
         timeout_s: the longest wait for another rank, in seconds.
         verify: compare weights with their checksums, in .pth files or checklist.chk, while they
             are loaded; a warning names files without any. See `llama verify`.
@@ -107,7 +107,7 @@ class BuildArgs:
         None, "N", "bytes of the KV cache on each rank", "what fits", limits=(1, 2**60)
     )
     kv_cache_dtype: str | None = _flag(
-        None, "NAME", "of the KV cache: int8, half the bytes (CPU)", "dtype"
+        None, "NAME", "of the KV cache: int8, half the bytes", "dtype"
     )
     timeout_s: float = _flag(
         600.0, "S", "seconds that a rank waits for another rank", may_differ=True

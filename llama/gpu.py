@@ -2,8 +2,6 @@
 
 In: a rank's device, type and sizes, then its model. Out: its `KernelSet` and a recorder of graphs,
 on every rank alike, with at most one warning for each that names what was dropped and why.
-`llama.ops.triton.selfcheck_cache` has them checked, in other processes, and keeps the result.
-
 LLAMA_GPU_KERNELS=none turns all of them off, and a list such as attention,graph all others.
 """
 
@@ -20,6 +18,7 @@ from llama.engine.graphs import CudaRecorder, Recorder
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
+from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.triton import selfcheck_cache
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
 from llama.ops.triton.selfcheck import CheckResult, Formats, Job
@@ -49,6 +48,7 @@ def kernels_for(
     page_size: int,
     allowed: frozenset[str],
     formats: Formats = (None,),
+    kv_format: KVFormat = AS_COMPUTED,
 ) -> KernelSet:
     """The kernels that pass their check on all ranks, or have passed it before.
 
@@ -56,14 +56,16 @@ def kernels_for(
     """
     if device.type != "cuda":
         return TORCH_ONLY
-    job = job_for(params, parallel.size, device, dtype, page_size, formats)
+    plan = LayerPlan.of(params, parallel.size, kv_format)
+    job = job_for(params, plan, device, dtype, page_size, formats)
     result = CheckResult()
     if allowed and selfcheck_cache.not_for(device) is None:
         result = selfcheck_cache.load_or_check(job)
     own = allowed & set(result.passed)
     everywhere = [x for x in NAMES if parallel.all_reduce_min(int(x in own))]
     if graph_check.NAME in allowed:  # kept for `recorder_for`: the GPU may take one process only
-        _check_graphs(job, everywhere)
+        held = formats if "linear" in everywhere else (None,)  # else the weights are plain
+        _check_graphs(replace(job, formats=held), everywhere)
     checked = {x: reason for x, reason in result.reasons.items() if x in allowed}
     dropped = [
         f"{x}: {reason or 'another rank dropped it'}"
@@ -103,7 +105,7 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
 
 def why_no_graphs(model: Transformer, page_size: int) -> str | None:
     """None where they passed, with the kernels that the model runs."""
-    weight, sizes = model.norm.weight, (model.params, model.parallel.size)
+    weight, sizes = model.norm.weight, (model.params, model.plan)
     formats = (*QUANTIZED,) if any(getattr(x, "kind", 0) for x in model.modules()) else (None,)
     job = job_for(*sizes, weight.device, weight.dtype, page_size, formats)
     return _check_graphs(job, model.kernels.names)
@@ -116,15 +118,17 @@ def _check_graphs(job: Job, in_use: Iterable[str]) -> str | None:
 
 
 def job_for(
-    params: ModelArgs, ranks: int, device: torch.device, dtype: torch.dtype, page_size: int,
+    params: ModelArgs, plan: LayerPlan, device: torch.device, dtype: torch.dtype, page_size: int,
     formats: Formats = (None,),
 ) -> Job:  # fmt: skip
-    """The check of what one of `ranks` ranks computes with."""
-    name, plan = dtype_name(dtype), LayerPlan.of(params, ranks)
+    """The check of what a rank computes with, whose share `plan` has."""
+    ranks = params.n_heads // plan.n_heads
+    names = ("sample",) if dtype is torch.float32 else NAMES  # products of float32 stay with torch
     return Job(
-        str(device), name, selfcheck_cache.names_for(name), plan.dim, plan.n_heads,
+        str(device), dtype_name(dtype), names, plan.dim, plan.n_heads,
         plan.n_kv_heads, plan.head_dim, plan.ffn_dim, vocab_size=params.vocab_size,
         vocab_rows=params.vocab_size // ranks, page_size=page_size, formats=formats,
+        kv_format=plan.kv_format.name,
     )  # fmt: skip
 
 

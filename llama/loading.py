@@ -6,6 +6,7 @@ cache, or one clear error on every rank before any weight is read. Nothing here 
 
 import functools
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton import selfcheck_cache
+from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
@@ -97,7 +99,8 @@ def load_model(args: BuildArgs) -> Loaded:
         for each in models if parallel.world is not None else ():
             must_match += each.checkpoint.samples()
     place = parallel, device, files.dtype, PAGE_SIZE
-    kernels = gpu.kernels_for(params, *place, allowed, files.formats())
+    kernels = gpu.kernels_for(params, *place, allowed, files.formats(), kv_format)
+    models[0] = files = files.on(device, kernels, tells=parallel.global_rank == 0)
     free = parallel.all_reduce_min(free_bytes(device))
     batch_size = args.max_batch_size or default_batch_size(device)
     with parallel.agree("the memory of the ranks", world=True):
@@ -155,6 +158,19 @@ class _Files:
         params = vars(self.checkpoint.params).items()
         named = [(f"{name} of the checkpoint", value) for name, value in params]
         return [("torch", torch.__version__), ("dtype", self.dtype), ("quantize", held), *named]
+
+    def on(self, device: torch.device, kernels: KernelSet, *, tells: bool) -> "_Files":
+        """With plain weights where a GPU has no kernel for others, which each step would unpack."""
+        is_plain = self.quantize is None and not self.checkpoint.in_codes
+        if device.type != "cuda" or is_plain or "linear" in kernels.names:
+            return self
+        if tells:
+            warnings.warn(
+                f"the weights are held in {dtype_name(self.dtype)}: products of quantized ones "
+                "need the GPU's kernel linear, which is not in use",
+                stacklevel=3,
+            )
+        return replace(self, quantize=None, checkpoint=replace(self.checkpoint, in_codes=False))
 
     def formats(self) -> tuple[str | None, ...]:
         if self.checkpoint.in_codes:

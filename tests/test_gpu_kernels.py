@@ -1,12 +1,15 @@
 """Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.launch import DEMO
+from llama.checkpoint.find import find
 from llama.cli import doctor
 from llama.engine import graph_check
 from llama.gpu import (
@@ -17,7 +20,9 @@ from llama.gpu import (
     recorder_for,
     why_no_graphs,
 )
+from llama.loading import _Files
 from llama.model.args import ModelArgs
+from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.triton import kernels, selfcheck_cache
 from llama.ops.triton.kernels import KernelSet
@@ -65,8 +70,8 @@ def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=AL
 def model_with(names, parallel: ModelParallel | None = None, device: torch.device = GPU) -> Any:
     weight = SimpleNamespace(device=device, dtype=torch.bfloat16)
     return SimpleNamespace(
-        norm=SimpleNamespace(weight=weight), params=PARAMS, parallel=parallel,
-        kernels=KernelSet(frozenset(names)), modules=list,
+        norm=SimpleNamespace(weight=weight), params=PARAMS, plan=LayerPlan.of(PARAMS, 1),
+        parallel=parallel, kernels=KernelSet(frozenset(names)), modules=list,
     )  # fmt: skip
 
 
@@ -97,6 +102,26 @@ def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
     gpu({})
     why_no_graphs(model_with(jobs[1].in_use, ModelParallel()), 16)
     assert jobs[2] == jobs[1]  # so that it finds the result in its file
+
+
+def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu):
+    """Torch would make them plain in every step: one line says so. Graphs are tried as they are."""
+    place, held = (PARAMS, ModelParallel(), GPU, torch.bfloat16, 16), ("int8",)
+    jobs = gpu({"linear": "off by 1"})
+    with pytest.warns(UserWarning, match="linear: off by 1"):
+        without = kernels_for(*place, ALL | {"graph"}, held)
+    gpu({})
+    kernels = kernels_for(*place, ALL | {"graph"}, held)
+    assert [x.formats for x in jobs] == [held, (None,), held, ("int4",)]
+    for files in (
+        _Files(find(DEMO), torch.bfloat16, "int8"),
+        _Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None),
+    ):
+        assert files.on(GPU, kernels, tells=True) is files
+        with pytest.warns(UserWarning, match="the weights are held in bf16"):
+            plain = files.on(GPU, without, tells=True)
+        assert plain == _Files(find(DEMO), torch.bfloat16, None)
+        assert files.on(torch.device("cpu"), without, tells=True) is files
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):

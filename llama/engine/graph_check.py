@@ -18,11 +18,11 @@ from torch import Tensor
 from llama.device import DTYPES, current
 from llama.engine.graphs import CudaRecorder, Decoded, DecodeGraphs, Recorder
 from llama.engine.rows import SAMPLE_ONE
-from llama.engine.sampler import top_ids
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
+from llama.ops.kv_cache import ON_GPU
 from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import KernelSet
 from llama.ops.triton.selfcheck import Choice, Job
@@ -41,25 +41,24 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     draw = torch.Generator().manual_seed(0)
     every = [n for n in _LENGTHS if n <= model.params.max_seq_len]
     num_pages = sum(-(-n // page_size) for n in every)
-    kv_cache = model.new_kv_cache(num_pages + 1, page_size)
-    kv_cache.copy_(torch.randn(kv_cache.shape, generator=draw))
-    last_ids = torch.randint(model.vocab_size, (64,), generator=draw).to(kv_cache.device)
-    graphs = DecodeGraphs(
-        model, kv_cache, recorder, last_ids=last_ids,
-        choose=lambda logits: top_ids(logits, model.kernels),
-        choose_from_share=lambda hidden: top_ids(model.logits(hidden), model.kernels),
+    kv_cache = selfcheck.filled(
+        model.new_kv_cache(num_pages + 1, page_size), model.params.head_dim,
+        lambda *shape: torch.randn(shape, generator=draw).to(model.norm.weight),
     )  # fmt: skip
+    last_ids = torch.randint(model.vocab_size, (64,), generator=draw).to(kv_cache.device)
+    graphs = DecodeGraphs(model, kv_cache, recorder, last_ids)
     for lengths in (every[:1], every[-1:], every[1:4], every, every[2:5]):
         scheduled, n = _decoding(lengths, page_size), len(lengths)
         for wants_logits, _ in itertools.product((True, False), range(3)):  # recorded, replayed
             tokens = torch.randint(model.vocab_size, (n,), generator=draw).tolist()
             asked = tokens, [-1 if i % 2 else i for i in range(n)], scheduled
             wanted = graphs.run(*asked, wants_logits=wants_logits, is_eager=True)
-            cache = kv_cache.clone()
+            held = selfcheck.numbers_of(kv_cache[:, :, :-1])
             kv_cache[:, :, -1] = 7.0  # nobody reads the page of rows that are not used
             found = graphs.run(*asked, wants_logits=wants_logits)
             _expect_same(n, found, wanted)
-            _expect_close("keys and values", kv_cache[:, :, :-1], cache[:, :, :-1])
+            now = selfcheck.numbers_of(kv_cache[:, :, :-1])
+            _expect_close("keys and values", now, held)
     graphs.close()
 
 
@@ -131,7 +130,8 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
         vocab_size=min(job.vocab_size, _MOST_VOCABULARY), multiple_of=1,
         max_seq_len=2048, max_batch_size=64,
     )  # fmt: skip
-    model = Transformer(args, dtype=dtype, device=job.device)
+    kv_format = ON_GPU[job.kv_format]
+    model = Transformer(args, dtype=dtype, device=job.device, kv_format=kv_format)
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
     model.pack(quantize=job.formats[-1])

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
-from llama.ops.kv_cache import format_of, native_format
+from llama.ops.kv_cache import format_of, native_format, suits_gpu
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _GATHERED_BYTES = 1 << 29  # of keys and values that the torch body copies at once
@@ -42,7 +42,7 @@ def paged_attention(
     and each longer one has its own.
     """
     table, seq_lens, n = batch.page_table, batch.seq_lens, batch.num_decodes
-    if kernels.has("attention", queries, kv_cache) and _suits_gpu(queries, kv_cache):
+    if kernels.has("attention", queries) and suits_gpu(queries, kv_cache):
         from llama.ops.triton import attention
 
         return attention.paged_attention(queries, kv_cache, batch)
@@ -61,12 +61,6 @@ def paged_attention(
         out[start:end] = _prefill(queries[start:end], kv_cache, table[row], batch.seq_lens_cpu[row])
         start = end
     return out
-
-
-def _suits_gpu(queries: Tensor, kv_cache: Tensor) -> bool:
-    """Whether the sizes are those of triton/attention.py: its tiles are powers of two."""
-    head_dim = queries.shape[-1]
-    return 16 <= head_dim <= 256 and not head_dim & (head_dim - 1) and kv_cache.is_contiguous()
 
 
 def _native(queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int) -> Tensor:
@@ -115,9 +109,7 @@ def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Ten
     # no token, its first one is read again.
     slots = slots.where(attn_mask, slots[:, :1])
     # One after the other: torch gathers whole rows of a tensor fast, and parts of rows slowly.
-    keys, values = (
-        format_of(kv_cache).unpack(part.flatten(0, 1)[slots], queries.dtype) for part in kv_cache
-    )  # (N, M * S, K, D)
+    keys, values = (format_of(kv_cache).load(x, slots, queries.dtype) for x in kv_cache)
     n_kv_heads = keys.shape[2]
     grouped = queries.view(n, n_kv_heads, n_heads // n_kv_heads, head_dim)
     out = _sdpa(
@@ -128,12 +120,10 @@ def _decode(queries: Tensor, kv_cache: Tensor, page_table: Tensor, seq_lens: Ten
 
 def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
     """The last `count` tokens of one sequence: each sees the past, and the chunk up to itself."""
-    count, n_heads, _ = queries.shape
-    num_pages = -(-seq_len // kv_cache.shape[2])
-    # (L, K, D)
-    keys, values = (
-        format_of(kv_cache).unpack(part[pages[:num_pages]].flatten(0, 1)[:seq_len], queries.dtype)
-        for part in kv_cache
+    (count, n_heads, _), size = queries.shape, kv_cache.shape[2]
+    slots = pages[: -(-seq_len // size), None] * size + torch.arange(size, device=pages.device)
+    keys, values = (  # (L, K, D)
+        format_of(kv_cache).load(x, slots.flatten()[:seq_len], queries.dtype) for x in kv_cache
     )
     group = n_heads // keys.shape[1]
     attn_mask = None

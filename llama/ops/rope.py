@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.ops.kv_cache import format_of, native_format
+from llama.ops.kv_cache import format_of, native_format, suits_gpu
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 _ORIGINAL_CONTEXT = 8192  # of Llama 3, before scaling
@@ -63,9 +63,7 @@ def rope_and_store(
     rows, n, head_dim = qkv.shape
     n_kv_heads = kv_cache.shape[3]
     n_heads = n - 2 * n_kv_heads
-    is_power_of_2 = not head_dim & (head_dim - 1)
-    can_run = is_power_of_2 and kv_cache.is_contiguous()
-    if can_run and kernels.has("rope_and_store", qkv, kv_cache):
+    if kernels.has("rope_and_store", qkv) and suits_gpu(qkv, kv_cache):
         from llama.ops.triton import elementwise
 
         return elementwise.rope_and_store(qkv, freqs_cis, kv_cache, slots)
@@ -77,8 +75,6 @@ def rope_and_store(
         native.call("rope_and_store_bf16", *tensors, *sizes, kv_format)
         return queries
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-    keys, values = kv_cache.flatten(1, 2)  # 2 x (P * S, K, W)
-    pack = format_of(kv_cache).pack
-    keys.index_copy_(0, slots, pack(apply_rope(k, freqs_cis)))
-    values.index_copy_(0, slots, pack(v))
+    for plane, x in zip(kv_cache, (apply_rope(k, freqs_cis), v), strict=True):
+        format_of(kv_cache).store(plane, slots, x)
     return apply_rope(q, freqs_cis)

@@ -2,10 +2,11 @@
 
 In: a group's ranks on one machine. Out: an all-reduce for tensors of at most MOST_BYTES, or None
 where these GPUs cannot do it, or did it wrongly when they were tried beside nccl. torch's kernels
-over symmetric memory do the work (the one-shot algorithm): one pass over the peers' buffers, where
-nccl's ring goes round twice. A decode step makes two such sums a layer, of a few kilobytes.
+over symmetric memory do the work: one pass over the peers' buffers. A decode step makes two such
+sums a layer, of a few kilobytes.
 """
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -42,18 +43,15 @@ class OneShot:
         other's memory, where each waits for all.
         """
         prepared = None
-        try:
+        with contextlib.suppress(Exception):  # of torch, the driver or the machine
             if _reaches_peers(device):
                 prepared = torch_private.symmetric_buffer(MOST_BYTES, device)
-        except Exception:  # of torch, the driver or the machine: nccl does the work then
-            prepared = None
         if not _agree(control, prepared is not None) or prepared is None:
             return None
         buffer, meet = prepared
         made = _in_time(lambda: OneShot(buffer, meet(group)), control, _LIMIT_S)
-        if not _agree(control, made is not None) or made is None:
-            return None
-        return made if made.self_test(group, control) else None
+        is_made = _agree(control, made is not None)
+        return made if is_made and made and made.self_test(group, control) else None
 
     def self_test(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> bool:
         """Try it: on every rank the sums that the group's backend gives, and the same bits."""

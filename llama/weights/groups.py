@@ -114,11 +114,7 @@ class GroupedWeight(BlockedWeight):
     def exact_rows(self, ids: Tensor) -> Tensor:
         """ids (...) -> rows (..., K) float32: the product is rounded, then the sum."""
         ids = self.placed(ids)
-        blocks, places = ids.flatten() // N_BLOCK, torch.arange(ids.numel(), device=ids.device)
-        if not ids.is_cuda:  # there the host must not ask how many differ
-            blocks, places = blocks.unique(return_inverse=True)
-        places = places.view(ids.shape)
-        scales = _unpack_scales(self.scales[blocks])[places, :, :, ids % N_BLOCK]
+        scales = _unpack_scales(self.scales, ids)
         rows = self.numbers(ids).unflatten(-1, (scales.shape[-2], -1)) * scales[..., :1]
         rows = (rows + scales[..., 1:] if scales.shape[-1] > 1 else rows).flatten(-2)
         if self.adaptor is not None:
@@ -162,7 +158,7 @@ class GroupedWeight(BlockedWeight):
         return self.exact_rows(ids).bfloat16()
 
     def exact(self) -> Tensor:
-        return self.exact_rows(torch.arange(self.shape[0]))
+        return self.exact_rows(torch.arange(self.shape[0], device=self.values.device))
 
     def plain(self) -> Tensor:
         return self.exact().bfloat16()
@@ -233,14 +229,20 @@ def _smallest(scales: Tensor) -> Tensor:
     return scales
 
 
-def _unpack_scales(scales: Tensor) -> Tensor:
-    """(blocks, G, 1 or 2, 32) float32."""
+def _unpack_scales(scales: Tensor, ids: Tensor | None = None) -> Tensor:
+    """(blocks, G, 1 or 2, 32) float32, or (..., G, 1 or 2) of rows `ids` (...)."""
+
+    def wanted(x: Tensor) -> Tensor:
+        return x if ids is None else x.movedim(-1, 1)[ids // N_BLOCK, ids % N_BLOCK]
+
     if scales.dtype is not torch.uint8:
-        return scales.float()
-    units, codes = scales.unflatten(-1, (10, -1)).split([2, 8], -2)
-    units = units.flatten(-2).view(torch.float16).unflatten(-1, (1, -1, N_BLOCK))
-    codes = codes.unflatten(-1, (-1, N_BLOCK)) ^ 128  # of signed bytes: what they are above -128
-    return (units.float() * (codes.float() - 128)).flatten(1, 2)
+        return wanted(scales).float()
+    units, codes = scales.tensor_split([scales.shape[-1] // 5], -1)  # of each eight groups
+    units = wanted(units.view(torch.float16).unflatten(-1, (1, -1, N_BLOCK)))
+    # Of signed bytes: what they are above -128.
+    codes = wanted(codes.unflatten(-1, (8, -1, N_BLOCK))) ^ 128
+    first = 1 if ids is None else ids.dim()
+    return (units.float() * (codes.float() - 128)).flatten(first, first + 1)
 
 
 def huge_empty(*shape: int, dtype: torch.dtype) -> Tensor:

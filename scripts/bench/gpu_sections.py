@@ -84,7 +84,7 @@ def checks(at: Section) -> None:
 
 def _check(at: Section, shape: str) -> None:
     model = at.model(shape, 64, 1)
-    job = gpu.job_for(model.params, 1, at.device, at.dtype, PAGE_SIZE)
+    job = gpu.job_for(model.params, model.plan, at.device, at.dtype, PAGE_SIZE)
     if at.dry:
         job = replace(job, lengths=(1, 17), names=DRY_KERNELS)
     began = time.perf_counter()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.kernels import KERNELS_RUN
 from helpers.tape import NotCapturable, TapeRecorder
 from llama.engine import graph_check, runner
 from llama.engine import graphs as graphs_module
@@ -23,11 +24,14 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
 from llama.model.args import ModelArgs
+from llama.model.layers import Linear
 from llama.ops.batch import Batch
-from llama.ops.triton import selfcheck
+from llama.ops.kv_cache import ON_GPU
+from llama.ops.triton import kernels, selfcheck
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ops.triton.selfcheck import JOB, Job
 from llama.ranks.collectives import ModelParallel
+from llama.weights import packed
 
 PAGE = 4
 
@@ -245,8 +249,11 @@ class Even:
 
     failure: str | None = None
 
-    def fill_allowed(self, output: list[int], drafts: list[int], bits: np.ndarray) -> None:
-        pattern = np.uint32(0x55555555 if output and output[-1] % 2 else 0xAAAAAAAA)
+    def fill_allowed(
+        self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
+    ) -> None:
+        is_odd = len(tokens) > first and tokens[-1] % 2
+        pattern = np.uint32(0x55555555 if is_odd else 0xAAAAAAAA)
         bits[:] = pattern.astype(np.int32)
 
     def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
@@ -298,7 +305,7 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, graphs):
     while wanted.has_unfinished():
         wanted.step()
     monkeypatch.setattr("llama.ops.triton.attention.paged_attention", fails)
-    monkeypatch.setattr("llama.ops.attention._suits_gpu", lambda *_: True)
+    monkeypatch.setattr("llama.ops.attention.suits_gpu", lambda *_: True)
     model.use_kernels(KernelSet(frozenset({"attention"}), frozenset({torch.float32})))
     try:
         with pytest.warns(UserWarning, match="torch runs in place of the GPU's kernels: shared"):
@@ -482,6 +489,62 @@ def test_the_check_tells_right_replays_from_wrong_ones(model, fault):
     else:
         with pytest.raises(ArithmeticError, match={"cache": "keys"}.get(fault, fault)):
             compare(model, recorder, PAGE)
+
+
+def in_format(name: str) -> Transformer:
+    """A model with weights of a format, or a cache of one; in float32, which no native kernel
+    takes."""
+    args = ModelArgs(
+        dim=128, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=128,
+        max_seq_len=64, max_batch_size=7,
+    )  # fmt: skip
+    made = Transformer(args, kv_format=ON_GPU["int8" if name == "cache" else None])
+    torch.manual_seed(0)
+    for weight in made.parameters():
+        weight.data.normal_(0, 0.3 if weight.dim() > 1 else 1.0)
+    for module in made.modules() if name != "cache" else ():
+        if isinstance(module, Linear):
+            module.weight = packed(module.weight.plain().bfloat16(), name)
+    return made
+
+
+class NotLaunched:
+    """In place of a kernel of Triton's: the tape sees torch's operators round it."""
+
+    def __init__(self, name: str, names: set[str]) -> None:
+        self.name, self.names = name, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self.names.add(self.name)
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "cache"])
+def test_a_format_is_recorded_and_replayed(monkeypatch, name):
+    """With torch's bodies a replay gives what operators give, one by one; and what runs round the
+    kernels of a GPU can be captured, with tiles and without."""
+    pytest.importorskip("triton")
+    from llama.ops.triton import attention, elementwise, linear
+
+    made = in_format(name)
+    compare(made, TapeRecorder.of_model(made), PAGE)
+    launched: set[str] = set()
+    for module in (attention, elementwise, linear):
+        for kernel in [x for x in vars(module) if x.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, NotLaunched(kernel, launched))
+    weights = [x.weight for x in made.modules() if isinstance(x, Linear)]
+    tile, rows = kernels.Tile(32, 128, 4, 2), (2, 4, 8)
+    tiles = {(x.kind, *x.shape, m): tile for x in weights for m in rows}
+    alone = tile._replace(uses_dot=False)
+    tiles |= {(kind, n, k, 1): alone for kind, n, k, _ in tiles}
+    names = frozenset(kernels.NAMES) - {"sample"}
+    for held in (tiles, {}):
+        launched.clear()
+        made.use_kernels(KernelSet(names, frozenset({torch.float32}), held))
+        core_of(made, 16, graphs=True, ahead=True)  # which records
+        assert launched >= {"norm_kernel", "rope_kernel", "decode_kernel", "silu_mul_kernel"}
+        assert ("product_kernel" in launched) == bool(held)
+        assert ("plain_kernel" in launched) == (not held and name != "cache")
 
 
 def test_the_program_tries_the_sizes_and_kernels_of_its_job(monkeypatch, capsys):

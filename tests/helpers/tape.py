@@ -41,7 +41,7 @@ class TapeRecorder:
 
     @classmethod
     def of_model(cls, model: Transformer) -> "TapeRecorder":
-        return cls([*model.parameters(), model.freqs_cis])
+        return cls([*model.parameters(), *model.buffers(), model.freqs_cis])
 
     def record(
         self, function: Callable[[], Outputs], inputs: Iterable[Tensor]

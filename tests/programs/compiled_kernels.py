@@ -53,24 +53,28 @@ class Job(NamedTuple):
     types: Mapping[str, str] = MappingProxyType({})  # of arguments, in place of those in _TYPES
 
 
-def jobs(capability: int) -> list[Job]:
-    return attention_jobs(capability) + elementwise_jobs(capability) + linear_jobs(capability)
+def jobs(capability: int, *, every: bool) -> list[Job]:
+    """Kernels over a cache in 8 bits as well: those of the 8B, and with `every` of all shapes."""
+    found = attention_jobs(capability) + elementwise_jobs(capability)
+    over_cache = [x for x in found if "W" in x.constants and (every or x.shape.startswith("8B"))]
+    return found + [_in_8_bits(x) for x in over_cache] + linear_jobs(capability)
 
 
 def attention_jobs(capability: int) -> list[Job]:
     found = []
     for shape, (n_heads, n_kv_heads, head_dim) in _HEADS.items():
         group = n_heads // n_kv_heads
-        sizes = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16, "WIDE": False}
+        sizes: dict[str, Any] = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16}
+        sizes |= {"WIDE": False, "W": head_dim, "units": None}
         for splits in {1, attention.num_splits(1, n_kv_heads)}:
             tile = attention.decode_tile(group, head_dim)
-            tiled = {"ROWS": tile.rows, "KEYS": tile.keys, "SPLITS": splits}
+            tiled = {"ROWS": tile.rows, "KEYS": tile.columns, "SPLITS": splits}
             found.append(
                 Job(attention.decode_kernel, f"{shape}, {splits} parts", capability,
                     sizes | tiled, tile.warps, tile.stages)
             )  # fmt: skip
-        tile = attention.prefill_tile(group, head_dim, capability >= 90)
-        tiled = {"ROWS": tile.rows, "KEYS": tile.keys}
+        tile = attention.prefill_tile(group, head_dim, capability in (90, 100))
+        tiled = {"ROWS": tile.rows, "KEYS": tile.columns}
         found.append(
             Job(attention.prefill_kernel, shape, capability, sizes | tiled, tile.warps, tile.stages)
         )
@@ -81,6 +85,14 @@ def attention_jobs(capability: int) -> list[Job]:
     return found
 
 
+def _in_8_bits(job: Job) -> Job:
+    """The same kernel over a cache in 8 bits."""
+    constants = job.constants | {"W": job.constants["D"] + 2}
+    del constants["units"]
+    types = {"kv_cache": "*i8", "units": "*i16"}
+    return job._replace(shape=f"{job.shape}, 8 bits", constants=constants, types=types)
+
+
 def elementwise_jobs(capability: int) -> list[Job]:
     found = []
     shapes = _WIDTHS if capability >= 90 else {"8B": _WIDTHS["8B"]}
@@ -88,7 +100,8 @@ def elementwise_jobs(capability: int) -> list[Job]:
         n_heads, n_kv_heads, head_dim = _HEADS[shape]
         block, norm_warps = elementwise.norm_block(width)
         norm = {"E": width, "BLOCK": block, "HAS_DELTA": True}
-        rope = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "HEADS": elementwise.ROPE_HEADS}
+        rope: dict[str, Any] = {"H": n_heads, "K": n_kv_heads, "D": head_dim, "S": 16}
+        rope |= {"HEADS": elementwise.ROPE_HEADS, "W": head_dim, "units": None}
         silu = {"F": ffn, "BLOCK": elementwise.SILU_BLOCK}
         warps = norm_warps, elementwise.rope_warps(head_dim)
         found += [
@@ -206,7 +219,8 @@ def main() -> None:
     chosen = [
         job
         for capability in asked or (90, 80)
-        for job in jobs(capability) + quantized_jobs(capability, every=bool(asked))
+        for job in jobs(capability, every=bool(asked))
+        + quantized_jobs(capability, every=bool(asked))
     ]
     with ThreadPoolExecutor(2) as pool:
         for line in pool.map(compiled, chosen):

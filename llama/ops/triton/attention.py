@@ -4,19 +4,16 @@ In and out: as `llama.ops.attention.paged_attention`, which defines it. The G qu
 a kv head are rows of one product, so that keys and values are read once (Ainslie et al., 2023);
 softmax is online (FlashAttention; Dao et al., 2022). In decode the keys of a sequence are divided
 among programs and their results merged (Flash-Decoding; Dao et al., 2023). In prefill a program
-finds its sequence by a binary search over query_starts, as in vLLM's unified Triton attention, so
-that the host sends nothing for it.
-
-Lengths are read on the device: grids and tiles depend on the number of sequences and tokens alone.
-So a step can be captured in a CUDA graph and replayed with other lengths.
+finds its sequence by a binary search over query_starts, as in vLLM's unified Triton attention.
+Lengths are read on the device alone, so that a CUDA graph can replay a step with others.
 
 Shapes: T tokens, B sequences, N of them with one query, H query heads, K kv heads, D head dim,
-P pages, S slots per page, M pages per sequence, G = H / K.
+P pages, S slots per page, M pages per sequence, G = H / K. W numbers of a row of the cache, which
+are those of llama/ops/kv_cache.py.
 """
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,23 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import views_of
+from llama.ops.triton.kernels import Tile
 
 _PROGRAMS = 1024  # of a decode launch, about: eight for each of the 132 processors of an H200
 _MAX_SPLITS = 64
 _MAX_OFFSET = 2**31  # numbers in a layer's plane of the cache, for offsets of 32 bits
 
 
-class Tile(NamedTuple):
-    """How much one program takes at a time, and how it is compiled."""
-
-    rows: int  # queries times G, at least 16
-    keys: int
-    warps: int
-    stages: int
-
-
 def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-    """queries (T, H, D), one layer's kv_cache (2, P, S, K, D) -> (T, H, D).
+    """queries (T, H, D), one layer's kv_cache (2, P, S, K, W) -> (T, H, D).
 
     D is a power of two, from 16 to 256. A sequence without tokens gets zeros.
     """
@@ -52,11 +42,11 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     queries = queries.contiguous()
     out = torch.empty_like(queries)
     width, group = page_table.stride(0), n_heads // n_kv_heads
-    plane = kv_cache.numel() // 2
+    plane, cache = kv_cache.numel() // 2, views_of(kv_cache)
     scale = head_dim**-0.5 * math.log2(math.e)  # for powers of 2
     sizes = {
         "H": n_heads, "K": n_kv_heads, "D": head_dim, "S": kv_cache.shape[2],
-        "WIDE": plane >= _MAX_OFFSET,
+        "W": kv_cache.shape[4], "WIDE": plane >= _MAX_OFFSET,
     }  # fmt: skip
     if num_decodes:
         splits = num_splits(num_decodes, n_kv_heads)
@@ -67,8 +57,8 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
             partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out.device)
             parts = partial, partial[rows * head_dim :]
         decode_kernel[num_decodes, n_kv_heads, splits](
-            queries, kv_cache, page_table, seq_lens, out, *parts, scale, plane, width,
-            **sizes, ROWS=tile.rows, KEYS=tile.keys, SPLITS=splits,
+            queries, *cache, page_table, seq_lens, out, *parts, scale, plane, width,
+            **sizes, ROWS=tile.rows, KEYS=tile.columns, SPLITS=splits,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if splits > 1:
@@ -80,8 +70,8 @@ def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         # The last block of each sequence may be short: see _find_block.
         num_blocks = (num_tokens - num_decodes) // block + num_prefills
         prefill_kernel[num_blocks, n_kv_heads](
-            queries, kv_cache, page_table, query_starts, seq_lens, out, scale, plane, width,
-            num_decodes, num_prefills, **sizes, ROWS=tile.rows, KEYS=tile.keys,
+            queries, *cache, page_table, query_starts, seq_lens, out, scale, plane, width,
+            num_decodes, num_prefills, **sizes, ROWS=tile.rows, KEYS=tile.columns,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
@@ -99,10 +89,7 @@ def num_splits(num_decodes: int, n_kv_heads: int) -> int:
 def decode_variants(n_kv_heads: int) -> list[int]:
     """Of each number of parts, the largest num_decodes that gets it, the fewest parts last."""
     most = num_splits(1, n_kv_heads)
-    return [
-        _PROGRAMS // (splits * n_kv_heads)
-        for splits in (most >> i for i in range(most.bit_length()))
-    ]
+    return [_PROGRAMS // ((most >> i) * n_kv_heads) for i in range(most.bit_length())]
 
 
 @functools.cache
@@ -125,15 +112,22 @@ def has_wide_tiles(device: torch.device) -> bool:
 
 
 @triton.jit
+def _unit(at, is_there):
+    """float32 of the upper 16 bits."""
+    bits = tl.load(at, mask=is_there, other=0).to(tl.int32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend(
-    q, sees, first, last, keys, values, table, scale,
-    K: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    q, sees, first, last, head, kv_cache, units, plane, table, scale,
+    K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows q (ROWS, D) over positions [first, last) of the sequence whose pages `table` lists.
 
-    sees (ROWS): the last position that each row may see. keys, values: a kv head's, at slot 0.
-    Returns the weighted sums (ROWS, D), each row's largest score, and its sum of weights.
+    sees (ROWS): the last position that each row may see. head: of the keys and values. Returns the
+    weighted sums (ROWS, D), each row's largest score, and its sum of weights.
     """
     peak = tl.full([ROWS], -1.0e30, tl.float32)  # finite: a row that sees nothing yet gives no NaN
     total = tl.zeros([ROWS], tl.float32)
@@ -146,17 +140,23 @@ def _attend(
         page = tl.load(table + position // S, mask=is_there, other=0)
         if not WIDE:
             page = page.to(tl.int32)  # offsets of 64 bits would take twice the registers
-        offset = ((page * S + position % S) * (K * D))[:, None] + dims[None, :]
-        block = tl.load(keys + offset, mask=is_there[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(block)) * scale
+        page *= S * K * W
+        at = (page + (position % S * K + head) * D)[:, None] + dims[None, :]
+        unit_at = (page + S * K * D) // 2 + head * S + position % S
+        block = tl.load(kv_cache + at, mask=is_there[:, None], other=0)
+        scores = tl.dot(q, tl.trans(block.to(q.dtype))) * scale
+        if units is not None:
+            scores *= _unit(units + unit_at, is_there)[None, :]
         can_see = is_there[None, :] & (position[None, :] <= sees[:, None])
         scores = tl.where(can_see, scores, -float("inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
-        block = tl.load(values + offset, mask=is_there[:, None], other=0.0)
-        sums = sums * fade[:, None] + tl.dot(weights.to(block.dtype), block)
         total = total * fade + tl.sum(weights, 1)
+        block = tl.load(kv_cache + plane + at, mask=is_there[:, None], other=0)
+        if units is not None:
+            weights *= _unit(units + plane // 2 + unit_at, is_there)[None, :]
+        sums = sums * fade[:, None] + tl.dot(weights.to(q.dtype), block.to(q.dtype))
         peak = new_peak
     return sums, peak, total
 
@@ -167,9 +167,9 @@ def _attend(
     do_not_specialize_on_alignment=["table", "seq_lens"],
 )
 def decode_kernel(
-    queries, kv_cache, table, seq_lens, out, partial, logsumexp, scale, plane, width,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    queries, kv_cache, units, table, seq_lens, out, partial, logsumexp, scale, plane, width,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One sequence's one query and one kv head, over one of SPLITS parts of its keys.
 
@@ -189,9 +189,8 @@ def decode_kernel(
     first = split * part
     last = tl.minimum(first + part, length)
     sums, peak, total = _attend(
-        q, tl.full([ROWS], 0, tl.int32) + last, first, last, kv_cache + head * D,
-        kv_cache + plane + head * D, table + seq.to(tl.int64) * width, scale,
-        K, D, S, ROWS, KEYS, WIDE,
+        q, tl.full([ROWS], 0, tl.int32) + last, first, last, head, kv_cache, units, plane,
+        table + seq.to(tl.int64) * width, scale, K, D, S, W, ROWS, KEYS, WIDE,
     )  # fmt: skip
     total = tl.where(first < last, total, 1.0)
     sums = sums / total[:, None]
@@ -248,10 +247,10 @@ def _find_block(block, query_starts, num_decodes, num_prefills, BLOCK: tl.conste
     do_not_specialize_on_alignment=["table", "query_starts", "seq_lens"],
 )
 def prefill_kernel(
-    queries, kv_cache, table, query_starts, seq_lens, out, scale, plane, width,
+    queries, kv_cache, units, table, query_starts, seq_lens, out, scale, plane, width,
     num_decodes, num_prefills,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of ROWS // G queries of one sequence, and one kv head, over all keys they see."""
     G: tl.constexpr = H // K
@@ -274,8 +273,8 @@ def prefill_kernel(
     q = tl.load(queries + start * (H * D) + q_at, mask=is_real[:, None], other=0.0)
     last = tl.minimum(length, past + (place + 1) * BLOCK)
     sums, _, total = _attend(
-        q, past + query, 0, last, kv_cache + head * D, kv_cache + plane + head * D,
-        table + seq.to(tl.int64) * width, scale, K, D, S, ROWS, KEYS, WIDE,
+        q, past + query, 0, last, head, kv_cache, units, plane,
+        table + seq.to(tl.int64) * width, scale, K, D, S, W, ROWS, KEYS, WIDE,
     )  # fmt: skip
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     at = out + start * (H * D) + q_at

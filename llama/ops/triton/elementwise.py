@@ -1,9 +1,8 @@
 """The small ops of a layer on a GPU: residual and RMSNorm, rotary embedding and store, SwiGLU.
 
-In and out: as `llama.ops.norm`, `llama.ops.rope` and `llama.ops.swiglu`, which define them. Each
-reads its rows once and writes once, where the torch bodies go over them up to ten times. They round
-where the torch bodies round, so that in 16 bits nearly all results are the same bits; a sum may be
-added in another order, and an exponential may differ in its last bit.
+In and out: as `llama.ops.norm`, `llama.ops.rope` and `llama.ops.swiglu`, which define them. They
+round where the torch bodies round, so that in 16 bits nearly all results are the same bits; a sum
+may be added in another order, and an exponential may differ in its last bit.
 
 Shapes: T rows, E model dim, F ffn, H query heads, K kv heads, D head dim, P pages, S slots per
 page.
@@ -16,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama.ops.kv_cache import LEAST_UNIT, views_of
+
+_LEAST_UNIT = tl.constexpr(LEAST_UNIT)
+_WHOLE = tl.constexpr(1.5 * 2**23)  # added to a float32 of up to 22 bits, it leaves a whole number
 SILU_BLOCK = 1024  # numbers of a row per program
 ROPE_HEADS = 8  # heads of a token per program
 
@@ -65,12 +68,12 @@ def norm_kernel(
 
 
 def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
-    """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, D), slots (T) -> queries (T, H, D).
+    """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, W), slots (T) -> queries (T, H, D).
 
     freqs_cis (T, D/2) is complex64. D is a power of two.
     """
     num_tokens, n, head_dim = qkv.shape
-    n_kv_heads = kv_cache.shape[3]
+    _, _, page_size, n_kv_heads, row = kv_cache.shape
     n_heads = n - 2 * n_kv_heads
     assert kv_cache.is_contiguous() and slots.is_contiguous(), (kv_cache.shape, slots.shape)
     assert freqs_cis.shape == (num_tokens, head_dim // 2), (freqs_cis.shape, qkv.shape)
@@ -79,21 +82,22 @@ def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tens
     if num_tokens:
         grid = num_tokens, -(-n // ROPE_HEADS)
         rope_kernel[grid](
-            qkv, freqs, kv_cache, slots, queries, kv_cache.numel() // 2, H=n_heads, K=n_kv_heads,
-            D=head_dim, HEADS=ROPE_HEADS, num_warps=rope_warps(head_dim),
+            qkv, freqs, *views_of(kv_cache), slots, queries, kv_cache.numel() // 2,
+            H=n_heads, K=n_kv_heads, D=head_dim, S=page_size, W=row, HEADS=ROPE_HEADS,
+            num_warps=rope_warps(head_dim),
         )  # fmt: skip
     return queries
 
 
 def rope_warps(head_dim: int) -> int:
-    """8 numbers per thread: 16 bytes at a time."""
-    return min(8, max(1, ROPE_HEADS * head_dim // (8 * 32)))
+    return min(8, max(1, ROPE_HEADS * head_dim // (8 * 32)))  # 8 numbers a thread: 16 bytes at once
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rope_kernel(
-    qkv, freqs, kv_cache, slots, queries, plane,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    qkv, freqs, kv_cache, units, slots, queries, plane,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: queries and keys are rotated, keys and values go to their slot."""
     token = tl.program_id(0).to(tl.int64)
@@ -112,9 +116,20 @@ def rope_kernel(
     # Keys are in the cache's first plane, values in its second.
     slot = tl.load(slots + token)
     is_value = (head >= H + K).to(tl.int64)
-    cache_at = (slot * K + head - H - is_value * K) * D + is_value * plane
-    is_stored = is_there & (head >= H)[:, None]
-    tl.store(kv_cache + cache_at[:, None] + dims[None, :], x, mask=is_stored)
+    own, page = head - H - is_value * K, slot // S * (S * K * W) + is_value * plane
+    cache_at = page + (slot % S * K + own) * D
+    is_stored = (head >= H) & (head < H + 2 * K)
+    if units is not None:
+        wide = x.to(tl.float32)
+        unit = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 1), 127.0), _LEAST_UNIT)
+        unit += tl.sum(wide * 0.0, 1)  # NaN where there is one, which a maximum hides
+        bits = unit.to(tl.int32, bitcast=True)  # rounded to the upper 16 of them
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        unit_at = (page + S * K * D) // 2 + own * S + slot % S
+        tl.store(units + unit_at, bits.to(tl.int16), mask=is_stored)
+        counted = tl.div_rn(wide, (bits << 16).to(tl.float32, bitcast=True)[:, None])
+        x = (counted + _WHOLE - _WHOLE).to(kv_cache.dtype.element_ty)
+    tl.store(kv_cache + cache_at[:, None] + dims[None, :], x, mask=is_stored[:, None])
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -122,8 +137,7 @@ def silu_mul(x: Tensor) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], width)
-    rows = out.numel() // width
-    if rows:
+    if rows := out.numel() // width:
         grid = rows, -(-width // SILU_BLOCK)
         silu_mul_kernel[grid](x, out, F=width, BLOCK=SILU_BLOCK, num_warps=4)
     return out

@@ -3,10 +3,7 @@
 In: names of kernels, types, and tiles of products. Out: for an op, whether it may use its kernel on
 some tensors; where it may not, it runs its torch body, which is the definition. The model holds its
 `KernelSet` and hands it to each op. Nothing here imports Triton: an op imports its kernel's module
-only after it has asked here.
-
-Tests make one for tensors on the CPU, under TRITON_INTERPRET=1, to run whole steps through the
-kernels.
+only after it has asked here. Tests make one for the CPU, under TRITON_INTERPRET=1.
 """
 
 from collections.abc import Mapping
@@ -22,16 +19,16 @@ _LOGITS = torch.float32  # what "sample" takes, whatever the model's type
 
 
 class Tile(NamedTuple):
-    """How much of a weight one program of a product takes at a time, and how it is compiled.
+    """How much one program takes at a time, and how it is compiled: of a product, or of attention.
 
     It holds plain numbers, so that it can be written to a file and made again from there.
     """
 
-    rows: int  # of the weight, per program
-    columns: int  # of the weight, per turn; K is a multiple of it
+    rows: int  # of the weight, per program; or queries times G, at least 16
+    columns: int  # of the weight, per turn, K is a multiple of it; or keys
     warps: int
     stages: int
-    uses_dot: bool  # matrix units; without them one row of x only
+    uses_dot: bool = True  # matrix units; without them one row of x only
 
 
 class Blocks(NamedTuple):

@@ -1,10 +1,9 @@
 """A few rows times a weight on a GPU, where that beats the library that torch calls.
 
 In: x (..., K) of at most 16 rows, or 64 times a quantized weight, and a weight (N, K). Out:
-(..., N). Each program reads its rows of the weight once, whole, and streams them past the few rows
-of x: such a product is bound by memory. Which tile is fastest, and whether the library's is faster
-than all, depends on the GPU, the format, N, K and M. So `candidates` are timed there once, and a
-model's `KernelSet` holds the winners; where there is none, torch does it, of what `plain` writes.
+(..., N). Each program streams its rows of the weight past the few rows of x. Which tile is fastest,
+and whether the library's is, depends on the GPU, the format, N, K and M: `candidates` are timed
+there once, and a model's `KernelSet` holds the winners; else torch does it, of what `plain` writes.
 
 Shapes: M rows, in any leading dimensions; N outputs, K inputs.
 """
@@ -20,22 +19,13 @@ from llama.ops.triton.kernels import Blocks, Tile
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: one choice for each
 _LEAST_DOT = 16  # the fewest rows that a matrix unit multiplies at once
-
-
-_DOT_TILES = (
-    Tile(32, 256, 4, 4, True),
-    Tile(64, 128, 4, 4, True),
-    Tile(16, 256, 4, 5, True),
-    Tile(32, 128, 4, 6, True),
-)
-_VECTOR_TILES = (
-    Tile(4, 1024, 4, 4, False),
-    Tile(8, 512, 4, 4, False),
-    Tile(16, 256, 4, 4, False),
+_TILES = (
+    Tile(4, 1024, 4, 4, False), Tile(8, 512, 4, 4, False), Tile(16, 256, 4, 4, False),
     Tile(4, 512, 4, 6, False),
-)
-_BLOCK_TILES = (  # the last one has room for 64 rows of x
-    (Tile(32, 256, 4, 4, False), Tile(32, 512, 8, 4, False)), (Tile(32, 128, 4, 4, True),)
+    Tile(32, 256, 4, 4), Tile(64, 128, 4, 4), Tile(16, 256, 4, 5), Tile(32, 128, 4, 6),
+)  # fmt: skip
+_BLOCK_TILES = (  # of quantized weights; the last one has room for 64 rows of x
+    Tile(32, 256, 4, 4, False), Tile(32, 512, 8, 4, False), Tile(32, 128, 4, 4),
 )  # fmt: skip
 
 
@@ -43,8 +33,8 @@ def candidates(kind: int, n: int, k: int, m: int) -> list[Tile]:
     """Tiles for M rows times a weight (N, K) of a kind, 0 if plain; none where M is too large."""
     if not 1 <= m <= (BUCKETS[-1] if kind else _LEAST_DOT) or n < 1:
         return []
-    vectors, dots = _BLOCK_TILES if kind else (_VECTOR_TILES, _DOT_TILES)
-    return [tile for tile in (vectors + dots if m == 1 else dots) if k % tile.columns == 0]
+    tiles = _BLOCK_TILES if kind else _TILES
+    return [x for x in tiles if k % x.columns == 0 and (x.uses_dot or m == 1)]
 
 
 def run(x: Tensor, weight: Tensor | Blocks, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,11 +1,8 @@
 """Which kernels a GPU may use: checked once in processes of their own, then read from a file.
 
 In: a job. Out: for each of its kernels whether it passed, or why it did not. A wrong kernel can
-hang or end its process, so this one runs none: a child checks one after the other, and where one
-fails, another child goes on with those that are left. All of it ends before ranks that wait for it
-give up. The result lies as JSON in the folder of the CPU kernels, under a name that follows from
-everything that it depends on: GPU, driver, torch, Triton and the C compiler that it needs, the
-sources of all that the checks run, type and sizes.
+hang or end its process, so children run them, and all ends before ranks that wait give up. The
+result lies as JSON in the folder of the CPU kernels, under a name made of all it depends on.
 """
 
 import contextlib
@@ -29,7 +26,6 @@ import torch
 from pydantic import TypeAdapter
 
 from llama.ops.cpu import native
-from llama.ops.triton.kernels import NAMES
 from llama.ops.triton.selfcheck import JOB, PARENT, RESULT, CheckResult, Job
 
 PROGRAM = ("-m", "llama.ops.triton.selfcheck")  # what follows Python's name in a child
@@ -66,11 +62,6 @@ def _is_interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
-
-
-def names_for(dtype: str) -> tuple[str, ...]:
-    """The kernels that there are for a type: products of float32 stay with torch."""
-    return ("sample",) if dtype == "fp32" else NAMES
 
 
 def load_or_check(job: Job, program: Sequence[str] = PROGRAM) -> CheckResult:

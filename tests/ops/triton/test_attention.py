@@ -8,6 +8,7 @@ from helpers.batches import batch_of
 from helpers.kernels import INTERPRETED
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import pick_kv_format
 from llama.ops.triton import attention
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
@@ -24,7 +25,9 @@ class Case:
     What no query may see is NaN: pages of nobody, and slots past a sequence's end.
     """
 
-    def __init__(self, lens, query_lens, dtype, shape=(4, 1, 32), page_size=4) -> None:
+    def __init__(
+        self, lens, query_lens, dtype, shape=(4, 1, 32), page_size=4, in_8_bits=False
+    ) -> None:
         n_heads, n_kv_heads, head_dim = shape
         generator = torch.Generator().manual_seed(sum(lens))
         held = [-(-n // page_size) for n in lens]
@@ -40,8 +43,21 @@ class Case:
             self.kv_cache.flatten(1, 2)[:, slots] = torch.randn(shape, generator=generator).to(
                 dtype
             )
+        self.numbers = self.kv_cache.flatten(1, 2).double()
+        if in_8_bits:
+            self._round(self.numbers)
         shape = (sum(query_lens), n_heads, head_dim)
         self.queries = torch.randn(shape, generator=generator).to(dtype)
+
+    def _round(self, numbers: Tensor) -> None:
+        """The cache, and the numbers, in 8 bits; bytes of what is NaN stand for NaN."""
+        kv_format, dtype = pick_kv_format("int8", torch.device("cuda")), self.kv_cache.dtype
+        (*sizes, head_dim), slots = self.kv_cache.shape, torch.arange(numbers.shape[1])
+        self.kv_cache = torch.full((*sizes, kv_format.row(head_dim, dtype)[0]), 255).byte()
+        for plane, x in zip(self.kv_cache, numbers, strict=True):
+            is_there = ~x.isnan().flatten(1).any(1)
+            kv_format.store(plane, slots[is_there], x[is_there])
+            x.copy_(kv_format.load(plane, slots, x.dtype))
 
     def run(self, kernels: KernelSet = INTERPRETED) -> Tensor:
         return paged_attention(self.queries, self.kv_cache, self.batch, kernels)
@@ -55,8 +71,7 @@ class Case:
             for seen in range(length - new + 1, length + 1):
                 at = torch.arange(seen)
                 slots = self.batch.page_table[seq, at // size] * size + at % size
-                parts = self.kv_cache.flatten(1, 2)[:, slots].double()
-                keys, values = parts.repeat_interleave(group, 2)
+                keys, values = self.numbers[:, slots].repeat_interleave(group, 2)
                 scores = torch.einsum("hd,lhd->hl", self.queries[row].double(), keys)
                 weights = (scores / keys.shape[2] ** 0.5).softmax(-1)
                 out.append(torch.einsum("hl,lhd->hd", weights, values))
@@ -144,6 +159,18 @@ def test_a_static_batch_with_padding(monkeypatch, poisoned, dtype):
             got = paged_attention(queries, case.kv_cache, padded, INTERPRETED)
         assert (got[:3] - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
         assert (got[3:] == 0).all()
+
+
+def test_a_cache_in_8_bits(monkeypatch, poisoned, launches):
+    """Nothing is rounded that the cache has not rounded, and the torch body agrees."""
+    monkeypatch.setattr(attention, "num_splits", lambda *_: 2)
+    dtype = torch.float32
+    case = Case([1, 40, 130, 16, 23], [1, 1, 1, 16, 5], dtype, (4, 2, 16), in_8_bits=True)
+    check(case, poisoned)
+    assert launches == ["decode_kernel", "merge_kernel", "prefill_kernel"]
+    assert (case.run(TORCH_ONLY) - case.exact()).abs().max() < 1e-5
+    case = Case([37, 9], [1, 9], torch.float16, in_8_bits=True)
+    check(case, poisoned)
 
 
 def test_the_torch_body_agrees(monkeypatch, dtype):

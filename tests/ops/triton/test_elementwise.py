@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.kernels import INTERPRETED
+from llama.ops.kv_cache import ON_GPU
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
@@ -80,6 +81,40 @@ def test_rope_and_store(both, dtype, count, heads, head_dim):
 
     def run(kernels: KernelSet) -> tuple[Tensor, Tensor]:
         kv_cache = before.clone()
+        return rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels), kv_cache
+
+    got, want = both(run)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_a_store_in_8_bits_hides_no_nan(both):
+    qkv = numbers(2, 3, 16, dtype=torch.float32)
+    qkv[0, 2, 5] = float("nan")
+    freqs_cis, slots = precompute_freqs_cis(16, 2, 5e5, None), torch.tensor([3, 1])
+
+    def run(kernels: KernelSet) -> Tensor:
+        kv_cache = torch.zeros(2, 1, 4, 1, 18, dtype=torch.uint8)
+        rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels)
+        return ON_GPU["int8"].load(kv_cache[1], slots, torch.float32).isnan().flatten(1)
+
+    for found in both(run):
+        assert found.all(1).tolist() == [True, False] and not found[1].any()
+
+
+@pytest.mark.parametrize("n_kv_heads, head_dim", [(2, 32), (1, 64)])
+def test_a_store_in_8_bits(both, dtype, n_kv_heads, head_dim):
+    """The bytes of the torch body; rows of zeros, and of the least and largest numbers, among
+    them."""
+    qkv = numbers(7, 4 + 2 * n_kv_heads, head_dim, dtype=dtype)
+    for row, size in enumerate((0.0, torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8)):
+        qkv[row] *= size
+    freqs_cis = precompute_freqs_cis(head_dim, 7, 5e5, None)
+    slots = torch.randperm(24, generator=torch.Generator().manual_seed(2))[:7]
+    before = torch.arange(2 * 24 * n_kv_heads * (head_dim + 2)) % 251
+
+    def run(kernels: KernelSet) -> tuple[Tensor, Tensor]:
+        kv_cache = before.byte().view(2, 6, 4, n_kv_heads, head_dim + 2)
         return rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels), kv_cache
 
     got, want = both(run)

@@ -103,13 +103,16 @@ KERNELS = {  # what each kernel of a self-check must have launched
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name, kv_format",
+    [*((name, None) for name in KERNELS), ("attention", "int8"), ("rope_and_store", "int8")],
+)
+def test_each_kernel_runs_in_its_check_and_passes(launches, monkeypatch, name, kv_format):
     """In the interpreter; a product's tiles are far larger than these sizes, so two small ones."""
     tiles = [Tile(16, 32, 4, 3, True), Tile(8, 32, 4, 2, False)]
     monkeypatch.setattr(products, "candidates", lambda kind, n, k, m: tiles[: 2 if m == 1 else 1])
     monkeypatch.setattr(attention, "_PROGRAMS", 8)
-    assert check_kernel(job(name), name) == []
+    assert check_kernel(replace(job(name), kv_format=kv_format), name) == []
     assert set(launches) == KERNELS[name]
 
 
