@@ -13,12 +13,9 @@ from llama.model.args import ModelArgs
 
 
 class Entry(NamedTuple):
-    """hf: Hugging Face's name. shape: V vocabulary, E model dim, F ffn, K kv heads x head dim.
-    dim: the dimension that the ranks of a group divide among them; None: each holds the whole."""
-
-    hf: str
-    shape: str
-    dim: int | None
+    hf: str  # Hugging Face's name
+    shape: str  # V vocabulary, E model dim, F ffn, K kv heads x head dim
+    dim: int | None  # that the ranks of a group divide; None: each holds the whole
 
 
 TABLE = {  # by Meta's name; N is the number of a layer

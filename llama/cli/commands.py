@@ -97,21 +97,14 @@ def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) ->
 
 
 def stream_continuation(
-    llama: Any,
-    prompt: bytes,
-    temperature: float,
-    top_p: float,
-    max_gen_len: int | None,
-    *,
-    seed: int | None = None,
-    heading: str = "",
+    llama: Any, prompt: bytes, *sampling: Any, heading: str = "", **more: Any
 ) -> None:
     """Write the heading and the continuation of one prompt to stdout, as it is generated. Rank 0
-    has the prompt, and writes. Nothing is written of a prompt that cannot be used."""
+    has the prompt, and writes. sampling, more: as of `Llama.stream_text`."""
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "there is one prompt", "or start fewer processes")
     text = parallel.broadcast_bytes(prompt).decode()
-    deltas = llama.stream_text([text], temperature, top_p, max_gen_len, seed=seed)
+    deltas = llama.stream_text([text], *sampling, **more)
     for piece in itertools.chain((delta.text for delta in deltas), "\n"):
         if parallel.rank == 0:
             _write(heading + piece, alone=parallel.size == 1)
@@ -119,8 +112,7 @@ def stream_continuation(
 
 
 def _write(piece: str, *, alone: bool) -> None:
-    """A piece of the answer, at once. BrokenPipeError where nobody reads it, on a rank alone: else
-    the others still need its steps."""
+    """A piece of the answer, at once; BrokenPipeError on a rank alone: others need its steps."""
     try:
         sys.stdout.write(piece)
         sys.stdout.flush()

@@ -11,9 +11,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import Recorder, is_decode
+from llama.engine.graphs import is_decode
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
 from llama.engine.rows import RowResults
@@ -84,23 +85,12 @@ class EngineCore:
         num_pages: int,
         page_size: int = PAGE_SIZE,
         token_budget: int | None = None,
-        async_scheduling: bool | None = None,
-        recorder: Recorder | None = None,
-        reserve: int = 0,
+        **of_runner: Any,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
-
-        async_scheduling, recorder, reserve: see `ModelRunner`.
-        """
+        of_runner: what else `ModelRunner` takes."""
         batch_size = model.params.max_batch_size
-        runner = ModelRunner(
-            model,
-            num_pages=num_pages,
-            page_size=page_size,
-            async_scheduling=async_scheduling,
-            recorder=recorder,
-            reserve=reserve,
-        )
+        runner = ModelRunner(model, num_pages=num_pages, page_size=page_size, **of_runner)
         scheduler = Scheduler(
             PagePool(runner.num_pages, page_size),
             max_batch_size=batch_size,

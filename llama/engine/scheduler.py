@@ -21,16 +21,13 @@ from llama.engine.sequence import Sequence, no_pages
 @dataclass(slots=True)
 class Scheduled:
     """`count` tokens of a sequence from `start` on, the first that were not computed, and which of
-    them want a result. Those that sample are its last known one, and the drafts behind it.
-
-    drafts: guesses of its next tokens, which the step verifies; after it, those that were right.
-    """
+    them want a result. Those that sample are its last known one, and the drafts behind it."""
 
     sequence: Sequence
     start: int
     count: int
     rows: tuple[Rows, ...]
-    drafts: Seq[int] = ()
+    drafts: Seq[int] = ()  # guesses that the step verifies; after it, those that were right
 
     def offsets(self, kind: RowKind) -> range:
         """Of the rows that want this kind of result."""

@@ -34,12 +34,9 @@ _NAMED = "{'type': 'function', 'function': {'name': ...}}"
 
 
 class ToolFormat(Enum):
-    """LLAMA_3_1: one JSON object per answer. LLAMA_3_2, also of 3.3: a list of Python calls.
-    NONE: the model was trained without tools (3.0, Llama Guard)."""
-
-    NONE = "none"
-    LLAMA_3_1 = "llama3.1"
-    LLAMA_3_2 = "llama3.2"
+    NONE = "none"  # the model was trained without tools (3.0, Llama Guard)
+    LLAMA_3_1 = "llama3.1"  # one JSON object per answer
+    LLAMA_3_2 = "llama3.2"  # also of 3.3: a list of Python calls
 
 
 def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:

@@ -1,7 +1,6 @@
 """Requests from asyncio code: one async iterator per request, one engine behind all of them.
 
-In: `generate` calls from any number of tasks, in any event loop. Out: each one's RequestOutputs as
-they come; a slow reader gets several steps in one. The model runs in one thread of its own.
+A slow reader gets several steps in one output. The model runs in one thread of its own.
 """
 
 import asyncio

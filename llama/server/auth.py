@@ -23,15 +23,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(frozen=True)
 class AuthAndLimits:
-    """api_keys: if there are any, one must come as "Authorization: Bearer KEY" or "x-api-key: KEY".
-    loopback: the server listens on this machine alone; then only its names are accepted as Host, so
-    that no web page can reach it by a name of its own (DNS rebinding). open_paths: without a key.
-    """
+    """loopback: the server listens on this machine alone; then only its names are accepted as Host,
+    so that no web page can reach it by a name of its own (DNS rebinding)."""
 
     app: ASGIApp
-    api_keys: Sequence[str]
+    api_keys: Sequence[str]  # one must come, if any, as "Authorization: Bearer" or "x-api-key"
     loopback: bool
-    open_paths: frozenset[str] = frozenset()
+    open_paths: frozenset[str] = frozenset()  # without a key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -28,8 +28,7 @@ _LOG_S = 10.0  # between two lines of the log
 
 
 class Connections:
-    """How many are open. most: in all, as far as the process may have descriptors; most_of_one:
-    from one address, three quarters of these if it is None."""
+    """How many are open. most_of_one: from one address; None is three quarters of all."""
 
     def __init__(self, most: int, most_of_one: int | None) -> None:
         if min(most, most if most_of_one is None else most_of_one) < 1:

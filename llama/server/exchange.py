@@ -157,7 +157,7 @@ async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
 
 
 async def prepare_chat(
-    service: Service, chat: OpenAIRequest, *, ends_with_context: bool = False
+    service: Service, chat: OpenAIRequest, *, must_fit: bool = True
 ) -> EngineRequest:
     """The engine's request for a dialog; ApiError 400 names a field of the body."""
     service.check_room(chat.num_answers, chat.fields.names.get("n", "n"))
@@ -166,7 +166,7 @@ async def prepare_chat(
         params = chat.chat_params(service.tool_format)
     except (TypeError, ValueError) as e:
         raise chat.fields.refusal(e) from None
-    return await service.prepare(ids, params, chat.fields, ends_with_context=ends_with_context)
+    return await service.prepare(ids, params, chat.fields, must_fit=must_fit)
 
 
 async def respond(

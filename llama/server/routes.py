@@ -57,14 +57,14 @@ def routes(service: Service) -> APIRouter:
     async def responses(body: ResponsesBody, http: Request) -> Response:
         """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        request = await prepare_chat(service, chat, ends_with_context=True)
+        request = await prepare_chat(service, chat, must_fit=False)
         return await respond(service, http, chat, [request], partial(ResponseAnswer, body))
 
     @router.post(MESSAGES_URL)
     async def messages(body: MessagesBody, http: Request) -> Response:
         """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        request = await prepare_chat(service, chat, ends_with_context=True)
+        request = await prepare_chat(service, chat, must_fit=False)
         return await respond(service, http, chat, [request], MessageAnswer)
 
     @router.post(COUNT_URL)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from llama.checks import FieldError
 from llama.generation import Llama
@@ -109,16 +110,9 @@ class Service:
         return self._tool_format or self.loaded().tool_format
 
     async def prepare(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        fields: ErrorFields,
-        *,
-        index: int = 0,
-        ends_with_context: bool = False,
+        self, prompt: str | list[int], params: SamplingParams, fields: ErrorFields, **more: Any
     ) -> Request:
-        """A checked request. ApiError 400 names the field of the body. ends_with_context: so does
-        an answer whose max_tokens have no room; else they are an error."""
+        """A checked request; more: see `Preparer.prepare`. ApiError 400 names the body's field."""
         tokenizer = self.loaded().tokenizer
         if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
             names = {i: name for name, i in tokenizer.special_tokens.items()}
@@ -126,9 +120,8 @@ class Service:
         assert self.engine is not None
         try:
             async with asyncio.timeout(_PREPARE_S):
-                return await self.engine.prepare(
-                    prompt, params, "", index=index, must_fit=not ends_with_context
-                )
+                more = {"index": 0, "must_fit": True, **more}
+                return await self.engine.prepare(prompt, params, "", **more)
         except ContextLengthError as e:
             if e.field == "max_tokens":
                 param = fields.names.get("max_tokens", "max_tokens")

@@ -16,14 +16,14 @@ from llama.generation import Llama
 from llama.ranks.signals import SIGNALS
 
 
-def chat_on_engine(llama: Llama, *, system: str | None = None, **settings: Any) -> None:
+def chat_on_engine(llama: Llama, **settings: Any) -> None:
     """Talk until the person leaves or input ends; every rank makes this call. settings: those of
     `/set`. ValueError for a bad setting, and for several model-parallel groups."""
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "a chat is one conversation", "or start fewer processes")
     context = llama.model.params.max_seq_len
     SIGNALS.has_begun = True  # on every rank
-    conversation = Conversation(llama.formatter, context, system=system, **settings)
+    conversation = Conversation(llama.formatter, context, **settings)
     terminal = Terminal(parallel.watch)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:

@@ -21,18 +21,13 @@ _DEFAULTS = SamplingParams()
 
 
 def chat_on_server(
-    url: str,
-    *,
-    api_key: str | None = None,
-    model: str | None = None,
-    system: str | None = None,
-    **settings: Any,
+    url: str, *, api_key: str | None = None, model: str | None = None, **settings: Any
 ) -> None:
-    """Talk until the person leaves or input ends. settings: those of `/set`. ServerError or
+    """Talk until the person leaves or input ends. settings: of `Conversation`. ServerError or
     ValueError for a server that cannot be used, ValueError for a bad setting."""
     with closing(Client(url, api_key)) as client:
         name, context = client.run(client.model(model))
-    conversation = Conversation(None, context, system=system, **settings)
+    conversation = Conversation(None, context, **settings)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
         """Each has a connection, which ends with it: so the server stops too."""
