@@ -153,8 +153,7 @@ class Llama:
         return self.llm_engine.lead(work)
 
     def close(self) -> None:
-        """Abort what is not finished, and give this rank its stdout back. Later calls are errors.
-        `with Llama.build(...) as llama:` closes it at the end."""
+        """Abort what is not finished, and give back this rank's stdout. Later calls are errors."""
         self.llm_engine.close()
         self.engine.runner.close()
         if self._muted is not None:

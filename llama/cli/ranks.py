@@ -129,8 +129,7 @@ def _let_rank_0_end() -> None:
 
 
 def finish_on_signal(drain_s: float | None = None) -> None:
-    """Before a model is loaded: SIGTERM or Ctrl-C lets the ranks finish what they run, and no more,
-    in drain_s seconds. Default: LLAMA_DRAIN_S, else 20."""
+    """SIGTERM or Ctrl-C lets ranks finish what they run, in drain_s (LLAMA_DRAIN_S, else 20)."""
     given = (os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s
     with contextlib.suppress(ValueError):
         given = float(given)
@@ -138,8 +137,7 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
 
 def _lost_connection(error: Exception) -> RuntimeError | None:
-    """For torch's error for its store or a socket, the same in one line, with the address and what
-    to look at; torch adds its C++ stack. None for another error."""
+    """For torch's error of its store or a socket, one line without its stack; None for another."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(error, distributed.DistError):
         return None

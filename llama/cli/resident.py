@@ -44,9 +44,8 @@ _POLL_S = 0.05
 def resident_server(
     options: argparse.Namespace, flags: dict[str, Any], *, is_new: bool = False
 ) -> Iterator[str]:
-    """The URL of the server of a model, which does not end for being idle within the block. flags:
-    those of `llama serve`, where one must be started. is_new: it must; ValueError where one lives.
-    OSError with the last words of one that cannot start."""
+    """The URL of a model's server, which does not end for being idle within the block. flags: of
+    `llama serve`, to start one. is_new: ValueError where one lives. OSError: it cannot start."""
     with extra("client", "a resident server"):
         from llama.cli.client import Client, ServerError
     stem, process, began = _stem(options), None, time.monotonic()

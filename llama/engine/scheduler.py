@@ -229,8 +229,7 @@ class Scheduler:
         return hashes
 
     def _grow(self, seq: Sequence, count: int) -> bool:
-        """Allocate pages for `count` more tokens, preempting the youngest running sequences. False
-        if `seq` itself was preempted."""
+        """Allocate pages for `count` more tokens, by preemption if need be; False if of `seq`."""
         if seq.num_computed + count <= len(seq.pages) * self.pool.page_size:
             return True
         wanted = self.pool.pages_for(seq.num_computed + count)

@@ -247,8 +247,7 @@ class Transformer(nn.Module):
         return h
 
     def use_modules(self, wanted: bool = True) -> None:
-        """Run the layers module by module from now on, or as is fastest: for whoever looks into
-        them. A hook does so by itself, as long as it is there."""
+        """Run the layers module by module from now on, as a hook does while it is there; or not."""
         self._execution.uses_modules = wanted
 
     def execution_path(self) -> Executor | None:

@@ -107,9 +107,8 @@ class ModelParallel:
         return int(x)
 
     def broadcast_bytes(self, data: bytes, *, is_idle: bool = False) -> bytes:
-        """Rank 0's bytes, on every rank of the group. One thread per rank may call it at a time.
-        is_idle: rank 0 may be silent for any time; in shared memory the others then sleep for as
-        long as all processes live, and over gloo the wait has its limit."""
+        """Rank 0's bytes, on every rank of the group, from one thread of each. is_idle: rank 0 may
+        be silent for any time, and ranks in shared memory sleep; gloo's wait has its limit."""
         if self.control is None or self.size == 1:
             return data
         if self.shared is None:
@@ -146,8 +145,7 @@ def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
 
 
 def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
-    """The bytes of the first rank of a gloo group, on all of its ranks. A message of up to 504 is
-    one broadcast: [length, message, zeros]."""
+    """The first rank's bytes, on all of a gloo group: [length, up to 504 bytes], then the rest."""
     if dist.get_rank(group):
         data = b""
     room = _FRAME_BYTES - _LENGTH_BYTES

@@ -51,8 +51,7 @@ def connect(
     model_parallel_size: int | None, device: torch.device, timeout_s: float
 ) -> ModelParallel:
     """Join the process groups that torchrun's variables describe; alone, make groups of one.
-    `timeout_s` (seconds) bounds every wait for another rank. ValueError where the size, by default
-    the world's, does not divide that, or differs from an earlier one."""
+    timeout_s: of each wait. ValueError where the size does not divide the world, or differs."""
     world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
     size = world_size if model_parallel_size is None else model_parallel_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
@@ -96,9 +95,8 @@ def _loopback_if_alone() -> Iterator[None]:
 
 
 def _join_alone() -> None:
-    """The groups that scripts for Meta's build find, of this one process. torch's backend "fake"
-    answers each collective at once, as if all ranks sent the same, which is true of one. gloo would
-    listen on four ports and start a dozen threads."""
+    """The groups that scripts for Meta's build find, of one process: torch's backend "fake" answers
+    as if all ranks sent the same. gloo would take four ports and a dozen threads."""
     if not dist.is_initialized():
         atexit.register(disconnect)
         backend = "fake" if torch_private.register_fake_backend() else "gloo"
@@ -113,8 +111,7 @@ def _make_fairscale_groups(size: int) -> None:
 
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
-    """Wait for the other ranks, and make the groups: RankError where one does not come, or where
-    they cannot reach each other."""
+    """Meet the other ranks, and make the groups; RankError where they do not come, or connect."""
     watch = Watch.of_process()
     if watch is not None:  # an earlier call of this process
         store = torch_private.default_store()
@@ -253,8 +250,7 @@ def _first_sum(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def check_carries(backends: str, device: torch.device) -> None:
-    """ValueError where a group with these backends, as "cpu:gloo,cuda:nccl", which the program may
-    have made itself, cannot exchange tensors of `device`."""
+    """ValueError where groups with these backends cannot exchange tensors of the device."""
     if device.type not in {part.split(":")[0] for part in backends.split(",")}:
         raise ValueError(
             f"device='{device}', but this process joined process groups that carry other tensors "

@@ -72,8 +72,7 @@ class Rendezvous:
         self._thread.start()
 
     def close(self) -> None:
-        """This rank is done. Where all had met, the others are told that it leaves in order. Rank
-        0, which may hold the store, gives them a moment to read it."""
+        """This rank is done, and says so; rank 0, which may hold the store, waits for readers."""
         if self.has_met.is_set():
             self._has_left, began = True, time.monotonic()
             self._wait(lambda: self.has_read_since(began))
@@ -139,8 +138,7 @@ class Rendezvous:
         return own == min(processes.ranks_started_by(agent()), default=own - local)
 
     def wait_for_listener(self, address: tuple[str, int], is_agents: bool) -> None:
-        """Wait until something listens there: torch's own wait cannot be broken off. is_agents:
-        torchrun's agent does, and has done so before it started any rank."""
+        """Wait until something listens there; is_agents: torchrun's agent, before all ranks."""
         refusals = 0
         while time.monotonic() < self._deadline and not self._is_done.is_set():
             try:

@@ -77,9 +77,8 @@ class SharedMemory:
         timeout_s: float,
         is_ending: Callable[[], bool] = lambda: False,
     ) -> "SharedMemory | None":
-        """Meet the other ranks: one for this rank, or None on every rank, where one is on another
-        machine, or cannot map the memory of the first. exchange: this rank's bytes -> those of all
-        ranks, in order. All ranks call it alike."""
+        """Meet the other ranks: one for each, or None on all, where one cannot map the first's
+        memory. exchange: this rank's bytes -> those of all ranks, in order."""
         machine = _machine()
         fd = _create(len(names)) if machine and rank == 0 else None
         met = exchange(f"{machine}\n{os.getpid()}\n{fd}".encode())

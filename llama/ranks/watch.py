@@ -87,8 +87,7 @@ class Watch(threading.Thread):
         return next((t for t in threading.enumerate() if isinstance(t, Watch)), None)
 
     def meet(self) -> None:
-        """Begin, and wait until all ranks have come. NotMetError on one rank of each machine where
-        one does not come; the others just end."""
+        """Wait until all have come. NotMetError on one rank of each machine; others just end."""
         SIGNALS.install()
         sys.excepthook = self._excepthook
         self.rendezvous.start()

@@ -48,8 +48,7 @@ class AsyncLLMEngine:
     async def prepare(
         self, prompt: str | list[int], params: SamplingParams, request_id: str, **more: Any
     ) -> Request:
-        """A checked request for `stream`; more: see `Preparer.prepare`. A long text is encoded,
-        and a grammar compiled, in a thread, while the event loop goes on."""
+        """A checked request for `stream`, see `Preparer`. What takes long runs in a thread."""
         if self._is_closed:
             raise RuntimeError("this AsyncLLMEngine is closed: make another one")
         prepare = functools.partial(self.engine.prepare, request_id, prompt, params, **more)

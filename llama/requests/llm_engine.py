@@ -78,8 +78,7 @@ class LLMEngine:
         self.submit(prepared())
 
     def submit(self, requests: Iterable[Request]) -> list[Request]:
-        """Compare the requests across the ranks, and queue them; `step` returns their outputs. An
-        error of the iterable on one rank is an error on every rank."""
+        """Compare the requests across the ranks, and queue them; `step` returns their outputs."""
         compared = self._compare(requests)
         for request in compared:
             if request.listener is None:

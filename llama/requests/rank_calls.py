@@ -47,8 +47,7 @@ class RankCalls:
 
     @contextlib.contextmanager
     def one_caller(self, has_requests: Callable[[], bool]) -> Iterator[None]:
-        """Where every rank makes the same calls, one thread of each makes them: RuntimeError while
-        another one calls, or has unfinished requests."""
+        """One thread of each rank makes all calls, unless rank 0 leads: RuntimeError in others."""
         if self.parallel.size == 1 or self.is_led:
             yield
             return

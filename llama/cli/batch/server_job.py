@@ -101,10 +101,9 @@ class ServerAnswers:
         return [record for answer in answers if (record := self._record(*answer)) is not None]
 
     async def _reply(self, path: str, body: dict[str, Any], name: str) -> Reply:
-        """That of an attempt, after waits that grow, or as long as the server asks for: between a
-        half and the whole of it, so that many clients do not come back at once. ServerError of the
-        last attempt, if it is no transient one, if the next wait would end later than `retry_s`
-        after the first failure, or once `stops` is set."""
+        """That of an attempt, after waits that grow, or as long as the server asks for, shortened
+        at random by up to a half. ServerError of the last attempt, if it is not transient,
+        `retry_s` is over, or `stops` is set."""
         wait_s, end = _FIRST_WAIT_S, None
         while True:
             try:

@@ -195,8 +195,7 @@ class LLM(EngineFrontend):
     def _requests(
         self, encode: Callable[[], list[Any]], params: Any, made: list[VllmRequest]
     ) -> Iterator[VllmRequest]:
-        """A request for each prompt, which `made` gets too. The engine iterates over it where an
-        error on one rank becomes an error on every rank."""
+        """A request for each prompt, in `made` too; iterated where an error is one of all ranks."""
         prompts = encode()
         params = self.get_default_sampling_params() if params is None else params
         each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)

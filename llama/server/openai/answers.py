@@ -163,8 +163,7 @@ class Completion:
 
 
 class _Choice:
-    """One answer to one prompt. echoed, echoed_scores: the prompt and those of its tokens, where
-    the request wants them in front of the answer."""
+    """One answer to one prompt; with echo, the prompt and its scores come in front of it."""
 
     def __init__(
         self,
