@@ -18,10 +18,11 @@ from llama.checkpoint import packed, reader
 from llama.checkpoint.find import Checkpoint, find
 from llama.checkpoint.tokenizer_files import load_tokenizer
 from llama.checkpoint.verify import LoadCheck
-from llama.checks import number, path_like
+from llama.checks import brief, number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.model.args import ModelArgs
+from llama.model.layers import Matrix
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
@@ -45,28 +46,24 @@ _SCORED_ROWS = 256  # rows of logits that a step holds at the least
 
 @dataclass(frozen=True)
 class Loaded:
-    """One rank's model with its tokenizer, and how many pages its KV cache has. is_guard: it is
-    Llama Guard, which has no tools. file_type: what a file of quantized weights is called.
-    draft_model: guesses for it."""
+    """One rank's model with its tokenizer, and how many pages its KV cache has."""
 
     model: Transformer
     tokenizer: Tokenizer
     num_pages: int
-    is_guard: bool = False
-    file_type: str | None = None
+    is_guard: bool = False  # Llama Guard, which has no tools
+    file_type: str | None = None  # what a file of quantized weights is called
     packed_by: str | None = None  # the command that would have spared reading and packing
-    draft_model: Transformer | None = None
+    draft_model: Transformer | None = None  # guesses for it
 
     def describe(self, has_graphs: bool) -> str:
         """Device, type, ranks and sizes, as `Llama.build` prints them."""
         params, device = self.model.params, self.model.norm.weight.device
-        dtype = self.model.norm.weight.dtype
-        name = self.model.quantization or dtype_name(dtype)
+        name = self.model.quantization or dtype_name(self.model.norm.weight.dtype)
         if self.file_type not in (None, name):
             name += f" from {self.file_type}"
         kv_format = self.model.plan.kv_format.name
-        tokens = f"{self.num_pages * PAGE_SIZE:,} tokens"
-        tokens += f" in {kv_format}" if kv_format else ""
+        tokens = f"{self.num_pages * PAGE_SIZE:,} tokens" + f" in {kv_format}" * bool(kv_format)
         sequences = self.num_pages // pages_for(params.max_seq_len)
         return (
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
@@ -198,10 +195,8 @@ class _Files:
         shape: tuple[int, int],
         verify: bool,
     ) -> Transformer:
-        """Read this rank's weights, each checked if `verify`, and packed once it is whole.
-
-        shape: max_seq_len and max_batch_size.
-        """
+        """Read this rank's weights, each checked if `verify`, and packed once it is whole. shape:
+        max_seq_len and max_batch_size. A warning names those with NaN, as packing sees them."""
         if device.type == "cpu":
             set_num_threads()
         args = replace(self.checkpoint.params, max_seq_len=shape[0], max_batch_size=shape[1])
@@ -223,6 +218,10 @@ class _Files:
         )
         if self.checkpoint.in_codes:
             model.quantization = self.checkpoint.file_type
+        held = [x for x in model.modules() if isinstance(x, Matrix)]
+        if faulty := ["/".join(x.names) for x in held if not x.weight.is_finite]:
+            told = f"{self.checkpoint.weights_path} holds NaN or infinity in {brief(faulty)}"
+            warnings.warn(f"{told}: fetch or convert it again", stacklevel=2)
         return model
 
 
@@ -321,10 +320,8 @@ def pages_for(num_tokens: int) -> int:
 def choose_sizes(
     memory: Memory, seq_len: int | None, batch_size: int, kv_bytes: int | None, longest: int
 ) -> tuple[int, int]:
-    """max_seq_len and the pages of the KV cache: as asked for, or as large as the memory allows.
-
-    longest: the model's own limit in tokens. ValueError if not one sequence of max_seq_len fits.
-    """
+    """max_seq_len and the pages of the KV cache: as asked for, or as large as the memory allows, up
+    to the model's limit, `longest`. ValueError if not one sequence of max_seq_len fits."""
     room, page = memory.room, memory.per_token * PAGE_SIZE
     if kv_bytes is not None and kv_bytes > room:
         raise ValueError(
@@ -352,11 +349,9 @@ def choose_sizes(
 
 
 def step_bytes(params: ModelArgs, plan: LayerPlan, dtype: torch.dtype, batch_size: int) -> int:
-    """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache.
-
-    The residual stream and its norm, q with k and v twice, gate and up with their product; and
-    float32 logits of sequences or scored rows four times over (whole, counted, adjusted, sampled).
-    """
+    """What a step of TOKEN_BUDGET tokens holds on one rank beside weights and KV cache: the
+    residual stream and its norm, q with k and v twice, gate and up with their product; and float32
+    logits of sequences or scored rows four times over (whole, counted, adjusted, sampled)."""
     per_token = 4 * plan.dim + 2 * plan.qkv_dim + 3 * plan.ffn_dim
     tokens = max(TOKEN_BUDGET, batch_size)
     rows = max(batch_size, _SCORED_ROWS)

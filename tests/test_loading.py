@@ -1,11 +1,14 @@
 """How large the KV cache becomes: by hand, and through `Llama.build` on a simulated machine."""
 
 import inspect
+import math
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from helpers.checkpoints import write_meta
+from helpers.kernels import KERNELS_RUN
 from llama import Llama
 from llama.cli.flags import FLAGS
 from llama.cli.model import BUILD_FLAGS
@@ -129,3 +132,18 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     ):
         with pytest.raises(ValueError, match=f"^{next(iter(bad))}=.* must be a whole number from "):
             Llama.build(folder, device="cpu", **bad)
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="torch packs without a look at the numbers")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_weights_that_are_not_finite_are_named(make_checkpoint, quantize):
+    """In one warning; packing reads each number anyway."""
+    folder, state, params = make_checkpoint(n_layers=2)
+    state["layers.1.attention.wo.weight"][3, 5] = math.nan
+    state["layers.0.feed_forward.w2.weight"][-1, -1] = -math.inf
+    write_meta(folder, params, state, 1)
+    named = (
+        r"in \['layers\.0\.feed_forward\.w2\.weight', 'layers\.1\.attention\.wo\.weight'\]: fetch"
+    )
+    with pytest.warns(UserWarning, match=named):
+        Llama.build(str(folder), None, 32, 1, device="cpu", quantize=quantize)

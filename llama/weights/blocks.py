@@ -50,13 +50,15 @@ class BlockedWeight(Weight):
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
         assert can_pack(plain), (plain.shape, plain.dtype, plain.device)
-        n, k = plain.shape
+        (n, k), largest, threads = plain.shape, 0, torch.get_num_threads()
         if native.kernels() is not None:
-            room = workspace("pack_workspace", 2 * k, torch.get_num_threads())
-            native.call("pack_bf16", plain, room, n, k)
+            room = workspace("pack_workspace", 2 * k, threads)
+            largest = native.call("pack_bf16", plain, room, n, k, threads)
         else:
             plain.copy_(in_blocks(plain).reshape(n, k))
-        return cls((n, k), plain.view(n // N_BLOCK, k // 2, N_BLOCK, 2))
+        held = cls((n, k), plain.view(n // N_BLOCK, k // 2, N_BLOCK, 2))
+        held.is_finite = largest < 0x7F80  # infinity in bf16
+        return held
 
     def linear(
         self, x: Tensor, dtype: torch.dtype | None = None, kernels: KernelSet = TORCH_ONLY

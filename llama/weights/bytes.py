@@ -57,7 +57,9 @@ class BytesWeight(GroupedWeight):
         scales = torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
         room = workspace("pack_workspace", k, torch.get_num_threads())
         native.call("pack_rows", plain, values, scales, room, n, k)
-        return cls((n, k), values, scales)
+        held = cls((n, k), values, scales)
+        held.is_finite = bool(scales.isfinite().all())
+        return held
 
     def numbers(self, ids: Tensor) -> Tensor:
         return self.packed_rows(ids).float()

@@ -23,6 +23,7 @@ class Weight(nn.Module):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of matrices that it can be made from
     kind: ClassVar[int] = 0  # of quantized numbers, Matrix::Numbers in kernels.h
     values: nn.Parameter
+    is_finite: bool = True  # False where packing it came upon NaN or infinity
 
     def __init__(self, shape: tuple[int, int], values: Tensor) -> None:
         super().__init__()

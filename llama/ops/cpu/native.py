@@ -177,7 +177,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
         (_BF16, torch.complex64, Tensor, _I64, _BF16, *[int] * 6),
     ),
     "pack_workspace": (int, (int, int)),
-    "pack_bf16": (None, (_BF16, _U8, int, int)),
+    "pack_bf16": (int, (_BF16, _U8, int, int, int)),
     "pack_rows": (None, (_BF16, Tensor, _F32, _U8, int, int)),
     "pack_nibbles": (None, (_U8, torch.int32, int, int)),
     "pack_bytes": (None, (_U8, _U8, int, int)),

@@ -187,16 +187,27 @@ extern "C" {
 // Bytes of workspace for pack_bf16 (row_bytes = 2 k) and pack_rows (row_bytes = k).
 long pack_workspace(long row_bytes, long threads) { return threads * pack_bytes(row_bytes); }
 
-// weight (n, k) is packed in place.
-void pack_bf16(char* weight, char* workspace, long n, long k, int threads) {
-#pragma omp parallel for num_threads(threads)
+// weight (n, k) is packed in place. The largest of its numbers, without their signs, as bits: above
+// those of infinity if one is NaN.
+long pack_bf16(char* weight, char* workspace, long n, long k, long threads) {
+  uint16_t found = 0;
+#pragma omp parallel for num_threads(threads) reduction(max : found)
   for (long block = 0; block < n / N_BLOCK; block++) {
     char* own = workspace + omp_get_thread_num() * pack_bytes(2 * k);
     char* rows = weight + block * N_BLOCK * 2 * k;
-    for (long r = 0; r < N_BLOCK; r++)
-      std::memcpy(own + r * (2 * k + PAD), rows + r * 2 * k, 2 * k);
+    uint16_t largest = 0;
+    for (long r = 0; r < N_BLOCK; r++) {
+      const auto* from = (const uint16_t*)(rows + r * 2 * k);
+      auto* to = (uint16_t*)(own + r * (2 * k + PAD));
+      for (long i = 0; i < k; i++) {
+        to[i] = from[i];
+        largest = std::max<uint16_t>(largest, from[i] & 0x7fff);
+      }
+    }
+    found = std::max(found, largest);
     transpose(own, (uint32_t*)rows, k / 2);
   }
+  return found;
 }
 
 // weight (n, k) -> values in int8, packed, and scales (n).
