@@ -37,12 +37,14 @@ _MOST_THREADS = 16
 
 class Quantized(NamedTuple):
     """A matrix (N, K) that a file holds in codes. read: its rows and columns from where to where,
-    unpacked on a device. is_rotated: then all columns are read."""
+    unpacked on a device. is_rotated: then all columns are read. pack: rows and columns into values
+    and scales like those of a `Coded`; whether that could be."""
 
     kind: str
     shape: torch.Size
     read: Callable[[slice, slice, torch.device], Coded]
     is_rotated: bool = False
+    pack: Callable[[range, slice, Coded, Tensor, Tensor], bool] | None = None
 
 
 class MappedTensor(NamedTuple):
@@ -104,14 +106,16 @@ def _open_gguf(header: Header) -> dict[str, MappedTensor]:
     file = header.file
     content = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
     tensors = {}
-    for name, (shape, kind, offset, num_bytes) in header.tensors.items():
+    for name, info in header.tensors.items():
+        shape, kind, offset, num_bytes = info
         data, quantized = content[offset : offset + num_bytes], None
         if kind.name in _GGUF_DTYPES:
             data = data.view(_GGUF_DTYPES[kind.name]).view(shape)
         else:
             data = data.view(*shape[:-1], -1)
             read = functools.partial(gguf_blocks.read, data, kind)
-            quantized = Quantized(kind.name, torch.Size(shape), read)
+            pack = functools.partial(gguf_blocks.pack, file, info)
+            quantized = Quantized(kind.name, torch.Size(shape), read, pack=pack)
         tensors[name] = MappedTensor(file, data, offset, quantized)
     return tensors
 

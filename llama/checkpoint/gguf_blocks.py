@@ -8,11 +8,13 @@ quants.py in https://github.com/ggml-org/llama.cpp.
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llama.checkpoint.gguf import Kind
+from llama.checkpoint.downloads import broken
+from llama.checkpoint.gguf import Kind, TensorInfo
 from llama.ops.cpu import native
 from llama.weights.coded import Coded
 
@@ -105,6 +107,32 @@ def read(data: Tensor, kind: Kind, rows: slice, columns: slice, device: torch.de
     some = data[rows, first * kind.num_bytes : end * kind.num_bytes].to(device)
     begin = first * kind.block
     return _unpack(some, kind).columns(columns.start - begin, columns.stop - begin)
+
+
+def pack(
+    file: Path, info: TensorInfo, rows: range, columns: slice, like: Coded, values: Tensor,
+    scales: Tensor,
+) -> bool:  # fmt: skip
+    """As `read`, from the file into the packed values and scales of a weight, whose groups are
+    those of `like`. False where they are of other types, or not all numbers are finite."""
+    kind, stride = info.kind, info.num_bytes // info.shape[0]
+    numbers, _ = _FORMATS[kind.name]
+    n, k = len(rows), columns.stop - columns.start
+    is_whole = k % kind.block == 0 == columns.start % kind.block
+    if not is_whole or scales.dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
+        return False
+    begin = info.offset + rows.start * stride + columns.start // kind.block * kind.num_bytes
+    sizes = n, k, like.group, 1 if like.offset is None else 2
+    table, state = torch.tensor(numbers, dtype=torch.float32), torch.zeros(1, dtype=torch.int64)
+    with file.open("rb") as source:
+        place = source.fileno(), begin, stride, [*_FORMATS].index(kind.name)
+        native.call(
+            "pack_gguf", values, scales, table, state, *place, len(numbers), *sizes,
+            values.itemsize > 1,
+        )  # fmt: skip
+    if state > 1:
+        raise broken(file, "became shorter while it was read")
+    return not state
 
 
 def _unpack(rows: Tensor, kind: Kind) -> Coded:

@@ -26,7 +26,7 @@ from llama.device import drop_pages
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
-from llama.weights.coded import Coded, CodedRows, alike, joined
+from llama.weights.coded import Coded, CodedRows, joined
 
 # Computed, not learned: some files carry them.
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq", "rope_freqs.weight")
@@ -57,16 +57,21 @@ def bytes_of(
 def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
     reader, parallel = CheckpointReader(checkpoint), ModelParallel(rank=0, size=size)
     model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
-    total = 0.0
+    total, known = 0.0, {}
     for module, shards in model.loading_order():
         left = dict(shards)
         for names in _matrices(module, shards):
-            most = math.lcm(32, checkpoint.params.head_dim)  # whole heads, and whole blocks
-            if (coded := reader.coded(names, 0, size, most)) is not None:
-                rows = sum(len(left.pop(name)) for name in names)
-                (n, k), held = coded.shape, formats.packed(coded)
+            of = tuple(reader.shards[0][name].quantized for name in names)
+            alike = tuple(x and (x.kind, x.shape) for x in of)  # such matrices take the same
+            if alike not in known and (coded := reader.coded(names, 0, size)) is not None:
+                (n, k), held = coded.first.shape, formats.packed(coded.first)
                 thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
-                total += (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
+                rows = coded.shape[0]
+                known[alike] = (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
+            if alike in known:
+                total += known[alike]
+                for name in names:
+                    del left[name]
         total += sum(shard.nbytes for shard in left.values())
     return math.ceil(total)
 
@@ -116,8 +121,7 @@ class CheckpointReader:
         """Are two tensors the same numbers in every shard? Other layouts then hold them once."""
         same = all(torch.equal(shard[one].data, shard[other].data) for shard in self.shards)
         a, b = (self.coded([name]) for name in (one, other)) if same else (None, None)
-        both = zip(a.parts(), b.parts(), strict=True) if a and b else ()
-        return same and all(torch.equal(x.scale, y.scale) for x, y in both)
+        return same and (a is None or b is None or torch.equal(a.read().scale, b.read().scale))
 
     def dtype(self, name: str) -> torch.dtype:
         """Of the numbers; of those in codes, what they become where plain ones are wanted."""
@@ -169,30 +173,46 @@ class CheckpointReader:
         if raw is not into:
             fill(into, raw)
 
-    def coded(
-        self, names: Sequence[str], rank: int = 0, size: int = 1, most_rows: int | None = None
-    ) -> CodedRows | None:
+    def coded(self, names: Sequence[str], rank: int = 0, size: int = 1) -> CodedRows | None:
         """What one of `size` ranks holds of tensors whose rows stand below one another, as the file
         has it, read when taken; None where not all are in codes that can do so. On the CPU."""
         of = [self.shards[0][name].quantized for name in names]
         if any(x is None or (x.is_rotated and size > 1) for x in of):
             return None
 
-        def read(most: int | None) -> Iterator[Coded]:
-            for name in names:
-                fill = self._fill(name, "meta")
-                yield from (x for _, x in self._unpacked(name, rank, size, _CPU, fill, most))
+        def read(most: int | None = None) -> Coded | None:
+            fills = ((name, self._fill(name, "meta")) for name in names)
+            parts = (self._unpacked(name, rank, size, _CPU, fill, most) for name, fill in fills)
+            return joined([coded for part in parts for _, coded in part])
 
-        def parts() -> Iterator[Coded]:
-            for part in read(most_rows) if in_blocks else [joined([*read(most_rows)])]:
-                same = part and alike([part, *first])
-                assert same, names
-                yield same[0]
+        def read_all() -> Coded:
+            whole = read()
+            assert whole is not None, names
+            return whole
 
-        first, shapes = [*read(self.params.head_dim)], shard_shapes(self.params, size)
-        counts = [min(shapes[name][0], most_rows or shapes[name][0]) for name in names]
-        in_blocks = not any(n % 32 for n in counts) and all(x.down is None for x in first)
-        return CodedRows((sum(counts), first[0].shape[1]), parts) if alike(first) else None
+        def pack(values: Tensor, scales: Tensor) -> bool:
+            if first is None or not in_blocks:
+                return False
+            blocks = [len(rows) // 32 for rows, _ in shares]
+            pieces = zip(of, shares, values.split(blocks), scales.split(blocks), strict=True)
+            return all(x and x.pack and x.pack(*own, first, *into) for x, own, *into in pieces)
+
+        shares = [self._share(name, rank, size) for name in names]
+        in_blocks = not any(len(rows) % 32 for rows, _ in shares)
+        first = read(math.lcm(32, self.params.head_dim) if in_blocks else None)
+        if first is None:
+            return None
+        n = sum(len(rows) for rows, _ in shares)
+        return CodedRows((n, first.shape[1]), first, read_all, pack)
+
+    def _share(self, name: str, rank: int, size: int) -> tuple[range, slice]:
+        """The rows and columns that one of `size` ranks reads of a tensor in codes."""
+        n, k = self.shapes[name]
+        dim, *ends = share(self.params, name, self.shapes[name], rank, size)
+        of = self.shards[0][name].quantized
+        if dim == 0:
+            return range(*ends), slice(0, k)
+        return range(n), slice(0, k) if of and of.is_rotated else slice(*ends)
 
     def _unpacked(
         self,
@@ -205,13 +225,10 @@ class CheckpointReader:
     ) -> Iterator[tuple[int, Coded]]:
         """A rank's share of a tensor in codes: some whole heads' rows at a time, in their order,
         each with the number of its first."""
-        n, k = self.shapes[name]
-        dim, *ends = share(self.params, name, self.shapes[name], rank, size)
-        of, rows = self.shards[0][name].quantized, range(*ends) if dim == 0 else range(n)
-        columns = slice(0, k) if dim == 0 or (of and of.is_rotated) else slice(*ends)
+        rows, columns = self._share(name, rank, size)
         rows = rows[:most_rows]
         unit = math.lcm(32, self.params.head_dim)  # whole heads, and whole blocks
-        step = max(_UNPACKED // k // unit, 1) * unit
+        step = max(_UNPACKED // self.shapes[name][1] // unit, 1) * unit
         for i in range(0, len(rows), step):
             some = rows[i : i + step]
             coded = self._read(name, slice(some.start, some.stop), columns, device)

@@ -7,7 +7,7 @@ Shapes: N outputs, K inputs, G groups of K / G neighbours along K, R the rank of
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -92,13 +92,13 @@ class Coded:
 
 @dataclass(frozen=True)
 class CodedRows:
-    """A matrix (N, K). parts: its rows in turn, blocks of 32, `alike`, no adaptors; or at once."""
+    """A matrix (N, K) of a file. first: some of its rows, in the form of all. read: all. pack: fill
+    the values and scales of a weight straight from the file; False where that cannot be."""
 
     shape: tuple[int, int]
-    parts: Callable[[], Iterator[Coded]]
-
-    def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.cat([part.plain(dtype) for part in self.parts()])
+    first: Coded
+    read: Callable[[], Coded]
+    pack: Callable[[Tensor, Tensor], bool]
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ packed_weight.h has the layouts.
 Shapes: N outputs, K inputs, G groups of K / G, R the rank of an adaptor.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import ClassVar, Self
 
 import torch
@@ -20,7 +18,7 @@ from llama.ops.cpu import native
 from llama.ops.linear import linear
 from llama.ops.triton.kernels import TORCH_ONLY, Blocks, KernelSet
 from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack, in_blocks
-from llama.weights.coded import Coded, hadamard
+from llama.weights.coded import Coded, CodedRows, hadamard
 from llama.weights.weight import Weight
 
 _PLAIN = 1 << 26  # numbers that are made plain at once
@@ -75,18 +73,15 @@ class GroupedWeight(BlockedWeight):
         raise NotImplementedError
 
     @classmethod
-    def of_rows(cls, n: int, first: Coded, rest: Iterator[Coded]) -> Self:
-        """As `of` all N rows: the parts of a `CodedRows`."""
-        whole, at = cls.of(first), 0
-        (_, *tail), dtype = whole.values.shape, whole.values.dtype
-        values, scales = huge_empty(n // N_BLOCK, *tail, dtype=dtype), []
-        for held in itertools.chain([whole], map(cls.of, rest)):
-            values[at : at + len(held.values)] = held.values
-            at += len(held.values)
-            scales.append(_unpack_scales(held.scales))
-        whole.shape, whole.values.data = (n, whole.shape[1]), values
-        whole.scales = _smallest(torch.cat(scales))
-        return whole
+    def of_rows(cls, matrix: CodedRows) -> Self:
+        """As `of` all its rows."""
+        few, blocks = cls.of(matrix.first), matrix.shape[0] // N_BLOCK
+        values = huge_empty(blocks, *few.values.shape[1:], dtype=few.values.dtype)
+        scales = huge_empty(blocks, *few.scales.shape[1:], dtype=few.scales.dtype)
+        if not matrix.pack(values, scales):
+            return cls.of(matrix.read())
+        few.shape, few.values.data, few.scales = matrix.shape, values, scales
+        return few
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:

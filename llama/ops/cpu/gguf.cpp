@@ -1,6 +1,12 @@
 // Blocks of GGUF -> codes, scales and offsets: what gguf_blocks.py says of each kind, in the same
-// order, with the same roundings.
-#include "vectors.h"
+// order, with the same roundings. Or, from a file, straight to a packed weight (packed_weight.h).
+#include <omp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "codes.h"
 
 namespace {
 
@@ -15,81 +21,97 @@ void fields(const uint8_t* from, int bytes, uint8_t* to, int up = 0) {
     }
 }
 
-inline float half(const uint8_t* at) { return _cvtsh_ss(load<uint16_t>(at)); }
-
-// A kind: the weights of a block, its bytes, and its groups. Codes begin as zeros.
-template <int WEIGHTS, int BYTES, int GROUPS> struct Block {
-  static constexpr int weights = WEIGHTS, bytes = BYTES, groups = GROUPS;
+// What the groups of a block have: the scale of each is a whole number times the first unit, a float16,
+// and its offset one times the second.
+struct Lines {
+  uint16_t units[2] = {};
+  int8_t numbers[2][16] = {};
+  float of(int which, int group) const { return _cvtsh_ss(units[which]) * (float)numbers[which][group]; }
 };
 
-template <bool OFFSET, bool FIFTH>
-struct Simple : Block<32, 18 + 2 * OFFSET + 4 * FIFTH, 1> {  // Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float* offset) {
+// A kind: the weights of a block, its bytes, its groups, and whether these have offsets. Codes and
+// lines begin as zeros.
+template <int WEIGHTS, int BYTES, int GROUPS, bool OFFSETS = false> struct Block {
+  static constexpr int weights = WEIGHTS, bytes = BYTES, groups = GROUPS;
+  static constexpr bool offsets = OFFSETS;
+};
+
+template <bool OFFSET, bool FIFTH>  // Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL
+struct Simple : Block<32, 18 + 2 * OFFSET + 4 * FIFTH, 1, OFFSET> {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     const uint8_t* parts = b + 2 + 2 * OFFSET;
     fields<4, 16>(parts + 4 * FIFTH, 16, codes);
     if (FIFTH) fields<1, 1>(parts, 4, codes, 4);
-    *scale = half(b);
-    if (OFFSET) *offset = half(b + 2);
+    for (int which = 0; which <= OFFSET; which++) {
+      lines.units[which] = load<uint16_t>(b + 2 * which);
+      lines.numbers[which][0] = 1;
+    }
   }
 };
 
 struct Q8_0 : Block<32, 34, 1> {
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float*) {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     for (int i = 0; i < 32; i++) codes[i] = b[2 + i] ^ 128;
-    *scale = half(b);
+    lines.units[0] = load<uint16_t>(b);
+    lines.numbers[0][0] = 1;
   }
 };
 
-struct Q2K : Block<256, 84, 16> {
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float* offset) {
+struct Q2K : Block<256, 84, 16, true> {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     fields<2, 32>(b + 16, 64, codes);
+    std::memcpy(lines.units, b + 80, 4);
     for (int i = 0; i < 16; i++) {
-      scale[i] = half(b + 80) * (float)(b[i] & 15);
-      offset[i] = -(half(b + 82) * (float)(b[i] >> 4));
+      lines.numbers[0][i] = b[i] & 15;
+      lines.numbers[1][i] = -(b[i] >> 4);
     }
   }
 };
 
 struct Q3K : Block<256, 110, 16> {
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float*) {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     uint8_t scales[16] = {};
     fields<2, 32>(b + 32, 64, codes);
     fields<1, 32>(b, 32, codes, 2);
     fields<4, 8>(b + 96, 8, scales);
     fields<2, 4>(b + 104, 4, scales, 4);
-    for (int i = 0; i < 16; i++) scale[i] = half(b + 108) * (float)(scales[i] - 32);
+    lines.units[0] = load<uint16_t>(b + 108);
+    for (int i = 0; i < 16; i++) lines.numbers[0][i] = scales[i] - 32;
   }
 };
 
-template <bool FIFTH> struct Q4K : Block<256, 144 + 32 * FIFTH, 8> {
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float* offset) {
+template <bool FIFTH> struct Q4K : Block<256, 144 + 32 * FIFTH, 8, true> {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     fields<4, 32>(b + 16 + 32 * FIFTH, 128, codes);
     if (FIFTH) fields<1, 32>(b + 16, 32, codes, 4);
     const uint8_t *low = b + 4, *middle = b + 8, *high = b + 12;
+    std::memcpy(lines.units, b, 4);
     for (int i = 0; i < 4; i++) {
-      scale[i] = half(b) * (float)(low[i] & 63);
-      scale[i + 4] = half(b) * (float)((high[i] & 15) | low[i] >> 6 << 4);
-      offset[i] = -(half(b + 2) * (float)(middle[i] & 63));
-      offset[i + 4] = -(half(b + 2) * (float)(high[i] >> 4 | middle[i] >> 6 << 4));
+      lines.numbers[0][i] = low[i] & 63;
+      lines.numbers[0][i + 4] = (high[i] & 15) | low[i] >> 6 << 4;
+      lines.numbers[1][i] = -(middle[i] & 63);
+      lines.numbers[1][i + 4] = -(high[i] >> 4 | middle[i] >> 6 << 4);
     }
   }
 };
 
 struct Q6K : Block<256, 210, 16> {
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float*) {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     fields<4, 64>(b, 128, codes);
     fields<2, 32>(b + 128, 64, codes, 4);
-    for (int i = 0; i < 16; i++) scale[i] = half(b + 208) * (float)(int8_t)b[192 + i];
+    std::memcpy(lines.numbers[0], b + 192, 16);
+    lines.units[0] = load<uint16_t>(b + 208);
   }
 };
 
 struct IQ4XS : Block<256, 136, 8> {
-  static void unpack(const uint8_t* b, uint8_t* codes, float* scale, float*) {
+  static void unpack(const uint8_t* b, uint8_t* codes, Lines& lines) {
     uint8_t scales[8] = {};
     fields<4, 16>(b + 8, 128, codes);
     fields<4, 1>(b + 4, 4, scales);
     fields<2, 1>(b + 2, 2, scales, 4);
-    for (int i = 0; i < 8; i++) scale[i] = half(b) * (float)(scales[i] - 32);
+    lines.units[0] = load<uint16_t>(b);
+    for (int i = 0; i < 8; i++) lines.numbers[0][i] = scales[i] - 32;
   }
 };
 
@@ -100,24 +122,150 @@ void unpack_all(const uint8_t* blocks, uint8_t* codes, float* scales, float* off
   for (long i = 0; i < count; i++) {
     uint8_t* own = codes + i * Kind::weights;
     std::memset(own, 0, Kind::weights);
-    const long group = i * Kind::groups;
-    Kind::unpack(blocks + i * Kind::bytes, own, scales + group, offsets + group);
+    Lines lines;
+    Kind::unpack(blocks + i * Kind::bytes, own, lines);
+    for (int g = 0; g < Kind::groups; g++) {
+      scales[i * Kind::groups + g] = lines.of(0, g);
+      if (Kind::offsets) offsets[i * Kind::groups + g] = lines.of(1, g);
+    }
   }
 }
+
+// Where rows of blocks are: in a file, `stride` bytes apart.
+struct Source {
+  int file;
+  long offset, stride;
+
+  // `count` rows of `width` bytes, from row `first` on; false where the file ends before.
+  bool read(long first, long count, long width, uint8_t* to) const {
+    const long each = width == stride ? count * width : width;  // bytes that lie together
+    for (long at = offset + first * stride; count > 0; at += stride, count -= each / width)
+      for (const uint8_t* end = to + each; to < end;) {
+        const long part = pread(file, to, end - to, at + each - (end - to));
+        if (part <= 0) return false;
+        to += part;
+      }
+    return true;
+  }
+};
+
+// A packed weight (n, k): nibbles, or bytes, which are numbers[code]; of groups of `group` k, with
+// `per_group` parameters.
+struct Target {
+  char *values, *parameters;
+  const float* numbers;
+  bool are_nibbles;
+  long k, group, per_group;
+};
+
+enum State { GOOD, NOT_FINITE, SHORT };
+constexpr long STEP = 256;  // k at a time: one block, or eight
+
+inline bool is_finite(const Lines& lines) {
+  return (lines.units[0] & 0x7c00) != 0x7c00 && (lines.units[1] & 0x7c00) != 0x7c00;
+}
+
+// The parameters of 32 rows and `count` k, from k = `begin` on: float16 where a block is one group, or
+// eight groups as whole numbers of the block's unit (see Parameters in packed_weight.h).
+template <class Kind>
+void pack_lines(const Lines (*lines)[STEP / Kind::weights], const Target& to, long block, long begin,
+                long count) {
+  constexpr long OWN = Kind::weights / Kind::groups;  // k of a group of the file
+  const long width = to.per_group * N_BLOCK, first = (block * to.k + begin) / to.group;
+  for (long g = 0; g < count / to.group; g++) {
+    const long at = g * to.group, i = at / Kind::weights, own = at % Kind::weights / OWN;
+    char* group = to.parameters + (first + g) * 2 * width;
+    char* eight = to.parameters + (first + g) / 8 * 10 * width;
+    for (long which = 0; which < to.per_group; which++)
+      for (long row = 0, column = which * N_BLOCK; row < N_BLOCK; row++, column++) {
+        const Lines& line = lines[row][i];
+        if (Kind::groups == 1)
+          store(group + 2 * column, line.units[which]);
+        else {
+          if (g % 8 == 0) store(eight + 2 * column, line.units[which]);
+          eight[(2 + g % 8) * width + column] = line.numbers[which][own];
+        }
+      }
+  }
+}
+
+// Codes in place -> what stands for them in a byte.
+inline void look_up(uint8_t* codes, long count, const float* numbers, long last) {
+  const bool follow = numbers[last] - numbers[0] == last;
+  const int first = (int)numbers[0];
+  if (follow)
+    for (long i = 0; i < count; i++) codes[i] += first;
+  else
+    for (long i = 0; i < count; i++) codes[i] = (uint8_t)(int)numbers[codes[i]];
+}
+
+// 32 rows of a packed weight, of blocks that lie row after row.
+template <class Kind> State pack_rows_of(const uint8_t* blocks, const Target& to, long block, long last) {
+  State state = GOOD;
+  for (long begin = 0; begin < to.k; begin += STEP) {
+    const long count = std::min(STEP, to.k - begin);
+    uint8_t codes[N_BLOCK * STEP] = {};
+    Lines lines[N_BLOCK][STEP / Kind::weights];
+    for (long row = 0; row < N_BLOCK; row++)
+      for (long i = 0; i < count / Kind::weights; i++) {
+        const uint8_t* own = blocks + (row * to.k + begin) / Kind::weights * Kind::bytes;
+        Kind::unpack(own + i * Kind::bytes, codes + row * STEP + i * Kind::weights, lines[row][i]);
+        if (!is_finite(lines[row][i])) state = NOT_FINITE;
+      }
+    const long at = (block * to.k + begin) * N_BLOCK;
+    if (to.are_nibbles)
+      write_codes<8>(codes, STEP, count, (uint32_t*)(to.values + at / 2));
+    else {
+      look_up(codes, N_BLOCK * STEP, to.numbers, last);
+      write_codes<2>(codes, STEP, count, (uint16_t*)(to.values + at));
+    }
+    pack_lines<Kind>(lines, to, block, begin, count);
+  }
+  return state;
+}
+
+template <class Kind>
+State pack_all(const Source& from, const Target& to, long n, long last, int threads) {
+  const long width = to.k / Kind::weights * Kind::bytes;
+  int64_t states = 0;
+#pragma omp parallel num_threads(threads) reduction(| : states)
+  {
+    uint8_t* rows = (uint8_t*)std::malloc(N_BLOCK * width);
+#pragma omp for schedule(dynamic)
+    for (long block = 0; block < n / N_BLOCK; block++) {
+      const bool is_there = rows && from.read(block * N_BLOCK, N_BLOCK, width, rows);
+      states |= is_there ? pack_rows_of<Kind>(rows, to, block, last) : SHORT;
+    }
+    std::free(rows);
+  }
+  return states & SHORT ? SHORT : (State)states;
+}
+
+// A function of each kind, by its place in gguf_blocks.py.
+#define EACH_KIND(FUNCTION)                                                                        \
+  {FUNCTION<Simple<false, false>>, FUNCTION<Simple<true, false>>, FUNCTION<Simple<false, true>>,   \
+   FUNCTION<Simple<true, true>>, FUNCTION<Q8_0>, FUNCTION<Q2K>, FUNCTION<Q3K>, FUNCTION<Q4K<false>>, \
+   FUNCTION<Q4K<true>>, FUNCTION<Q6K>, FUNCTION<Simple<false, false>>, FUNCTION<IQ4XS>}
 
 }  // namespace
 
 extern "C" {
 
-// `count` blocks of a kind, by its place in gguf_blocks.py -> codes (count, weights), scales and
-// offsets (count, groups); kinds without offsets write none.
+// `count` blocks of a kind -> codes (count, weights), scales and offsets (count, groups); kinds without
+// offsets write none.
 void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* offsets, long kind,
                  long count, int threads) {
-  constexpr decltype(&unpack_all<Q8_0>) KINDS[] = {
-      unpack_all<Simple<false, false>>, unpack_all<Simple<true, false>>,
-      unpack_all<Simple<false, true>>, unpack_all<Simple<true, true>>,
-      unpack_all<Q8_0>, unpack_all<Q2K>, unpack_all<Q3K>, unpack_all<Q4K<false>>,
-      unpack_all<Q4K<true>>, unpack_all<Q6K>, unpack_all<Simple<false, false>>, unpack_all<IQ4XS>};
+  constexpr decltype(&unpack_all<Q8_0>) KINDS[] = EACH_KIND(unpack_all);
   KINDS[kind](blocks, codes, scales, offsets, count, threads);
+}
+
+// Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, nibbles or bytes; the
+// kind has `codes` codes, which stand for these numbers. k is of whole blocks. state: see State.
+void pack_gguf(char* values, char* parameters, const float* numbers, int64_t* state, long file,
+               long offset, long stride, long kind, long codes, long n, long k, long group,
+               long per_group, bool are_nibbles, int threads) {
+  constexpr decltype(&pack_all<Q8_0>) KINDS[] = EACH_KIND(pack_all);
+  const Target to = {values, parameters, numbers, are_nibbles, k, group, per_group};
+  *state = KINDS[kind]({(int)file, offset, stride}, to, n, codes - 1, threads);
 }
 }

@@ -184,6 +184,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "pack_scales": (None, (_F32, _U8, _I64, int, int, int)),
     "pack_int4": (None, (_BF16, torch.int32, Tensor, int, int)),
     "unpack_gguf": (None, (_U8, _U8, _F32, _F32, int, int)),
+    "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 9, bool)),
     "linear_workspace": (int, (int, int, int)),
     "linear_packed": (None, (_BF16, _I64, Tensor, _U8, int, int, int, bool)),
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),

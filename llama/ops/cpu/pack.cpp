@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "packed_weight.h"
+#include "codes.h"
 
 namespace {
 
@@ -22,31 +22,19 @@ template <class Pair> void transpose(const char* rows, Pair* to, long count) {
         to[i * N_BLOCK + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
 }
 
-// Rows of codes (n, k), k a multiple of 8 -> words of PER_WORD neighbours, 32 rows side by side. `write`
-// makes those of 8 neighbours, which each row has in one number.
-template <int PER_WORD, class Word, class Write>
-void pack_codes(const uint8_t* codes, Word* words, long n, long k, int threads, Write write) {
+// Rows of codes (n, k), k a multiple of 8 -> words of PER_WORD neighbours, 32 rows side by side.
+template <int PER_WORD, class Word>
+void pack_codes(const uint8_t* codes, Word* words, long n, long k, int threads) {
   constexpr long LINE = 64;  // codes of a row at a time
 #pragma omp parallel for num_threads(threads)
   for (long block = 0; block < n / N_BLOCK; block++)
     for (long begin = 0; begin < k; begin += LINE) {
-      uint8_t lines[N_BLOCK][LINE];
+      uint8_t lines[N_BLOCK * LINE];
       const long count = std::min(LINE, k - begin);
       for (long row = 0; row < N_BLOCK; row++)
-        std::memcpy(lines[row], codes + (block * N_BLOCK + row) * k + begin, count);
-      Word* to = words + (block * k + begin) / PER_WORD * N_BLOCK;
-      for (long i = 0; i < count; i += 8, to += 8 / PER_WORD * N_BLOCK) {
-        uint64_t eight[N_BLOCK];
-        for (long row = 0; row < N_BLOCK; row++) eight[row] = load<uint64_t>(lines[row] + i);
-        write(eight, to);
-      }
+        std::memcpy(lines + row * LINE, codes + (block * N_BLOCK + row) * k + begin, count);
+      write_codes<PER_WORD>(lines, LINE, count, words + (block * k + begin) / PER_WORD * N_BLOCK);
     }
-}
-
-// Of bytes 0, 2, 4 and 6 the low halves, side by side.
-inline uint32_t low_nibbles(uint64_t bytes) {
-  bytes &= 0x000f000f000f000f;
-  return (bytes | bytes >> 12 | bytes >> 24 | bytes >> 36) & 0xffff;
 }
 
 // A row of k bf16 -> int8 in units of its scale, which is returned: the largest becomes 127.
@@ -226,18 +214,12 @@ void pack_rows(const uint16_t* weight, int8_t* values, float* scales, char* work
 
 // codes (n, k), each below 16 -> words, packed.
 void pack_nibbles(const uint8_t* codes, uint32_t* words, long n, long k, int threads) {
-  pack_codes<8>(codes, words, n, k, threads, [](const uint64_t* eight, uint32_t* to) {
-    for (long row = 0; row < N_BLOCK; row++)
-      to[row] = low_nibbles(eight[row]) | low_nibbles(eight[row] >> 8) << 16;
-  });
+  pack_codes<8>(codes, words, n, k, threads);
 }
 
 // codes (n, k), k a multiple of 8 -> the same bytes, packed.
 void pack_bytes(const uint8_t* codes, uint16_t* values, long n, long k, int threads) {
-  pack_codes<2>(codes, values, n, k, threads, [](const uint64_t* eight, uint16_t* to) {
-    for (int j = 0; j < 64; j += 16)
-      for (long row = 0; row < N_BLOCK; row++) *to++ = (uint16_t)(eight[row] >> j);
-  });
+  pack_codes<2>(codes, values, n, k, threads);
 }
 
 // weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in float16;
