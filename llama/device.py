@@ -209,28 +209,17 @@ def pinned(x: np.ndarray, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-_PAGE, _HUGE = 4 << 10, 2 << 20  # bytes
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_HUGE, _MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
 
 
 def use_huge_pages(tensor: Tensor) -> None:
     """Ask Linux for pages of 2 MiB under a tensor of host memory that nobody has touched yet."""
-    _advise(tensor, _HUGE, _MADV_HUGEPAGE)
-
-
-def drop_pages(tensor: Tensor) -> None:
-    """Of a tensor mapped from a file, and only read. (Other memory would become zeros.)"""
-    _advise(tensor, _PAGE, _MADV_DONTNEED)
-
-
-def _advise(tensor: Tensor, page: int, advice: int) -> None:
-    if tensor.device.type != "cpu" or sys.platform != "linux":
-        return
-    start = -(-tensor.data_ptr() // page) * page
-    end = (tensor.data_ptr() + tensor.nbytes) // page * page
-    if start < end:
+    start = -(-tensor.data_ptr() // _HUGE) * _HUGE
+    end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
+    if start < end and tensor.device.type == "cpu" and sys.platform == "linux":
+        length = ctypes.c_size_t(end - start)
         with contextlib.suppress(AttributeError):  # a C library without madvise
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), length, _MADV_HUGEPAGE)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

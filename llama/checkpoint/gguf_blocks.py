@@ -110,26 +110,21 @@ def read(data: Tensor, kind: Kind, rows: slice, columns: slice, device: torch.de
 
 
 def pack(
-    file: Path, info: TensorInfo, rows: range, columns: slice, like: Coded, values: Tensor,
-    scales: Tensor,
-) -> bool:  # fmt: skip
-    """As `read`, from the file into the packed values and scales of a weight, whose groups are
-    those of `like`. False where they are of other types, or not all numbers are finite."""
+    file: Path, info: TensorInfo, rows: range, columns: slice, like: Coded, *into: Tensor
+) -> bool:
+    """As `read`, from the file to packed values and scales of a weight, in the groups of `like`.
+    False where these are of other types, or a number is not finite."""
     kind, stride = info.kind, info.num_bytes // info.shape[0]
-    numbers, _ = _FORMATS[kind.name]
-    n, k = len(rows), columns.stop - columns.start
-    is_whole = k % kind.block == 0 == columns.start % kind.block
-    if not is_whole or scales.dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
+    k, type_ = columns.stop - columns.start, torch.uint8 if kind.block > 32 else torch.float16
+    if into[1].dtype is not type_ or k % kind.block or columns.start % kind.block:
         return False
-    begin = info.offset + rows.start * stride + columns.start // kind.block * kind.num_bytes
-    sizes = n, k, like.group, 1 if like.offset is None else 2
-    table, state = torch.tensor(numbers, dtype=torch.float32), torch.zeros(1, dtype=torch.int64)
+    numbers, at = _FORMATS[kind.name][0], columns.start // kind.block * kind.num_bytes
+    table, state = torch.tensor(numbers, dtype=torch.float32), torch.zeros((), dtype=torch.int64)
+    sizes = len(rows), k, like.group, 1 if like.offset is None else 2
     with file.open("rb") as source:
-        place = source.fileno(), begin, stride, [*_FORMATS].index(kind.name)
-        native.call(
-            "pack_gguf", values, scales, table, state, *place, len(numbers), *sizes,
-            values.itemsize > 1,
-        )  # fmt: skip
+        place = source.fileno(), info.offset + rows.start * stride + at, stride
+        codes = [*_FORMATS].index(kind.name), len(numbers), into[0].itemsize > 1
+        native.call("pack_gguf", *into, table, state, *place, *sizes, *codes)
     if state > 1:
         raise broken(file, "became shorter while it was read")
     return not state

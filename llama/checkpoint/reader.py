@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
 
 import torch
 from torch import Size, Tensor, nn
@@ -22,7 +23,6 @@ from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf_quantized import gathered
 from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
 from llama.checks import brief, errors_in
-from llama.device import drop_pages
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
@@ -136,7 +136,7 @@ class CheckpointReader:
         fill, shape = self._fill(name, layout), self.shapes[name]
         dim, start, end = share(self.params, name, shape, rank, size)
         if self.shards[0][name].quantized is not None:
-            for row, coded in self._unpacked(name, rank, size, into.device, fill):
+            for row, coded in self._unpacked(name, rank, size, into.device, fill, None):
                 rows = coded.plain(into.dtype)
                 into[row : row + len(rows)] = rows[:, start:end] if coded.is_rotated else rows
             return
@@ -179,65 +179,54 @@ class CheckpointReader:
         of = [self.shards[0][name].quantized for name in names]
         if any(x is None or (x.is_rotated and size > 1) for x in of):
             return None
+        shares = [self._share(name, rank, size) for name in names]
+        counts = [len(rows) for rows, _ in shares]
+        in_blocks = not any(count % 32 for count in counts)
 
         def read(most: int | None = None) -> Coded | None:
             fills = ((name, self._fill(name, "meta")) for name in names)
             parts = (self._unpacked(name, rank, size, _CPU, fill, most) for name, fill in fills)
             return joined([coded for part in parts for _, coded in part])
 
-        def read_all() -> Coded:
-            whole = read()
-            assert whole is not None, names
-            return whole
-
-        def pack(values: Tensor, scales: Tensor) -> bool:
-            if first is None or not in_blocks:
-                return False
-            blocks = [len(rows) // 32 for rows, _ in shares]
-            pieces = zip(of, shares, values.split(blocks), scales.split(blocks), strict=True)
-            return all(x and x.pack and x.pack(*own, first, *into) for x, own, *into in pieces)
-
-        shares = [self._share(name, rank, size) for name in names]
-        in_blocks = not any(len(rows) % 32 for rows, _ in shares)
         first = read(math.lcm(32, self.params.head_dim) if in_blocks else None)
         if first is None:
             return None
-        n = sum(len(rows) for rows, _ in shares)
-        return CodedRows((n, first.shape[1]), first, read_all, pack)
+
+        def pack(*into: Tensor) -> bool:
+            if not in_blocks:
+                return False
+            parts = (x.split([count // 32 for count in counts]) for x in into)
+            each = zip(of, shares, *parts, strict=True)
+            return all(x and x.pack and x.pack(*own, first, *part) for x, own, *part in each)
+
+        whole = cast(Callable[[], Coded], read)  # of which the first rows have one form
+        return CodedRows((sum(counts), first.shape[1]), first, whole, pack)
 
     def _share(self, name: str, rank: int, size: int) -> tuple[range, slice]:
         """The rows and columns that one of `size` ranks reads of a tensor in codes."""
-        n, k = self.shapes[name]
+        (n, k), of = self.shapes[name], self.shards[0][name].quantized
         dim, *ends = share(self.params, name, self.shapes[name], rank, size)
-        of = self.shards[0][name].quantized
         if dim == 0:
             return range(*ends), slice(0, k)
         return range(n), slice(0, k) if of and of.is_rotated else slice(*ends)
 
     def _unpacked(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        device: torch.device,
-        fill: Fill,
-        most_rows: int | None = None,
+        self, name: str, rank: int, size: int, device: torch.device, fill: Fill, most: int | None
     ) -> Iterator[tuple[int, Coded]]:
-        """A rank's share of a tensor in codes: some whole heads' rows at a time, in their order,
-        each with the number of its first."""
+        """A rank's share of a tensor in codes, or its first rows: some whole heads' rows at a time,
+        in their order, each with the number of its first."""
         rows, columns = self._share(name, rank, size)
-        rows = rows[:most_rows]
         unit = math.lcm(32, self.params.head_dim)  # whole heads, and whole blocks
         step = max(_UNPACKED // self.shapes[name][1] // unit, 1) * unit
-        for i in range(0, len(rows), step):
-            some = rows[i : i + step]
+        for i in range(0, len(rows[:most]), step):
+            some = rows[i : i + (most or step)]
             coded = self._read(name, slice(some.start, some.stop), columns, device)
             yield i, coded if fill is Tensor.copy_ else coded.in_order(fill)
 
     def _read(self, name: str, rows: slice, columns: slice, device: torch.device) -> Coded:
         """Some rows and columns of a tensor in codes, from all shards that have some."""
         parts: list[Coded] = []
-        for i, (file, data, _, quantized) in enumerate(shard[name] for shard in self.shards):
+        for i, (file, _, _, quantized) in enumerate(shard[name] for shard in self.shards):
             dim, low, high = share(self.params, name, self.shapes[name], i, len(self.shards))
             wanted = columns if dim else rows
             here = wanted.start + sum(part.codes.shape[dim] for part in parts)
@@ -246,8 +235,6 @@ class CheckpointReader:
             some = slice(here - low, min(high, wanted.stop) - low)
             with errors_in(f"{file}: {name}"):
                 coded = quantized.read(*((rows, some) if dim else (some, columns)), device)
-            if self.layout == "gguf":
-                drop_pages(data)
             if not coded.is_finite():
                 raise broken(file, f"has a number or a scale of {name} that is not finite")
             parts.append(coded)

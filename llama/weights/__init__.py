@@ -65,12 +65,8 @@ def on_gpu(matrix: _Matrix, quantize: str | None, device: torch.device) -> Weigh
         held = packed(matrix.cpu() if isinstance(matrix, Tensor) else matrix, quantize)
         if isinstance(held, GroupedWeight) and held.blocks() is not None:
             return held.to(device)
-    return PlainWeight.pack(_plain(matrix).to(device))
-
-
-def _plain(matrix: _Matrix) -> Tensor:
-    whole = matrix.read() if isinstance(matrix, CodedRows) else matrix
-    return whole if isinstance(whole, Tensor) else whole.plain(torch.bfloat16)
+    plain = matrix if isinstance(matrix, Tensor) else matrix.plain(torch.bfloat16)
+    return PlainWeight.pack(plain.to(device))
 
 
 def packed(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
@@ -85,7 +81,7 @@ def packed(matrix: _Matrix, quantize: str | None = None, device: torch.device = 
         first = matrix.first if isinstance(matrix, CodedRows) else matrix
         if format := next((x for x in _OF_CODES if x.takes(first)), None):
             return format.of_rows(matrix) if isinstance(matrix, CodedRows) else format.of(matrix)
-        matrix = _plain(matrix)
+        matrix = matrix.plain(torch.bfloat16)
     wanted = (BlockedWeight,) if quantize is None else (QUANTIZED[quantize], BlockedWeight)
     kind = next((kind for kind in wanted if kind.fits(matrix)), PlainWeight)
     return kind.pack(matrix)

@@ -100,6 +100,9 @@ class CodedRows:
     read: Callable[[], Coded]
     pack: Callable[[Tensor, Tensor], bool]
 
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        return self.read().plain(dtype)
+
 
 def hadamard(x: Tensor) -> Tensor:
     """x (..., K), a power of two, times Sylvester's Hadamard matrix over sqrt(K), which is its own

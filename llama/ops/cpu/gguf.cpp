@@ -262,8 +262,8 @@ void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* of
 // Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, nibbles or bytes; the
 // kind has `codes` codes, which stand for these numbers. k is of whole blocks. state: see State.
 void pack_gguf(char* values, char* parameters, const float* numbers, int64_t* state, long file,
-               long offset, long stride, long kind, long codes, long n, long k, long group,
-               long per_group, bool are_nibbles, int threads) {
+               long offset, long stride, long n, long k, long group, long per_group, long kind,
+               long codes, bool are_nibbles, int threads) {
   constexpr decltype(&pack_all<Q8_0>) KINDS[] = EACH_KIND(pack_all);
   const Target to = {values, parameters, numbers, are_nibbles, k, group, per_group};
   *state = KINDS[kind]({(int)file, offset, stride}, to, n, codes - 1, threads);
