@@ -255,6 +255,7 @@ def _parse_gguf(header: Header) -> tuple[dict[bytes, int], list[str]]:
         ) from None
     if made != sorted(made):
         raise ValueError(f"{path}: its merges are not in the order of ids: no Llama 3 tokenizer")
+    metadata.pop(f"tokenizer.ggml.{keys[-1]}", None)  # 280,000 strings, for which nobody asks again
     return ranks, _added_names(path, ranks, added)
 
 

@@ -20,7 +20,6 @@ from llama import device as device_module
 from llama.build_args import BuildArgs
 from llama.device import (
     available_cores,
-    drop_pages,
     free_bytes,
     pick_device,
     pick_dtype,
@@ -374,21 +373,3 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     monkeypatch.setattr(runner, "_start", lambda scheduled: seen.append(chosen[0]))
     runner.start([])
     assert seen == [3] and chosen == [0]
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="smaps is Linux's")
-def test_dropped_pages_of_a_mapped_file_take_no_memory_and_are_read_again(tmp_path):
-    path, size = tmp_path / "file", 1 << 20
-    path.write_bytes(bytes(range(256)) * (size >> 8))
-
-    def resident() -> int:
-        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-        here = (next(x for x in lines if x.startswith("Rss:")) for y in lines if str(path) in y)
-        return sum(int(rss.split()[1]) << 10 for rss in here)
-
-    mapped = torch.from_file(str(path), size=size, dtype=torch.uint8)
-    total = int(mapped.sum())
-    assert resident() == size
-    drop_pages(mapped[1:-1])  # whole pages only: others may hold more than this
-    assert resident() == 2 * 4096
-    assert int(mapped.sum()) == total

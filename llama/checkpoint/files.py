@@ -107,16 +107,15 @@ def _open_gguf(header: Header) -> dict[str, MappedTensor]:
     content = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
     tensors = {}
     for name, info in header.tensors.items():
-        shape, kind, offset, num_bytes = info
-        data, quantized = content[offset : offset + num_bytes], None
-        if kind.name in _GGUF_DTYPES:
-            data = data.view(_GGUF_DTYPES[kind.name]).view(shape)
+        data, quantized = content[info.offset : info.offset + info.num_bytes], None
+        if info.kind.name in _GGUF_DTYPES:
+            data = data.view(_GGUF_DTYPES[info.kind.name]).view(info.shape)
         else:
-            data = data.view(*shape[:-1], -1)
-            read = functools.partial(gguf_blocks.read, data, kind)
+            data = data.view(*info.shape[:-1], -1)
+            read = functools.partial(gguf_blocks.read, data, info.kind)
             pack = functools.partial(gguf_blocks.pack, file, info)
-            quantized = Quantized(kind.name, torch.Size(shape), read, pack=pack)
-        tensors[name] = MappedTensor(file, data, offset, quantized)
+            quantized = Quantized(info.kind.name, torch.Size(info.shape), read, pack=pack)
+        tensors[name] = MappedTensor(file, data, info.offset, quantized)
     return tensors
 
 

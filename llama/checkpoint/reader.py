@@ -59,20 +59,16 @@ def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> in
     model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
     total, known = 0.0, {}
     for module, shards in model.loading_order():
-        left = dict(shards)
+        total += sum(shard.nbytes for shard in shards.values())
         for names in _matrices(module, shards):
             of = tuple(reader.shards[0][name].quantized for name in names)
             alike = tuple(x and (x.kind, x.shape) for x in of)  # such matrices take the same
             if alike not in known and (coded := reader.coded(names, 0, size)) is not None:
-                (n, k), held = coded.first.shape, formats.packed(coded.first)
+                (n, k), held, rows = coded.first.shape, formats.packed(coded.first), coded.n
                 thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
-                rows = coded.shape[0]
                 known[alike] = (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
             if alike in known:
-                total += known[alike]
-                for name in names:
-                    del left[name]
-        total += sum(shard.nbytes for shard in left.values())
+                total += known[alike] - sum(shards[name].nbytes for name in names)
     return math.ceil(total)
 
 
@@ -188,19 +184,16 @@ class CheckpointReader:
             parts = (self._unpacked(name, rank, size, _CPU, fill, most) for name, fill in fills)
             return joined([coded for part in parts for _, coded in part])
 
-        first = read(math.lcm(32, self.params.head_dim) if in_blocks else None)
-        if first is None:
-            return None
-
-        def pack(*into: Tensor) -> bool:
+        def pack(first: Coded, *into: Tensor) -> bool:
             if not in_blocks:
                 return False
             parts = (x.split([count // 32 for count in counts]) for x in into)
             each = zip(of, shares, *parts, strict=True)
             return all(x and x.pack and x.pack(*own, first, *part) for x, own, *part in each)
 
+        first = read(math.lcm(32, self.params.head_dim) if in_blocks else None)
         whole = cast(Callable[[], Coded], read)  # of which the first rows have one form
-        return CodedRows((sum(counts), first.shape[1]), first, whole, pack)
+        return None if first is None else CodedRows(sum(counts), first, whole, pack)
 
     def _share(self, name: str, rank: int, size: int) -> tuple[range, slice]:
         """The rows and columns that one of `size` ranks reads of a tensor in codes."""

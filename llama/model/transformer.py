@@ -176,8 +176,7 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.blocks()):
             for module in layer.modules():
                 if isinstance(module, Matrix) and module.weight.values.is_meta:
-                    shape, norm = module.weight.shape, self.norm.weight  # which is of the dtype
-                    values = torch.empty(shape, dtype=norm.dtype, device=norm.device)
+                    values = self.norm.weight.new_empty(module.weight.shape)
                     module.weight = PlainWeight.pack(values)
             yield layer, layer.state_dict(prefix=f"layers.{i}.")
         yield self.norm, {"norm.weight": self.norm.weight.data}

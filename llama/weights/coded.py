@@ -92,13 +92,13 @@ class Coded:
 
 @dataclass(frozen=True)
 class CodedRows:
-    """A matrix (N, K) of a file. first: some of its rows, in the form of all. read: all. pack: fill
-    the values and scales of a weight straight from the file; False where that cannot be."""
+    """A matrix of N rows of a file. first: some of them, in the form of all. read: all. pack: with
+    `first`, fill a weight's values and scales straight from the file; False where it cannot be."""
 
-    shape: tuple[int, int]
+    n: int
     first: Coded
     read: Callable[[], Coded]
-    pack: Callable[[Tensor, Tensor], bool]
+    pack: Callable[[Coded, Tensor, Tensor], bool]
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         return self.read().plain(dtype)

@@ -75,12 +75,12 @@ class GroupedWeight(BlockedWeight):
     @classmethod
     def of_rows(cls, matrix: CodedRows) -> Self:
         """As `of` all its rows."""
-        few, blocks = cls.of(matrix.first), matrix.shape[0] // N_BLOCK
-        values = huge_empty(blocks, *few.values.shape[1:], dtype=few.values.dtype)
-        scales = huge_empty(blocks, *few.scales.shape[1:], dtype=few.scales.dtype)
-        if not matrix.pack(values, scales):
+        few, blocks = cls.of(matrix.first), matrix.n // N_BLOCK
+        parts = few.values, few.scales
+        values, scales = (huge_empty(blocks, *x.shape[1:], dtype=x.dtype) for x in parts)
+        if not matrix.pack(matrix.first, values, scales):
             return cls.of(matrix.read())
-        few.shape, few.values.data, few.scales = matrix.shape, values, scales
+        few.shape, few.values.data, few.scales = (matrix.n, few.shape[1]), values, scales
         return few
 
     @classmethod

@@ -1,10 +1,10 @@
 """GGUF files that llama.cpp's package `gguf` wrote: blocks, shares, tokenizer, bad files."""
 
+import functools
 import math
 import random
 import shutil
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -21,10 +21,10 @@ from helpers.kernels import HAS_KERNELS
 from helpers.launch import DEMO
 from helpers.weights import expect_shards, from_hf, hf_model, loaded, scaled_rope
 from llama import Llama, Tokenizer
-from llama.checkpoint import gguf_blocks, reader
+from llama.checkpoint import gguf_blocks
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
-from llama.checkpoint.gguf import KINDS, Kind, _Content, read_header
+from llama.checkpoint.gguf import KINDS, Kind, TensorInfo, _Content, read_header
 from llama.checkpoint.reader import bytes_of, load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
@@ -33,7 +33,7 @@ from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
 from llama.weights import packed
 from llama.weights.blocks import BlockedWeight
-from llama.weights.coded import Coded
+from llama.weights.coded import Coded, CodedRows, alike
 from llama.weights.groups import GroupedWeight
 
 PROMPTS = ["Once upon a time", "a"]
@@ -150,29 +150,47 @@ def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
 
 
 @needs_kernels
-def test_a_load_holds_the_codes_of_some_rows_and_drops_the_pages_that_it_read(folder, monkeypatch):
-    """Not the codes of a layer, which are more than its weights."""
-    path, codes, refs, dropped = folder / "one.gguf", [0], [], set()
-    unpack, drop = gguf_blocks._unpack, reader.drop_pages
+@pytest.mark.parametrize("name", SCALES)
+def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
+    """All of a matrix, and some rows and columns; in bytes, where other kinds stand beside them."""
+    (kind,) = (kind for kind in KINDS.values() if kind.name == name)
+    data, path = random_blocks(name, 96, 1024, std=0.02), tmp_path / "blocks"
+    path.write_bytes(b"head" + data.tobytes())
+    info = TensorInfo((96, 1024), kind, 4, data.nbytes)
+    oracle = torch.from_numpy(gguf.quants.dequantize(data, GGMLQuantizationType[name]))
+    for rows, columns in (range(96), slice(0, 1024)), (range(32, 96), slice(256, 768)):
+        first, device = slice(rows.start, rows.start + 32), torch.device("cpu")
+        few = gguf_blocks.read(torch.from_numpy(data), kind, first, columns, device)
+        exact = oracle[rows.start : rows.stop, columns]
+        wide = alike([few, replace(few, table=torch.arange(-128.0, 128))])
+        for like in (few, wide[0]) if wide else (few,):
+            fill = functools.partial(gguf_blocks.pack, path, info, rows, columns)
+            weight = packed(CodedRows(len(rows), like, lambda: pytest.fail("slow"), fill))
+            assert torch.equal(cast(GroupedWeight, weight).exact(), exact)
+    assert not fill(like, torch.empty(2, 1, dtype=torch.uint8), torch.empty(2, 1))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"blocks .* became shorter while it was read"):
+        packed(
+            CodedRows(
+                96, few, lambda: few, functools.partial(fill.func, path, info, range(96), columns)
+            )
+        )
+
+
+@needs_kernels
+def test_a_load_unpacks_the_first_rows_alone(folder, monkeypatch):
+    """The codes of a layer are more than its weights."""
+    seen, unpack = [0], gguf_blocks._unpack
 
     def unpack_and_count(rows: torch.Tensor, kind: Kind) -> Coded:
         coded = unpack(rows, kind)
-        refs.append(weakref.ref(coded.codes))
-        codes.append(sum(x.nbytes for ref in refs if (x := ref()) is not None))
+        seen.append(coded.codes.numel())
         return coded
 
-    def drop_and_note(data: torch.Tensor) -> None:
-        drop(data)
-        dropped.add(data.data_ptr())
-
     monkeypatch.setattr(gguf_blocks, "_unpack", unpack_and_count)
-    monkeypatch.setattr(reader, "drop_pages", drop_and_note)
-    monkeypatch.setattr(reader, "_UNPACKED", 1 << 14)
-    model = in_codes(path)
-    layer = [x.weight for x in model.blocks()[0].modules() if isinstance(x, Matrix)]
-    assert 0 < max(codes) < sum(math.prod(x.shape) for x in layer) // 2
-    quantized = [info for info in read_header(path).tensors.values() if info.kind.block > 1]
-    assert len(dropped) == len(quantized)
+    model = in_codes(folder / "one.gguf")
+    held = [math.prod(x.weight.shape) for x in model.modules() if isinstance(x, Matrix)]
+    assert 0 < sum(seen) < sum(held) // 4
 
 
 @needs_kernels
@@ -370,8 +388,10 @@ def test_a_scale_that_is_no_number_is_named(tmp_path, at):
     with path.open("r+b") as file:
         file.seek(info.offset + info.num_bytes - 20 + at)
         file.write(np.float16(np.nan).tobytes())
-    with pytest.raises(ValueError, match=r"model\.gguf.* a scale of .*1\.feed_forward\.w3\.weight"):
-        loaded(find(path))
+    for load_it in (lambda: loaded(find(path)), lambda: in_codes(path)):
+        message = r"model\.gguf.* a scale of .*1\.feed_forward\.w3\.weight"
+        with pytest.raises(ValueError, match=message):
+            load_it()
 
 
 @pytest.mark.parametrize(("number", "name"), [(16, "IQ2_XXS"), (31, "Q4_0_4_4"), (39, "MXFP4")])
