@@ -57,18 +57,15 @@ def bytes_of(
 def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
     reader, parallel = CheckpointReader(checkpoint), ModelParallel(rank=0, size=size)
     model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
-    total, known = 0.0, {}
+    total = 0.0
     for module, shards in model.loading_order():
         total += sum(shard.nbytes for shard in shards.values())
         for names in _matrices(module, shards):
-            of = tuple(reader.shards[0][name].quantized for name in names)
-            alike = tuple(x and (x.kind, x.shape) for x in of)  # such matrices take the same
-            if alike not in known and (coded := reader.coded(names, 0, size)) is not None:
+            if (coded := reader.coded(names, 0, size)) is not None:
                 (n, k), held, rows = coded.first.shape, formats.packed(coded.first), coded.n
                 thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
-                known[alike] = (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
-            if alike in known:
-                total += known[alike] - sum(shards[name].nbytes for name in names)
+                total += (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
+                total -= sum(shards[name].nbytes for name in names)
     return math.ceil(total)
 
 
@@ -98,6 +95,7 @@ class CheckpointReader:
         self.params, self.layout = checkpoint.params, checkpoint.layout
         self.shapes = whole_shapes(self.params)
         self._file_reader = FileReader(device)
+        self._firsts: dict[tuple[object, ...], Coded | None] = {}
         first = checkpoint.header or checkpoint.shards[0]  # a header was read already
         shards = [open_tensors(file) for file in (first, *checkpoint.shards[1:])]
         for shard in shards:
@@ -172,8 +170,9 @@ class CheckpointReader:
     def coded(self, names: Sequence[str], rank: int = 0, size: int = 1) -> CodedRows | None:
         """What one of `size` ranks holds of tensors whose rows stand below one another, as the file
         has it, read when taken; None where not all are in codes that can do so. On the CPU."""
-        of = [self.shards[0][name].quantized for name in names]
-        if any(x is None or (x.is_rotated and size > 1) for x in of):
+        found = [self.shards[0][name].quantized for name in names]
+        of = [x for x in found if x and not (x.is_rotated and size > 1)]
+        if len(of) < len(names):
             return None
         shares = [self._share(name, rank, size) for name in names]
         counts = [len(rows) for rows, _ in shares]
@@ -189,9 +188,13 @@ class CheckpointReader:
                 return False
             parts = (x.split([count // 32 for count in counts]) for x in into)
             each = zip(of, shares, *parts, strict=True)
-            return all(x and x.pack and x.pack(*own, first, *part) for x, own, *part in each)
+            return all(x.pack and x.pack(*own, first, *part) for x, own, *part in each)
 
-        first = read(math.lcm(32, self.params.head_dim) if in_blocks else None)
+        # Blocks of the same kinds have one form in all layers.
+        own = [(x.kind, x.shape) for x in of] if all(x.pack for x in of) else names
+        if (first := self._firsts.get(alike := (rank, size, *own))) is None:
+            few = math.lcm(32, self.params.head_dim) if in_blocks else None
+            first = self._firsts[alike] = read(few)
         whole = cast(Callable[[], Coded], read)  # of which the first rows have one form
         return None if first is None else CodedRows(sum(counts), first, whole, pack)
 
