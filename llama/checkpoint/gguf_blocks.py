@@ -114,9 +114,9 @@ def pack(
 ) -> bool:
     """As `read`, from the file to packed values and scales of a weight, in the groups of `like`.
     False where these are of other types, or a number is not finite."""
-    kind, stride = info.kind, info.num_bytes // info.shape[0]
-    k, type_ = columns.stop - columns.start, torch.uint8 if kind.block > 32 else torch.float16
-    if into[1].dtype is not type_ or k % kind.block or columns.start % kind.block:
+    kind, stride, k = info.kind, info.num_bytes // info.shape[0], columns.stop - columns.start
+    is_cut = len(rows) % 32 or k % kind.block or columns.start % kind.block
+    if is_cut or into[1].dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
         return False
     numbers, at = _FORMATS[kind.name][0], columns.start // kind.block * kind.num_bytes
     table, state = torch.tensor(numbers, dtype=torch.float32), torch.zeros((), dtype=torch.int64)

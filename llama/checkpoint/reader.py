@@ -176,7 +176,6 @@ class CheckpointReader:
             return None
         shares = [self._share(name, rank, size) for name in names]
         counts = [len(rows) for rows, _ in shares]
-        in_blocks = not any(count % 32 for count in counts)
 
         def read(most: int | None = None) -> Coded | None:
             fills = ((name, self._fill(name, "meta")) for name in names)
@@ -184,16 +183,14 @@ class CheckpointReader:
             return joined([coded for part in parts for _, coded in part])
 
         def pack(first: Coded, *into: Tensor) -> bool:
-            if not in_blocks:
-                return False
-            parts = (x.split([count // 32 for count in counts]) for x in into)
-            each = zip(of, shares, *parts, strict=True)
+            ends = [sum(counts[:i]) // 32 for i in range(1, len(counts))]
+            each = zip(of, shares, *(x.tensor_split(ends) for x in into), strict=True)
             return all(x.pack and x.pack(*own, first, *part) for x, own, *part in each)
 
         # Blocks of the same kinds have one form in all layers.
         own = [(x.kind, x.shape) for x in of] if all(x.pack for x in of) else names
         if (first := self._firsts.get(alike := (rank, size, *own))) is None:
-            few = math.lcm(32, self.params.head_dim) if in_blocks else None
+            few = None if any(n % 32 for n in counts) else math.lcm(32, self.params.head_dim)
             first = self._firsts[alike] = read(few)
         whole = cast(Callable[[], Coded], read)  # of which the first rows have one form
         return None if first is None else CodedRows(sum(counts), first, whole, pack)
