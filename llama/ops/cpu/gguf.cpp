@@ -1,6 +1,5 @@
 // Blocks of GGUF -> codes, scales and offsets: what gguf_blocks.py says of each kind, in the same
 // order, with the same roundings. Or, from a file, straight to a packed weight (packed_weight.h).
-#include <omp.h>
 #include <unistd.h>
 
 #include <algorithm>
