@@ -209,17 +209,17 @@ def pinned(x: np.ndarray, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
 
 
-_HUGE, _MADV_HUGEPAGE = 2 << 20, 14  # bytes; of madvise(2)
+_HUGE, _ADVICE = 2 << 20, 14  # bytes; MADV_HUGEPAGE of madvise(2)
 
 
-def use_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux for pages of 2 MiB under a tensor of host memory that nobody has touched yet."""
+def use_huge_pages(tensor: Tensor) -> Tensor:
+    """Ask Linux for pages of 2 MiB under a tensor of host memory, before its first touch."""
     start = -(-tensor.data_ptr() // _HUGE) * _HUGE
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE
     if start < end and tensor.device.type == "cpu" and sys.platform == "linux":
-        length = ctypes.c_size_t(end - start)
         with contextlib.suppress(AttributeError):  # a C library without madvise
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), length, _MADV_HUGEPAGE)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _ADVICE)
+    return tensor
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -228,7 +228,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + 63, np.uint8))
-    use_huge_pages(raw)
+    raw = use_huge_pages(torch.from_numpy(np.zeros(size + 63, np.uint8)))
     first = -raw.data_ptr() % 64  # where a cache line begins
     return raw[first : first + size].view(dtype).view(shape)

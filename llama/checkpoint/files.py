@@ -36,9 +36,8 @@ _MOST_THREADS = 16
 
 
 class Quantized(NamedTuple):
-    """A matrix (N, K) that a file holds in codes. read: its rows and columns from where to where,
-    unpacked on a device. is_rotated: then all columns are read. pack: rows and columns into values
-    and scales like those of a `Coded`; whether that could be."""
+    """A matrix (N, K) that a file holds in codes. read: some rows and columns, all columns if it
+    is_rotated, on a device. pack: them, in a `Coded`'s groups, to values and scales, or False."""
 
     kind: str
     shape: torch.Size

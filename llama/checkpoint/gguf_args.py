@@ -4,10 +4,10 @@ In: the headers of a model. Out: a `ModelArgs`. What this runtime does not compu
 architectures, experts, other RoPE scalings) is an error here, which names file and key.
 """
 
-import struct
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,11 +74,9 @@ def args_of(headers: list[Header]) -> ModelArgs:
 
 def _rope_factor(header: Header, info: TensorInfo, args: ModelArgs) -> float:
     """What the file divides the slow rotations by: its divisors must be those of Llama 3.1."""
-    with header.file.open("rb") as file:
-        file.seek(info.offset)
-        data = file.read(2 * args.head_dim)
     if info.kind.name == "F32" and info.shape == (args.head_dim // 2,):
-        divisors = torch.tensor(struct.unpack(f"<{args.head_dim // 2}f", data))
+        data = np.fromfile(header.file, "<f4", args.head_dim // 2, offset=info.offset)
+        divisors = torch.from_numpy(data)
         factor = divisors[-1].item()
         if torch.allclose(divisors, rope_divisors(args, factor), rtol=1e-5, atol=0):
             return factor

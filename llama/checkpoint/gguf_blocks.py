@@ -109,22 +109,20 @@ def read(data: Tensor, kind: Kind, rows: slice, columns: slice, device: torch.de
     return _unpack(some, kind).columns(columns.start - begin, columns.stop - begin)
 
 
-def pack(
-    file: Path, info: TensorInfo, rows: range, columns: slice, like: Coded, *into: Tensor
-) -> bool:
+def pack(file: Path, of: TensorInfo, rows: range, columns: slice, like: Coded, *to: Tensor) -> bool:
     """As `read`, from the file to packed values and scales of a weight, in the groups of `like`.
     False where these are of other types, or a number is not finite."""
-    kind, stride, k = info.kind, info.num_bytes // info.shape[0], columns.stop - columns.start
+    kind, stride, k = of.kind, of.num_bytes // of.shape[0], columns.stop - columns.start
     is_cut = len(rows) % 32 or k % kind.block or columns.start % kind.block
-    if is_cut or into[1].dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
+    if is_cut or to[1].dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
         return False
     numbers, at = _FORMATS[kind.name][0], columns.start // kind.block * kind.num_bytes
     table, state = torch.tensor(numbers, dtype=torch.float32), torch.zeros((), dtype=torch.int64)
     sizes = len(rows), k, like.group, 1 if like.offset is None else 2
     with file.open("rb") as source:
-        place = source.fileno(), info.offset + rows.start * stride + at, stride
-        codes = [*_FORMATS].index(kind.name), len(numbers), into[0].itemsize > 1
-        native.call("pack_gguf", *into, table, state, *place, *sizes, *codes)
+        place = source.fileno(), of.offset + rows.start * stride + at, stride
+        codes = [*_FORMATS].index(kind.name), len(numbers), to[0].itemsize > 1
+        native.call("pack_gguf", *to, table, state, *place, *sizes, *codes)
     if state > 1:
         raise broken(file, "became shorter while it was read")
     return not state

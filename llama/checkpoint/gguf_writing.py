@@ -93,9 +93,8 @@ def _value(value: Any) -> bytes:
         return struct.pack("<IIQ", 9, 8 if is_text else 5, len(value)) + data
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
-    return (
-        struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
-    )
+    form, number = ("<If", 6) if isinstance(value, float) else ("<II", 4)
+    return struct.pack(form, number, value)
 
 
 def _text(text: str) -> bytes:

@@ -138,8 +138,7 @@ def _awq(parts: Parts, config: dict[str, Any]) -> _Format:
     _check(len(scale) == n and k % scale.shape[1] == 0)
 
     def codes(rows: slice, columns: slice) -> Tensor:
-        some = words[columns]
-        return _across(some, 4, _AWQ_ORDER, Size((n, len(some))))(rows)
+        return _across(words[columns], 4, _AWQ_ORDER, Size((n, len(words[columns]))))(rows)
 
     zeros = _across(zero, 4, _AWQ_ORDER, Size(scale.shape))
     return _Format(Size((n, k)), torch.arange(-8.0, 8), codes, lambda rows: scale[rows], zeros)

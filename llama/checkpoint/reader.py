@@ -95,7 +95,7 @@ class CheckpointReader:
         self.params, self.layout = checkpoint.params, checkpoint.layout
         self.shapes = whole_shapes(self.params)
         self._file_reader = FileReader(device)
-        self._firsts: dict[tuple[object, ...], Coded | None] = {}
+        self._firsts: dict[object, Coded | None] = {}  # blocks of a kind have one form everywhere
         first = checkpoint.header or checkpoint.shards[0]  # a header was read already
         shards = [open_tensors(file) for file in (first, *checkpoint.shards[1:])]
         for shard in shards:
@@ -187,7 +187,6 @@ class CheckpointReader:
             each = zip(of, shares, *(x.tensor_split(ends) for x in into), strict=True)
             return all(x.pack and x.pack(*own, first, *part) for x, own, *part in each)
 
-        # Blocks of the same kinds have one form in all layers.
         own = [(x.kind, x.shape) for x in of] if all(x.pack for x in of) else names
         if (first := self._firsts.get(alike := (rank, size, *own))) is None:
             few = None if any(n % 32 for n in counts) else math.lcm(32, self.params.head_dim)

@@ -242,6 +242,4 @@ def _unpack_scales(scales: Tensor, ids: Tensor | None = None) -> Tensor:
 
 def huge_empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Memory for the values."""
-    values = torch.empty(shape, dtype=dtype)
-    use_huge_pages(values)  # before the first touch, which settles it
-    return values
+    return use_huge_pages(torch.empty(shape, dtype=dtype))
