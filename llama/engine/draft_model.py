@@ -59,8 +59,7 @@ class DraftLengths(Lengths):
 
     def how_many(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
         """For each sequence, see `choose`; now and then some, also where they do not pay."""
-        room = [min(x.seq.max_len - len(x.seq.tokens) - 1, self.most) for x in drafts]
-        rates = [x.rates[: max(n, 0)] for x, n in zip(drafts, room, strict=True)]
+        rates = [x.rates[: max(x.seq.max_len - len(x.seq.tokens) - 1, 0)] for x in drafts]
         lengths = self.choose(rates, seconds - self._spent)
         self._num_idle = 0 if any(lengths) else self._num_idle + 1
         if self._num_idle == _TRY_EVERY:

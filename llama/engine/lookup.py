@@ -88,8 +88,8 @@ class Lookup(Text):
         return guess[: guess.index(-1)] if -1 in guess else guess  # where another text ended
 
 
-def count_predicted(prediction: Seq[int], output: list[int]) -> int:
-    """How many tokens of a prediction an output had where look-up expected them."""
+def count_predicted(prediction: Seq[int], output: list[int]) -> tuple[int, int]:
+    """How many tokens of a prediction an output had where look-up expected them; and the rest."""
     lookup, came = Lookup(), set[int]()
     lookup.extend(prediction)
     lookup.expect(0)
@@ -98,7 +98,7 @@ def count_predicted(prediction: Seq[int], output: list[int]) -> int:
         if 0 <= place < len(prediction) and lookup.ids[place] == token:
             came.add(place)
         lookup.extend([token])
-    return len(came)
+    return len(came), len(prediction) - len(came)
 
 
 @dataclass

@@ -118,9 +118,7 @@ class CompletionOutput:
         """Of the tokens of the request's prediction, those that came, and those that did not."""
         from llama.engine.lookup import count_predicted  # and torch: clients do without
 
-        prediction = self._answer.sequence.prediction
-        right = count_predicted(prediction, self.token_ids)
-        return right, len(prediction) - right
+        return count_predicted(self._answer.sequence.prediction, self.token_ids)
 
     @property
     def logprobs(self) -> list[dict[int, float]] | None:
