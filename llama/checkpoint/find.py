@@ -129,7 +129,7 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
             f"{folder} does not exist: give the folder that holds the weights, or {_FETCH}"
         )
     if not folder.is_dir():
-        if gguf.is_gguf(folder):
+        if gguf.is_gguf(folder) or folder.suffix == ".gguf":  # half a download is told as such
             return _find_gguf(folder)
         raise NotADirectoryError(
             f"{folder} is a file: give the folder that holds the weights, or a GGUF file"

@@ -82,8 +82,10 @@ def become_a_file(folder: Path) -> None:
     folder.touch()
 
 
-def test_a_file_that_may_not_be_read_is_not_called_another_one(tmp_path, monkeypatch):
+def test_a_gguf_file_that_cannot_be_read_is_not_called_another_one(tmp_path, monkeypatch):
     (tmp_path / "m.gguf").touch()
+    with pytest.raises(ValueError, match=r"m\.gguf \(0 bytes\) is empty"):
+        find(tmp_path / "m.gguf")
     monkeypatch.setattr(Path, "open", lambda path, *_: os.open(path / "below", os.O_RDONLY))
     with pytest.raises(OSError, match=r"m\.gguf"):
         find(tmp_path / "m.gguf")
