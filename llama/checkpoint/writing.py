@@ -106,29 +106,27 @@ def tensor_file(
     bytes on. most_header: bytes that names and shapes take at the most."""
     entries: dict[str, dict[str, Any]] = {"__metadata__": metadata}
     begin = -(-(most_header + len(json.dumps(metadata))) // 4096) * 4096
-    with path.open("wb") as file:
+    with path.open("wb", buffering=0) as file:  # nothing is left to be written when it is closed
         file.seek(begin)
+
+        def write(data: memoryview) -> None:
+            with _disk_errors(path):
+                while len(data):
+                    data = data[file.write(data) :]
 
         def add(name: str, tensor: Tensor) -> None:
             raw, at = tensor.contiguous().view(-1).view(torch.uint8), file.tell() - begin
-            ends, shape = [at, at + len(raw)], list(tensor.shape)
-            entries[name] = {
-                "dtype": _type_name(tensor.dtype),
-                "shape": shape,
-                "data_offsets": ends,
-            }
-            with _disk_errors(path):
-                file.write(raw.numpy().data)
+            ends, size = [at, at + len(raw)], list(tensor.shape)
+            entries[name] = {"dtype": _type_name(tensor.dtype), "shape": size, "data_offsets": ends}
+            write(raw.numpy().data)
             if missing := -file.tell() % 64:
                 add(f"{FILLER}.{ends[1]}", torch.zeros(missing, dtype=torch.uint8))
 
         yield add
         header = json.dumps(entries).encode().ljust(begin - 8)
         assert len(header) == begin - 8, len(header)
-        with _disk_errors(path):
-            file.seek(0)
-            file.write(len(header).to_bytes(8, "little") + header)
-            file.flush()
+        file.seek(0)
+        write(memoryview(len(header).to_bytes(8, "little") + header))
 
 
 def _type_name(dtype: torch.dtype) -> str:

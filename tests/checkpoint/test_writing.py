@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from llama.checkpoint import writing
-from llama.checkpoint.convert import convert, reshard
+from llama.checkpoint.convert import convert, pack, reshard
 
 
 @pytest.fixture(params=[0o022, 0o077])
@@ -49,7 +50,13 @@ def test_permissions_are_those_of_new_files(umask, tmp_path):
         (lambda out: convert(DEMO, out), 8_002_000, "model.safetensors"),
         (lambda out: reshard(DEMO, out, 1), 8_002_000, "consolidated.00.pth"),
         (lambda out: convert(DEMO, out), 500_000, "scratch"),
-    ],
+        pytest.param(
+            lambda out: pack(DEMO, out),
+            2_555_914,
+            "packed.safetensors",  # in a norm, of 512 bytes
+            marks=pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++"),
+        ),
+    ],  # fmt: skip
 )
 def test_a_disk_that_fills_up_is_one_line(tmp_path, limit_files, write, limit, file):
     limit_files(limit)  # 8 MB of tensors: they fit where their file, with its header, does not
