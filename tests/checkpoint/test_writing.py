@@ -56,7 +56,7 @@ def test_permissions_are_those_of_new_files(umask, tmp_path):
             "packed.safetensors",  # in a norm, of 512 bytes
             marks=pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++"),
         ),
-    ],  # fmt: skip
+    ],
 )
 def test_a_disk_that_fills_up_is_one_line(tmp_path, limit_files, write, limit, file):
     limit_files(limit)  # 8 MB of tensors: they fit where their file, with its header, does not
