@@ -207,14 +207,17 @@ float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
   std::memset(sums, 0, all_rows * N_BLOCK * sizeof(float));
   std::memset(totals, 0, all_rows * N_BLOCK * sizeof(float));
   const Parameters parameters(weight, block);
+  const long ahead = is_near ? PREFETCH_BYTES / K_BYTES<Kind> : K_BLOCK;
+  const auto at_k = [&](long number) {  // behind the last k of a block comes the next block
+    return weight.block(block + number / k) + number % k * K_BYTES<Kind>;
+  };
   for (long begin = 0, end; begin < k; begin = end) {
     end = std::min(begin + (has_groups ? K_BLOCK / group * group : K_BLOCK), k);
     if (!has_groups) end = std::min(end, (begin / group + 1) * group);
-    const char* weights = weight.block(block) + begin * K_BYTES<Kind>;
+    const char* weights = at_k(begin);
     if (is_unpacked) unpack<Kind>(weight, weights, wide, end - begin);
     parameters.unpack(begin / group, end / group, scales);
-    WeightBlock part{is_unpacked ? (const char*)wide : weights,
-                     weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>), fetched,
+    WeightBlock part{is_unpacked ? (const char*)wide : weights, at_k(begin + ahead), fetched,
                      end - begin};
     for (long b = from; b < to; b++) {
       const long row = x.row_blocks.first(b), rows = x.row_blocks.size(b);
