@@ -34,14 +34,14 @@ class TurnStats(NamedTuple):
     first_seconds: float  # from the question to its first token
     last_seconds: float  # and to its last one
     usage: Usage  # tokens of the prompt are 0 if they are not known
+    server_rate: float | None = None  # tokens per second, where a server measured them
 
     @property
     def rate(self) -> float:
         """Tokens per second after the first token; of an answer of one token, up to that one."""
-        tokens = self.usage.completion_tokens
-        if tokens > 1:
-            return (tokens - 1) / (self.last_seconds - self.first_seconds)
-        return tokens / self.first_seconds
+        tokens, seconds = self.usage.completion_tokens, self.last_seconds - self.first_seconds
+        seen = (tokens - 1) / seconds if tokens > 1 else tokens / self.first_seconds
+        return self.server_rate or seen
 
     def describe(self, context: int | None) -> str:
         """One line. `context`: the most tokens that prompt and answer can have, if known."""

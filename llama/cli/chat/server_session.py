@@ -1,7 +1,4 @@
-"""A chat with a server in a terminal, `llama chat --url`: no model is loaded, no torch imported.
-
-A look at the server lasts a tenth of a second, so that Ctrl-C works also while nothing comes.
-"""
+"""A chat with a server in a terminal, `llama chat --url`: no model is loaded, no torch imported."""
 
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
@@ -32,14 +29,15 @@ def chat_on_server(
     def answers(turn: Turn) -> Generator[Part, None, None]:
         """Each has a connection, which ends with it: so the server stops too."""
         params = conversation.sampling(turn.attempt)
-        reason, usage = None, None
+        reason, usage, rate = None, None, None
         with closing(Client(url, api_key)) as client:
             for part in _parts(client, chat_body(turn.dialog, params, model=name)):
                 reason, usage = part.finish_reason or reason, part.usage or usage
+                rate = part.rate or rate
                 yield Part(part.new_text)  # the reason waits for the counts of tokens
         if reason is None and usage is None:
             raise ValueError(f"{url}: the stream ended without its last event")
-        yield Part("", reason or "stop", usage)
+        yield Part("", reason or "stop", usage, rate)
 
     talk(answers, conversation, Terminal())
 
@@ -87,4 +85,6 @@ def part_of(chunk: Any) -> Part:
     """A chunk of a stream with one choice. Tool calls and reasoning are not text."""
     text = found_at(chunk, "choices", 0, "delta", "content")
     reason = found_at(chunk, "choices", 0, "finish_reason")
-    return Part(text if isinstance(text, str) else "", reason, usage_of(chunk))
+    rate = found_at(chunk, "timings", "predicted_per_second")
+    rate = rate if isinstance(rate, float) else None  # null of an answer of one token
+    return Part(text if isinstance(text, str) else "", reason, usage_of(chunk), rate)

@@ -17,6 +17,7 @@ class Part(NamedTuple):
     new_text: str = ""
     finish_reason: str | None = None  # OpenAI's, once it has ended
     usage: Usage | None = None  # the tokens so far, where they are known
+    rate: float | None = None  # tokens per second, where a server says
 
 
 # Begins the answer to a turn, whose parts come up to one with a finish_reason. Closed, it stops the
@@ -77,7 +78,7 @@ def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: 
         terminal.note("stopped before the first word: the question was not kept")
         return
     terminal.write("\n")
-    stats = TurnStats(times[0], times[-1], part.usage or Usage(0, len(times), 0))
+    stats = TurnStats(times[0], times[-1], part.usage or Usage(0, len(times), 0), part.rate)
     conversation.commit(turn, text, stats)
     terminal.note(_end(part, conversation.context) + stats.describe(conversation.context))
 

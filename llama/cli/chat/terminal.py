@@ -1,8 +1,7 @@
 """The keyboard and the screen of a chat. In: what is typed. Out: answers, and notes about them.
 
-On a terminal there are prompts, line editing, and dimmed notes between the answers. In a pipe, only
-the answers go to stdout. While an answer is shown, Ctrl-C is read as a byte and is not a signal:
-torchrun's own process would get the signal too, and end all ranks.
+While an answer is shown, Ctrl-C is read as a byte and is not a signal: torchrun's own process would
+get the signal too, and end all ranks.
 """
 
 import contextlib

@@ -17,9 +17,11 @@ from helpers.terminal import CTRL_C, Session
 from helpers.waiting import wait_until
 from helpers.web import web
 from llama.cli.batch.server_job import filled
+from llama.cli.chat.conversation import TurnStats
 from llama.cli.chat.server_session import chat_body, part_of
 from llama.cli.chat.session import Part
 from llama.prompts.messages import read_messages
+from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 from llama.server.openai.models import parse_body
 
@@ -95,3 +97,11 @@ def test_bodies_of_the_client_are_those_that_the_server_reads():
 )
 def test_chunks_of_other_servers_are_no_crash(chunk):
     assert part_of(chunk) == Part()
+
+
+def test_the_speed_is_that_which_the_server_measured():
+    """Chunks may come together: by their arrival it would be thousands of tokens per second."""
+    part = part_of({"choices": [], "timings": {"predicted_per_second": 250.5}})
+    stats = TurnStats(1.0, 1.0001, Usage(30, 21, 16), part.rate)
+    assert "| 250.5 tokens/s |" in stats.describe(None)
+    assert part_of({"timings": {"predicted_per_second": None}}).rate is None
