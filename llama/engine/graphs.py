@@ -35,11 +35,8 @@ _Shape = tuple[int, int, bool]  # rows, pages of a row's table, and whether logi
 
 
 class Recorder(Protocol):
-    """Turns a function without arguments into one that repeats its work on the device.
-
-    The function reads and writes tensors that stay where they are: the model's and `inputs`. What
-    it returns is written again by each replay, at the same addresses, and by nothing before it.
-    """
+    """Turns a function into one that repeats its work on the device: it reads and writes tensors
+    that stay where they are, the model's and `inputs`, and each replay writes what it returns."""
 
     def record(
         self, function: Callable[[], Outputs], inputs: Seq[Tensor]
@@ -123,16 +120,9 @@ class DecodeInputs:
     def batch(self, rows: int, width: int) -> tuple[Tensor, Tensor, Batch]:
         """Tokens, sources and the rest of the first rows, with tables of `width` pages."""
         tokens, sources, positions, slots, seq_lens = self._rows[:, :rows]
-        batch = Batch(
-            positions=positions,
-            slots=slots,
-            page_table=self._table[:rows, :width],
-            query_starts=self._numbers[: rows + 1],
-            seq_lens=seq_lens,
-            logit_rows=self._numbers[:rows],
-            query_lens_cpu=[1] * rows,
-            seq_lens_cpu=[width * self._page_size] * rows,
-        )
+        table, starts = self._table[:rows, :width], self._numbers[: rows + 1]
+        lists = [1] * rows, [width * self._page_size] * rows
+        batch = Batch(positions, slots, table, starts, seq_lens, starts[:-1], *lists)
         return tokens, sources, batch
 
     def fill(self, tokens: Seq[int], sources: Seq[int], scheduled: Seq[Scheduled]) -> None:
@@ -166,22 +156,15 @@ class DecodeInputs:
 
 
 class DecodeGraphs:
-    """The graphs of one model and KV cache.
+    """The graphs of one model and KV cache, the last page of which no sequence gets.
 
-    With the attention kernel, which reads as much of a page table as a sequence has, the number of
-    rows alone makes a shape: `record_all` records all. torch's body reads tables as wide as they
-    are, so there each of a few widths is recorded when it is first needed.
-
-    The last page of the cache must be one that no sequence gets. last_ids: the ids that the step
-    before sampled, row by row, which the caller keeps there.
+    With the attention kernel the number of rows alone makes a shape: `record_all` records all.
+    torch's body reads page tables as wide as they are: each of a few widths is recorded when it is
+    first needed. last_ids: of the step before, row by row, which the caller keeps there.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        kv_cache: Tensor,
-        recorder: Recorder,
-        last_ids: Tensor,
+        self, model: Transformer, kv_cache: Tensor, recorder: Recorder, last_ids: Tensor
     ) -> None:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._last_ids = last_ids

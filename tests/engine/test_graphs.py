@@ -519,7 +519,7 @@ class NotLaunched:
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "cache"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "cache"])
 def test_a_format_is_recorded_and_replayed(monkeypatch, name):
     """With torch's bodies a replay gives what operators give, one by one; and what runs round the
     kernels of a GPU can be captured, with tiles and without."""

@@ -223,12 +223,9 @@ def merge_kernel(partial, logsumexp, out, D: tl.constexpr, SPLITS: tl.constexpr)
 
 @triton.jit
 def _find_block(block, query_starts, num_decodes, num_prefills, BLOCK: tl.constexpr):
-    """The sequence of a block of BLOCK queries, and the block's place in that sequence.
-
-    Sequence i of those with several queries has the blocks from query_starts // BLOCK + i on,
-    counted without the decodes before it: at least as many as it needs, and the last of them may
-    have nothing to do. So no table of blocks is made or sent.
-    """
+    """The sequence of a block of BLOCK queries, and the block's place in that sequence: i of those
+    with several queries has the blocks from query_starts // BLOCK + i on, counted without decodes,
+    of which the last may have nothing to do. So no table of blocks is made or sent."""
     low = 0
     high = num_prefills - 1
     while low < high:

@@ -7,10 +7,9 @@ two more for a draw, two more where rows have filters. There a row that needs le
 
 Filters need no sort. A histogram says how many tokens of a row there are of each probability; from
 it follows a bound below which no token is kept, and what reaches it is gathered, in any order.
-One program per row then finds the thresholds of top_k and of top_p by radix select, 4 bits at a
-time, and the id of the last kept tie likewise, as ids in order are whole numbers too; then what is
-kept races. Where more than SLOTS tokens reach the bound, as they do if more are kept, it reads the
-whole row instead: slower, the same id.
+One program per row then finds the thresholds of top_k and of top_p, and the id of the last kept
+tie, by radix select, 4 bits at a time; then what is kept races. Where more than SLOTS tokens reach
+the bound it reads the whole row instead: slower, the same id.
 
 Shapes: B rows, V vocabulary, N blocks per row.
 """
@@ -116,12 +115,10 @@ def _padded(n: int) -> int:
 
 @triton.jit
 def _lower_bound(bins, total, floor, top_k, top_p, BINS: tl.constexpr):
-    """A probability of at least 1 below which no token is kept, from how many tokens of a row there
-    are in each bin.
+    """A probability of at least 1 below which no token is kept, from how many each bin has.
 
     The k-th largest is in the last bin that k tokens reach. Without min_p and top_k, the least
-    tokens that together have less than the mass beyond top_p are outside, each taken for as much as
-    its bin allows.
+    tokens that together have less than the mass beyond top_p are outside, if at their bins' ends.
     """
     nth = tl.arange(0, BINS)
     counts = tl.load(bins + nth, mask=nth < BINS - 1, other=0).to(tl.int64)

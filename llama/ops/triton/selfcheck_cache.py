@@ -66,10 +66,7 @@ def _is_interpreted() -> bool:
 
 def load_or_check(job: Job, program: Sequence[str] = PROGRAM) -> CheckResult:
     """What the file says of the job's kernels, or what a check finds now; then it is written.
-
-    Processes that want it at once let one check. Never raises for what a kernel does, and returns
-    within LIMIT_S.
-    """
+    Processes that want it at once let one check. It returns within LIMIT_S, whatever kernels do."""
     deadline = time.monotonic() + LIMIT_S
     key = {**JOB.dump_python(job, mode="json", exclude={"device"}), **_versions(job.device)}
     try:
@@ -150,11 +147,8 @@ def _write(path: Path, kept: _Kept) -> None:
 
 
 def check(job: Job, program: Sequence[str], deadline: float) -> CheckResult:
-    """Check the job's kernels in children, until the deadline of time.monotonic().
-
-    A kernel is out where it fails as the first of its child. Where others have run before it, it
-    gets another child: what one kernel breaks is not another's fault.
-    """
+    """Check the job's kernels in children, until the deadline of time.monotonic(). A kernel is out
+    where it fails as the first of its child: what another breaks before it is not its fault."""
     print(f"llama: checking the kernels of {job.device}, once on this machine ...", file=sys.stderr)
     found = CheckResult()
     while left := tuple(name for name in job.names if name not in found.reasons):

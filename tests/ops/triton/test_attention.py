@@ -90,7 +90,7 @@ def check(case: Case, poisoned) -> None:
 @pytest.mark.parametrize("shape, page_size, splits", SHAPES)
 def test_decode(monkeypatch, poisoned, launches, dtype, shape, page_size, splits):
     monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
-    check(Case([1, 15, 16, 17, 255], [1] * 5, dtype, shape, page_size), poisoned)
+    check(Case([1, 15, 16, 17, 130], [1] * 5, dtype, shape, page_size), poisoned)
     assert launches == ["decode_kernel", "merge_kernel"][: 1 if splits == 1 else 2]
 
 
