@@ -97,8 +97,8 @@ def _packed_along_k(
     _check(words.dtype is torch.int32 and bits in (2, 4, 8))
     _check(len(scale) == len(words) and k % scale.shape[1] == 0)
     if group_of is not None:
-        is_inside = (group_of >= 0) & (group_of < scale.shape[1])
-        _check(group_of.shape == (k,) and bool(is_inside.all()))
+        _check(group_of.shape == (k,) and group_of.dtype in (torch.int32, torch.int64))
+        _check(bool(((group_of >= 0) & (group_of < scale.shape[1])).all()))
         if torch.equal(group_of, torch.arange(k) // (k // scale.shape[1])):
             group_of = None
 

@@ -337,6 +337,7 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
             [
                 {"qzeros": torch.ones(4, 64).half()},
                 {"qweight": torch.ones(32, 512).half()},
+                {"g_idx": torch.zeros(256, dtype=torch.bool)},
                 {"checkpoint_format": "marlin"},
             ],
         ),
