@@ -701,11 +701,12 @@ def test_a_row_of_nan_ends_its_own_request(checkpoint_dir, monkeypatch):
     engine, model = llama.llm_engine, llama.model
     prompts = prompts_of([5, 9, 7], seed=15)
     wanted = [llama.generate([prompt], 6, 0)[0][0] for prompt in prompts]
-    logits = model.logits
+    logits, steps = model.logits, list[int]()
 
     def with_a_bad_row(hidden):
         found = logits(hidden)
-        if len(found) == 3:
+        steps.append(len(found))
+        if steps == [3]:  # the first one; with --guess later ones may have three rows, too
             found[1] = math.nan
         return found
 
