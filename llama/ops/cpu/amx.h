@@ -98,7 +98,7 @@ void widen_as(const Weight& weight, const Parameters& parameters, const char* fr
       for (int j = 0; j < Kind::PAIRS; j++)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++, to += 2 * LANES) {
-          const char* w = from + half * LANES * Kind::ROW_BYTES;
+          const auto w = kind.load(from + half * LANES * Kind::ROW_BYTES);
           if (HAS_GROUPS) {
             const FloatPairs numbers = kind.floats(w, j);
             const Words first = scaled(numbers.first, parts[half], parts[2 + half]);
@@ -247,7 +247,7 @@ void group_sums_in_tiles(const uint16_t* x, const PackedX& packed_x, const Parts
       const long count_k = packed_x.count_k(begin), steps = count_k / TILE_K;
       const char* weights = at(block, begin);
       const char* next = at(0, begin + packed_x.depth);
-      if (is_alone) next = weights + (is_near ? PREFETCH_BYTES : K_BLOCK * K_BYTES<Kind>);
+      if (is_alone) next = weights + (is_near ? PREFETCH_BYTES<Bf16> : K_BLOCK * K_BYTES<Kind>);
       else if (block + 1 < blocks) next = at(block + 1, begin);
       if constexpr (!IS_BF16<Kind>) {
         widen_block<Kind>(weight, Parameters(weight, first_block + block), weights, wide, begin,
@@ -356,12 +356,12 @@ void few_sums(const float* x, const Weight& weight, long block, float* out) {
       for (int p = 0; p < 4 && HAS_GROUPS; p++) parts[p] = load<Floats>(of + p * LANES);
 #pragma GCC unroll 2
       for (long step = 0; step < LEAST_GROUP; step += STEP_K, w += Kind::STEP) {
-        fetch(w + PREFETCH_BYTES, Kind::STEP, true);
+        fetch(w + PREFETCH_BYTES<Bf16>, Kind::STEP, true);
 #pragma GCC unroll 4
         for (int j = 0; j < Kind::PAIRS; j++, x += 2 * R)
 #pragma GCC unroll 2
           for (int half = 0; half < 2; half++) {
-            FloatPairs v = kind.floats(w + half * LANES * Kind::ROW_BYTES, j);
+            FloatPairs v = kind.floats(kind.load(w + half * LANES * Kind::ROW_BYTES), j);
             if (HAS_GROUPS) {
               v.first = (Floats)(scaled(v.first, parts[half], parts[2 + half]) & 0xffff0000u);
               v.second = (Floats)(scaled(v.second, parts[half], parts[2 + half]) & 0xffff0000u);

@@ -30,8 +30,8 @@ struct Groups {
   const float* scales;
 };
 
-template <int R> void fetch(const char* line) {
-  if constexpr (R <= L1_PREFETCH_ROWS)
+template <class Kind, int R> void fetch(const char* line) {
+  if constexpr (IS_BF16<Kind> && R <= L1_PREFETCH_ROWS)
     __builtin_prefetch(line);
   else
     __builtin_prefetch(line, 0, 2);  // into L2
@@ -45,12 +45,15 @@ template <class Kind, int R, int SIDE>
                                             Floats (&sums)[R][SIDE]) {
   constexpr long LINES = std::max(Kind::STEP * SIDE * LANES / (64 * N_BLOCK), 1L);
   for (const Pair* end = x + count / 2 * R; x < end; w += Kind::STEP, next += fetched) {
-    for (int line = 0; line < LINES; line++) fetch<R>(next + line * fetched / LINES);
+    for (int line = 0; line < LINES; line++) fetch<Kind, R>(next + line * fetched / LINES);
+    typename Kind::Step steps[SIDE];
+#pragma GCC unroll 2
+    for (int s = 0; s < SIDE; s++) steps[s] = kind.load(w + s * LANES * Kind::ROW_BYTES);
 #pragma GCC unroll 4
     for (int j = 0; j < Kind::PAIRS; j++, x += R) {
       Pairs numbers[SIDE];
 #pragma GCC unroll 2
-      for (int s = 0; s < SIDE; s++) numbers[s] = kind.pairs(w + s * LANES * Kind::ROW_BYTES, j);
+      for (int s = 0; s < SIDE; s++) numbers[s] = kind.pairs(steps[s], j);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -207,7 +210,7 @@ float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
   std::memset(sums, 0, all_rows * N_BLOCK * sizeof(float));
   std::memset(totals, 0, all_rows * N_BLOCK * sizeof(float));
   const Parameters parameters(weight, block);
-  const long ahead = is_near ? PREFETCH_BYTES / K_BYTES<Kind> : K_BLOCK;
+  const long ahead = is_near ? PREFETCH_BYTES<Kind> / K_BYTES<Kind> : K_BLOCK;
   const auto at_k = [&](long number) {  // behind the last k of a block comes the next block
     return weight.block(block + number / k) + number % k * K_BYTES<Kind>;
   };

@@ -32,30 +32,38 @@ constexpr int N_BLOCK = 32;
 constexpr long K_BLOCK = 1024;  // k of a pass over x: 64 KiB of a weight block, which L2 holds
 constexpr long LEAST_GROUP = 16;  // how many k share parameters; any other number is its multiple
 constexpr long M_BLOCK = 256;   // rows of x, about, that share one pass over a weight block
-// Up to 4 rows are bound by memory: they prefetch 4 KiB ahead into L1 (one Zen 4 core, M = 1: 29
-// GB/s, without 24). More rows prefetch the next K block into L2 (M = 8: 25 GB/s, without 21).
+// Up to 4 rows are bound by memory: they prefetch bf16 4 KiB ahead into L1 (one Zen 4 core, M = 1: 29
+// GB/s, without 24; into L2 25). Other kinds take more instructions a byte, which wait for lines on
+// their way to L1: these prefetch 16 KiB ahead into L2 (Q4_0 23.5 GB/s, 4 KiB ahead into L1 18). More
+// rows prefetch the next K block into L2 (M = 8: 25 GB/s, without 21).
 constexpr int L1_PREFETCH_ROWS = 4;
-constexpr long PREFETCH_BYTES = 4096;
 
 // What the kinds of numbers differ in. A step is the PAIRS of neighbouring k that lie together, with
-// STEP bytes for all 32 rows; `pairs` makes LANES rows of one of these pairs from where they begin,
-// ROW_BYTES a row. All numbers of a kind are bf16.
-struct Bf16 {
-  static constexpr long PAIRS = 1, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
-  explicit Bf16(const float*) {}
-  Pairs pairs(const char* w, int) const { return load_pairs(w); }
+// STEP bytes for all 32 rows, ROW_BYTES from one row to the next. `load` takes LANES rows of a step
+// from where they begin, and `pairs` makes one of the pairs of these. All numbers of a kind are bf16.
+struct InMemory {
+  struct Step {
+    const char* at;
+  };
+  static Step load(const char* w) { return {w}; }
 };
 
-struct Int8 {
+struct Bf16 : InMemory {
+  static constexpr long PAIRS = 1, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
+  explicit Bf16(const float*) {}
+  Pairs pairs(Step w, int) const { return load_pairs(w.at); }
+};
+
+struct Int8 : InMemory {
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
-  FloatPairs floats(const char* w, int) const {  // gcc makes poor code of a portable conversion
+  FloatPairs floats(Step w, int) const {  // gcc makes poor code of a portable conversion
 #if defined(__AVX512F__)
-    const __m512i both = _mm512_cvtepi16_epi32(load<__m256i>(w));
+    const __m512i both = _mm512_cvtepi16_epi32(::load<__m256i>(w.at));
     const Integers even = (Integers)_mm512_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
     return {(Floats)_mm512_cvtepi32_ps((__m512i)even), (Floats)_mm512_cvtepi32_ps((__m512i)odd)};
 #else
-    const __m256i both = _mm256_cvtepi16_epi32(load<__m128i>(w));
+    const __m256i both = _mm256_cvtepi16_epi32(::load<__m128i>(w.at));
     const Integers even = (Integers)_mm256_slli_epi32(both, 24) >> 24, odd = (Integers)both >> 8;
     return {(Floats)_mm256_cvtepi32_ps((__m256i)even), (Floats)_mm256_cvtepi32_ps((__m256i)odd)};
 #endif
@@ -66,26 +74,27 @@ struct Int8 {
     for (uint32_t i = 0; i < LANES; i++) odd_halves[i] = 0x00030001 + i * 0x00040004;
   }
   static __m512i widened(const char* w) {
-    return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(w)));
+    return (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(::load<__m128i>(w)));
   }
-  Pairs pairs(const char* w, int) const {  // the upper halves of the floats: all that they have
-    return (__m512bh)_mm512_permutex2var_epi16(widened(w), (__m512i)odd_halves, widened(w + 16));
+  Pairs pairs(Step w, int) const {  // the upper halves of the floats: all that they have
+    return (__m512bh)_mm512_permutex2var_epi16(widened(w.at), (__m512i)odd_halves,
+                                               widened(w.at + 16));
   }
 #else
   explicit Int8(const float*) {}
-  Pairs pairs(const char* w, int j) const { return floats(w, j); }
+  Pairs pairs(Step w, int j) const { return floats(w, j); }
 #endif
 };
 
 // e4m3. With one more bit before its exponent's four, and zeros behind its fraction, it is a bf16
 // that is 2^8 times smaller: the scales have the 2^8. But where the four are zeros, it is not: a
 // vector with such a small number is taken for float16, which has them too.
-struct Fp8 {
+struct Fp8 : InMemory {
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   explicit Fp8(const float*) {}
   static Words words(const char* w) {
 #if defined(__AVX512F__)
-    const __m512i wide = _mm512_cvtepi8_epi16(load<__m256i>(w));
+    const __m512i wide = _mm512_cvtepi8_epi16(::load<__m256i>(w));
     if (__builtin_expect(_mm512_testn_epi16_mask(wide, _mm512_set1_epi16(0x78)), 0)) {
       const __m512i halves = (__m512i)((Words)_mm512_slli_epi16(wide, 7) & 0xbfffbfff);
       return upper_halves((Floats)_mm512_cvtph_ps(_mm512_castsi512_si256(halves)),
@@ -93,7 +102,7 @@ struct Fp8 {
     }
     return ((Words)_mm512_slli_epi16(wide, 4) & 0x87f087f0) | 0x38003800;
 #else
-    const __m256i wide = _mm256_cvtepi8_epi16(load<__m128i>(w));
+    const __m256i wide = _mm256_cvtepi8_epi16(::load<__m128i>(w));
     const __m256i exponent = (__m256i)((Words)wide & 0x00780078);
     if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi16(exponent, __m256i{})), 0)) {
       const __m256i halves = (__m256i)((Words)_mm256_slli_epi16(wide, 7) & 0xbfffbfff);
@@ -107,32 +116,33 @@ struct Fp8 {
     return (Words)every_second_of(first, second, 0, Lanes()) >> 16 |
            (Words)every_second_of(first, second, 1, Lanes());
   }
-  FloatPairs floats(const char* w, int) const { return pairs_of(words(w)); }
+  FloatPairs floats(Step w, int) const { return pairs_of(words(w.at)); }
 #if defined(__AVX512BF16__)
-  Pairs pairs(const char* w, int) const { return (Pairs)words(w); }
+  Pairs pairs(Step w, int) const { return (Pairs)words(w.at); }
 #else
-  Pairs pairs(const char* w, int j) const { return floats(w, j); }
+  Pairs pairs(Step w, int j) const { return floats(w, j); }
 #endif
 };
 
 struct Nibbles {
   static constexpr long PAIRS = 4, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
+  typedef Words Step;
+  static Step load(const char* w) { return ::load<Words>(w); }
 #if defined(__AVX512BF16__)
   __m512i table;  // twice, as five bits are looked at, and nothing need be masked
   explicit Nibbles(const float* numbers)
       : table((__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(numbers), _mm512_loadu_ps(numbers))) {}
-  Pairs pairs(const char* w, int j) const {
-    return (__m512bh)_mm512_permutexvar_epi16((__m512i)(load<Words>(w) >> 4 * j), table);
+  Pairs pairs(Step words, int j) const {
+    return (__m512bh)_mm512_permutexvar_epi16((__m512i)(words >> 4 * j), table);
   }
-  FloatPairs floats(const char* w, int j) const { return pairs_of((Words)pairs(w, j)); }
+  FloatPairs floats(Step words, int j) const { return pairs_of((Words)pairs(words, j)); }
 #elif defined(__AVX512F__)
   __m512 table;
   explicit Nibbles(const float* numbers) : table(_mm512_loadu_ps(numbers)) {}
   Floats number(Words words, int shift) const {
     return (Floats)_mm512_permutexvar_ps((__m512i)(words >> shift), table);
   }
-  Pairs pairs(const char* w, int j) const {
-    const Words words = load<Words>(w);
+  Pairs pairs(Step words, int j) const {
     return {number(words, 4 * j), number(words, 16 + 4 * j)};
   }
 #else
@@ -143,11 +153,11 @@ struct Nibbles {
       const uint16_t bits = to_bf16(numbers[i % 16]);
       bytes[0][i] = (uint8_t)bits, bytes[1][i] = bits >> 8;
     }
-    lower = load<__m256i>(bytes[0]), upper = load<__m256i>(bytes[1]);
+    lower = ::load<__m256i>(bytes[0]), upper = ::load<__m256i>(bytes[1]);
   }
   // Of a word, j and j + 2 look up the same bytes, and take every second of them.
-  Pairs pairs(const char* w, int j) const {
-    const __m256i codes = (__m256i)(load<Words>(w) >> 4 * (j % 2) & 0x0f0f0f0f);
+  Pairs pairs(Step words, int j) const {
+    const __m256i codes = (__m256i)(words >> 4 * (j % 2) & 0x0f0f0f0f);
     const Words low = (Words)_mm256_shuffle_epi8(lower, codes);
     const Words high = (Words)_mm256_shuffle_epi8(upper, codes);
     const __m256i odd_bytes = _mm256_set1_epi16((short)0xff00);
@@ -158,6 +168,7 @@ struct Nibbles {
 };
 
 template <class Kind> constexpr bool IS_BF16 = std::is_same_v<Kind, Bf16>;
+template <class Kind> constexpr long PREFETCH_BYTES = IS_BF16<Kind> ? 4096 : 16384;
 
 // Bytes of one k of a weight block.
 template <class Kind> constexpr long K_BYTES = Kind::STEP / (2 * Kind::PAIRS);
@@ -179,24 +190,30 @@ struct Parameters {
 
   // Those of some groups as floats (last - first, 2, 32): scales, and offsets if there are.
   void unpack(long first, long last, float* to) const {
-    if (!count) return;
-    const auto run = type == Matrix::FLOAT32   ? &Parameters::unpack_as<Matrix::FLOAT32>
-                     : type == Matrix::FLOAT16 ? &Parameters::unpack_as<Matrix::FLOAT16>
-                                               : &Parameters::unpack_as<Matrix::SCALED_INT8>;
-    (this->*run)(first, last, to);
+    const auto run = count == 1 ? unpack_as<1> : unpack_as<2>;
+    if (count) run(*this, first, last, to);
   }
 
  private:
-  template <int TYPE> void unpack_as(long first, long last, float* to) const {
-    const long width = count * N_BLOCK;  // of a group
-    for (long group = first; group < last; group++, to += 2 * N_BLOCK)
-      for (long i = 0; i < width; i += LANES) {
-        const char* eight = data + group / 8 * 10 * width;
-        store(to + i, TYPE == Matrix::FLOAT32   ? load<Floats>(data + 4 * (group * width + i))
-                      : TYPE == Matrix::FLOAT16 ? load_float16(data + 2 * (group * width + i))
-                                                : load_float16(eight + 2 * i) *
-                                                      load_int8(eight + (2 + group % 8) * width + i));
-      }
+  template <int COUNT> static void unpack_as(const Parameters& from, long first, long last, float* to) {
+    constexpr int WIDTH = COUNT * N_BLOCK, VECTORS = WIDTH / LANES;  // of a group
+    const auto each = [&](long first, long last, auto number) {
+      for (long group = first; group < last; group++, to += 2 * N_BLOCK)
+        for (int v = 0; v < VECTORS; v++)
+          store(to + v * LANES, number(v, group * WIDTH + v * LANES));
+    };
+    if (from.type == Matrix::FLOAT32)
+      return each(first, last, [&](int, long i) { return load<Floats>(from.data + 4 * i); });
+    if (from.type == Matrix::FLOAT16)
+      return each(first, last, [&](int, long i) { return load_float16(from.data + 2 * i); });
+    for (long next; first < last; first = next) {
+      next = std::min(last, (first / 8 + 1) * 8);
+      const char* eight = from.data + first / 8 * 10 * WIDTH;
+      Floats units[VECTORS];
+      for (int v = 0; v < VECTORS; v++) units[v] = load_float16(eight + 2 * v * LANES);
+      const char* codes = eight + 2 * WIDTH - first / 8 * 8 * WIDTH;
+      each(first, next, [&](int v, long i) { return units[v] * load_int8(codes + i); });
+    }
   }
 };
 
@@ -207,7 +224,7 @@ void unpack(const Weight& weight, const char* from, uint16_t* to, long count) {
   for (const char* end = from + count * K_BYTES<Kind>; from < end; from += Kind::STEP)
     for (int j = 0; j < Kind::PAIRS; j++)
       for (long row = 0; row < N_BLOCK; row += LANES, to += 2 * LANES)
-        store_exact(to, kind.pairs(from + row * Kind::ROW_BYTES, j));
+        store_exact(to, kind.pairs(kind.load(from + row * Kind::ROW_BYTES), j));
 }
 
 // The 32 sums of rows `from` to `to`, columns from `column` on, to outputs of n columns.
