@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -425,9 +426,11 @@ def test_the_groups_are_left_whatever_happens(error, code, told, monkeypatch, ca
     assert ranks.run(failing(error)) == code
     assert capfd.readouterr() == ("", told)
     assert ranks.run(lambda: None) == 0 and len(left) == 2
+    shown = ranks.run(lambda: print(warnings.formatwarning("slow", UserWarning, __file__, 1)))
+    assert shown == 0 and capfd.readouterr().out == "warning: slow\n\n" and len(left) == 3
     with pytest.raises(RuntimeError, match="a bug"):
         ranks.run(failing(RuntimeError("a bug")))
-    assert len(left) == 3
+    assert len(left) == 4
 
 
 def test_rank_0_alone_speaks(monkeypatch, capfd):

@@ -9,7 +9,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 from llama.checks import number
 from llama.cli.flags import HelpWanted, UsageError
@@ -55,6 +56,18 @@ def start_ranks(options: argparse.Namespace) -> int | None:
     return launch(sys.orig_argv[1:], count)
 
 
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """A warning is one line for the user, without the line of code that gave it."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+@_short_warnings()
 def run(work: Callable[[], int | None], error_code: int = 1) -> int:
     """Do the work and leave the process groups. The exit code: 0, `error_code`, 2 or 130."""
     try:
