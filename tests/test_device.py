@@ -333,6 +333,7 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
         "get_rank": lambda: 1,
         "get_process_group_ranks": lambda group: [0, 1],
         "new_group": lambda *args, **more: group,
+        "destroy_process_group": lambda group: None,
     }.items():
         monkeypatch.setattr(groups.dist, name, value)
     monkeypatch.setattr(groups.torch_private, "set_timeout", lambda *args: None)
