@@ -92,7 +92,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(url, demo):
     first places that become free."""
     count = demo.model.params.max_batch_size + 100
     large: list[httpx.Response] = []
-    body = {"prompt": ["x"] * count, "max_tokens": 60, "ignore_eos": True}
+    body = {"prompt": ["x"] * count, "max_tokens": 30, "ignore_eos": True}
     thread = threading.Thread(target=lambda: large.append(ask(url, **body)))
     thread.start()
     with httpx.Client(base_url=url, timeout=60) as client:
