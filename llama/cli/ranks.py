@@ -60,7 +60,7 @@ def start_ranks(options: argparse.Namespace) -> int | None:
 def _short_warnings() -> Iterator[None]:
     """A warning is one line for the user, without the line of code that gave it."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         yield
     finally:

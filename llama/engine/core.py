@@ -49,14 +49,13 @@ class Stats:
         self.steps += 1
         drafted = [x for x in scheduled if x.num_samples > 1]
         accepted = sum(len(x.drafts) for x in drafted)
-        self.generated_tokens += sum(x.num_samples > 0 for x in scheduled) + accepted
+        self.generated_tokens += sum([x.num_samples > 0 for x in scheduled]) + accepted
         self.drafts += len(drafted)
         self.draft_tokens += sum(x.count - 1 for x in drafted)
         self.accepted_tokens += accepted
-        self.prompt_tokens += sum(
-            max(0, min(item.count, item.sequence.num_prompt - item.start)) for item in scheduled
-        )
-        if not drafted and any(item.count > 1 for item in scheduled):
+        prompts = [x for x in scheduled if x.start < x.sequence.num_prompt]
+        self.prompt_tokens += sum(min(x.count, x.sequence.num_prompt - x.start) for x in prompts)
+        if not drafted and scheduled[-1].count > 1:  # those with more than one token come last
             self.prompt_seconds += seconds
         else:
             self.generate_seconds += seconds
@@ -174,8 +173,8 @@ class EngineCore:
             self._settle()
             if read is not None:
                 self._in_flight = scheduled, read
-            scores = any(x.sequence.params.prompt_logprobs is not None for x in scheduled)
-            if not self.runner.async_scheduling or scores:
+            num_scores = sum([x.num_scores for x in scheduled])
+            if not self.runner.async_scheduling or num_scores:
                 self._settle()
         except Exception:
             self.clear("error")

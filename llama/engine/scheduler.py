@@ -10,7 +10,7 @@ Ints in lists; no torch. Only the order of arrival decides, so all ranks decide 
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
@@ -28,18 +28,17 @@ class Scheduled:
     count: int
     rows: tuple[Rows, ...]
     drafts: Seq[int] = ()  # guesses that the step verifies; after it, those that were right
+    num_samples: int = field(default=1, init=False)
+    num_scores: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.rows is not SAMPLE_ONE:
+            self.num_samples = len(self.offsets(RowKind.SAMPLE))
+            self.num_scores = len(self.offsets(RowKind.SCORE))
 
     def offsets(self, kind: RowKind) -> range:
         """Of the rows that want this kind of result."""
         return next((rows.offsets for rows in self.rows if rows.kind is kind), range(0))
-
-    @property
-    def num_samples(self) -> int:
-        return 1 if self.rows is SAMPLE_ONE else len(self.offsets(RowKind.SAMPLE))
-
-    @property
-    def num_scores(self) -> int:
-        return 0 if self.rows is SAMPLE_ONE else len(self.offsets(RowKind.SCORE))
 
 
 class Scheduler:
@@ -107,6 +106,7 @@ class Scheduler:
             draft = draft[: min(stop, budget, seq.max_len - len(seq.tokens) - 1)]
             if draft := draft[: self.reserve(seq, len(draft))]:
                 item.drafts, item.count = draft, 1 + len(draft)
+                item.num_samples = item.count
                 item.rows = (Rows(RowKind.SAMPLE, range(item.count)),)
                 seq.num_computed += len(draft)
                 budget -= len(draft)

@@ -153,20 +153,26 @@ class RequestOutput:
         self.outputs = [
             CompletionOutput(i, answer) for i, answer in enumerate(request.returned_answers())
         ]
-        answers = request.answers
-        self._first = answers[0].sequence
-        failed = [answer.sequence for answer in answers if answer.finish_reason == "error"]
-        reasons = [seq.constraint.failure for seq in failed if seq.constraint is not None]
-        why = next(filter(None, reasons), None)
-        told = NO_TOKEN if why is None else FORM_STOPPED.format(why=why)
-        self.error = told if failed else None
-        self.error_field = None if why is None else "structured_output"
+        self._first = request.answers[0].sequence
+        self.error: str | None = None
+        self.error_field: str | None = None
+        num_read = num_drafted = num_accepted = 0
+        for answer in request.answers:
+            seq = answer.sequence
+            num_read += answer.num_read
+            num_drafted += seq.num_drafted
+            num_accepted += seq.num_accepted
+            if answer.finish_reason == "error" and self.error_field is None:
+                self.error = NO_TOKEN
+                if seq.constraint is not None and seq.constraint.failure:
+                    self.error = FORM_STOPPED.format(why=seq.constraint.failure)
+                    self.error_field = "structured_output"
         self.usage = Usage(
             prompt_tokens=self._first.num_prompt,
-            completion_tokens=sum(answer.num_read for answer in answers),
+            completion_tokens=num_read,
             cached_tokens=self._first.num_cached,
-            draft_tokens=sum(answer.sequence.num_drafted for answer in answers),
-            accepted_tokens=sum(answer.sequence.num_accepted for answer in answers),
+            draft_tokens=num_drafted,
+            accepted_tokens=num_accepted,
         )
 
     @property
@@ -206,7 +212,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        return None not in [answer.finish_reason for answer in self.answers]
 
     @property
     def is_best_of(self) -> bool:
