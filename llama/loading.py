@@ -290,7 +290,7 @@ class Memory:
             free,
             weights=packed.bytes_of(checkpoint, ranks)
             if checkpoint.packed is not None
-            else reader.bytes_of(checkpoint, ranks, dtype, quantize),
+            else reader.bytes_of(checkpoint, ranks, dtype, quantize, device),
             reserve=step + (_CUDA_RESERVE if device.type == "cuda" else 0),
             per_token=plan.kv_bytes_per_token(dtype),
         )

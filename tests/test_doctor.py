@@ -91,7 +91,7 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
             memory = Memory.of(found, ranks, CPU, torch.bfloat16, quantize, 1 << 30, 32)
             assert memory == Memory(
                 1 << 30,
-                weights=bytes_of(found, ranks, torch.bfloat16, quantize),
+                weights=bytes_of(found, ranks, torch.bfloat16, quantize, torch.device("cpu")),
                 reserve=step_bytes(found.params, plan, torch.bfloat16, 32),
                 per_token=plan.kv_bytes_per_token(torch.bfloat16),
             )

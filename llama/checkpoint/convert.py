@@ -58,8 +58,7 @@ def reshard(
     if checkpoint.layout != "meta":
         raise ValueError(f"{checkpoint.weights_path} is not in Meta's layout: convert it first")
     checkpoint.params.check_ranks(size)
-    copied = [checkpoint.params_path, *_tokenizer(checkpoint)]
-    files: Files = {path.name: path for path in copied}
+    files: Files = {x.name: x for x in (checkpoint.params_path, *_tokenizer(checkpoint))}
     files |= {"params.json": _meta_params(checkpoint.params)} if checkpoint.is_quantized else {}
     return _write(reader, "meta", _shards(reader, size), files, out_dir, progress)
 
@@ -131,12 +130,12 @@ def pack(
     tokenizer = _tokenizer(checkpoint)
     for path in tokenizer:
         found = load_tokenizer(path, checkpoint.params)
-        is_file = checkpoint.layout != "gguf"
-        files[path.name if is_file else "tokenizer.json"] = (
-            path if is_file else tokenizer_json(found)
-        )
+        if checkpoint.layout == "gguf":
+            files["tokenizer.json"] = tokenizer_json(found)
+        else:
+            files[path.name] = path
     CheckpointReader(checkpoint)  # its names and shapes are told before anything is written
-    size = bytes_of(checkpoint, 1, torch.bfloat16, quantize)
+    size = bytes_of(checkpoint, 1, torch.bfloat16, quantize, torch.device("cpu"))
     with writing.new_folder(out_dir) as folder:
         writing.check_room(folder, size)
         packed.write(checkpoint, folder, quantize, progress)

@@ -37,13 +37,13 @@ _MOST_THREADS = 16
 
 class Quantized(NamedTuple):
     """A matrix (N, K) that a file holds in codes. read: some rows and columns, all columns if it
-    is_rotated, on a device. pack: them, in a `Coded`'s groups, to values and scales, or False."""
+    is_rotated, on a device. pack: some to a weight, as `CodedRows` has it."""
 
     kind: str
     shape: torch.Size
     read: Callable[[slice, slice, torch.device], Coded]
     is_rotated: bool = False
-    pack: Callable[[range, slice, Coded, Tensor, Tensor], bool] | None = None
+    pack: Callable[[range, slice, Coded, int, Tensor, Tensor], bool] | None = None
 
 
 class MappedTensor(NamedTuple):

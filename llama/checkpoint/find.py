@@ -28,13 +28,11 @@ _GUARD_FILE = re.compile(
     rb'<BEGIN UNSAFE CONTENT CATEGORIES>|"_name_or_path"\s*:\s*"[^"]*llama[-_ ]?guard',
     re.IGNORECASE,
 )
-_TOLD_BY = (
-    "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "config.json",
-)  # fmt: skip
+_TOLD_BY = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "config.json")
 _MAX_BYTES = 4 * 2**20  # of one of these
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of a file with weights
 _PACKED = "llama-packed/"
-PACKED = f"{_PACKED}1"  # the layout of packed weights: its number changes with packed_weight.h
+PACKED = f"{_PACKED}2"  # the layout of packed weights: its number changes with packed_weight.h
 _TOLD_BY_PACKED = {"quantize", "is_guard", "source"}
 _FETCH = "fetch a model: llama download NAME"
 
@@ -84,11 +82,9 @@ class Checkpoint:
         near = [self.folder, self.folder / "original"]
         if self.layout == "meta":  # Meta's downloads have one file for the sizes beside it
             near.append(self.folder.parent)
-        candidates = [folder / "tokenizer.model" for folder in near]
-        candidates.append(self.folder / "tokenizer.json")
-        for path in candidates:
-            if path.is_file():
-                return path
+        candidates = [*(x / "tokenizer.model" for x in near), self.folder / "tokenizer.json"]
+        for path in filter(Path.is_file, candidates):
+            return path
         raise FileNotFoundError(
             f"no tokenizer: looked for {', '.join(map(str, candidates))}; give tokenizer_path"
         )

@@ -109,9 +109,11 @@ def read(data: Tensor, kind: Kind, rows: slice, columns: slice, device: torch.de
     return _unpack(some, kind).columns(columns.start - begin, columns.stop - begin)
 
 
-def pack(file: Path, of: TensorInfo, rows: range, columns: slice, like: Coded, *to: Tensor) -> bool:
-    """As `read`, from the file to packed values and scales of a weight, in the groups of `like`.
-    False where these are of other types, or a number is not finite."""
+def pack(
+    file: Path, of: TensorInfo, rows: range, columns: slice, like: Coded, held: int, *to: Tensor
+) -> bool:
+    """As `read`, from the file to values and scales of a weight of the kind `held`, in the groups
+    of `like`. False where these are of other types, or a number is not finite."""
     kind, stride, k = of.kind, of.num_bytes // of.shape[0], columns.stop - columns.start
     is_cut = len(rows) % 32 or k % kind.block or columns.start % kind.block
     if is_cut or to[1].dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
@@ -121,7 +123,7 @@ def pack(file: Path, of: TensorInfo, rows: range, columns: slice, like: Coded, *
     sizes = len(rows), k, like.group, 1 if like.offset is None else 2
     with file.open("rb") as source:
         place = source.fileno(), of.offset + rows.start * stride + at, stride
-        codes = [*_FORMATS].index(kind.name), len(numbers), to[0].itemsize > 1
+        codes = [*_FORMATS].index(kind.name), len(numbers), held, int(like.table[0])
         native.call("pack_gguf", *to, table, state, *place, *sizes, *codes)
     if state > 1:
         raise broken(file, "became shorter while it was read")

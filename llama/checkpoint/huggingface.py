@@ -71,10 +71,7 @@ def _ffn_rule(dim: int, ffn: int) -> dict[str, Any]:
     Anything from 1 to ffn rounds up to the multiple ffn; the multiplier brings larger sizes down.
     """
     wide = int(2 * (4 * dim) / 3)
-    rule: dict[str, Any] = {"multiple_of": ffn}
-    if wide > ffn:
-        rule["ffn_dim_multiplier"] = ffn / wide
-    return rule
+    return {"multiple_of": ffn} | ({"ffn_dim_multiplier": ffn / wide} if wide > ffn else {})
 
 
 def _rope_params(config: dict[str, Any]) -> dict[str, Any]:

@@ -35,34 +35,35 @@ _UNPACKED = 1 << 22  # numbers that are unpacked at a time
 
 
 def bytes_of(
-    checkpoint: Checkpoint, size: int, dtype: torch.dtype, quantize: str | None = None
+    found: Checkpoint, size: int, dtype: torch.dtype, quantize: str | None, device: torch.device
 ) -> int:
     """Bytes of the weights that one of `size` ranks holds, told without reading them.
 
     An untied embedding is not rounded, and neither are norms. Where matrices stay in the codes of
     their file, some rows of each are read and packed.
     """
-    if checkpoint.in_codes:
-        return _bytes_in_codes(checkpoint, size, dtype)
+    if found.in_codes:
+        return _bytes_in_codes(found, size, dtype, device.type == "cuda")
     of_ends = formats.of_output(quantize)
     ends = {"output.weight": of_ends, "tok_embeddings.weight": None}
-    if checkpoint.params.tied_output:
+    if found.params.tied_output:
         ends["tok_embeddings.weight"] = of_ends
-    shapes = shard_shapes(checkpoint.params, size)
+    shapes = shard_shapes(found.params, size)
     return sum(
         formats.bytes_of(shape, dtype, ends.get(name, quantize)) for name, shape in shapes.items()
     )
 
 
-def _bytes_in_codes(checkpoint: Checkpoint, size: int, dtype: torch.dtype) -> int:
-    reader, parallel = CheckpointReader(checkpoint), ModelParallel(rank=0, size=size)
-    model = Transformer(checkpoint.params, parallel=parallel, device="meta", dtype=dtype)
+def _bytes_in_codes(found: Checkpoint, size: int, dtype: torch.dtype, is_gpu: bool) -> int:
+    reader, parallel = CheckpointReader(found), ModelParallel(rank=0, size=size)
+    model = Transformer(found.params, parallel=parallel, device="meta", dtype=dtype)
     total = 0.0
     for module, shards in model.loading_order():
         total += sum(shard.nbytes for shard in shards.values())
         for names in _matrices(module, shards):
             if (coded := reader.coded(names, 0, size)) is not None:
-                (n, k), held, rows = coded.first.shape, formats.packed(coded.first), coded.n
+                (n, k), rows = coded.first.shape, coded.n
+                held = (formats.on_gpu if is_gpu else formats.packed)(coded.first)
                 thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
                 total += (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
                 total -= sum(shards[name].nbytes for name in names)
@@ -182,10 +183,10 @@ class CheckpointReader:
             parts = (self._unpacked(name, rank, size, _CPU, fill, most) for name, fill in fills)
             return joined([coded for part in parts for _, coded in part])
 
-        def pack(first: Coded, *into: Tensor) -> bool:
+        def pack(first: Coded, kind: int, *into: Tensor) -> bool:
             ends = [sum(counts[:i]) // 32 for i in range(1, len(counts))]
             each = zip(of, shares, *(x.tensor_split(ends) for x in into), strict=True)
-            return all(x.pack and x.pack(*own, first, *part) for x, own, *part in each)
+            return all(x.pack and x.pack(*own, first, kind, *part) for x, own, *part in each)
 
         own = [(x.kind, x.shape) for x in of] if all(x.pack for x in of) else names
         if (first := self._firsts.get(alike := (rank, size, *own))) is None:

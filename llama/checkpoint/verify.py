@@ -162,8 +162,7 @@ def _check_md5(path: Path, md5: str) -> Check:
 def _summed(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """The records with a CRC-32, in their order in the file: one a tensor, of which torch.save
     writes it unless `set_crc32_options(False)` was called. Threads may read them at once."""
-    summed = (record for record in archive.infolist() if record.CRC)
-    return sorted(summed, key=lambda record: record.header_offset)
+    return sorted((x for x in archive.infolist() if x.CRC), key=lambda x: x.header_offset)
 
 
 def _check_crc32(path: Path, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> Check:

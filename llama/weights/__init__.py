@@ -13,25 +13,26 @@ from llama.weights.blocks import BlockedWeight
 from llama.weights.bytes import BytesWeight, Fp8Weight
 from llama.weights.coded import Coded, CodedRows
 from llama.weights.groups import GroupedWeight
-from llama.weights.nibbles import NibblesWeight
+from llama.weights.nibbles import NibblesWeight, SixBitsWeight
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
 __all__ = [
     "FORMATS", "QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "of_output",
-    "on_gpu",
-    "packed",
+    "on_gpu", "packed",
 ]  # fmt: skip
 
-QUANTIZED: dict[str, type[GroupedWeight]] = {  # by the name that `quantize=` takes
+QUANTIZED: dict[str, type[BytesWeight | NibblesWeight]] = {  # by the name that `quantize=` takes
     "int8": BytesWeight, "fp8": Fp8Weight, "int4": NibblesWeight,
 }  # fmt: skip
 FORMATS: dict[str, type[Weight]] = {  # by the name in files
-    "plain": PlainWeight, "bf16": BlockedWeight, **QUANTIZED,
+    "plain": PlainWeight, "bf16": BlockedWeight, "six_bits": SixBitsWeight, **QUANTIZED,
 }  # fmt: skip
 _Matrix = Tensor | Coded | CodedRows
 _CPU = torch.device("cpu")
-_OF_CODES: tuple[type[GroupedWeight], ...] = (NibblesWeight, BytesWeight, Fp8Weight)
+_Kinds = tuple[type[GroupedWeight], ...]  # the smallest first
+_ALL: _Kinds = NibblesWeight, SixBitsWeight, BytesWeight, Fp8Weight
+_GPU: _Kinds = NibblesWeight, BytesWeight, Fp8Weight
 
 
 def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -59,27 +60,29 @@ def of_output(quantize: str | None) -> str | None:
     return "int8" if quantize == "int4" else quantize
 
 
-def on_gpu(matrix: _Matrix, quantize: str | None, device: torch.device) -> Weight:
+def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
     """As `packed`, on a GPU: quantized as on a CPU where its kernels take it so, else plain."""
     if not isinstance(matrix, Tensor) or quantize is not None:
-        held = packed(matrix.cpu() if isinstance(matrix, Tensor) else matrix, quantize)
+        held = packed(matrix.cpu() if isinstance(matrix, Tensor) else matrix, quantize, codes=_GPU)
         if isinstance(held, GroupedWeight) and held.blocks() is not None:
             return held.to(device)
     plain = matrix if isinstance(matrix, Tensor) else matrix.plain(torch.bfloat16)
     return PlainWeight.pack(plain.to(device))
 
 
-def packed(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
+def packed(
+    matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU, codes: _Kinds = _ALL
+) -> Weight:
     """A matrix (N, K) in the format that was asked for, or else in this machine's fastest.
 
-    What does not fit a format stays as it is; codes that fit none become bf16. A plain matrix must
-    not be used afterwards. quantize: of a plain one. device: where it will multiply.
+    What does not fit a format stays as it is; codes that fit none of `codes` become bf16. A plain
+    matrix must not be used afterwards. quantize: of such a one. device: where it will multiply.
     """
     if device.type == "cuda":
         return on_gpu(matrix, quantize, device)
     if not isinstance(matrix, Tensor):
         first = matrix.first if isinstance(matrix, CodedRows) else matrix
-        if format := next((x for x in _OF_CODES if x.takes(first)), None):
+        if format := next((x for x in codes if x.takes(first)), None):
             return format.of_rows(matrix) if isinstance(matrix, CodedRows) else format.of(matrix)
         matrix = matrix.plain(torch.bfloat16)
     wanted = (BlockedWeight,) if quantize is None else (QUANTIZED[quantize], BlockedWeight)

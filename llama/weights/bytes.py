@@ -12,7 +12,7 @@ from torch import Tensor
 from llama.ops.cpu import native
 from llama.weights.blocks import N_BLOCK, in_blocks, workspace
 from llama.weights.coded import Coded
-from llama.weights.groups import GroupedWeight, huge_empty, pack_extras, pack_scales
+from llama.weights.groups import GroupedWeight, pack_extras, pack_scales
 
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 _ROWS = 4096  # that are rounded at once
@@ -38,7 +38,12 @@ class BytesWeight(GroupedWeight):
 
     @classmethod
     def of(cls, coded: Coded) -> Self:
-        values = _in_layout(coded.codes).add_(int(coded.table[0]) % 256).view(cls.layout[0])
+        codes, values = coded.codes.contiguous(), cls.empty(*coded.shape)
+        if native.kernels() is None or codes.shape[1] % 8:
+            values.view(torch.uint8).copy_(in_blocks(codes))
+        else:
+            native.call("pack_bytes", codes, values.view(torch.uint8), *codes.shape)
+        values.view(torch.uint8).add_(int(coded.table[0]) % 256)
         return cls(coded.shape, values, pack_scales(coded, cls.unit), **pack_extras(coded))
 
     @classmethod
@@ -53,8 +58,7 @@ class BytesWeight(GroupedWeight):
         n, k = plain.shape
         if native.kernels() is None:
             return cls.of(cls.rounded(plain))
-        values = huge_empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.int8)
-        scales = torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
+        values, scales = cls.empty(n, k), torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
         room = workspace("pack_workspace", k, torch.get_num_threads())
         native.call("pack_rows", plain, values, scales, room, n, k)
         held = cls((n, k), values, scales)
@@ -97,13 +101,3 @@ def _units(plain: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     what to divide by, where it is 0 too."""
     scale = plain.abs().amax(1, keepdim=True).float() / largest
     return scale, scale.masked_fill(scale == 0, 1)
-
-
-def _in_layout(codes: Tensor) -> Tensor:
-    """Codes (N, K) -> (N/32, K/2, 32, 2), the same bytes."""
-    n, k = codes.shape
-    values = huge_empty(n // N_BLOCK, k // 2, N_BLOCK, 2, dtype=torch.uint8)
-    if native.kernels() is None or k % 8:
-        return values.copy_(in_blocks(codes.contiguous()))
-    native.call("pack_bytes", codes.contiguous(), values, n, k)
-    return values

@@ -93,12 +93,12 @@ class Coded:
 @dataclass(frozen=True)
 class CodedRows:
     """A matrix of N rows of a file. first: some of them, in the form of all. read: all. pack: with
-    `first`, fill a weight's values and scales straight from the file; False where it cannot be."""
+    `first`, fill a weight of a kind, values and scales, from the file; False where it cannot."""
 
     n: int
     first: Coded
     read: Callable[[], Coded]
-    pack: Callable[[Coded, Tensor, Tensor], bool]
+    pack: Callable[[Coded, int, Tensor, Tensor], bool]
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         return self.read().plain(dtype)
@@ -116,13 +116,15 @@ def hadamard(x: Tensor) -> Tensor:
 
 def alike(parts: list[Coded]) -> list[Coded] | None:
     """Exactly these with one table and group, all with offsets or none. Where tables differ, codes
-    become those of the whole numbers from -128 to 127; None where a table has others."""
+    become those of the whole numbers of 6 bits, or of 8; None where a table has others."""
     table, group = parts[0].table, math.gcd(*(part.group for part in parts))
     if not all(part.table is table or torch.equal(part.table, table) for part in parts):
-        table = torch.arange(-128.0, 128)
-        if not all(torch.isin(part.table, table).all() for part in parts):
+        each = torch.cat([part.table for part in parts])
+        tables = torch.arange(-32.0, 32), torch.arange(-128.0, 128)
+        if not (holding := [x for x in tables if torch.isin(each, x).all()]):
             return None
-        codes = [(x.table + 128).byte()[x.codes.int()] for x in parts]
+        table = holding[0]
+        codes = [(x.table - table[0]).byte()[x.codes.int()] for x in parts]
         parts = [replace(x, codes=y, table=table) for x, y in zip(parts, codes, strict=True)]
     parts = [part.columns(0, part.shape[1], group) for part in parts]
     if all(x.offset is None for x in parts):

@@ -33,7 +33,7 @@ class GroupedWeight(BlockedWeight):
     float16, or the same numbers as (N/32, G/8, 1 or 2 times EIGHT) bytes; table: what the codes of
     nibbles stand for; adaptor: down (R, K), then up (N, R), bf16 in blocks; rotated: if x is."""
 
-    in_files: ClassVar[tuple[str, int]]  # as compressed-tensors has them: type and bits
+    pack_codes: ClassVar[str]  # the function that puts codes into the layout
     scales: Tensor
     adaptor: Tensor | None
     rotated: Tensor | None
@@ -51,16 +51,11 @@ class GroupedWeight(BlockedWeight):
         for name, held in {"scales": scales, "adaptor": adaptor, "rotated": rotated}.items():
             self.register_buffer(name, held, persistent=False)
         self.rank = 0 if adaptor is None else adaptor.numel() // sum(shape)
-        self.table, self.first = torch.zeros(16), None if self.kind == 3 else 0
+        self.table, self.first = torch.zeros(16), None if self.kind > 2 else 0
         if table is not None:
             self.table[: len(table)] = table.bfloat16()
             if self.kind == 3 and torch.equal(table, int(table[0]) + torch.arange(len(table))):
                 self.first = int(table[0])  # whole numbers that follow one another
-
-    @classmethod
-    def num_bytes(cls, n: int, k: int) -> int:
-        """Of a matrix (N, K) that was rounded."""
-        raise NotImplementedError
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -68,25 +63,29 @@ class GroupedWeight(BlockedWeight):
         raise NotImplementedError
 
     @classmethod
+    def empty(cls, n: int, k: int) -> Tensor:
+        """Memory for the values."""
+        dtype, step, tail = cls.layout
+        return use_huge_pages(torch.empty(n // N_BLOCK, k // step, *tail, dtype=dtype))
+
+    @classmethod
     def of(cls, coded: Coded) -> Self:
         """What it `takes`, in this format."""
-        raise NotImplementedError
+        values = cls.empty(*coded.shape)
+        native.call(cls.pack_codes, coded.codes.contiguous(), values, *coded.shape)
+        table = coded.table[:16]
+        return cls(coded.shape, values, pack_scales(coded), table, **pack_extras(coded))
 
     @classmethod
     def of_rows(cls, matrix: CodedRows) -> Self:
         """As `of` all its rows."""
-        few, blocks = cls.of(matrix.first), matrix.n // N_BLOCK
-        parts = few.values, few.scales
-        values, scales = (huge_empty(blocks, *x.shape[1:], dtype=x.dtype) for x in parts)
-        if not matrix.pack(matrix.first, values, scales):
+        few, shape = cls.of(matrix.first), (matrix.n, matrix.first.shape[1])
+        values, of_few = cls.empty(*shape), few.scales
+        scales = use_huge_pages(of_few.new_empty(matrix.n // N_BLOCK, *of_few.shape[1:]))
+        if not matrix.pack(matrix.first, cls.kind, values, scales):
             return cls.of(matrix.read())
-        few.shape, few.values.data, few.scales = (matrix.n, few.shape[1]), values, scales
+        few.shape, few.values.data, few.scales = shape, values, scales
         return few
-
-    @classmethod
-    def rounded(cls, plain: Tensor) -> Coded:
-        """Rows of a matrix in bf16, rounded for a file."""
-        raise NotImplementedError
 
     @classmethod
     def takes(cls, coded: Coded) -> bool:

@@ -1,4 +1,5 @@
-"""Four bits a weight: codes of up to 16 numbers, in words of 8 k, and a scale or more a group.
+"""Four bits a weight: codes of up to 16 numbers, in words of 8 k, and a scale or more a group. Or
+six: whole numbers that follow one another, up to 64 of them (Q6_K, Q5_K, Q5_0), in words of 16 k.
 
 In: a `Coded` of such a table, whose numbers are taken in bf16 (only nf4's are not such); or bf16
 rounded at load in groups of 32: offset + scale * code, with a small squared error (pack.cpp).
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from llama.ops.cpu import native
 from llama.weights.blocks import N_BLOCK
+from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded
-from llama.weights.groups import EIGHT, GroupedWeight, huge_empty, pack_extras, pack_scales
+from llama.weights.groups import EIGHT, GroupedWeight
 
 _GROUP = 32  # of a matrix that is rounded, as in pack.cpp
 
@@ -22,7 +24,7 @@ class NibblesWeight(GroupedWeight):
 
     kind = 3
     layout = (torch.int32, 8, (N_BLOCK,))
-    in_files = "int", 4
+    in_files, pack_codes = ("int", 4), "pack_nibbles"
 
     @classmethod
     def num_bytes(cls, n: int, k: int) -> int:
@@ -35,8 +37,7 @@ class NibblesWeight(GroupedWeight):
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
         n, k = plain.shape
-        values = huge_empty(n // N_BLOCK, k // 8, N_BLOCK, dtype=torch.int32)
-        scales = _scales_of_rounded(n, k)
+        values, scales = cls.empty(n, k), _scales_of_rounded(n, k)
         native.call("pack_int4", plain, values, scales, n, k)
         return cls((n, k), values, scales, torch.arange(16.0))
 
@@ -60,18 +61,30 @@ class NibblesWeight(GroupedWeight):
     def can_hold(cls, table: Tensor) -> bool:
         return len(table) <= 16
 
-    @classmethod
-    def of(cls, coded: Coded) -> Self:
-        n, k = coded.shape
-        values = huge_empty(n // N_BLOCK, k // 8, N_BLOCK, dtype=torch.int32)
-        native.call("pack_nibbles", coded.codes.contiguous(), values, n, k)
-        return cls((n, k), values, pack_scales(coded), coded.table, **pack_extras(coded))
-
     def numbers(self, ids: Tensor) -> Tensor:
         words = self.values[ids // N_BLOCK, :, ids % N_BLOCK]
         places = torch.arange(8, dtype=torch.int32, device=words.device)
         codes = (words[..., None] >> places % 2 * 16 + places // 2 * 4 & 15).flatten(-2)
         return self.table[codes] if self.first is None else codes.float() + self.first
+
+
+class SixBitsWeight(GroupedWeight):
+    """values: (N/32, K/16, 3, 32) int32; the first of the numbers is table[0]."""
+
+    kind = 4
+    layout = (torch.int32, 16, (3, N_BLOCK))
+    pack_codes = "pack_six_bits"
+
+    @classmethod
+    def can_hold(cls, table: Tensor) -> bool:
+        return len(table) <= 64 and BytesWeight.can_hold(table)
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        words = self.values[ids // N_BLOCK, :, :, ids % N_BLOCK]
+        shifts, masks = torch.tensor(((12, 8, 4), (0xF000F, 0xF000F0, 0xF000F00))).int()
+        fourth = (words >> shifts & masks).sum(-1, keepdim=True, dtype=torch.int32)
+        pairs = torch.cat([words, fourth], -1)[..., None] >> torch.tensor((0, 16, 6, 22))
+        return (pairs & 63).flatten(-3) + self.table[0]
 
 
 def _symmetric(x: Tensor, scale: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from llama.weights import packed
 from llama.weights.blocks import BlockedWeight
 from llama.weights.coded import Coded, CodedRows, alike
 from llama.weights.groups import GroupedWeight
+from llama.weights.nibbles import SixBitsWeight
 
 PROMPTS = ["Once upon a time", "a"]
 
@@ -139,14 +140,26 @@ def test_scales_of_blocks_of_256_are_held_in_ten_bits(name):
 @needs_kernels
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
-    """4 bits in 4, the rest in bytes; wqkv, whose parts are of two kinds, in bytes."""
+    """4 bits in 4, 8 in 8, the rest in 6: wqkv too, whose parts are of two kinds."""
     state = torch.load(folder / "meta" / "consolidated.00.pth", weights_only=True)
     for rank in range(size):
         model = in_codes(folder / "one.gguf", rank, size)
-        assert expect_exact(model, state, PARAMS) == {"NibblesWeight", "BytesWeight"}
+        assert expect_exact(model, state, PARAMS) == {
+            "NibblesWeight",
+            "SixBitsWeight",
+            "BytesWeight",
+        }
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         found = replace(find(folder / "one.gguf"), in_codes=True)
-        assert bytes_of(found, size, torch.bfloat16) == held
+        cpu, gpu = torch.device("cpu"), torch.device("cuda")  # which takes six bits as bytes
+        assert bytes_of(found, size, torch.bfloat16, None, cpu) == held
+        more = sum(
+            x.weight.values.nbytes // 3
+            for x in model.modules()
+            if isinstance(x, Matrix) and type(x.weight) is SixBitsWeight
+        )
+        if size == 1:
+            assert more and bytes_of(found, size, torch.bfloat16, None, gpu) == held + more
 
 
 @needs_kernels
@@ -167,7 +180,7 @@ def test_blocks_go_from_a_file_into_a_weight(name, tmp_path):
             fill = functools.partial(gguf_blocks.pack, path, info, rows, columns)
             weight = packed(CodedRows(len(rows), like, lambda: pytest.fail("slow"), fill))
             assert torch.equal(cast(GroupedWeight, weight).exact(), exact)
-    assert not fill(like, torch.empty(2, 1, dtype=torch.uint8), torch.empty(2, 1))  # of float32
+    assert not fill(like, 1, torch.empty(2, 1, dtype=torch.uint8), torch.empty(2, 1))  # of float32
     path.write_bytes(data.tobytes()[: data.nbytes // 2])
     with pytest.raises(ValueError, match=r"blocks .* became shorter while it was read"):
         packed(CodedRows(len(rows), like, lambda: like, fill))
@@ -197,11 +210,14 @@ def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(tmp
     assert model.output.weight is model.tok_embeddings.weight
     block = model.blocks()[0]
     names = [type(x.weight).__name__ for x in (model.output, block.feed_forward.w13)]
-    assert names == ["BytesWeight", "NibblesWeight"]
+    assert names == ["SixBitsWeight", "NibblesWeight"]
     parts = [state[f"layers.0.attention.{x}.weight"] for x in ("wq", "wk", "wv")]
     assert torch.equal(block.attention.wqkv.weight.plain(), torch.cat(parts).bfloat16())
     held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    assert bytes_of(replace(find(path), in_codes=True), 1, torch.bfloat16) == held
+    assert (
+        bytes_of(replace(find(path), in_codes=True), 1, torch.bfloat16, None, torch.device("cpu"))
+        == held
+    )
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(found, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        assert held == bytes_of(found, size, torch.bfloat16)
+        assert held == bytes_of(found, size, torch.bfloat16, None, torch.device("cpu"))
         kinds = set()
         for layer in model.blocks():
             for module in layer.modules():

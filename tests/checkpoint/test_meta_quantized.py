@@ -75,7 +75,7 @@ def test_each_rank_holds_its_slices(tmp_path, load_fp8, is_column):
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(in_codes, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        assert held == bytes_of(in_codes, size, torch.bfloat16)
+        assert held == bytes_of(in_codes, size, torch.bfloat16, None, torch.device("cpu"))
         modules = model.get_submodule("layers.1.feed_forward").modules()
         matrices = [x for x in modules if isinstance(x, Matrix)]
         assert all(isinstance(x.weight, Fp8Weight) for x in matrices)

@@ -139,8 +139,18 @@ def test_codes_of_a_gguf_file_stay_codes(tmp_path):
     pack(tmp_path / "q.gguf", tmp_path / "packed")
     source, found = find(tmp_path / "q.gguf"), find(tmp_path / "packed")
     expected = model_of(replace(source, in_codes=True), lambda x, m: load(x, m, filled=m.pack))
-    logits = model_of(found, packed.attach).forward(tokens_of(), 0)
-    assert torch.equal(logits, expected.forward(tokens_of(), 0))
+    model = model_of(found, packed.attach)
+    assert torch.equal(model.forward(tokens_of(), 0), expected.forward(tokens_of(), 0))
+    wanted, given = tensors_of(expected), tensors_of(model)
+    assert wanted.keys() == given.keys() and any("SixBitsWeight" in name for name in given)
+    assert all(torch.equal(wanted[x].view(torch.uint8), given[x].view(torch.uint8)) for x in given)
+    numbers = expected.state_dict()
+    for rank, size in ((0, 2), (1, 2)):
+        part = model_of(found, packed.attach, rank, size)
+        for name, share in part.state_dict().items():
+            dim, first, end = shares.share(part.params, name, numbers[name].shape, rank, size)
+            assert torch.equal(share, numbers[name].narrow(dim, first, end - first)), name
+        check_products(part, found.shards[0], False)
     assert found.file_type == "Q4_K_M" and found.tokenizer_path().name == "tokenizer.json"
 
 

@@ -138,7 +138,9 @@ def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
 def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
     found = find(write_meta(tmp_path, PARAMS, STATE, 2))
     shards = [shard_of(name, t, PARAMS, 0, size).to(dtype) for name, t in STATE.items()]
-    assert bytes_of(found, size, dtype) == sum(shard.nbytes for shard in shards)
+    assert bytes_of(found, size, dtype, None, torch.device("cpu")) == sum(
+        shard.nbytes for shard in shards
+    )
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"] if KERNELS_RUN else ["int8"])
@@ -163,7 +165,7 @@ def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
     assert all(a <= n <= b for n, (a, b) in zip(counts, limits, strict=True)), counts
     assert loaded_so_far[-1] == list(whole)
     held = [x.nbytes for x in (*model.parameters(), *model.buffers())]
-    assert bytes_of(found, 1, torch.bfloat16, quantize) == sum(held)
+    assert bytes_of(found, 1, torch.bfloat16, quantize, torch.device("cpu")) == sum(held)
 
 
 def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):

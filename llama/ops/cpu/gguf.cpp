@@ -148,13 +148,12 @@ struct Source {
   }
 };
 
-// A packed weight (n, k): nibbles, or bytes, which are numbers[code]; of groups of `group` k, with
-// `per_group` parameters.
+// A packed weight (n, k) of one of Matrix::Numbers: nibbles, or bytes, which are numbers[code], or six
+// bits, which are what these are above `first`; of groups of `group` k, with `per_group` parameters.
 struct Target {
   char *values, *parameters;
   const float* numbers;
-  bool are_nibbles;
-  long k, group, per_group;
+  long kind, first, k, group, per_group;
 };
 
 enum State { GOOD, NOT_FINITE, SHORT };
@@ -188,14 +187,14 @@ void pack_lines(const Lines (*lines)[STEP / Kind::weights], const Target& to, lo
   }
 }
 
-// Codes in place -> what stands for them in a byte.
-inline void look_up(uint8_t* codes, long count, const float* numbers, long last) {
-  const bool follow = numbers[last] - numbers[0] == last;
-  const int first = (int)numbers[0];
+// Codes in place -> what stands for them in a byte, or in six bits.
+inline void look_up(uint8_t* codes, long count, const Target& to, long last) {
+  const bool follow = to.numbers[last] - to.numbers[0] == last;
+  const int zero = to.kind == Matrix::SIX_BITS ? (int)to.first : 0, first = (int)to.numbers[0] - zero;
   if (follow)
     for (long i = 0; i < count; i++) codes[i] += first;
   else
-    for (long i = 0; i < count; i++) codes[i] = (uint8_t)(int)numbers[codes[i]];
+    for (long i = 0; i < count; i++) codes[i] = (uint8_t)((int)to.numbers[codes[i]] - zero);
 }
 
 // 32 rows of a packed weight, of blocks that lie row after row.
@@ -211,13 +210,14 @@ template <class Kind> State pack_rows_of(const uint8_t* blocks, const Target& to
         Kind::unpack(own + i * Kind::bytes, codes + row * STEP + i * Kind::weights, lines[row][i]);
         if (!is_finite(lines[row][i])) state = NOT_FINITE;
       }
-    const long at = (block * to.k + begin) * N_BLOCK;
-    if (to.are_nibbles)
-      write_codes<8>(codes, STEP, count, (uint32_t*)(to.values + at / 2));
-    else {
-      look_up(codes, N_BLOCK * STEP, to.numbers, last);
-      write_codes<2>(codes, STEP, count, (uint16_t*)(to.values + at));
-    }
+    const long at = block * to.k + begin;
+    if (to.kind != Matrix::NIBBLES) look_up(codes, N_BLOCK * STEP, to, last);
+    if (to.kind == Matrix::NIBBLES)
+      write_codes<Nibbles>(codes, STEP, count, to.values + at * K_BYTES<Nibbles>);
+    else if (to.kind == Matrix::SIX_BITS)
+      write_codes<SixBits>(codes, STEP, count, to.values + at * K_BYTES<SixBits>);
+    else
+      write_codes<Int8>(codes, STEP, count, to.values + at * K_BYTES<Int8>);
     pack_lines<Kind>(lines, to, block, begin, count);
   }
   return state;
@@ -258,13 +258,13 @@ void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* of
   KINDS[kind](blocks, codes, scales, offsets, count, threads);
 }
 
-// Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, nibbles or bytes; the
-// kind has `codes` codes, which stand for these numbers. k is of whole blocks. state: see State.
+// Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, see Target. The kind
+// has `codes` codes, which stand for these numbers; the weight's begin with `first`. k is of whole blocks. state: see State.
 void pack_gguf(char* values, char* parameters, const float* numbers, int64_t* state, long file,
                long offset, long stride, long n, long k, long group, long per_group, long kind,
-               long codes, bool are_nibbles, int threads) {
+               long codes, long numbers_kind, long first, int threads) {
   constexpr decltype(&pack_all<Q8_0>) KINDS[] = EACH_KIND(pack_all);
-  const Target to = {values, parameters, numbers, are_nibbles, k, group, per_group};
+  const Target to = {values, parameters, numbers, numbers_kind, first, k, group, per_group};
   *state = KINDS[kind]({(int)file, offset, stride}, to, n, codes - 1, threads);
 }
 }

@@ -30,10 +30,10 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
 // linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
 // describes it in fifteen numbers.
 struct Matrix {
-  enum Numbers { BF16, INT8, FP8, NIBBLES };
+  enum Numbers { BF16, INT8, FP8, NIBBLES, SIX_BITS };
   enum ParameterType { FLOAT32, FLOAT16, SCALED_INT8 };
   const char *data, *parameters;  // no parameters: the numbers are the weights
-  const float* table;             // 16 numbers, for nibbles
+  const float* table;             // 16 numbers, for nibbles; the first of 64, for six bits
   int64_t numbers, parameter_type;
   int64_t per_group;  // parameters of a group: a scale, or a scale and an offset
   int64_t group;      // how many neighbouring k share them

@@ -49,7 +49,7 @@ template <class Kind, int R, int SIDE>
     typename Kind::Step steps[SIDE];
 #pragma GCC unroll 2
     for (int s = 0; s < SIDE; s++) steps[s] = kind.load(w + s * LANES * Kind::ROW_BYTES);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < Kind::PAIRS; j++, x += R) {
       Pairs numbers[SIDE];
 #pragma GCC unroll 2
@@ -331,7 +331,7 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
     out.up = weight.adaptor + weight.rank * weight.k, out.middle = middle, out.rank = weight.rank;
   }
   constexpr decltype(&linear_of<Bf16>) RUN[] = {linear_of<Bf16>, linear_of<Int8>, linear_of<Fp8>,
-                                                linear_of<Nibbles>};
+                                                linear_of<Nibbles>, linear_of<SixBits>};
   RUN[weight.numbers](member, x, weight, out, workspace);
 }
 

@@ -22,9 +22,9 @@ template <class Pair> void transpose(const char* rows, Pair* to, long count) {
         to[i * N_BLOCK + row] = load<Pair>(rows + row * stride + i * sizeof(Pair));
 }
 
-// Rows of codes (n, k), k a multiple of 8 -> words of PER_WORD neighbours, 32 rows side by side.
-template <int PER_WORD, class Word>
-void pack_codes(const uint8_t* codes, Word* words, long n, long k, int threads) {
+// Rows of codes (n, k) -> the words of a kind, see write_codes().
+template <class Kind>
+void pack_codes(const uint8_t* codes, char* words, long n, long k, int threads) {
   constexpr long LINE = 64;  // codes of a row at a time
 #pragma omp parallel for num_threads(threads)
   for (long block = 0; block < n / N_BLOCK; block++)
@@ -33,7 +33,7 @@ void pack_codes(const uint8_t* codes, Word* words, long n, long k, int threads) 
       const long count = std::min(LINE, k - begin);
       for (long row = 0; row < N_BLOCK; row++)
         std::memcpy(lines + row * LINE, codes + (block * N_BLOCK + row) * k + begin, count);
-      write_codes<PER_WORD>(lines, LINE, count, words + (block * k + begin) / PER_WORD * N_BLOCK);
+      write_codes<Kind>(lines, LINE, count, words + (block * k + begin) * K_BYTES<Kind>);
     }
 }
 
@@ -213,13 +213,18 @@ void pack_rows(const uint16_t* weight, int8_t* values, float* scales, char* work
 }
 
 // codes (n, k), each below 16 -> words, packed.
-void pack_nibbles(const uint8_t* codes, uint32_t* words, long n, long k, int threads) {
-  pack_codes<8>(codes, words, n, k, threads);
+void pack_nibbles(const uint8_t* codes, char* words, long n, long k, int threads) {
+  pack_codes<Nibbles>(codes, words, n, k, threads);
+}
+
+// codes (n, k), k a multiple of 16, each below 64 -> words, packed.
+void pack_six_bits(const uint8_t* codes, char* words, long n, long k, int threads) {
+  pack_codes<SixBits>(codes, words, n, k, threads);
 }
 
 // codes (n, k), k a multiple of 8 -> the same bytes, packed.
-void pack_bytes(const uint8_t* codes, uint16_t* values, long n, long k, int threads) {
-  pack_codes<2>(codes, values, n, k, threads);
+void pack_bytes(const uint8_t* codes, char* values, long n, long k, int threads) {
+  pack_codes<Int8>(codes, values, n, k, threads);
 }
 
 // weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in float16;

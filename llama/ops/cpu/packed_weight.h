@@ -14,6 +14,9 @@
 // codes of k 0, 2, 4, 6, and the high half those of 1, 3, 5, 7. So the word shifted by 4 j ends, in
 // both halves, with the codes of the pair 2 j, 2 j + 1. A code is the place of a number in a table.
 //
+// Six bits lie as three such words for 16 k, (N/32, K/16, 3, 32): a half has two codes, and above
+// them four bits. Those of the three words are two codes more, in the order of the words.
+//
 // A weight is its number, or a group of k of a row has a scale, or a scale and an offset: (N/32, G,
 // 1 or 2, 32), see Parameters. The sum over a group is multiplied by the scale, and the offset by
 // the sum of the group's x: no weight is rounded. With tiles it is, to bf16, if there is more than
@@ -164,6 +167,49 @@ struct Nibbles {
     return pairs_of((Words)_mm256_blendv_epi8((__m256i)(j < 2 ? low : low >> 8),
                                               (__m256i)(j < 2 ? high << 8 : high), odd_bytes));
   }
+#endif
+};
+
+// Whole numbers that follow one another, from table[0] on, in six bits.
+struct SixBits {
+  static constexpr long PAIRS = 8, ROW_BYTES = 4, STEP = 3 * N_BLOCK * ROW_BYTES;
+  struct Step {
+    Words words[4];  // two pairs each; the last is made of the upper four bits of the others' halves
+  };
+  static Step load(const char* w) {
+    Step step;
+    for (int i = 0; i < 3; i++) step.words[i] = ::load<Words>(w + i * N_BLOCK * ROW_BYTES);
+    step.words[3] = (step.words[0] >> 12 & 0x000f000f) | (step.words[1] >> 8 & 0x00f000f0) |
+                    (step.words[2] >> 4 & 0x0f000f00);
+    return step;
+  }
+#if defined(__AVX512F__)
+  __m512i table[2];
+  explicit SixBits(const float* numbers) {
+    uint16_t all[64];
+    for (int i = 0; i < 64; i++) all[i] = to_bf16(numbers[0] + (float)i);
+    table[0] = ::load<__m512i>(all), table[1] = ::load<__m512i>(all + 32);
+  }
+  Words looked_up(const Step& step, int j) const {  // of each half, six bits are looked at
+    const Words codes = j % 2 ? step.words[j / 2] >> 6 : step.words[j / 2];
+    return (Words)_mm512_permutex2var_epi16(table[0], (__m512i)codes, table[1]);
+  }
+  FloatPairs floats(const Step& step, int j) const { return pairs_of(looked_up(step, j)); }
+#else
+  float first;
+  explicit SixBits(const float* numbers) : first(numbers[0]) {}
+  Floats number(Words codes) const {
+    return (Floats)_mm256_cvtepi32_ps((__m256i)(codes & 63)) + first;
+  }
+  FloatPairs floats(const Step& step, int j) const {
+    const Words codes = step.words[j / 2] >> 6 * (j % 2);
+    return {number(codes), number(codes >> 16)};
+  }
+#endif
+#if defined(__AVX512BF16__)
+  Pairs pairs(const Step& step, int j) const { return (Pairs)looked_up(step, j); }
+#else
+  Pairs pairs(const Step& step, int j) const { return floats(step, j); }
 #endif
 };
 
