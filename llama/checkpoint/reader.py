@@ -189,7 +189,7 @@ class CheckpointReader:
             return all(x.pack and x.pack(*own, first, kind, *part) for x, own, *part in each)
 
         own = [(x.kind, x.shape) for x in of] if all(x.pack for x in of) else names
-        if (first := self._firsts.get(alike := (rank, size, *own))) is None:
+        if (first := self._firsts.get(alike := (rank, size, *counts, *own))) is None:
             few = None if any(n % 32 for n in counts) else math.lcm(32, self.params.head_dim)
             first = self._firsts[alike] = read(few)
         whole = cast(Callable[[], Coded], read)  # of which the first rows have one form
