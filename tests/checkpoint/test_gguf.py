@@ -220,6 +220,15 @@ def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(tmp
     )
 
 
+@needs_kernels
+def test_an_output_as_large_as_wo_is_cut_in_its_own_way(tmp_path):
+    """One along its rows, the other along its columns, and both of one kind."""
+    square = PARAMS | {"vocab_size": PARAMS["dim"], "n_layers": 1}
+    state = write_gguf(tmp_path / "model.gguf", square, "Q4_0")
+    for rank in range(2):
+        expect_exact(in_codes(tmp_path / "model.gguf", rank, 2), state, square)
+
+
 @pytest.mark.parametrize(
     "name", ["one.gguf", "parts-00001-of-00003.gguf", "parts-00003-of-00003.gguf"]
 )
