@@ -113,10 +113,11 @@ def pack(
     file: Path, of: TensorInfo, rows: range, columns: slice, like: Coded, held: int, *to: Tensor
 ) -> bool:
     """As `read`, from the file to values and scales of a weight of the kind `held`, in the groups
-    of `like`. False where these are of other types, or a number is not finite."""
+    of `like`. False where these have other sizes or types, or a number is not finite."""
     kind, stride, k = of.kind, of.num_bytes // of.shape[0], columns.stop - columns.start
-    is_cut = len(rows) % 32 or k % kind.block or columns.start % kind.block
-    if is_cut or to[1].dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
+    is_cut = k % kind.block or columns.start % kind.block
+    is_other = like.shape[1] != k or any(len(x) * 32 != len(rows) for x in to)
+    if is_cut or is_other or to[1].dtype is not (torch.uint8 if kind.block > 32 else torch.float16):
         return False
     numbers, at = _FORMATS[kind.name][0], columns.start // kind.block * kind.num_bytes
     table, state = torch.tensor(numbers, dtype=torch.float32), torch.zeros((), dtype=torch.int64)

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     TypeAdapter,
     ValidationError,
     WrapValidator,
-    field_validator,
 )
 from pydantic_core import from_json
 
@@ -29,8 +29,8 @@ _CALL = (
 )
 
 
-def check_json(value: Any, most: int = 64) -> None:
-    """ValueError for a value of JSON that is nested too deeply, or has a number such as 1e999."""
+def check_json(value: Any, most: int = 64) -> Any:
+    """`value`. ValueError for JSON that is nested too deeply, or has a number such as 1e999."""
     level = [value]
     for _ in range(most):
         if any(isinstance(each, float) and not math.isfinite(each) for each in level):
@@ -42,7 +42,7 @@ def check_json(value: Any, most: int = 64) -> None:
             for child in (each.values() if isinstance(each, dict) else each)
         ]
         if not level:
-            return
+            return value
     raise ValueError(f"nested more than {most} deep")
 
 
@@ -126,14 +126,10 @@ class ToolMessage(_Labelled):
 
     role: Literal["tool", "ipython"]
     content: Annotated[
-        str | list[TextPart] | dict[str, Any] | bool | int | float, said(_CONTENT, of_parts=True)
+        str | list[TextPart] | dict[str, Any] | bool | int | float,
+        said(_CONTENT, of_parts=True),
+        AfterValidator(check_json),
     ] = ""
-
-    @field_validator("content")
-    @classmethod
-    def _is_json(cls, content: Any) -> Any:
-        check_json(content)
-        return content
 
 
 ChatMessage = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]

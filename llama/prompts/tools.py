@@ -123,8 +123,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
         raise wrong(".properties must be an object")
     if not isinstance(schema.get("required", []), list):
         raise wrong(".required must be a list")
-    check_json(schema)
-    return schema
+    return check_json(schema)
 
 
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"), said(_NAME)]

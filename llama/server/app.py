@@ -8,7 +8,8 @@ import base64
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -67,18 +68,11 @@ def make_app(
 
 def _own_routes(service: Service) -> APIRouter:
     """The page, and what tells of the server."""
-    router = APIRouter()
-    page = files("llama.server").joinpath("page.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": _content_security_policy(page),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+    router, page = APIRouter(), _page()
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
-        return Response(page, media_type="text/html", headers=headers)
+        return page()
 
     @router.get("/health")
     async def health() -> Response:
@@ -125,10 +119,20 @@ def _own_routes(service: Service) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus's text format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router
+
+
+def _page() -> Callable[[], Response]:
+    page = files("llama.server").joinpath("page.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": _content_security_policy(page),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return partial(Response, page, media_type="text/html", headers=headers)
 
 
 def _content_security_policy(page: str) -> str:

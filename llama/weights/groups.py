@@ -237,8 +237,3 @@ def _unpack_scales(scales: Tensor, ids: Tensor | None = None) -> Tensor:
     codes = wanted(codes.unflatten(-1, (8, -1, N_BLOCK))) ^ 128
     first = 1 if ids is None else ids.dim()
     return (units.float() * (codes.float() - 128)).flatten(first, first + 1)
-
-
-def huge_empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory for the values."""
-    return use_huge_pages(torch.empty(shape, dtype=dtype))

@@ -258,8 +258,9 @@ void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* of
   KINDS[kind](blocks, codes, scales, offsets, count, threads);
 }
 
-// Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, see Target. The kind
-// has `codes` codes, which stand for these numbers; the weight's begin with `first`. k is of whole blocks. state: see State.
+// Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, see Target. The
+// kind has `codes` codes, which stand for these numbers; the weight's begin with `first`. k is of
+// whole blocks. state: see State.
 void pack_gguf(char* values, char* parameters, const float* numbers, int64_t* state, long file,
                long offset, long stride, long n, long k, long group, long per_group, long kind,
                long codes, long numbers_kind, long first, int threads) {
