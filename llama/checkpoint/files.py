@@ -182,26 +182,6 @@ def first_line(e: Exception) -> str:
     return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200]
 
 
-class _Buffer:
-    """Host memory, and the moment when the copy from it has been made."""
-
-    def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self.memory = torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=is_cuda)
-        self.copied = torch.cuda.Event() if is_cuda else None
-
-    def send(self, target: Tensor) -> None:
-        """Copy the first bytes to a device, soon."""
-        first = self.memory[: target.numel()].view(target.shape)
-        target.copy_(first, non_blocking=self.copied is not None)
-        if self.copied is not None:
-            self.copied.record(torch.cuda.current_stream(target.device))
-
-    def wait(self) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
 class FileReader:
     """Fills tensors of one device; on a GPU, in the order of its current stream."""
 
@@ -209,14 +189,24 @@ class FileReader:
         threads = min(_MOST_THREADS, max(2, available_cores()))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="llama-load")
         self.is_staged = device.type != "cpu"
-        self._buffers = deque(_Buffer(device) for _ in range(2 * self.is_staged))
+        self._is_cuda = device.type == "cuda"
+        self._buffers = deque(  # each with the moment when the copy from it has been made
+            (
+                torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=self._is_cuda),
+                torch.cuda.Event() if self._is_cuda else None,
+            )
+            for _ in range(2 * self.is_staged)
+        )
 
     def read(self, into: Tensor, file: Path, offset: int) -> None:
         """Fill a contiguous tensor with the bytes of `file` from `offset` on; ValueError where it
         ends before."""
 
         def read(memory: np.ndarray, first: int) -> None:
-            _read_exactly(memory.data, file, offset + first)
+            with file.open("rb") as source:
+                source.seek(offset + first)
+                if source.readinto(memory.data) < memory.nbytes:
+                    raise broken(file, "became shorter while it was read")
 
         self._fill(into.view(-1).view(torch.uint8), read)
 
@@ -244,18 +234,12 @@ class FileReader:
             run(target.numpy(), 0)
             return
         for at in range(0, len(target), step):
-            part, buffer = target[at : at + step], self._buffers[0]
+            part, (buffer, copied) = target[at : at + step], self._buffers[0]
             self._buffers.rotate()
-            buffer.wait()
-            run(buffer.memory[: part.numel()].view(part.shape).numpy(), at)
-            buffer.send(part)
-
-
-def _read_exactly(memory: memoryview, file: Path, offset: int) -> None:
-    with file.open("rb", buffering=0) as source:
-        source.seek(offset)
-        while len(memory):
-            count = source.readinto(memory)
-            if not count:
-                raise broken(file, "became shorter while it was read")
-            memory = memory[count:]
+            if copied is not None:
+                copied.synchronize()
+            host = buffer[: part.numel()].view(part.shape)
+            run(host.numpy(), at)
+            part.copy_(host, non_blocking=copied is not None)
+            if copied is not None:
+                copied.record(torch.cuda.current_stream(part.device))

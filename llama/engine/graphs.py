@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from llama.device import pinned
-from llama.engine.sampler import top_ids, top_of_ranks
+from llama.engine.rows import SAMPLE_ONE
+from llama.engine.sampler import top_of_ranks
 from llama.engine.scheduler import Scheduled
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
+from llama.ops.sample import choose_ids
 
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # then multiples of 64
 _LEAST_PAGES = 64  # the narrowest page table; wider ones are powers of two times it
@@ -283,7 +285,7 @@ class DecodeGraphs:
         if not wants_logits:
             return (top_of_ranks(self._model, hidden),)
         logits = self._model.logits(hidden)
-        return top_ids(logits, self._model.kernels), logits
+        return choose_ids(logits, [None] * rows, (), (), self._model.kernels), logits
 
     def close(self) -> None:
         self._graphs.clear()
@@ -292,7 +294,7 @@ class DecodeGraphs:
 
 def is_decode(scheduled: Seq[Scheduled]) -> bool:
     """Whether every sequence has one new token and samples the next, and nothing else."""
-    return all(x.count == 1 and x.num_samples == 1 and not x.scores for x in scheduled)
+    return all(item.count == 1 and item.rows == SAMPLE_ONE for item in scheduled)
 
 
 def bucket_of(num_rows: int) -> int:

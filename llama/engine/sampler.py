@@ -74,12 +74,6 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
     )
 
 
-def top_ids(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> Tensor:
-    """(B, V) -> (B) ids: the lowest of each row's top ones, or -1, see `Sampled`."""
-    row_max, ids = top_tokens(logits, kernels)
-    return ids.where(row_max.isfinite(), -1)
-
-
 def top_of_ranks(model: Transformer, hidden: Tensor) -> Tensor:
     """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row. All
     ranks hold the same pairs then, and only compare them, also on unlike machines."""

@@ -15,7 +15,6 @@ Shapes: T tokens, B sequences, H query heads, K kv heads, D head dim, P pages, S
 M pages per sequence, G = H / K. W numbers of a row of the cache, which are those of kv_cache.py.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -70,23 +69,10 @@ def _native(queries: Tensor, kv_cache: Tensor, batch: Batch, kv_format: int) -> 
     query_starts, seq_lens = batch.query_starts.contiguous(), batch.seq_lens.contiguous()
     sizes = n, n_heads, n_kv_heads, head_dim
     num_bytes = native.call("attention_workspace", query_starts, seq_lens, *sizes)
-    out = torch.empty_like(queries)
-    native.call(
-        "paged_attention_bf16",
-        queries,
-        kv_cache,
-        batch.page_table.contiguous(),
-        query_starts,
-        seq_lens,
-        out,
-        torch.empty(num_bytes, dtype=torch.uint8),
-        *sizes,
-        num_pages,
-        page_size,
-        width,
-        kv_format,
-        head_dim**-0.5,
-    )
+    out, room = torch.empty_like(queries), torch.empty(num_bytes, dtype=torch.uint8)
+    tensors = queries, kv_cache, batch.page_table.contiguous(), query_starts, seq_lens, out, room
+    of_cache = num_pages, page_size, width, kv_format
+    native.call("paged_attention_bf16", *tensors, *sizes, *of_cache, head_dim**-0.5)
     return out
 
 
@@ -122,37 +108,17 @@ def _prefill(queries: Tensor, kv_cache: Tensor, pages: Tensor, seq_len: int) -> 
     """The last `count` tokens of one sequence: each sees the past, and the chunk up to itself."""
     (count, n_heads, _), size = queries.shape, kv_cache.shape[2]
     slots = pages[: -(-seq_len // size), None] * size + torch.arange(size, device=pages.device)
-    keys, values = (  # (L, K, D)
-        format_of(kv_cache).load(x, slots.flatten()[:seq_len], queries.dtype) for x in kv_cache
+    slots, group, attn_mask = slots.flatten()[:seq_len], n_heads // kv_cache.shape[3], None
+    keys, values = (  # (L, H, D)
+        format_of(kv_cache).load(x, slots, queries.dtype).repeat_interleave(group, 1)
+        for x in kv_cache
     )
-    group = n_heads // keys.shape[1]
-    attn_mask = None
     if seq_len > count:
         positions = torch.arange(seq_len, device=queries.device)
         attn_mask = positions <= positions[-count:, None]
-    if attn_mask is not None or not _has_flash(queries):
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    out = _sdpa(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=attn_mask,
-        is_causal=attn_mask is None,
-        enable_gqa=keys.shape[1] < n_heads,
-    )
+    heads = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+    out = _sdpa(*heads, attn_mask=attn_mask, is_causal=attn_mask is None)
     return out[0].transpose(0, 1)  # (count, H, D)
-
-
-def _has_flash(queries: Tensor) -> bool:
-    """Whether torch has FlashAttention for them: of its kernels without a mask, the one that needs
-    no copy of the keys for each query head."""
-    is_narrow = queries.dtype in (torch.bfloat16, torch.float16)
-    return queries.is_cuda and is_narrow and _capability(queries.device) >= (8, 0)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:

@@ -71,7 +71,10 @@ class Batch:
         parts = (part.numpy() for part in buffer.split(sizes))
         ids, positions, slots, table, query_starts, lengths, rows = parts
         ids[:], lengths[:], rows[:] = tokens, seq_lens, logit_rows
-        _fill_page_table(table.reshape(b, width), pages, used.tolist())
+        table.fill(0)
+        for row, held, count in zip(table.reshape(b, width), pages, used.tolist(), strict=True):
+            known = np.frombuffer(held, np.int64) if isinstance(held, array) else np.asarray(held)
+            row[:count] = known[:count]
         query_starts[0] = 0
         lens.cumsum(out=query_starts[1:])
         positions[:] = np.arange(t) + np.repeat(first - query_starts[:-1], lens)
@@ -83,11 +86,3 @@ class Batch:
         tokens_there, at, slots_there, pages_there, *rest = there.split(sizes)
         batch = cls(at, slots_there, pages_there.view(b, width), rest[0], rest[1], rest[2], *lists)
         return tokens_there, batch
-
-
-def _fill_page_table(table: np.ndarray, pages: Seq[Seq[int]], used: list[int]) -> None:
-    """table (B, M): the first `used` pages of each sequence, then zeros."""
-    table.fill(0)
-    for row, held, count in zip(table, pages, used, strict=True):
-        known = np.frombuffer(held, np.int64) if isinstance(held, array) else np.asarray(held)
-        row[:count] = known[:count]

@@ -160,10 +160,10 @@ def _filters(rows: tuple[SamplingRow | None, ...]) -> np.ndarray:
 
 def _probs(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """(B, V) float32: probabilities after temperature, over that of the likeliest token."""
-    rates = [math.log2(math.e) / row.temperature for row in rows]
+    rates = on_device_of(logits, _filters(tuple(rows))[:, 0].astype(np.int32).view(np.float32))
     scores = logits - row_max[:, None]  # from 0 down: no temperature makes them overflow
     # A power of 2: on a CPU, torch's exp takes three times as long.
-    return scores.mul_(on_device_of(logits, rates)[:, None]).exp2_()
+    return scores.mul_(rates[:, None]).exp2_()
 
 
 def _filtered(
@@ -175,11 +175,14 @@ def _filtered(
     Each filter has a lower bound, so that few tokens are sorted: min_p and top_k are nothing else,
     and V tokens that are each below a V-th of the mass beyond top_p cannot reach into the nucleus.
     """
-    floor = _floor(fixed_probs, rows)
+    v, numbers = fixed_probs.shape[1], _filters(tuple(rows))
+    floor, last, shares = on_device_of(fixed_probs, numbers[:, 1:]).unbind(1)
+    if most := min(int(numbers[:, 2].max()), v):
+        kth = fixed_probs.topk(most).values.gather(1, last.clamp(1, v)[:, None] - 1).squeeze(1)
+        floor = torch.where(last > 0, floor.maximum(kth), floor)
     total = fixed_probs.sum(dim=-1)
-    shares = on_device_of(fixed_probs, [int(row.top_p * 2**62) for row in rows])
     beyond = total - share(total, shares)
-    lowest = torch.where(floor > 0, floor, beyond // fixed_probs.shape[1]).clamp(min=1)
+    lowest = torch.where(floor > 0, floor, beyond // v).clamp(min=1)
     is_kept, is_filtered = fixed_probs >= lowest[:, None], [row.is_filtered for row in rows]
     if not all(is_filtered):
         filtered = on_device_of(fixed_probs, is_filtered)[:, None]
@@ -192,17 +195,6 @@ def _filtered(
     before = ordered.cumsum(dim=-1) - ordered
     ordered.masked_fill_(before > limit[:, None], 0)
     return kept.scatter_(1, order, ordered), ids
-
-
-def _floor(fixed_probs: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """(B) the least probability that both min_p and top_k keep; 0 in rows that ask for neither."""
-    floor = on_device_of(fixed_probs, [math.ceil(row.min_p * UNIT) for row in rows])
-    sizes = [min(max(row.top_k, 0), fixed_probs.shape[1]) for row in rows]
-    if not any(sizes):
-        return floor
-    last = on_device_of(fixed_probs, sizes)
-    kth = fixed_probs.topk(max(sizes)).values.gather(1, (last - 1).clamp(min=0)[:, None]).squeeze(1)
-    return torch.where(last > 0, floor.maximum(kth), floor)
 
 
 def _gathered(fixed_probs: Tensor, is_kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.tape import TapeRecorder
 from llama.engine.graphs import DecodeGraphs, DecodeInputs
-from llama.engine.sampler import top_ids
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ops.batch import Batch
+from llama.ops.sample import choose_ids
 from llama.ranks.collectives import ModelParallel
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
@@ -84,7 +84,7 @@ def test_a_step_stays_on_its_gpu_and_gives_float32_logits(args, dtype, starts, c
         assert (hidden.device, hidden.dtype) == (GPU, dtype)
         assert (logits.device, logits.dtype) == (GPU, torch.float32)
         assert logits.shape == (len(starts), 128_256)
-        assert top_ids(logits).device == GPU
+        assert choose_ids(logits, [None] * len(starts), (), ()).device == GPU
 
 
 @pytest.mark.parametrize("args", [ARGS_8B, ARGS_70B], ids=["8B", "70B on 8"])

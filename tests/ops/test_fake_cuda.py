@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.batches import batch_of
 from llama import ModelArgs, Transformer
-from llama.ops import attention
 from llama.ops.batch import Batch
 from llama.ops.linear import linear
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
@@ -145,24 +143,3 @@ def test_a_step_of_kernels_sends_nothing_and_waits_for_nothing(monkeypatch, quer
     others = {"aten.embedding.default", "aten.index.Tensor", "aten.add.Tensor"}
     memory = {"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"}
     assert {*computed} - {*products} <= others | memory
-
-
-@pytest.mark.parametrize("capability, copies", [((9, 0), False), ((8, 0), False), ((7, 5), True)])
-def test_flash_attention_reads_keys_once_for_their_group(monkeypatch, capability, copies):
-    monkeypatch.setattr(attention, "_capability", lambda _: capability)
-    shapes: list[tuple[int, ...]] = []
-    sdpa = F.scaled_dot_product_attention
-
-    def noted(queries: Any, keys: Any, *args: Any, **options: Any) -> Any:
-        shapes.append(tuple(keys.shape))
-        return sdpa(queries, keys, *args, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    queries = torch.empty(9, 8, 64, dtype=torch.bfloat16, device=CUDA)
-    kv_cache = torch.empty(2, 4, 16, 2, 64, dtype=torch.bfloat16, device=CUDA)
-    table = torch.zeros(1, 2, dtype=torch.int64, device=CUDA)
-    for seq_len in (9, 20):
-        batch = batch_of(table, [0, 9], [seq_len], [9], [seq_len])
-        out = attention.paged_attention(queries, kv_cache, batch)
-        assert out.shape == queries.shape
-    assert shapes == [(1, 8 if copies else 2, 9, 64), (1, 8, 20, 64)]
