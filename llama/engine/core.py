@@ -173,8 +173,7 @@ class EngineCore:
             self._settle()
             if read is not None:
                 self._in_flight = scheduled, read
-            num_scores = sum([x.num_scores for x in scheduled])
-            if not self.runner.async_scheduling or num_scores:
+            if not self.runner.async_scheduling or any(x.scores for x in scheduled):
                 self._settle()
         except Exception:
             self.clear("error")

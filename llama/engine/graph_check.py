@@ -17,7 +17,6 @@ from torch import Tensor
 
 from llama.device import DTYPES, current
 from llama.engine.graphs import CudaRecorder, Decoded, DecodeGraphs, Recorder
-from llama.engine.rows import SAMPLE_ONE
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model.args import ModelArgs
@@ -68,7 +67,7 @@ def _decoding(lengths: Seq[int], page_size: int) -> list[Scheduled]:
     for n in lengths:
         seq = Sequence([0] * n, TokenParams(), n + 1)
         seq.pages.extend(itertools.islice(pages, -(-n // page_size)))
-        found.append(Scheduled(seq, n - 1, 1, SAMPLE_ONE))
+        found.append(Scheduled(seq, n - 1, 1))
     return found
 
 

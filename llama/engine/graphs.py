@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from llama.device import pinned
-from llama.engine.rows import SAMPLE_ONE
 from llama.engine.sampler import top_of_ranks
 from llama.engine.scheduler import Scheduled
 from llama.model.transformer import Transformer
@@ -294,7 +293,7 @@ class DecodeGraphs:
 
 def is_decode(scheduled: Seq[Scheduled]) -> bool:
     """Whether every sequence has one new token and samples the next, and nothing else."""
-    return all(item.count == 1 and item.rows == SAMPLE_ONE for item in scheduled)
+    return all(x.count == 1 and x.num_samples == 1 and not x.scores for x in scheduled)
 
 
 def bucket_of(num_rows: int) -> int:

@@ -20,7 +20,7 @@ from llama.device import current, free_bytes
 from llama.engine.constraints import TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
 from llama.engine.processors import LogitsProcessors
-from llama.engine.rows import RowKind, RowResults, Tokens, TopLogprobs
+from llama.engine.rows import RowResults, Tokens, TopLogprobs
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence
@@ -182,8 +182,7 @@ class ModelRunner:
 
     def _hidden(self, scheduled: list[Scheduled]) -> Tensor:
         """(R, E): the rows that sample, then those that score, each in the order of the items."""
-        tokens: list[int] = []
-        rows: dict[RowKind, list[int]] = {RowKind.SAMPLE: [], RowKind.SCORE: []}
+        tokens, sampling, scoring = list[int](), list[int](), list[int]()
         pending: list[int] = []  # indices of tokens that the device alone knows
         for item in scheduled:
             seq, first = item.sequence, len(tokens)
@@ -192,15 +191,15 @@ class ModelRunner:
             if len(tokens) < first + item.count:
                 pending.append(len(tokens))
                 tokens.append(0)
-            for wanted in item.rows:
-                rows[wanted.kind] += [first + offset for offset in wanted.offsets]
+            sampling += range(len(tokens) - item.num_samples, len(tokens))
+            scoring += [first + offset for offset in item.scores]
         ids, batch = Batch.pack(
             tokens,
             [item.start for item in scheduled],
             [item.count for item in scheduled],
             [item.sequence.pages for item in scheduled],
             self.page_size,
-            rows[RowKind.SAMPLE] + rows[RowKind.SCORE],
+            sampling + scoring,
             self.kv_cache.device,
         )
         if pending:
@@ -211,10 +210,10 @@ class ModelRunner:
 
     def _score(self, scheduled: list[Scheduled], hidden: Tensor) -> Tokens:
         """The known tokens behind rows (R, E), in chunks: rows of logits are far wider."""
-        wanted = [(x, offsets) for x in scheduled if (offsets := x.offsets(RowKind.SCORE))]
-        ids = [x.sequence.tokens[x.start + i + 1] for x, rows in wanted for i in rows]
+        wanted = [x for x in scheduled if x.scores]
+        ids = [x.sequence.tokens[x.start + i + 1] for x in wanted for i in x.scores]
         logprobs, tops = list[float](), list[TopLogprobs]()
-        k = max((x.sequence.params.prompt_logprobs or 0 for x, _ in wanted), default=0)
+        k = max((x.sequence.params.prompt_logprobs or 0 for x in wanted), default=0)
         for start in range(0, len(ids), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
             target = on_device_of(hidden, ids[rows])

@@ -10,35 +10,26 @@ Ints in lists; no torch. Only the order of arrival decides, so all ranks decide 
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.rows import SAMPLE_ONE, RowKind, RowResults, Rows
+from llama.engine.rows import RowResults
 from llama.engine.sequence import Sequence, no_pages
 
 
 @dataclass(slots=True)
 class Scheduled:
-    """`count` tokens of a sequence from `start` on, the first that were not computed, and which of
-    them want a result. Those that sample are its last known one, and the drafts behind it."""
+    """`count` tokens of a sequence from `start` on, the first that were not computed. The last of
+    them sample: its last known one, and the drafts behind it. scores: the offsets of those behind
+    which a token of the prompt is, whose log-probability is wanted."""
 
     sequence: Sequence
     start: int
     count: int
-    rows: tuple[Rows, ...]
+    num_samples: int = 1
+    scores: range = range(0)
     drafts: Seq[int] = ()  # guesses that the step verifies; after it, those that were right
-    num_samples: int = field(default=1, init=False)
-    num_scores: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        if self.rows is not SAMPLE_ONE:
-            self.num_samples = len(self.offsets(RowKind.SAMPLE))
-            self.num_scores = len(self.offsets(RowKind.SCORE))
-
-    def offsets(self, kind: RowKind) -> range:
-        """Of the rows that want this kind of result."""
-        return next((rows.offsets for rows in self.rows if rows.kind is kind), range(0))
 
 
 class Scheduler:
@@ -107,7 +98,6 @@ class Scheduler:
             if draft := draft[: self.reserve(seq, len(draft))]:
                 item.drafts, item.count = draft, 1 + len(draft)
                 item.num_samples = item.count
-                item.rows = (Rows(RowKind.SAMPLE, range(item.count)),)
                 seq.num_computed += len(draft)
                 budget -= len(draft)
         scheduled.sort(key=lambda item: item.count > 1)
@@ -118,7 +108,7 @@ class Scheduler:
         written there next is written by a later step."""
         num_sampled = num_scored = 0
         for item in scheduled:
-            seq, samples, scores = item.sequence, item.num_samples, item.num_scores
+            seq, samples, scores = item.sequence, item.num_samples, len(item.scores)
             num_sampled, num_scored = num_sampled + samples, num_scored + scores
             if seq.finished:
                 continue
@@ -182,7 +172,7 @@ class Scheduler:
         seq.num_computed += count
         if (seq.num_offered + 1) * self.pool.page_size <= seq.num_computed:
             self._offer(seq)
-        return Scheduled(seq, start, count, rows)
+        return Scheduled(seq, start, count, *rows)
 
     def _offer(self, seq: Sequence) -> None:
         """Let its full pages be found, of tokens that are known and computed."""

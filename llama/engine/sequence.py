@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from llama.engine.rows import SAMPLE_ONE, RowKind, Rows, Tokens, TopLogprobs
+from llama.engine.rows import Tokens, TopLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,17 +162,14 @@ class Sequence:
         view.tokens = [*self.tokens, *drafts]
         return view
 
-    def rows_of(self, start: int, count: int) -> tuple[Rows, ...]:
-        """What it asks of a step that computes its next `count` tokens, from `start` on: the last
-        one samples, once all are known; and prompt tokens that are not scored yet are."""
-        samples = count == self.num_new and self.num_known < self.max_len
-        if self.params.prompt_logprobs is None and count == 1:
-            return SAMPLE_ONE if samples else ()
-        rows = [Rows(RowKind.SAMPLE, range(count - samples, count))]
-        if self.params.prompt_logprobs is not None:
-            first = max(len(self.prompt_logprobs) - 1 - start, 0)
-            rows.append(Rows(RowKind.SCORE, range(first, min(count, self.num_prompt - 1 - start))))
-        return tuple(x for x in rows if x.offsets)
+    def rows_of(self, start: int, count: int) -> tuple[int, range]:
+        """How many of its next `count` tokens, from `start` on, sample: the last one, once all are
+        known. And the offsets of those that score a token of the prompt that is not scored yet."""
+        num_samples = int(count == self.num_new and self.num_known < self.max_len)
+        if self.params.prompt_logprobs is None:
+            return num_samples, range(0)
+        first = max(len(self.prompt_logprobs) - 1 - start, 0)
+        return num_samples, range(first, min(count, self.num_prompt - 1 - start))
 
     def take_scored(self, tokens: Tokens, rows: range) -> None:
         """Those of its prompt in `rows` of what a step scored."""

@@ -19,7 +19,6 @@ from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
 from llama.engine.graph_check import compare
 from llama.engine.graphs import DecodeInputs, bucket_of, is_decode
-from llama.engine.rows import SAMPLE_ONE, RowKind, Rows
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model import Transformer
@@ -236,11 +235,11 @@ def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
         seq.pages.extend(range(10))
     for rows, changed in ((5, 50), (5, 0), (4, 1), (5, 10)):
         sent.clear()
-        inputs.fill([3] * rows, [-1] * rows, [Scheduled(x, 39, 1, SAMPLE_ONE) for x in live[:rows]])
+        inputs.fill([3] * rows, [-1] * rows, [Scheduled(x, 39, 1) for x in live[:rows]])
         assert sent == [5 * 8, 2 * changed][: 1 + bool(changed)]
     live[2].pages.append(7)
     sent.clear()
-    inputs.fill([3] * 5, [-1] * 5, [Scheduled(x, 39, 1, SAMPLE_ONE) for x in live])
+    inputs.fill([3] * 5, [-1] * 5, [Scheduled(x, 39, 1) for x in live])
     assert sent == [5 * 8, 2]
 
 
@@ -356,7 +355,7 @@ def test_the_page_table_on_the_device_is_that_of_the_sequences():
             if len(seq.pages) > 16:
                 seq.pages = seq.pages[:1]
             start = len(seq.pages) * PAGE - rng.randrange(1, PAGE + 1)
-            scheduled.append(Scheduled(seq, start, 1, SAMPLE_ONE))
+            scheduled.append(Scheduled(seq, start, 1))
         inputs.fill([3] * len(live), [-1] * len(live), scheduled)
         _, packed = Batch.pack(
             [3] * len(live), [x.start for x in scheduled], [1] * len(live),
@@ -431,10 +430,10 @@ def test_shapes_are_few():
 def test_only_steps_of_single_tokens_that_sample_are_recorded():
     seq = Sequence([1, 2, 3], TokenParams(), 9)
     scored = Sequence([1, 2, 3], TokenParams(prompt_logprobs=0), 9)
-    assert is_decode([Scheduled(seq, 2, 1, SAMPLE_ONE)])
-    assert not is_decode([Scheduled(seq, 1, 2, (Rows(RowKind.SAMPLE, range(1, 2)),))])
-    assert not is_decode([Scheduled(seq, 1, 1, ())])
-    assert not is_decode([Scheduled(scored, 1, 1, scored.rows_of(1, 1))])
+    assert is_decode([Scheduled(seq, 2, 1)])
+    assert not is_decode([Scheduled(seq, 1, 2)])
+    assert not is_decode([Scheduled(seq, 1, 1, 0)])
+    assert not is_decode([Scheduled(scored, 1, 1, *scored.rows_of(1, 1))])
 
 
 def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
@@ -588,7 +587,7 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
     for _ in range(3):
         core.step()
     monkeypatch.setattr(model, "parallel", ModelParallel(size=2))
-    graphs, step = core.runner._graphs, [Scheduled(seq, 4, 1, SAMPLE_ONE)]
+    graphs, step = core.runner._graphs, [Scheduled(seq, 4, 1)]
     assert graphs is not None and graphs.takes(step)
     graphs._path = object()
     with pytest.raises(RuntimeError, match="LLAMA_GPU_KERNELS=none"):
