@@ -43,7 +43,7 @@ BABBLE = "é😀漢字한ひ⛄. "
 def babbler(make_checkpoint) -> Llama:
     """A model that says BABBLE over and over, byte by byte, with a byte in fifty astray: its layers
     add nothing, its hidden states are one-hot, and each output row points at the bytes before."""
-    folder, state, _ = make_checkpoint(n_layers=1, dim=512, seed=7)
+    folder, state, _ = make_checkpoint(n_layers=1, dim=512, ffn_dim_multiplier=0.02, seed=7)
     data = BABBLE.encode()
     assert len(set(data)) == len(data)
     state["tok_embeddings.weight"] = torch.eye(512) * 512**0.5
