@@ -23,7 +23,12 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> Any:
     """The first use of a name: its module is imported, and the name kept for the next use."""
     if name == "__version__":
-        return _version()
+        from importlib import metadata
+
+        try:
+            return metadata.version("llama")
+        except metadata.PackageNotFoundError:
+            return "0+unknown"  # of a copy that was not installed: below all others
     if name in _MODULE_OF:
         value = getattr(importlib.import_module(f"llama.{_MODULE_OF[name]}"), name)
         globals()[name] = value
@@ -35,13 +40,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_MODULE_OF, "__version__"])
-
-
-def _version() -> str:
-    """The version that was installed; of a copy that was not, a version below all others."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("llama")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"

@@ -12,7 +12,7 @@ import operator
 import os
 import reprlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 _SHOWN_CHARS = 80  # of a value that an error quotes
 
@@ -103,11 +103,16 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
     return result
 
 
+def within(default: Any, low: float, high: float) -> Any:
+    """A dataclass's field for a number from `low` to `high`, both included: see `limits_of`."""
+    return dataclasses.field(default=default, metadata={"limits": (low, high)})
+
+
 def limits_of(kind: type) -> dict[str, tuple[type, float, float, bool]]:
     """By field of a dataclass with limits: float or int, both limits, whether it may be None."""
     return {
         each.name: (
-            float if each.type is float else int,
+            float if float in (each.type, *get_args(each.type)) else int,
             *each.metadata["limits"],
             each.type not in (int, float),
         )

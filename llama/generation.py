@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypedDict, TypeVar
 
 from llama.build_args import BuildArgs, taking
 from llama.checks import FieldError, whole_number
-from llama.engine.core import PAGE_SIZE, EngineCore
+from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
 from llama.loading import load_model, pages_for, step_bytes
@@ -138,7 +138,7 @@ class Llama:
             EngineCore.for_model(
                 model,
                 num_pages=num_pages,
-                recorder=recorder_for(model, PAGE_SIZE),
+                recorder=recorder_for(model),
                 reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
             ),
             tokenizer,
@@ -199,8 +199,9 @@ class Llama:
         call and the place in the list. ValueError or TypeError names the bad prompt or parameter,
         before any work, and where the ranks of one group were given different ones.
         """
-        asked = max_gen_len, temperature, top_p, seed, logprobs, echo
-        outputs = self._run(_rows("prompt_tokens", prompt_tokens), *asked)
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        ids = _rows("prompt_tokens", prompt_tokens)
+        outputs = self._run(ids, max_gen_len, sampling, logprobs, echo)
         tokens = [_tokens(output, echo) for output in outputs]
         return tokens, [_scores(output, echo) for output in outputs] if logprobs else None
 
@@ -216,8 +217,8 @@ class Llama:
         seed: int | None = None,
     ) -> list[CompletionPrediction]:
         """Continue each text: [{"generation": text}]; with logprobs, also "tokens", "logprobs"."""
-        asked = max_gen_len, temperature, top_p, seed, logprobs, echo
-        outputs = self._run(self._encode_texts(prompts), *asked)
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        outputs = self._run(self._encode_texts(prompts), max_gen_len, sampling, logprobs, echo)
         texts = [self.tokenizer.decode(_tokens(output, echo)) for output in outputs]
         scored = [self._scored(output, logprobs, echo) for output in outputs]
         return [{"generation": text, **x} for text, x in zip(texts, scored, strict=True)]
@@ -244,8 +245,9 @@ class Llama:
         the dialog, and ask again. Errors name the dialog and the message, before any work.
         """
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
-        asked = max_gen_len, temperature, top_p, seed, logprobs
-        outputs = self._run(self._encode_dialogs(dialogs, chat), *asked, chat=chat)
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        prompts = self._encode_dialogs(dialogs, chat)
+        outputs = self._run(prompts, max_gen_len, sampling, logprobs, chat=chat)
         answers: list[Any] = [self._reader(x, chat).message(x.outputs[0]) for x in outputs]
         scored = [self._scored(output, logprobs) for output in outputs]
         return [{"generation": answer, **x} for answer, x in zip(answers, scored, strict=True)]
@@ -263,8 +265,8 @@ class Llama:
         """text_completion as it comes: joined by index, the deltas are its answers. No delta holds
         half a character or any part of a stop string. Leaving the loop early aborts what is left.
         Errors are raised at the call, before any work."""
-        asked = max_gen_len, temperature, top_p, seed
-        requests = self._requests(self._encode_texts(prompts), *asked, stop=stop)
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+        requests = self._requests(self._encode_texts(prompts), max_gen_len, sampling)
         return self._deltas(self.llm_engine.stream(requests), _NO_OPTIONS)
 
     def stream_chat(
@@ -284,9 +286,9 @@ class Llama:
         """chat_completion as it comes; as `stream_text`. A call comes in pieces: the first has its
         index, id and name, the others more of its arguments, as JSON."""
         chat = ChatOptions(tools, tool_choice, parallel_tool_calls, response_format)
-        asked = max_gen_len, temperature, top_p, seed
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
         prompts = self._encode_dialogs(dialogs, chat)
-        requests = self._requests(prompts, *asked, stop=stop, chat=chat)
+        requests = self._requests(prompts, max_gen_len, sampling, chat=chat)
         return self._deltas(self.llm_engine.stream(requests), chat)
 
     def beam_search(
@@ -299,7 +301,7 @@ class Llama:
         early_stopping: bool | str = False,
     ) -> list[list[BeamPrediction]]:
         """The likeliest continuations of each text, best first; see `BeamParams`."""
-        requests = self._requests(self._encode_texts(prompts), max_gen_len, 0.0, 1.0)
+        requests = self._requests(self._encode_texts(prompts), max_gen_len, {"temperature": 0.0})
         found = beam_search(self.llm_engine, requests, beam_width, length_penalty, early_stopping)
         decode = self.tokenizer.decode
         return [
@@ -311,25 +313,20 @@ class Llama:
         self,
         prompts: Iterable[Any],
         max_gen_len: int | None,
-        temperature: float,
-        top_p: float,
-        seed: int | None = None,
+        sampling: Mapping[str, Any],
         logprobs: bool = False,
         echo: bool = False,
         *,
-        stop: str | Seq[str] = (),
         chat: ChatOptions = _NO_OPTIONS,
     ) -> Iterator[Request]:
-        """A request for each prompt, as ids. All checks run when this is iterated, not when it is
-        called: the engine does that where an error on one rank becomes an error on every rank."""
+        """A request for each prompt, as ids. sampling: other fields of `SamplingParams`. All checks
+        run when this is iterated, not when it is called: the engine does that where an error on one
+        rank becomes an error on every rank."""
         params = SamplingParams(
             max_tokens=whole_number("max_gen_len", max_gen_len, 0, 2**31 - 1, optional=True),
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
             logprobs=0 if logprobs else None,
             prompt_logprobs=0 if logprobs and echo else None,
+            **sampling,
         )
         params = chat.params(params, self.tool_format)
         for i, ids in enumerate(prompts):

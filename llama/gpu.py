@@ -14,6 +14,7 @@ import torch
 
 from llama.device import dtype_name
 from llama.engine import graph_check
+from llama.engine.core import PAGE_SIZE
 from llama.engine.graphs import CudaRecorder, Recorder
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -45,7 +46,6 @@ def kernels_for(
     parallel: ModelParallel,
     device: torch.device,
     dtype: torch.dtype,
-    page_size: int,
     allowed: frozenset[str],
     formats: Formats = (None,),
     kv_format: KVFormat = AS_COMPUTED,
@@ -57,7 +57,7 @@ def kernels_for(
     if device.type != "cuda":
         return TORCH_ONLY
     plan = LayerPlan.of(params, parallel.size, kv_format)
-    job = job_for(params, plan, device, dtype, page_size, formats)
+    job = job_for(params, plan, device, dtype, formats)
     result = CheckResult()
     if allowed and selfcheck_cache.not_for(device) is None:
         result = selfcheck_cache.load_or_check(job)
@@ -79,16 +79,14 @@ def kernels_for(
     return result.kernels(job.dtype, everywhere)
 
 
-def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
-    """The recorder of a model's decode steps; None off CUDA, and where graphs did not pass.
-
-    All ranks of the model call it.
-    """
+def recorder_for(model: Transformer) -> Recorder | None:
+    """The recorder of a model's decode steps; None off CUDA, and where graphs did not pass. All
+    ranks of the model call it."""
     device, parallel = model.norm.weight.device, model.parallel
     if device.type != "cuda":
         return None
     is_allowed = graph_check.NAME in asked_for()
-    reason = why_no_graphs(model, page_size) if is_allowed else f"{VARIABLE} leaves them out"
+    reason = why_no_graphs(model) if is_allowed else f"{VARIABLE} leaves them out"
     if parallel.size > 1 and not reason and not parallel.is_on_nccl:
         reason = "the ranks are not on nccl"
     passed = parallel.all_reduce_min(int(not reason))
@@ -103,11 +101,11 @@ def recorder_for(model: Transformer, page_size: int) -> Recorder | None:
     return None
 
 
-def why_no_graphs(model: Transformer, page_size: int) -> str | None:
+def why_no_graphs(model: Transformer) -> str | None:
     """None where they passed, with the kernels that the model runs."""
     weight, sizes = model.norm.weight, (model.params, model.plan)
     formats = (*QUANTIZED,) if any(getattr(x, "kind", 0) for x in model.modules()) else (None,)
-    job = job_for(*sizes, weight.device, weight.dtype, page_size, formats)
+    job = job_for(*sizes, weight.device, weight.dtype, formats)
     return _check_graphs(job, model.kernels.names)
 
 
@@ -118,7 +116,7 @@ def _check_graphs(job: Job, in_use: Iterable[str]) -> str | None:
 
 
 def job_for(
-    params: ModelArgs, plan: LayerPlan, device: torch.device, dtype: torch.dtype, page_size: int,
+    params: ModelArgs, plan: LayerPlan, device: torch.device, dtype: torch.dtype,
     formats: Formats = (None,),
 ) -> Job:  # fmt: skip
     """The check of what a rank computes with, whose share `plan` has."""
@@ -127,7 +125,7 @@ def job_for(
     return Job(
         str(device), dtype_name(dtype), names, plan.dim, plan.n_heads,
         plan.n_kv_heads, plan.head_dim, plan.ffn_dim, vocab_size=params.vocab_size,
-        vocab_rows=params.vocab_size // ranks, page_size=page_size, formats=formats,
+        vocab_rows=params.vocab_size // ranks, page_size=PAGE_SIZE, formats=formats,
         kv_format=plan.kv_format.name,
     )  # fmt: skip
 

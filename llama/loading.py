@@ -95,7 +95,7 @@ def load_model(args: BuildArgs) -> Loaded:
     with parallel.agree("the weights", world=True) as must_match:
         for each in models if parallel.world is not None else ():
             must_match += each.checkpoint.samples()
-    place = parallel, device, files.dtype, PAGE_SIZE
+    place = parallel, device, files.dtype
     kernels = gpu.kernels_for(params, *place, allowed, files.formats(), kv_format)
     models[0] = files = files.on(device, kernels, tells=parallel.global_rank == 0)
     free = parallel.all_reduce_min(free_bytes(device))

@@ -7,7 +7,7 @@ It knows no tensor, no tokenizer and no model.
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from llama.checks import (
@@ -18,6 +18,7 @@ from llama.checks import (
     limits_of,
     number,
     whole_number,
+    within,
 )
 
 _MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
@@ -27,11 +28,6 @@ MOST_STOPS, MOST_STOP_IDS, MOST_WORDS, MOST_BIASES = 32, 256, 256, 1024
 BIASES = (-100, 100)
 _MOST_CHARACTERS = 100_000  # of a schema, an expression or a grammar
 _MOST_CHOICES = 1024
-
-
-def _within(default: Any, low: float, high: float) -> Any:
-    """A field for a number from `low` to `high`, both included."""
-    return field(default=default, metadata={"limits": (low, high)})
 
 
 def _wrong(name: str, value: Any, must: str) -> FieldTypeError:
@@ -201,26 +197,26 @@ class SamplingParams:
         mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
-    max_tokens: int | None = _within(16, 0, _MOST)
-    min_tokens: int = _within(0, 0, _MOST)  # and at most max_tokens
-    temperature: float = _within(1.0, 0, 100)
-    top_p: float = _within(1.0, 0, 1)
-    top_k: int = _within(0, -1, _MOST)
-    min_p: float = _within(0.0, 0, 1)
-    repetition_penalty: float = _within(1.0, 0.01, 10)  # nearer to 0, float32 would overflow
-    presence_penalty: float = _within(0.0, -2, 2)
-    frequency_penalty: float = _within(0.0, -2, 2)
+    max_tokens: int | None = within(16, 0, _MOST)
+    min_tokens: int = within(0, 0, _MOST)  # and at most max_tokens
+    temperature: float = within(1.0, 0, 100)
+    top_p: float = within(1.0, 0, 1)
+    top_k: int = within(0, -1, _MOST)
+    min_p: float = within(0.0, 0, 1)
+    repetition_penalty: float = within(1.0, 0.01, 10)  # nearer to 0, float32 would overflow
+    presence_penalty: float = within(0.0, -2, 2)
+    frequency_penalty: float = within(0.0, -2, 2)
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = False
     ignore_eos: bool = False
-    seed: int | None = _within(None, 0, 2**63 - 1)
-    n: int = _within(1, 1, 64)
-    best_of: int | None = _within(None, 1, 64)  # and at least n
-    logprobs: int | None = _within(None, 0, 100)
-    prompt_logprobs: int | None = _within(None, 0, 100)
+    seed: int | None = within(None, 0, 2**63 - 1)
+    n: int = within(1, 1, 64)
+    best_of: int | None = within(None, 1, 64)  # and at least n
+    logprobs: int | None = within(None, 0, 100)
+    prompt_logprobs: int | None = within(None, 0, 100)
     bad_words: Sequence[str] = ()
     prediction: str = ""
     structured_output: StructuredOutput | Mapping[str, Any] | None = None

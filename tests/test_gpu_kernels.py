@@ -64,7 +64,7 @@ def gpu(monkeypatch):
 
 
 def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=ALL) -> frozenset:
-    return kernels_for(PARAMS, parallel, GPU, dtype, 16, allowed).names
+    return kernels_for(PARAMS, parallel, GPU, dtype, allowed).names
 
 
 def model_with(names, parallel: ModelParallel | None = None, device: torch.device = GPU) -> Any:
@@ -100,13 +100,13 @@ def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
         use(Rank(1), allowed=ALL | {"graph"})
     assert jobs[1].names == ("graph",) and {*jobs[1].in_use} == ALL - {"linear", "add_norm"}
     gpu({})
-    why_no_graphs(model_with(jobs[1].in_use, ModelParallel()), 16)
+    why_no_graphs(model_with(jobs[1].in_use, ModelParallel()))
     assert jobs[2] == jobs[1]  # so that it finds the result in its file
 
 
 def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu):
     """Torch would make them plain in every step: one line says so. Graphs are tried as they are."""
-    place, held = (PARAMS, ModelParallel(), GPU, torch.bfloat16, 16), ("int8",)
+    place, held = (PARAMS, ModelParallel(), GPU, torch.bfloat16), ("int8",)
     jobs = gpu({"linear": "off by 1"})
     with pytest.warns(UserWarning, match="linear: off by 1"):
         without = kernels_for(*place, ALL | {"graph"}, held)
@@ -153,7 +153,7 @@ def test_the_variable_turns_kernels_off(gpu, monkeypatch):
 def test_nothing_is_checked_off_cuda_or_on_an_old_gpu(gpu, monkeypatch):
     jobs = gpu({})
     cpu = torch.device("cpu")
-    assert kernels_for(PARAMS, Rank(), cpu, torch.bfloat16, 16, ALL).names == frozenset()
+    assert kernels_for(PARAMS, Rank(), cpu, torch.bfloat16, ALL).names == frozenset()
     assert describe(model_with(ALL, device=cpu)) == ""
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -187,18 +187,18 @@ class Recorder:
 
 def recorder(monkeypatch, parallel: ModelParallel, names=ALL) -> Recorder | None:
     monkeypatch.setattr("llama.gpu.CudaRecorder", Recorder)
-    return recorder_for(model_with(names, parallel), 16)  # type: ignore[return-value]
+    return recorder_for(model_with(names, parallel))  # type: ignore[return-value]
 
 
 def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
     """One that is wrong for the second is right for the first, and stays in use there."""
     first = Transformer(PARAMS, device="meta")
     gpu({})
-    first.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, 16, ALL))
+    first.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, ALL))
     second = Transformer(PARAMS, device="meta")
     gpu({"add_norm": "off by 1"})
     with pytest.warns(UserWarning, match="add_norm: off by 1"):
-        second.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, 16, ALL))
+        second.use_kernels(kernels_for(PARAMS, Rank(), GPU, torch.bfloat16, ALL))
     for model, names in ((first, ALL), (second, ALL - {"add_norm"})):
         held: list[Any] = [x.kernels for x in model.modules() if hasattr(x, "kernels")]
         assert [kernels.names for kernels in held] == [names] * (3 + 8 * PARAMS.n_layers)

@@ -6,42 +6,34 @@ No file is opened, and no tensor is made.
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llama.checks import brief, errors_in, number, whole_number
+from llama.checks import brief, errors_in, limits_of, number, whole_number, within
 
 # Keys that some releases of params.json carry and that change nothing here.
 HARMLESS_PARAMS = frozenset({"max_batch_size", "max_seq_len", "model_parallel_size"})
 _DIM_OF_3_2 = (2048, 3072)  # Llama 3.2 1B and 3B: their params.json hides a RoPE factor of 32
 
-# The largest values that are taken: 60 times those of the 405B model; nothing overflows or is slow.
-MAX_SIZE = 2**24
-_MAX_SIZES = {
-    "dim": 2**20, "n_layers": 2**13, "n_heads": 2**16, "n_kv_heads": 2**16, "vocab_size": MAX_SIZE,
-    "multiple_of": MAX_SIZE, "context_length": 2**40,
-}  # fmt: skip
-_MAX_NUMBERS = {
-    "ffn_dim_multiplier": 1e3, "norm_eps": 1.0, "rope_theta": 1e12, "rope_scale_factor": 1e6,
-}  # fmt: skip
-_OPTIONAL = ("n_kv_heads", "ffn_dim_multiplier", "rope_scale_factor", "context_length")
+MAX_SIZE = 2**24  # of what a file says
 
 
 @dataclass(frozen=True)
 class ModelArgs:
     """What params.json says of a model, under Meta's names, and the two sizes of the run.
     `rope_scale_factor`, `context_length` and `tied_output` are ours: Meta's files leave them to be
-    inferred, Hugging Face's config.json states them."""
+    inferred, Hugging Face's config.json states them. The largest values that are taken are 60 times
+    those of the 405B model: nothing overflows or is slow."""
 
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int | None = None  # None: as many as n_heads
-    vocab_size: int = -1
-    multiple_of: int = 256  # the ffn size is rounded up to this
-    ffn_dim_multiplier: float | None = None
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000
+    dim: int = within(4096, 1, 2**20)
+    n_layers: int = within(32, 1, 2**13)
+    n_heads: int = within(32, 1, 2**16)
+    n_kv_heads: int | None = within(None, 1, 2**16)  # None: as many as n_heads
+    vocab_size: int = within(-1, 1, MAX_SIZE)
+    multiple_of: int = within(256, 1, MAX_SIZE)  # the ffn size is rounded up to this
+    ffn_dim_multiplier: float | None = within(None, 0, 1e3)
+    norm_eps: float = within(1e-5, 0, 1.0)
+    rope_theta: float = within(500000, 0, 1e12)
     use_scaled_rope: bool = False
-    rope_scale_factor: float | None = None
-    context_length: int | None = None
+    rope_scale_factor: float | None = within(None, 0, 1e6)
+    context_length: int | None = within(None, 1, 2**40)
     tied_output: bool = False
 
     max_batch_size: int = 32  # sequences that run at once
@@ -94,11 +86,12 @@ class ModelArgs:
     def check(self, source: str) -> None:
         """ValueError, naming `source`, unless the sizes are numbers that fit one another."""
         with errors_in(source):
-            for name, high in _MAX_SIZES.items():
-                whole_number(name, getattr(self, name), 1, high, optional=name in _OPTIONAL)
-            for name, most in _MAX_NUMBERS.items():
-                if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
-                    number(name, value, 0, most, above=True)
+            for name, (kind, low, high, optional) in limits_of(ModelArgs).items():
+                value = getattr(self, name)
+                if kind is int:
+                    whole_number(name, value, int(low), int(high), optional=optional)
+                elif value is not None or not optional:
+                    number(name, value, low, high, above=True)
             for name in ("use_scaled_rope", "tied_output"):
                 if not isinstance(getattr(self, name), bool):
                     raise ValueError(f"{name}={brief(getattr(self, name))} must be true or false")

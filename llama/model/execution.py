@@ -29,11 +29,11 @@ from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
+from llama.ranks.collectives import ModelParallel
 from llama.weights import Weight
 
 _KEPT_BYTES = 16 << 20  # of workspace between calls: new memory costs a fault per page
 _count_of = attrgetter("num_changes")
-AllReduce = Callable[[Tensor], Tensor]
 Forwards = Mapping[type[nn.Module], Callable]  # the kinds of modules in a layer, as defined
 
 
@@ -47,28 +47,22 @@ class SubLayer:
     second: Weight  # wo (E, H D), or w2 (E, F)
 
 
+@dataclass(eq=False)
 class OpLayers:
     """A sequence of ops called from Python, on any device and in any format. The bytes are those of
     the modules: the same ops in the same order."""
 
-    def __init__(
-        self, plan: LayerPlan, sublayers: Sequence[SubLayer], kernels: KernelSet = TORCH_ONLY
-    ) -> None:
-        self.plan, self.sublayers, self.kernels = plan, sublayers, kernels
+    plan: LayerPlan
+    sublayers: Sequence[SubLayer]
+    parallel: ModelParallel
+    kernels: KernelSet
 
     def supports(self, kv_cache: Tensor) -> bool:
         return _is_cache(self.plan, kv_cache, self.sublayers[0].norm.weight.dtype)
 
-    def run(
-        self,
-        x: Tensor,
-        freqs_cis: Tensor,
-        kv_cache: Tensor,
-        batch: Batch,
-        all_reduce: AllReduce | None = None,
-    ) -> Tensor:
+    def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
         """x (T, E), freqs_cis (T, D/2), kv_cache (L, 2, P, S, K, W) that it `supports`, written in
-        place -> (T, E). all_reduce: sums over the ranks, in place or not, where there are some."""
+        place -> (T, E)."""
         pages, first = iter(kv_cache.unbind()), self.sublayers[0].norm
         normed, kernels = rms_norm(x, first.weight, first.eps, self.kernels), self.kernels
         following = [sublayer.norm for sublayer in self.sublayers[1:]]
@@ -80,8 +74,7 @@ class OpLayers:
                 part = paged_attention(queries, layer, batch, kernels).flatten(1)
             else:
                 part = silu_mul(part, kernels)
-            part = sublayer.second.linear(part, kernels=kernels)
-            part = part if all_reduce is None else all_reduce(part)
+            part = self.parallel.all_reduce(sublayer.second.linear(part, kernels=kernels))
             if norm is None:
                 return x + part
             x, normed = add_norm(x, part, norm.weight, norm.eps, kernels)
@@ -91,9 +84,11 @@ class OpLayers:
 class NativeLayers:
     """One call of layers.cpp, where the CPU's kernels take all weights; one thread at a time."""
 
-    def __init__(self, plan: LayerPlan, sublayers: Sequence[SubLayer]) -> None:
+    def __init__(
+        self, plan: LayerPlan, sublayers: Sequence[SubLayer], parallel: ModelParallel
+    ) -> None:
         """ValueError where the kernels do not take the weights, or their sizes."""
-        self.plan = p = plan
+        self.plan, self.parallel, p = plan, parallel, plan
         self.sublayers = sublayers  # kept, as the table has their addresses
         self._eps = float(sublayers[0].norm.eps)
         self._workspace = torch.empty(0, dtype=torch.uint8)
@@ -115,16 +110,9 @@ class NativeLayers:
         is_there = kv_cache.device.type == "cpu" and kv_cache.is_contiguous()
         return is_there and _is_cache(self.plan, kv_cache, torch.bfloat16)
 
-    def run(
-        self,
-        x: Tensor,
-        freqs_cis: Tensor,
-        kv_cache: Tensor,
-        batch: Batch,
-        all_reduce: AllReduce | None = None,
-    ) -> Tensor:
-        """As `OpLayers.run`. Between ranks, whose all_reduce must be in place, there are two native
-        calls a layer, with a sum after each."""
+    def run(self, x: Tensor, freqs_cis: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+        """As `OpLayers.run`. Between ranks there are two native calls a layer, with a sum after
+        each."""
         p, (t, e), (b, width) = self.plan, x.shape, batch.page_table.shape
         x = x.clone(memory_format=torch.contiguous_format)
         num_pages, page_size = kv_cache.shape[2:4]
@@ -149,13 +137,13 @@ class NativeLayers:
                 page_size, width, kv_format, self._eps, p.head_dim**-0.5,
             )  # fmt: skip
 
-        if all_reduce is None:
+        if self.parallel.size == 1:
             run_sublayers(x, 0, len(self.sublayers))
         else:
             part = torch.empty_like(x)
             for i in range(len(self.sublayers)):
                 run_sublayers(part, i, i + 1)
-                x += all_reduce(part)
+                x += self.parallel.all_reduce(part)
         return x
 
 
@@ -170,19 +158,15 @@ Executor = OpLayers | NativeLayers
 
 class LayerExecution:
     """Finds the executor of the layers, and makes it again when they have changed. definitions: the
-    forward of each kind of module that a layer is made of. sublayers: reads them."""
+    forward of each kind of module that a layer is made of; a layer has `sublayers`."""
 
     def __init__(
-        self,
-        plan: LayerPlan,
-        layers: nn.ModuleList,
-        definitions: Forwards,
-        sublayers: Callable[[Any], list[SubLayer]],
+        self, plan: LayerPlan, layers: nn.ModuleList, parallel: ModelParallel, definitions: Forwards
     ) -> None:
         self.kernels = TORCH_ONLY  # see `Transformer.use_kernels`
         self.uses_modules = False  # whatever is found: see `Transformer.use_modules`
-        self._plan, self._layers = plan, layers
-        self._definitions, self._sublayers = definitions, sublayers
+        self._plan, self._layers, self._parallel = plan, layers, parallel
+        self._definitions = definitions
         self._executor: Executor | None = None
         self._made_of: list[object] = []  # the state that it, or None, was made of
         self._watched: list[WatchedModule] = []  # the modules in the layers,
@@ -214,9 +198,11 @@ class LayerExecution:
         self._parameters = [x._parameters for x in modules]  # type: ignore[misc]
         if any(type(x) not in self._definitions or "forward" in vars(x) for x in called):
             return None
-        sublayers = [s for layer in self._layers for s in self._sublayers(layer)]
+        layers: Any = self._layers
+        sublayers: list[SubLayer] = [x for layer in layers for x in layer.sublayers()]
+        made_of = self._plan, sublayers, self._parallel
         if sublayers[0].norm.weight.is_cuda or self.kernels.names:
-            return OpLayers(self._plan, sublayers, self.kernels)
+            return OpLayers(*made_of, self.kernels)
         with contextlib.suppress(ValueError):
-            return NativeLayers(self._plan, sublayers) if native.kernels() is not None else None
+            return NativeLayers(*made_of) if native.kernels() is not None else None
         return None

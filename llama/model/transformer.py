@@ -94,18 +94,17 @@ class TransformerBlock(WatchedModule):
         h = x + self.attention(self.attention_norm(x), freqs_cis, batch, kv_cache)
         return h + self.feed_forward(self.ffn_norm(h))
 
+    def sublayers(self) -> list[SubLayer]:
+        """What an executor needs of it."""
+        attention, ffn = self.attention, self.feed_forward
+        return [
+            SubLayer(ATTENTION, self.attention_norm, attention.wqkv.weight, attention.wo.weight),
+            SubLayer(FEED_FORWARD, self.ffn_norm, ffn.w13.weight, ffn.w2.weight),
+        ]
+
 
 _KINDS = TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
 _LAYER_FORWARDS: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in _KINDS}
-
-
-def _sublayers(block: TransformerBlock) -> list[SubLayer]:
-    """What an executor needs of a layer."""
-    attention, ffn = block.attention, block.feed_forward
-    return [
-        SubLayer(ATTENTION, block.attention_norm, attention.wqkv.weight, attention.wo.weight),
-        SubLayer(FEED_FORWARD, block.ffn_norm, ffn.w13.weight, ffn.w2.weight),
-    ]
 
 
 class Transformer(nn.Module):
@@ -135,7 +134,7 @@ class Transformer(nn.Module):
         blocks = (TransformerBlock(plan, parallel) for _ in range(params.n_layers))
         self.layers = nn.ModuleList(blocks)
         self.kernels = TORCH_ONLY
-        self._execution = LayerExecution(plan, self.layers, _LAYER_FORWARDS, _sublayers)
+        self._execution = LayerExecution(plan, self.layers, parallel, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
         self.output = ColumnParallelLinear(
             params.dim, params.vocab_size, parallel, gather_output=True
@@ -233,9 +232,8 @@ class Transformer(nn.Module):
         if executor is None or not executor.supports(kv_cache):
             h = self._through_layers(tokens, batch, kv_cache)
         else:
-            all_reduce = self.parallel.all_reduce if self.parallel.size > 1 else None
             freqs_cis = self.freqs_cis[batch.positions]
-            h = executor.run(self.tok_embeddings(tokens), freqs_cis, kv_cache, batch, all_reduce)
+            h = executor.run(self.tok_embeddings(tokens), freqs_cis, kv_cache, batch)
         return self.norm(h[batch.logit_rows])
 
     def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:

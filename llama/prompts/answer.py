@@ -46,12 +46,8 @@ class AnswerDeltas:
             return []
         if self._parser is None:
             has_tag = answer.token_ids[:1] == [self.tokenizer.python_tag_id]
-            self._parser = ToolCallParser(
-                self.tools.callable(),
-                parallel=self.tools.several,
-                is_tagged=has_tag and not self.shows_special,
-                only_at_start=self.tools.needs_grammar,
-            )
+            is_tagged = has_tag and not self.shows_special
+            self._parser = ToolCallParser(self.tools, is_tagged=is_tagged)
         events = self._parser.push(text)
         if is_last:
             events += self._parser.flush()

@@ -96,7 +96,7 @@ class ToolCall:
 def parse_tool_call(text: str) -> ToolCall | None:
     """The first call in an answer's text, of a function of any name; None if there is none whole.
     The text has its special tokens: code is a call only after <|python_tag|>."""
-    parser = ToolCallParser(None, parallel=False)
+    parser = ToolCallParser(None)
     events = [*parser.push(text), *parser.flush()]
     names = [event.name for event in events if isinstance(event, CallStart)]
     arguments = [event.text for event in events if isinstance(event, CallArguments)]
@@ -111,24 +111,17 @@ class ToolCallParser:
     begin a call is held back. From the first argument on it is one: where the text then goes wrong,
     the call ends, and the rest is content. Spaces around calls are part of them.
 
-    tools: those that may be called; None takes any name. parallel: False drops all calls but the
-    first. is_tagged: the answer began with the token <|python_tag|>, and the text does not show it.
-    only_at_start: a call later in the answer is content.
+    tools: those of the request, which say how many calls there may be; where a grammar held the
+    answer to them, a call later in it is content. None takes one call, of any name. is_tagged: the
+    answer began with the token <|python_tag|>, and the text does not show it.
     """
 
-    def __init__(
-        self,
-        tools: Tools | None,
-        *,
-        parallel: bool = True,
-        is_tagged: bool = False,
-        only_at_start: bool = False,
-    ) -> None:
-        self._names = None if tools is None else tools.names
-        names = (CODE, *SEARCHES) if tools is None else tools.names
+    def __init__(self, tools: Tools | None, *, is_tagged: bool = False) -> None:
+        self._names = None if tools is None else tools.callable().names
+        names = (CODE, *SEARCHES) if self._names is None else self._names
         self._has_code = CODE in names
-        self._parallel = parallel
-        self._only_at_start = only_at_start
+        self._parallel = tools is not None and tools.several
+        self._only_at_start = tools is not None and tools.needs_grammar
         self._source = Source()
         searches = [regex.escape(f"{name}.call(") for name in SEARCHES if name in names]
         starts = [r"\{", r"\[", _FUNCTION_TAG, _PYTHON_TAG, *searches]

@@ -136,12 +136,13 @@ class ModelParallel:
             raise error
 
 
-def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
-    """The bytes of each rank of the group, equally many on each."""
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def exchange(group: dist.ProcessGroup, data: bytes, most: int) -> list[bytes]:
+    """The bytes of each rank of the group, at most so many, in order. Zeros at the end are lost."""
+    assert len(data) <= most, (len(data), most)
+    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [row.numpy().tobytes() for row in everyone]
+    return [row.numpy().tobytes().rstrip(b"\0") for row in everyone]
 
 
 def _broadcast_bytes(group: dist.ProcessGroup, data: bytes) -> bytes:
@@ -168,17 +169,17 @@ def _compare(
     message = f"{type(error).__name__}: {error}" if error else texts
     text = message.encode(errors="backslashreplace")[:_MESSAGE_BYTES]  # a path may not be UTF-8
     digest = hashlib.sha256(repr(must_match).encode()).digest()
-    packed = bytes([error is not None]) + digest + text
-    rows = exchange(group, packed.ljust(1 + len(digest) + _MESSAGE_BYTES, b"\0"))
+    head = (b"no" if error else b"ok") + digest
+    rows = exchange(group, head + text, len(head) + _MESSAGE_BYTES)
     if error is not None:
         return  # the caller raises its own
     names = dist.get_process_group_ranks(group)
-    told = [row[1 + len(digest) :].rstrip(b"\0").decode(errors="replace") for row in rows]
+    told = [row[len(head) :].decode(errors="replace") for row in rows]
     for name, row, message in zip(names, rows, told, strict=True):
-        if row[0]:
+        if row.startswith(b"no"):
             raise RankError(f"rank {name} failed: {message}")
     for name, row, message in zip(names, rows, told, strict=True):
-        if row[: 1 + len(digest)] != rows[0][: 1 + len(digest)]:
+        if row[: len(head)] != rows[0][: len(head)]:
             pairs = zip(told[0].split("\n"), message.split("\n"), strict=False)
             differing = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
             first, other = (f" ({text})" if text else "" for text in differing)

@@ -229,7 +229,7 @@ def _make_groups(
     shared, one_shot = None, None
     if size > 1:
         names = dist.get_process_group_ranks(control)
-        meet = functools.partial(_meet, control)
+        meet = functools.partial(exchange, control, most=_INTRODUCTION_BYTES)
         limit_s = limit.total_seconds()
         shared = SharedMemory.join(rank, names, meet, limit_s, lambda: watch.is_ending)
         is_one_machine = len({*meet(machine_id().encode())}) == 1  # a GH200's shares no memory
@@ -257,12 +257,6 @@ def check_carries(backends: str, device: torch.device) -> None:
             f"({backends}): choose a device of theirs, or init_process_group with "
             f"'{'nccl' if device.type == 'cuda' else 'gloo'}'"
         )
-
-
-def _meet(group: dist.ProcessGroup, own: bytes) -> list[bytes]:
-    """What each rank says of itself, without zeros at the end, in the order of the ranks."""
-    assert len(own) <= _INTRODUCTION_BYTES, "an introduction is short"
-    return [row.rstrip(b"\0") for row in exchange(group, own.ljust(_INTRODUCTION_BYTES, b"\0"))]
 
 
 def disconnect() -> None:

@@ -106,7 +106,7 @@ class Section:
             model.use_kernels(KernelSet(names, frozenset({self.dtype})))
         else:
             allowed = gpu.asked_for() if has_kernels else frozenset()
-            at = model.params, model.parallel, self.device, self.dtype, PAGE_SIZE
+            at = model.params, model.parallel, self.device, self.dtype
             model.use_kernels(gpu.kernels_for(*at, allowed))
         core = EngineCore.for_model(
             model,

@@ -84,7 +84,7 @@ def checks(at: Section) -> None:
 
 def _check(at: Section, shape: str) -> None:
     model = at.model(shape, 64, 1)
-    job = gpu.job_for(model.params, model.plan, at.device, at.dtype, PAGE_SIZE)
+    job = gpu.job_for(model.params, model.plan, at.device, at.dtype)
     if at.dry:
         job = replace(job, lengths=(1, 17), names=DRY_KERNELS)
     began = time.perf_counter()
@@ -98,7 +98,7 @@ def _check(at: Section, shape: str) -> None:
         reason = None
     else:
         model.use_kernels(result.kernels(job.dtype, job.names))
-        reason = gpu.why_no_graphs(model, PAGE_SIZE)
+        reason = gpu.why_no_graphs(model)
     _say_checked(at, f"{shape} graphs", reason)
     at.say(f"{shape} check", time.perf_counter() - began, "s")
 

@@ -93,7 +93,7 @@ def test_a_forced_call_fits_its_schema(takes, tool_format):
     schemas = {"weather": SCHEMA, "odd.one-s": ODD, "now": {}}
     for text in GOOD[tool_format]:
         assert takes(grammar, text), text
-        parser = ToolCallParser(TOOLS, only_at_start=True)
+        parser = ToolCallParser(FORCED)
         events = [*parser.push(text), *parser.flush()]
         names = [e.name for e in events if isinstance(e, CallStart)]
         arguments = [e.text for e in events if isinstance(e, CallArguments)]

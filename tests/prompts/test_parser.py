@@ -142,9 +142,13 @@ def test_code_is_a_call_only_where_it_was_asked_for():
 
 def test_one_call_and_calls_at_the_start_alone():
     two = "[f(a=1), f(b=2)] Done."
-    assert parse(two, parallel=False) == [*calls(("f", {"a": 1})), Content(" Done.")]
-    assert parse(" " + two, only_at_start=True)[:4] == calls(("f", {"a": 1}), ("f", {"b": 2}))
-    assert parse("x " + two, only_at_start=True) == [Content("x " + two)]
+    assert parse(two, tools=replace(ALL, parallel=False)) == [
+        *calls(("f", {"a": 1})),
+        Content(" Done."),
+    ]
+    held = replace(ALL, must_call=True)
+    assert parse(" " + two, tools=held)[:4] == calls(("f", {"a": 1}), ("f", {"b": 2}))
+    assert parse("x " + two, tools=held) == [Content("x " + two)]
 
 
 def test_nothing_is_too_deep_or_too_long():
@@ -222,10 +226,10 @@ TEXTS = st.lists(PIECES | st.characters(), max_size=40).map("".join)
 @given(TEXTS, st.lists(st.integers(1, 9), max_size=40), st.booleans(), st.booleans(), st.booleans())
 def test_any_text_is_content_and_calls(text, sizes, tagged, parallel, at_start):
     """It never raises, a stream is the whole, and what is not in a call is content in order."""
-    options = {"is_tagged": tagged, "parallel": parallel, "only_at_start": at_start}
-    events = parse(text, **options)
-    assert parse(text, [1] * len(text), **options) == events
-    assert parse(text, sizes, **options) == events
+    tools = replace(ALL, parallel=parallel, must_call=at_start)
+    events = parse(text, tools=tools, is_tagged=tagged)
+    assert parse(text, [1] * len(text), tools, is_tagged=tagged) == events
+    assert parse(text, sizes, tools, is_tagged=tagged) == events
     content = "".join(e.text for e in events if isinstance(e, Content))
     starts = [e.index for e in events if isinstance(e, CallStart)]
     assert starts == list(range(len(starts))) and (parallel or len(starts) <= 1)
