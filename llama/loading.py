@@ -80,10 +80,10 @@ def load_model(args: BuildArgs) -> Loaded:
     parallel = connect(args.model_parallel_size, device, args.timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
-        files = _Files.of(args, parallel.size, device)
+        files = Files.of(args, parallel.size, device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         params, tokenizer = files.checkpoint.params, files.tokenizer(args.tokenizer_path)
-        models = [files, *_draft_files(args, tokenizer, parallel.size, device)]
+        models = [files, *_draft_files(args, files, tokenizer)]
         longest = min(x.checkpoint.params.longest_context for x in models)
         allowed, _ = gpu.asked_for(), native.asked_for()  # wrong names are told before weights
         compared = {
@@ -97,37 +97,35 @@ def load_model(args: BuildArgs) -> Loaded:
             must_match += each.checkpoint.samples()
     place = parallel, device, files.dtype
     kernels = gpu.kernels_for(params, *place, allowed, files.formats(), kv_format)
-    models[0] = files = files.on(device, kernels, tells=parallel.global_rank == 0)
+    models[0] = files = files.with_kernels(kernels, tells=parallel.global_rank == 0)
     free = parallel.all_reduce_min(free_bytes(device))
     batch_size = args.max_batch_size or default_batch_size(device)
     with parallel.agree("the memory of the ranks", world=True):
-        found = free, batch_size, kv_format
-        needs = [
-            Memory.of(x.checkpoint, parallel.size, device, x.dtype, x.quantize, *found)
-            for x in models
-        ]
-        memory = Memory.of_all(needs)
+        memory = Memory.of_all([x.memory(free, batch_size, kv_format) for x in models])
         seq_len, pages = choose_sizes(
             memory, args.max_seq_len, batch_size, args.kv_cache_memory_bytes, longest
         )
     with parallel.agree("the checkpoint", world=True):
         rest = kv_format, (seq_len, batch_size), args.verify
-        model, *draft = [each.load(parallel, device, *rest) for each in models]
+        model, *draft = [each.load(parallel, *rest) for each in models]
         model.use_kernels(kernels)
     told = files.checkpoint.is_guard, files.checkpoint.file_type, files.packed_by(model)
     return Loaded(model, tokenizer, pages, *told, *draft)
 
 
 @dataclass(frozen=True)
-class _Files:
-    """The weights of a model as their files have them, and the format in which they are held."""
+class Files:
+    """The weights of a model as their files have them, the format in which they are held, and by
+    how many ranks, each with such a device."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     quantize: str | None
+    ranks: int
+    device: torch.device
 
     @classmethod
-    def of(cls, args: BuildArgs, ranks: int, device: torch.device) -> "_Files":
+    def of(cls, args: BuildArgs, ranks: int, device: torch.device) -> "Files":
         """ValueError for what `ranks` ranks cannot load so; no weight is read."""
         dtype, quantize = args.dtype, args.quantize
         if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
@@ -147,7 +145,7 @@ class _Files:
         is_default = dtype in (None, "auto") and quantize is None
         if is_default and stays_in_codes(checkpoint, device):
             checkpoint = replace(checkpoint, in_codes=True)
-        return cls(checkpoint, chosen_dtype, quantize)
+        return cls(checkpoint, chosen_dtype, quantize, ranks, device)
 
     def said(self) -> list[tuple[str, object]]:
         """What must be the same on every rank, by name."""
@@ -156,10 +154,10 @@ class _Files:
         named = [(f"{name} of the checkpoint", value) for name, value in params]
         return [("torch", torch.__version__), ("dtype", self.dtype), ("quantize", held), *named]
 
-    def on(self, device: torch.device, kernels: KernelSet, *, tells: bool) -> "_Files":
+    def with_kernels(self, kernels: KernelSet, *, tells: bool) -> "Files":
         """With plain weights where a GPU has no kernel for others, which each step would unpack."""
         is_plain = self.quantize is None and not self.checkpoint.in_codes
-        if device.type != "cuda" or is_plain or "linear" in kernels.names:
+        if self.device.type != "cuda" or is_plain or "linear" in kernels.names:
             return self
         if tells:
             warnings.warn(
@@ -179,30 +177,39 @@ class _Files:
         chosen = path or self.checkpoint.header or self.checkpoint.tokenizer_path()
         return load_tokenizer(path_like("tokenizer_path", chosen), self.checkpoint.params)
 
+    def memory(self, free: int, batch_size: int, kv_format: KVFormat = AS_COMPUTED) -> "Memory":
+        """What one of the ranks needs of `free` bytes; reads no file."""
+        checkpoint, plan = (
+            self.checkpoint,
+            LayerPlan.of(self.checkpoint.params, self.ranks, kv_format),
+        )
+        if checkpoint.packed is not None:
+            held = packed.bytes_of(checkpoint, self.ranks)
+        else:
+            held = reader.bytes_of(checkpoint, self.ranks, self.dtype, self.quantize, self.device)
+        reserve = step_bytes(checkpoint.params, plan, self.dtype, batch_size)
+        reserve += _CUDA_RESERVE if self.device.type == "cuda" else 0
+        return Memory(free, held, reserve, plan.kv_bytes_per_token(self.dtype))
+
     def packed_by(self, model: Transformer) -> str | None:
         """The command that writes these weights packed; None where it would gain nothing."""
-        is_ours = model.norm.weight.device.type == "cpu" and native.kernels() is not None
+        is_ours = self.device.type == "cpu" and native.kernels() is not None
         large = sum(x.nbytes for x in model.parameters()) >= _LARGE
         if self.checkpoint.packed is not None or not (is_ours and large):
             return None
         return packed.command(str(self.checkpoint.weights_path), self.quantize)
 
     def load(
-        self,
-        parallel: ModelParallel,
-        device: torch.device,
-        kv_format: KVFormat,
-        shape: tuple[int, int],
-        verify: bool,
+        self, parallel: ModelParallel, kv_format: KVFormat, shape: tuple[int, int], verify: bool
     ) -> Transformer:
         """Read this rank's weights, each checked if `verify`, and packed once it is whole. shape:
         max_seq_len and max_batch_size. A warning names those with NaN, as packing sees them."""
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             set_num_threads()
         args = replace(self.checkpoint.params, max_seq_len=shape[0], max_batch_size=shape[1])
         model = Transformer(
-            args, parallel=parallel, device=device, dtype=self.dtype, kv_format=kv_format,
-            fills_late=device.type == "cuda",
+            args, parallel=parallel, device=self.device, dtype=self.dtype, kv_format=kv_format,
+            fills_late=self.device.type == "cuda",
         )  # fmt: skip
         is_first = parallel.global_rank == 0
         check = LoadCheck(self.checkpoint, tells=is_first).check if verify else None
@@ -225,17 +232,15 @@ class _Files:
         return model
 
 
-def _draft_files(
-    args: BuildArgs, tokenizer: Tokenizer, ranks: int, device: torch.device
-) -> list[_Files]:
+def _draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Files]:
     """Those of a draft model, where one is given. ValueError where it cannot be one."""
     path = args.speculate
     if path in (None, "lookup"):
         return []
-    if device.type != "cpu":
+    if model.device.type != "cpu":
         raise ValueError(f"speculate={path!r}: a draft model runs on the CPU only, for now")
     try:
-        files = _Files.of(replace(args, ckpt_dir=str(path)), ranks, device)
+        files = Files.of(replace(args, ckpt_dir=str(path)), model.ranks, model.device)
         other = files.tokenizer(None)
     except (OSError, ValueError) as e:
         raise ValueError(f"speculate={path!r}, neither 'lookup' nor a draft model: {e}") from e
@@ -270,30 +275,6 @@ class Memory:
     weights: int
     reserve: int
     per_token: int
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Checkpoint,
-        ranks: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantize: str | None,
-        free: int,
-        batch_size: int,
-        kv_format: KVFormat = AS_COMPUTED,
-    ) -> "Memory":
-        """What one of `ranks` ranks needs of `free` bytes; reads no file."""
-        plan = LayerPlan.of(checkpoint.params, ranks, kv_format)
-        step = step_bytes(checkpoint.params, plan, dtype, batch_size)
-        return cls(
-            free,
-            weights=packed.bytes_of(checkpoint, ranks)
-            if checkpoint.packed is not None
-            else reader.bytes_of(checkpoint, ranks, dtype, quantize, device),
-            reserve=step + (_CUDA_RESERVE if device.type == "cuda" else 0),
-            per_token=plan.kv_bytes_per_token(dtype),
-        )
 
     @classmethod
     def of_all(cls, each: "Sequence[Memory]") -> "Memory":

@@ -15,7 +15,7 @@ from llama.checkpoint.find import find
 from llama.checkpoint.reader import bytes_of
 from llama.cli import doctor
 from llama.cli.doctor import Fact, _fits, environment_facts, thread_facts
-from llama.loading import Memory, choose_sizes, step_bytes
+from llama.loading import Files, Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
 from llama.weights import QUANTIZED
 
@@ -88,7 +88,7 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
     for ranks in (1, 2):
         plan = LayerPlan.of(found.params, ranks)
         for quantize in (None, "int8"):
-            memory = Memory.of(found, ranks, CPU, torch.bfloat16, quantize, 1 << 30, 32)
+            memory = Files(found, torch.bfloat16, quantize, ranks, CPU).memory(1 << 30, 32)
             assert memory == Memory(
                 1 << 30,
                 weights=bytes_of(found, ranks, torch.bfloat16, quantize, torch.device("cpu")),

@@ -20,7 +20,7 @@ from llama.gpu import (
     recorder_for,
     why_no_graphs,
 )
-from llama.loading import _Files
+from llama.loading import Files
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
@@ -114,14 +114,15 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu):
     kernels = kernels_for(*place, ALL | {"graph"}, held)
     assert [x.formats for x in jobs] == [held, (None,), held, ("int4",)]
     for files in (
-        _Files(find(DEMO), torch.bfloat16, "int8"),
-        _Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None),
+        Files(find(DEMO), torch.bfloat16, "int8", 1, GPU),
+        Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, 1, GPU),
     ):
-        assert files.on(GPU, kernels, tells=True) is files
+        assert files.with_kernels(kernels, tells=True) is files
         with pytest.warns(UserWarning, match="the weights are held in bf16"):
-            plain = files.on(GPU, without, tells=True)
-        assert plain == _Files(find(DEMO), torch.bfloat16, None)
-        assert files.on(torch.device("cpu"), without, tells=True) is files
+            plain = files.with_kernels(without, tells=True)
+        assert plain == Files(find(DEMO), torch.bfloat16, None, 1, GPU)
+        on_cpu = replace(files, device=torch.device("cpu"))
+        assert on_cpu.with_kernels(without, tells=True) is on_cpu
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):

@@ -22,7 +22,7 @@ import torch
 import llama.device
 from llama.checkpoint.find import Checkpoint, find
 from llama.cli.ranks import global_rank
-from llama.loading import Memory, default_batch_size, stays_in_codes
+from llama.loading import Files, default_batch_size, stays_in_codes
 from llama.ops.cpu import native
 from llama.ops.triton import selfcheck_cache
 from llama.ranks.groups import check_interfaces, started_processes
@@ -190,12 +190,8 @@ def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterat
         ways = {found.file_type or "bf16": (found, None)}
     elif stays_in_codes(found, device):
         ways = {found.file_type or "": (replace(found, in_codes=True), None), **ways}
-    needs = {
-        name: Memory.of(
-            files, num_ranks, device, torch.bfloat16, quantize, free, default_batch_size(device)
-        )
-        for name, (files, quantize) in ways.items()
-    }
+    held = {name: Files(x, torch.bfloat16, y, num_ranks, device) for name, (x, y) in ways.items()}
+    needs = {name: x.memory(free, default_batch_size(device)) for name, x in held.items()}
     for name, memory in needs.items():
         room = f"KV cache {memory.kv_tokens:,} tokens" if memory.kv_tokens else "does not fit"
         yield Fact("fits", f"{name:<6} {memory.weights / 2**30:6.2f} GiB a rank, {room}")
