@@ -21,13 +21,13 @@ from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
 from llama.ops.triton import selfcheck_cache
-from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet
+from llama.ops.triton.kernels import GRAPH, NAMES, TORCH_ONLY, KernelSet
 from llama.ops.triton.selfcheck import CheckResult, Formats, Job
 from llama.ranks.collectives import ModelParallel
 from llama.weights import QUANTIZED
 
 VARIABLE = "LLAMA_GPU_KERNELS"
-_ALL = (*NAMES, graph_check.NAME)
+_ALL = (*NAMES, GRAPH)
 
 
 def asked_for() -> frozenset[str]:
@@ -63,18 +63,20 @@ def kernels_for(
         result = selfcheck_cache.load_or_check(job)
     own = allowed & set(result.passed)
     everywhere = [x for x in NAMES if parallel.all_reduce_min(int(x in own))]
-    if graph_check.NAME in allowed:  # kept for `recorder_for`: the GPU may take one process only
+    if GRAPH in allowed:  # while no model is there: the GPU may take one process only
         held = formats if "linear" in everywhere else (None,)  # else the weights are plain
-        _check_graphs(replace(job, formats=held), everywhere)
-    checked = {x: reason for x, reason in result.reasons.items() if x in allowed}
+        result |= check_graphs(replace(job, formats=held), everywhere)
+        if parallel.size > 1 and not parallel.is_on_nccl:
+            result |= CheckResult({GRAPH: "the ranks are not on nccl"})
+        everywhere += [GRAPH] * parallel.all_reduce_min(int(GRAPH in result.passed))
     dropped = [
         f"{x}: {reason or 'another rank dropped it'}"
-        for x, reason in sorted(checked.items())
-        if x not in everywhere
+        for x, reason in sorted(result.reasons.items())
+        if x in allowed and x not in everywhere
     ]
     if dropped and parallel.global_rank == 0:
         warnings.warn(
-            f"torch runs in place of kernels for the GPU: {'; '.join(dropped)}", stacklevel=2
+            f"torch runs in place of these on the GPU: {'; '.join(dropped)}", stacklevel=2
         )
     return result.kernels(job.dtype, everywhere)
 
@@ -83,36 +85,22 @@ def recorder_for(model: Transformer) -> Recorder | None:
     """The recorder of a model's decode steps; None off CUDA, and where graphs did not pass. All
     ranks of the model call it."""
     device, parallel = model.norm.weight.device, model.parallel
-    if device.type != "cuda":
+    if device.type != "cuda" or GRAPH not in model.kernels.names:
         return None
-    is_allowed = graph_check.NAME in asked_for()
-    reason = why_no_graphs(model) if is_allowed else f"{VARIABLE} leaves them out"
-    if parallel.size > 1 and not reason and not parallel.is_on_nccl:
-        reason = "the ranks are not on nccl"
-    passed = parallel.all_reduce_min(int(not reason))
-    if passed and parallel.size > 1:
-        reason = graph_check.try_collectives(model)
-        passed = parallel.all_reduce_min(int(not reason))
-    if passed:
+    reason = graph_check.try_collectives(model) if parallel.size > 1 else None
+    if parallel.all_reduce_min(int(not reason)):
         return CudaRecorder(device)
-    if is_allowed and parallel.global_rank == 0:
+    if parallel.global_rank == 0:
         reason = reason or "another rank dropped them"
         warnings.warn(f"steps run without CUDA graphs: {reason}", stacklevel=2)
     return None
 
 
-def why_no_graphs(model: Transformer) -> str | None:
-    """None where they passed, with the kernels that the model runs."""
-    weight, sizes = model.norm.weight, (model.params, model.plan)
-    formats = (*QUANTIZED,) if any(getattr(x, "kind", 0) for x in model.modules()) else (None,)
-    job = job_for(*sizes, weight.device, weight.dtype, formats)
-    return _check_graphs(job, model.kernels.names)
-
-
-def _check_graphs(job: Job, in_use: Iterable[str]) -> str | None:
+def check_graphs(job: Job, in_use: Iterable[str]) -> CheckResult:
+    """Of a model of the job's sizes that runs these kernels."""
     formats = tuple(QUANTIZED)[-1:] if any(job.formats) else (None,)
-    job = replace(job, names=(graph_check.NAME,), in_use=tuple(sorted(in_use)), formats=formats)
-    return selfcheck_cache.load_or_check(job, graph_check.PROGRAM).reasons[graph_check.NAME]
+    job = replace(job, names=(GRAPH,), in_use=tuple(sorted(in_use)), formats=formats)
+    return selfcheck_cache.load_or_check(job, graph_check.PROGRAM)
 
 
 def job_for(

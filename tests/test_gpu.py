@@ -63,7 +63,7 @@ def test_kernels_graphs_and_torch_alone_say_nearly_the_same(wide, dtype, monkeyp
     for ways in ("none", "graph", ""):
         monkeypatch.setenv("LLAMA_GPU_KERNELS", ways)
         llama = build(wide, dtype)
-        assert bool(llama.model.kernels.names) == (ways == "")
+        assert bool(llama.model.kernels.names - {"graph"}) == (ways == "")
         assert (graphs_of(llama) is not None) == (ways != "none")
         params = SamplingParams(
             temperature=0.0, max_tokens=30, logprobs=0, prompt_logprobs=0, ignore_eos=True

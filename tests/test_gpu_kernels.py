@@ -1,5 +1,6 @@
 """Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
 
+import itertools
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,14 +13,7 @@ from helpers.launch import DEMO
 from llama.checkpoint.find import find
 from llama.cli import doctor
 from llama.engine import graph_check
-from llama.gpu import (
-    VARIABLE,
-    asked_for,
-    describe,
-    kernels_for,
-    recorder_for,
-    why_no_graphs,
-)
+from llama.gpu import VARIABLE, asked_for, describe, kernels_for, recorder_for
 from llama.loading import Files
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
@@ -39,7 +33,7 @@ class Rank(ModelParallel):
 
     def __init__(self, *others_drop: int) -> None:
         super().__init__()
-        self.places = iter(range(len(kernels.NAMES)))
+        self.places = itertools.count()  # then that of graphs
         self.others_drop = others_drop
 
     def all_reduce_min(self, value: int) -> int:
@@ -99,9 +93,6 @@ def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
     with pytest.warns(UserWarning, match="linear: off by 1"):
         use(Rank(1), allowed=ALL | {"graph"})
     assert jobs[1].names == ("graph",) and {*jobs[1].in_use} == ALL - {"linear", "add_norm"}
-    gpu({})
-    why_no_graphs(model_with(jobs[1].in_use, ModelParallel()))
-    assert jobs[2] == jobs[1]  # so that it finds the result in its file
 
 
 def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu):
@@ -186,8 +177,9 @@ class Recorder:
         self.device = device
 
 
-def recorder(monkeypatch, parallel: ModelParallel, names=ALL) -> Recorder | None:
+def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
     monkeypatch.setattr("llama.gpu.CudaRecorder", Recorder)
+    names = use(parallel, allowed=asked_for())
     return recorder_for(model_with(names, parallel))  # type: ignore[return-value]
 
 
@@ -206,21 +198,24 @@ def test_models_of_one_gpu_have_kernels_of_their_own(gpu):
 
 
 def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
-    jobs = gpu({})
-    made = recorder(monkeypatch, Rank(), ALL - {"linear"})
+    jobs = gpu({"linear": "off by 1"})
+    with pytest.warns(UserWarning, match="linear: off by 1"):
+        made = recorder(monkeypatch, Rank())
     assert made is not None and made.device == GPU
     assert jobs[-1].names == ("graph",)
     assert set(jobs[-1].in_use) == ALL - {"linear"}
+    monkeypatch.setattr("llama.gpu.CudaRecorder", None)
+    assert recorder_for(model_with(ALL, Rank())) is None  # of a model whose graphs did not pass
 
 
 def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkeypatch):
     gpu({"graph": "logits are off by 1"})
-    with pytest.warns(UserWarning, match="without CUDA graphs: logits are off by 1") as warned:
+    with pytest.warns(UserWarning, match="on the GPU: graph: logits are off by 1") as warned:
         assert recorder(monkeypatch, Rank()) is None
     assert len(warned) == 1
     gpu({})
-    with pytest.warns(UserWarning, match="another rank dropped them"):
-        assert recorder(monkeypatch, Rank(0)) is None
+    with pytest.warns(UserWarning, match="graph: another rank dropped it"):
+        assert recorder(monkeypatch, Rank(6)) is None
 
 
 @pytest.mark.parametrize(("is_on_nccl", "sums"), [(True, None), (True, "wrong"), (False, None)])
@@ -233,7 +228,7 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
     if is_on_nccl and not sums:
         assert recorder(monkeypatch, rank) is not None
     else:
-        with pytest.warns(UserWarning, match=sums or "the ranks are not on nccl"):
+        with pytest.warns(UserWarning, match=sums or "graph: the ranks are not on nccl"):
             assert recorder(monkeypatch, rank) is None
 
 
@@ -303,9 +298,9 @@ def test_no_rank_tries_sums_where_another_has_dropped_graphs(gpu, monkeypatch):
     gpu({})
     monkeypatch.setattr(Rank, "is_on_nccl", True, raising=False)
     monkeypatch.setattr(graph_check, "try_collectives", None)
-    rank = Rank(0)
+    rank = Rank(6)
     object.__setattr__(rank, "size", 2)
-    with pytest.warns(UserWarning, match="another rank dropped them"):
+    with pytest.warns(UserWarning, match="graph: another rank dropped it"):
         assert recorder(monkeypatch, rank) is None
 
 
@@ -315,4 +310,4 @@ def test_graphs_can_be_turned_off(gpu, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert recorder(monkeypatch, Rank()) is None
-    assert not jobs
+    assert [job.names for job in jobs] == [kernels.NAMES]

@@ -26,7 +26,6 @@ from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import KernelSet
 from llama.ops.triton.selfcheck import Choice, Job
 
-NAME = "graph"
 PROGRAM = ("-m", "llama.engine.graph_check")
 _LENGTHS = (1, 15, 16, 17, 100, 255, 300, 1025, 1500)
 _MOST_VOCABULARY = 8192  # of the model that is tried: its matrices are not what graphs get wrong

@@ -38,6 +38,7 @@ from llama.engine import graph_check
 from llama.engine.core import PAGE_SIZE
 from llama.ops.batch import Batch
 from llama.ops.triton import selfcheck_cache
+from llama.ops.triton.kernels import GRAPH
 from llama.requests.llm_engine import LLMEngine
 
 LIMITS = {  # seconds of each section, in the order in which they run: 9.5 minutes in all
@@ -97,8 +98,7 @@ def _check(at: Section, shape: str) -> None:
         graph_check.compare(model, Again(), PAGE_SIZE)
         reason = None
     else:
-        model.use_kernels(result.kernels(job.dtype, job.names))
-        reason = gpu.why_no_graphs(model)
+        reason = gpu.check_graphs(job, result.passed).reasons[GRAPH]
     _say_checked(at, f"{shape} graphs", reason)
     at.say(f"{shape} check", time.perf_counter() - began, "s")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
+GRAPH = "graph"  # named beside them where decode steps may be CUDA graphs
 Sizes = tuple[int, int, int, int]  # of a product: the kind of the weight's numbers, N, K and M
 _LOGITS = torch.float32  # what "sample" takes, whatever the model's type
 
@@ -56,7 +57,7 @@ class KernelSet:
     tiles: Mapping[Sizes, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if unknown := self.names - set(NAMES):
+        if unknown := self.names - {*NAMES, GRAPH}:
             raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
 
     def has(self, name: str, *tensors: Tensor) -> bool:

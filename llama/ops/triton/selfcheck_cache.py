@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,17 +52,16 @@ def not_for(device: torch.device) -> str | None:
     """Why no kernel can run on a device at all; None where they can be checked."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "they need a GPU of compute capability 8.0"
-    if importlib.util.find_spec("triton") is None:
+    if (triton := _triton()) is None:
         return "Triton is not installed"
-    if device.type == "cuda" and _is_interpreted():
+    if device.type == "cuda" and triton.knobs.runtime.interpret:
         return "TRITON_INTERPRET has them run on the CPU"
     return None
 
 
-def _is_interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+def _triton() -> ModuleType | None:
+    """It is imported late, as it takes long; graphs are checked without it, too."""
+    return importlib.import_module("triton") if importlib.util.find_spec("triton") else None
 
 
 def load_or_check(job: Job, program: Sequence[str] = PROGRAM) -> CheckResult:
@@ -103,15 +103,13 @@ def results_for(device: torch.device) -> list[tuple[dict[str, Any], CheckResult,
 
 def _versions(device: str) -> dict[str, str]:
     """What a result depends on beside the job."""
-    import triton
-
-    is_cuda = torch.device(device).type == "cuda"
+    is_cuda, triton = torch.device(device).type == "cuda", _triton()
     return {
         "gpu": torch.cuda.get_device_name(device) if is_cuda else device,
         "driver": _driver(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
-        "interpreter": str(_is_interpreted()),
+        "triton": triton.__version__ if triton else "",
+        "interpreter": str(bool(triton and triton.knobs.runtime.interpret)),
         "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         "source": _source_hash(),
     }

@@ -301,6 +301,14 @@ def test_a_child_knows_who_asked_for_it(tmp_path):
     assert said == f"the check ended with exit code 1: {os.getpid()} {os.getpid()}"
 
 
+def test_graphs_are_checked_where_there_is_no_triton(monkeypatch, tmp_path):
+    monkeypatch.setattr(cached, "_triton", lambda: None)
+    assert cached.not_for(CPU) == "Triton is not installed"
+    program = tmp_path / "child.py"
+    program.write_text("""print('{"reasons": {"graph": null}}')""")
+    assert cached.load_or_check(job("graph"), [str(program)]).passed == ["graph"]
+
+
 def test_the_interpreter_is_never_taken_for_a_gpu(monkeypatch):
     """It passes for kernels, copies to the host inside a graph, and would be kept as the GPU's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
