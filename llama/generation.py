@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 from llama.build_args import BuildArgs, taking
@@ -104,14 +104,12 @@ class Llama:
             if args.speculate:
                 most, is_shared = args.speculate_tokens, args.speculate_shared
                 llama.engine.speculate(most, loaded.draft_model, is_shared=is_shared)
-        llama.is_guard = loaded.is_guard
+        llama.is_guard = loaded.files.checkpoint.is_guard
         llama.load_seconds = seconds = time.perf_counter() - began
         if loaded.model.parallel.global_rank == 0:
-            runner = llama.engine.runner
-            loaded = replace(loaded, num_pages=runner.num_pages)
-            print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(runner.has_graphs)}")
-            if loaded.packed_by and seconds > _SLOW_S:
-                print(f"Weights that need no loading: {loaded.packed_by}")
+            print(f"Loaded in {seconds:.2f} seconds: {loaded.describe(llama.engine.runner)}")
+            if seconds > _SLOW_S and (command := loaded.files.packed_by(loaded.model)):
+                print(f"Weights that need no loading: {command}")
         elif args.mute_ranks:
             llama._muted = MutedStdout.held()
         return llama

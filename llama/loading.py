@@ -21,6 +21,7 @@ from llama.checkpoint.verify import LoadCheck
 from llama.checks import brief, number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
+from llama.engine.runner import ModelRunner
 from llama.model.args import ModelArgs
 from llama.model.layers import Matrix
 from llama.model.plan import LayerPlan
@@ -51,25 +52,25 @@ class Loaded:
     model: Transformer
     tokenizer: Tokenizer
     num_pages: int
-    is_guard: bool = False  # Llama Guard, which has no tools
-    file_type: str | None = None  # what a file of quantized weights is called
-    packed_by: str | None = None  # the command that would have spared reading and packing
+    files: "Files"
     draft_model: Transformer | None = None  # guesses for it
 
-    def describe(self, has_graphs: bool) -> str:
-        """Device, type, ranks and sizes, as `Llama.build` prints them."""
+    def describe(self, runner: ModelRunner) -> str:
+        """Device, type, ranks and sizes, as `Llama.build` prints them. runner: of the model; where
+        it has graphs, there may be fewer pages."""
         params, device = self.model.params, self.model.norm.weight.device
         name = self.model.quantization or dtype_name(self.model.norm.weight.dtype)
-        if self.file_type not in (None, name):
-            name += f" from {self.file_type}"
+        file_type = self.files.checkpoint.file_type
+        if file_type not in (None, name):
+            name += f" from {file_type}"
         kv_format = self.model.plan.kv_format.name
-        tokens = f"{self.num_pages * PAGE_SIZE:,} tokens" + f" in {kv_format}" * bool(kv_format)
-        sequences = self.num_pages // pages_for(params.max_seq_len)
+        tokens = f"{runner.num_pages * PAGE_SIZE:,} tokens" + f" in {kv_format}" * bool(kv_format)
+        sequences = runner.num_pages // pages_for(params.max_seq_len)
         return (
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"KV cache {tokens}, {sequences} sequence{'s' * (sequences != 1)} of full "
-            f"length at once{gpu.describe(self.model)}" + ", CUDA graphs" * has_graphs
+            f"length at once{gpu.describe(self.model)}" + ", CUDA graphs" * runner.has_graphs
         )
 
 
@@ -109,8 +110,7 @@ def load_model(args: BuildArgs) -> Loaded:
         rest = kv_format, (seq_len, batch_size), args.verify
         model, *draft = [each.load(parallel, *rest) for each in models]
         model.use_kernels(kernels)
-    told = files.checkpoint.is_guard, files.checkpoint.file_type, files.packed_by(model)
-    return Loaded(model, tokenizer, pages, *told, *draft)
+    return Loaded(model, tokenizer, pages, files, *draft)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ It knows no tensor, no tokenizer and no model.
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llama.checks import (
@@ -95,25 +95,19 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    kind: str = field(init=False, repr=False, compare=False)  # the name of the one that is given
 
     def __post_init__(self) -> None:
         if self.json is False:
             raise FieldError.of("structured_output.json", ": the schema false allows no answer")
-        given = self._given()
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             named, known = " and ".join(given) or "none", ", ".join(_FORMS)
             raise FieldError.of("structured_output", f" must have one of {known}, got {named}")
         name = given[0]
         checked = _FORMS[name](f"structured_output.{name}", getattr(self, name))
         object.__setattr__(self, name, checked)
-
-    def _given(self) -> list[str]:
-        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
-
-    @property
-    def kind(self) -> str:
-        """The name of the field that is given."""
-        return self._given()[0]
+        object.__setattr__(self, "kind", name)
 
 
 def _schema(name: str, value: Any) -> str:

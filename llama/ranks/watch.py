@@ -230,19 +230,16 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         with processes.or_exit(self._last_words, self.before_end):
-            self._watch()
-
-    def _watch(self) -> None:
-        while not self._stops:
-            poll = select.poll()
-            fds = [peer.pidfd for peer in self.peers.local if peer.gone_at is None]
-            for fd in (*fds, self._wake_read, SIGNALS.read_end):
-                if fd is not None and fd >= 0:
-                    poll.register(fd, select.POLLIN)
-            left = min(TICK_S, self._deadline - time.monotonic())
-            if self._wake_read in dict(poll.poll(max(0.0, left) * 1000)):
-                os.read(self._wake_read, 64)
-            self._look()
+            while not self._stops:
+                poll = select.poll()
+                fds = [peer.pidfd for peer in self.peers.local if peer.gone_at is None]
+                for fd in (*fds, self._wake_read, SIGNALS.read_end):
+                    if fd is not None and fd >= 0:
+                        poll.register(fd, select.POLLIN)
+                left = min(TICK_S, self._deadline - time.monotonic())
+                if self._wake_read in dict(poll.poll(max(0.0, left) * 1000)):
+                    os.read(self._wake_read, 64)
+                self._look()
 
     def _look(self) -> None:
         """One round: what came, who is gone, what takes too long."""

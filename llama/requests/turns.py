@@ -5,9 +5,8 @@ after the other. The core gets a sequence when it has a place for it; what it pr
 The order depends on nothing but the calls, so all ranks decide alike.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
-from itertools import count
 
 from llama.engine.sequence import Sequence
 from llama.requests.request import Answer, Request
@@ -17,38 +16,28 @@ Owner = tuple[Request, Answer]  # of a sequence
 
 class Turns:
     """What the core does not have yet. A call is the requests that are queued together. Ctrl-C may
-    end `add` and `discard` between any two statements: `discard` and `take` go on from there."""
+    end `discard` between any two statements: the next one goes on from there."""
 
     def __init__(self) -> None:
-        self._numbers = count()
-        self._calls: OrderedDict[int, OrderedDict[Sequence, Owner]] = OrderedDict()
-        self._call_of: dict[Request, int] = {}  # of what has sequences that wait
+        self._calls: deque[OrderedDict[Sequence, Owner]] = deque()  # the next one first
 
     def add(self, requests: Iterable[Request]) -> None:
         """A call, which comes behind those that wait."""
-        number = next(self._numbers)
-        waiting = OrderedDict((a.sequence, (r, a)) for r in requests for a in r.answers)
-        self._call_of |= {request: number for request, _ in waiting.values()}
-        self._calls[number] = waiting
+        self._calls.append(OrderedDict((a.sequence, (r, a)) for r in requests for a in r.answers))
 
     def discard(self, request: Request) -> None:
         """What waits of it is wanted no longer."""
-        if waiting := self._calls.get(self._call_of.get(request, -1)):
+        for waiting in self._calls:
             for answer in request.answers:
                 waiting.pop(answer.sequence, None)
-        self._call_of.pop(request, None)
 
     def take(self, most: int) -> dict[Sequence, Owner]:
         """The next sequences, at most so many."""
         taken: dict[Sequence, Owner] = {}
         while self._calls and len(taken) < most:
-            number, waiting = self._calls.popitem(last=False)
+            waiting = self._calls.popleft()
             if waiting:
-                seq, owner = waiting.popitem(last=False)
-                taken[seq] = owner
-                request, answer = owner
-                if answer is request.answers[-1]:
-                    self._call_of.pop(request, None)
+                seq, taken[seq] = waiting.popitem(last=False)
             if waiting:
-                self._calls[number] = waiting
+                self._calls.append(waiting)
         return taken
