@@ -38,6 +38,7 @@ FLAGS = {
     "plot": Flag(str, "FILE", "SVG to draw", "none"),
     "tokens": Flag(int, "N", "tokens of the prompt"),
     "temperature": Flag(float, "X", "of sampling"),
+    "texts": Flag(str, "NAMES", "of edit, quote, chat, json, random"),
     "speculate": Flag(str, "NAME", "lookup, or the folder of a draft model"),
     "repeats": Flag(int, "N", "runs; the median counts"),
     "requests": Flag(int, "N", "requests of mixed lengths"),

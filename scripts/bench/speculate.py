@@ -24,8 +24,9 @@ from llama.weights import QUANTIZED
 
 _COLUMNS: list[Column] = [
     ("text", "kind", ""), ("batch", "batch", ""), ("without", "plain", ".1f"),
-    ("with", "guessing", ".1f"), ("gain", "gain", ".2f"), ("by the clock", "wall_gain", ".2f"),
-    ("steps", "steps", ""), ("tokens", "tokens", ""), ("guessed", "drafted", ""),
+    ("with", "guessing", ".1f"), ("gain", "gain", ".3f"), ("+-", "error", ".3f"),
+    ("by the clock", "wall_gain", ".3f"), ("tokens", "tokens", ""),
+    ("steps without", "plain_steps", ""), ("with", "steps", ""), ("guessed", "drafted", ""),
     ("right", "accepted", ""),
 ]  # fmt: skip
 _CODE = '''def read_rows(path, limit):
@@ -64,6 +65,14 @@ In 1921 a storm broke the outer wall, and the council had no money to build it a
 closed in 1934. Since then fishermen have used the inner harbour, and since 1988 a museum in the old
 customs house has shown how the coal was loaded. Last year 41,000 people came to see it.
 """
+_TEXTS = "edit", "quote", "chat", "json", "random"
+_KEYS = "name_of_the_harbour", "year_it_was_built_in", "goods_it_was_loading_then", \
+    "year_of_the_great_storm", "number_of_visitors_last_year"  # fmt: skip
+_FORM = {"type": "object", "required": [*_KEYS], "additionalProperties": False, "properties": {
+    key: {"type": "string", "maxLength": 30} if i % 2 == 0 and i < 4 else {
+        "type": "integer", "minimum": 0, "maximum": 99_999}
+    for i, key in enumerate(_KEYS)
+}}  # fmt: skip
 
 
 def _edit(i: int) -> str:
@@ -87,20 +96,28 @@ def _chat(i: int) -> str:
     return f"Question: {asked[i % 3]}\nAnswer:"
 
 
+def _object(i: int) -> str:
+    return f"{_STORY}\nThe facts of this text as JSON, with the {_KEYS[i % 5]} first:\n"
+
+
 def speculate(
     batches: tuple[int, ...] = (1, 8, 32),
+    texts: str = ",".join(_TEXTS),
     steps: int = 160,
     repeats: int = 3,
     temperature: float = 0.0,
     speculate: str = "lookup",
     **flags: Any,
 ) -> None:
-    """A file edited in one name, sentences quoted, questions answered, random words; for each, the
-    median of pairs of runs in turn. steps: without guesses, one a token of each answer."""
+    """A file edited in one name, sentences quoted, questions answered, an object of a schema with
+    long keys, random words; for each, the median of pairs of runs in turn, and its standard error.
+    steps: without guesses, one a token of each answer."""
     bench = Bench(**flags)
     if not Path(bench.model).is_dir():
         raise ValueError(f"model={bench.model!r}: give a folder with trained weights")
     sizes = [whole("batches", n) for n in batches]
+    if unknown := {*texts.split(",")}.difference(_TEXTS):
+        raise ValueError(f"texts={texts!r}: {min(unknown)!r} is none of {', '.join(_TEXTS)}")
     quantize = bench.dtype if bench.dtype in QUANTIZED else None
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         llama = Llama.build(
@@ -110,18 +127,19 @@ def speculate(
     draw = random.Random(bench.seed)
     ids = range(llama.tokenizer.n_words - 256)
     kinds: dict[str, Callable[[int], str | list[int]]] = {
-        "edit": _edit, "quote": _quote, "chat": _chat,
+        "edit": _edit, "quote": _quote, "chat": _chat, "json": _object,
         "random": lambda i: draw.choices(ids, k=300),
     }  # fmt: skip
     rows = []
-    for (kind, prompt), batch in ((each, batch) for each in kinds.items() for batch in sizes):
+    for kind, batch in ((kind, batch) for kind in texts.split(",") for batch in sizes):
         print(f"... {kind}, {batch}", file=sys.stderr, flush=True)
         # Random words go on as random ones: at temperature 1 of flat logits.
         asked = SamplingParams(
-            max_tokens=whole("steps", steps), ignore_eos=True, seed=bench.seed,
+            max_tokens=whole("steps", steps), ignore_eos=kind != "json", seed=bench.seed,
             temperature=temperature if kind != "random" else 10.0,
+            structured_output={"json": _FORM} if kind == "json" else None,
         )  # fmt: skip
-        prompts = [prompt(i) for i in range(batch)]
+        prompts = [kinds[kind](i + bench.seed) for i in range(batch)]
         rows.append({"kind": kind, "batch": batch} | _measure(llama, prompts, asked, repeats))
     bench.report(_COLUMNS, rows, None)
 
@@ -133,8 +151,8 @@ def _measure(
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     answers: list[list[list[int]]] = []
     counts: Row = {}
-    for _ in range(whole("repeats", repeats) + 1):  # the first is a warm-up, and reads the prompts
-        for guesses in (False, True):
+    for i in range(whole("repeats", repeats) + 1):  # the first is a warm-up, and reads the prompts
+        for guesses in ((False, True), (True, False))[i % 2]:
             core.drafter = drafter if guesses else None
             stats = core.stats
             before = stats.steps, stats.draft_tokens, stats.accepted_tokens
@@ -154,17 +172,22 @@ def _measure(
                         strict=True,
                     )
                 )
-                counts = {"steps": steps, "drafted": drafted, "accepted": accepted}
+                counts |= {"steps": steps, "drafted": drafted, "accepted": accepted}
+            else:
+                counts["plain_steps"] = stats.steps - before[0]
     core.drafter = drafter
     if any(answer != answers[0] for answer in answers):
         raise RuntimeError("an answer depends on guesses")
     num = sum(map(len, answers[0]))
     pairs = list(zip(found[False][1:], found[True][1:], strict=True))
+    gains = [a[0] / b[0] for a, b in pairs]
     return {
         **counts,
         "tokens": num,
         "plain": num / statistics.median(a[0] for a, _ in pairs),
         "guessing": num / statistics.median(b[0] for _, b in pairs),
-        "gain": statistics.median(a[0] / b[0] for a, b in pairs),
+        "gain": statistics.median(gains),
+        # Of a median of n normal numbers: sqrt(pi / 2) of that of their mean.
+        "error": 1.25 * statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None,
         "wall_gain": statistics.median(a[1] / b[1] for a, b in pairs),
     }
