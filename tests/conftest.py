@@ -23,7 +23,9 @@ from llama import Llama
 from llama.engine.core import EngineCore
 from llama.engine.lookup import Lookup
 from llama.engine.sequence import Sequence
+from llama.engine.speculative import Drafter, Guess
 from llama.ops.cpu import native
+from llama.ranks.collectives import ModelParallel
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
@@ -36,16 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--guess", action="store_true", help=help)
 
 
-class _Guesses:
+class _Guesses(Drafter):
     """Of each text what it repeats, and a wrong token behind it."""
 
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
-        drafts = []
-        for seq in sequences:
-            lookup = Lookup()
-            lookup.extend(seq.tokens)
-            drafts.append([*lookup.guess(len(seq.tokens) % 5), 65])
-        return drafts
+    def _begin(self, seq: Sequence) -> Guess:
+        return Guess(seq, [])
+
+    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
+        texts = [x.seq.tokens for x in guesses]
+        return [[*Lookup(tokens).guess(len(tokens) % 5), 65] for tokens in texts]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -58,7 +59,7 @@ def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
 
             def init(core: EngineCore, runner: Any, scheduler: Any) -> None:
                 made(core, runner, scheduler)
-                core.drafter = None if runner.async_scheduling else _Guesses()
+                core.drafter = None if runner.async_scheduling else _Guesses(7, ModelParallel(), [])
                 cores.append(core)
 
             patched.setattr(EngineCore, "__init__", init)

@@ -103,14 +103,12 @@ class EngineCore:
         """Draft from now on, up to so many tokens of a sequence in a step: with a draft model, or
         by look-up, see `Speculator`. Not with async scheduling, where the host does not know the
         last token when a step begins."""
-        runner, scheduler = self.runner, self.scheduler
-        if runner.async_scheduling:
+        if self.runner.async_scheduling:
             warnings.warn("speculate has no effect on CUDA yet: steps overlap there", stacklevel=3)
         elif model is not None:
-            pages = runner.num_pages, runner.page_size
-            self.drafter = ModelDrafter(model, *pages, most, scheduler.reserve)
+            self.drafter = ModelDrafter(most, model, self.scheduler)
         else:
-            self.drafter = Speculator(most, runner.model.parallel, is_shared=is_shared)
+            self.drafter = Speculator(most, self.runner.model.parallel, is_shared=is_shared)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. ValueError if it could not fit the pages even alone."""

@@ -10,7 +10,6 @@ is computed again only if the small model has not had it.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
 
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from llama.device import current
 from llama.engine.sampler import sample
+from llama.engine.scheduler import Scheduler
 from llama.engine.sequence import Sequence
-from llama.engine.speculative import Guess, Lengths, told_by_rank_zero
+from llama.engine.speculative import Drafter, Guess
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 
@@ -40,93 +40,49 @@ class SequenceDraft(Guess):
     num_kept: int = 0  # pages that other sequences can use
 
 
-class DraftLengths(Lengths):
-    """How many passes are worth their time, too."""
+class ModelDrafter(Drafter):
+    """Drafts of a model, with a cache of its own of the scheduler's pages, in which it finds room.
+    On several ranks each has its share of the model."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__([_FIRST_RATE] * most)
-        self.most = most
-        self._spent = 0.0
-        self._num_idle = 0
-
-    def note_passes(self, num: int, num_passes: int, seconds: float, spent: float) -> None:
-        """For so many sequences, `seconds` went into passes that follow one another, and `spent` in
-        all, with what came before them."""
-        self._spent += spent
-        if num_passes:
-            cost = self._costs[num.bit_length()]
-            cost.a_pass += (seconds / num_passes - cost.a_pass) * (0.1 if cost.a_pass else 1)
-
-    def how_many(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
-        """For each sequence, see `choose`; now and then some, also where they do not pay."""
-        rates = [x.rates[: max(x.seq.max_len - len(x.seq.tokens) - 1, 0)] for x in drafts]
-        lengths = self.choose(rates, seconds - self._spent)
-        self._num_idle = 0 if any(lengths) else self._num_idle + 1
-        if self._num_idle == _TRY_EVERY:
-            self._num_idle, lengths = 0, [min(len(x), 2) for x in rates]
-            self._last = self._last[0], sum(lengths)
-        return lengths
-
-
-class ModelDrafter:
-    """A `Drafter` that has a model, with a cache of `num_pages` pages of `page_size` slots.
-
-    most: guesses of a sequence in a step. reserve: finds room for so many more tokens in the pages
-    of a sequence, and says for how many it did. On several ranks each has its share of the model,
-    and rank 0 says how much is guessed, by its clock.
-    """
-
-    def __init__(
-        self,
-        model: Transformer,
-        num_pages: int,
-        page_size: int,
-        most: int,
-        reserve: Callable[[Sequence, int], int],
-    ) -> None:
-        self._model, self._page_size, self._reserve = model, page_size, reserve
-        self._cache = model.new_kv_cache(num_pages, page_size)
-        self._lengths = DraftLengths(most)
-        self._drafts: dict[Sequence, SequenceDraft] = {}
+    def __init__(self, most: int, model: Transformer, scheduler: Scheduler) -> None:
+        super().__init__(most, model.parallel, [_FIRST_RATE] * most)
+        pool, self._reserve = scheduler.pool, scheduler.reserve
+        self._model, self._page_size = model, pool.page_size
+        self._cache = model.new_kv_cache(pool.num_pages, pool.page_size)
         self._hashes: dict[int, bytes] = {}  # of pages that this model has computed whole
+        self._num_idle = 0  # steps in which nothing was guessed
 
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
-        """See `Drafter`."""
-        began, parallel, lengths = time.perf_counter(), self._model.parallel, list[int]()
-        drafts = [self._drafts.get(seq) or self._begin(seq) for seq in sequences]
-        for draft in drafts:  # what was computed of tokens that did not come is computed again
-            right = draft.num_known + self._lengths.note(draft)
+    def _draft(self, guesses: list[SequenceDraft], seconds: float) -> list[list[int]]:
+        lengths = list[int]()
+        for draft in guesses:  # what was computed of tokens that did not come is computed again
+            right = draft.num_known + self.note(draft)
             draft.num_computed, draft.ids = min(draft.num_computed, right), []
-        if parallel.rank == 0:
-            lengths = self._lengths.how_many(drafts, seconds)
-        lengths = told_by_rank_zero(parallel, lengths)
-        lengths = [self._reserve(*pair) for pair in zip(sequences, lengths, strict=True)]
+        if self.parallel.rank == 0:
+            rates = [x.rates[: max(x.seq.max_len - len(x.seq.tokens) - 1, 0)] for x in guesses]
+            lengths = self.choose(rates, seconds, 2 if self._num_idle >= _TRY_EVERY else 0)
+            self._num_idle = 0 if any(lengths) else self._num_idle + 1
+        lengths = self.told_by_rank_zero(lengths)
+        lengths = [self._reserve(x.seq, n) for x, n in zip(guesses, lengths, strict=True)]
         with torch.inference_mode(), current(self._cache.device):
-            self._guess(drafts, lengths, began)
-        guesses = [self._allowed(draft) for draft in drafts]
-        if any(seq.is_constrained for seq in sequences):  # the constraint may be rank 0's alone
-            guesses = told_by_rank_zero(parallel, guesses)
-        for draft, guess in zip(drafts, guesses, strict=True):
-            if guess != draft.ids[: len(guess)]:
-                draft.num_computed = min(draft.num_computed, draft.num_known)
-            draft.ids = guess
-        return guesses
+            self._guess(guesses, lengths)
+        ruled = [x for x in guesses if x.seq.is_constrained and x.ids]
+        if ruled:  # the constraint may be rank 0's alone
+            allowed = self.told_by_rank_zero([self._allowed(x.seq, x.ids) for x in ruled])
+            for draft, ids in zip(ruled, allowed, strict=True):
+                draft.num_computed, draft.ids = min(draft.num_computed, draft.num_known), ids
+        return [draft.ids for draft in guesses]
 
     def _begin(self, seq: Sequence) -> SequenceDraft:
-        """With a new sequence, those that have ended are forgotten."""
-        self._drafts = {seq: x for seq, x in self._drafts.items() if not seq.finished}
-        rates, kinds = [*self._lengths.rates], range(self._lengths.most)
-        self._drafts[seq] = SequenceDraft(seq, rates, kinds=kinds)
-        return self._drafts[seq]
+        self._guesses = {seq: x for seq, x in self._guesses.items() if not seq.finished}
+        self._guesses[seq] = draft = SequenceDraft(seq, [*self.rates], kinds=range(self.most))
+        return draft
 
-    def _allowed(self, draft: SequenceDraft) -> list[int]:
-        """What was chosen, or what a constraint makes of it."""
-        seq, rule = draft.seq, draft.seq.constraint
-        if rule is None or not draft.ids:
-            return draft.ids
-        return rule.draft(seq.output, draft.ids)[0][: self._lengths.most]
+    def _allowed(self, seq: Sequence, ids: list[int]) -> list[int]:
+        """What a constraint makes of ids that were chosen."""
+        rule = seq.constraint
+        return ids if rule is None else rule.draft(seq.output, ids)[0][: self.most]
 
-    def _guess(self, drafts: list[SequenceDraft], lengths: list[int], began: float) -> None:
+    def _guess(self, drafts: list[SequenceDraft], lengths: list[int]) -> None:
         """Choose so many ids for each."""
         for draft, length in zip(drafts, lengths, strict=True):
             if length:
@@ -142,8 +98,8 @@ class ModelDrafter:
                 ids = model.parallel.broadcast(ids)  # unlike machines round in other ways
             for draft, token in zip(asked, ids.tolist(), strict=True):
                 draft.ids.append(token)
-        ended = time.perf_counter()
-        self._lengths.note_passes(len(drafts), max(lengths), ended - ready, ended - began)
+        if any(lengths):
+            self.note_passes(len(drafts), (time.perf_counter() - ready) / max(lengths))
 
     def _catch_up(self, draft: SequenceDraft) -> None:
         """Find out what of a sequence is in the cache, and compute the rest but for its end."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from llama.engine.sequence import Sequence
-from llama.engine.speculative import Guess, Lengths, told_by_rank_zero
+from llama.engine.speculative import Drafter, Guess
 from llama.ranks.collectives import ModelParallel
 
 _PLACES = 16  # where a token occurred, the latest ones, that are compared
@@ -56,14 +56,20 @@ class Text:
 
 
 class Lookup(Text):
-    """A text, and where its end occurred in it before, or in others. As long as the guess of the
-    place that was found comes true, the next guess is what follows there."""
+    """A prompt and what came behind it, and where the end of that occurred in it before, or in
+    others. As long as the guess of the place that was found comes true, the next guess is what
+    follows there. prediction: what will come, as far as one can tell."""
 
-    def __init__(self, others: Seq[Text] = ()) -> None:
+    def __init__(
+        self, prompt: Seq[int] = (), prediction: Seq[int] = (), others: Seq[Text] = ()
+    ) -> None:
         super().__init__(1)
         self.length = 0  # tokens before the source that are those at the end of the text
         self.source = -1  # the place of the token that is expected next; -1: there is none
         self._among, self._others = self.ids, others  # _among: where that place is
+        self.extend([*prompt, *prediction])
+        if prediction:
+            self._among, self.source, self.length = self.ids, len(prompt), _PREDICTED
 
     def extend(self, tokens: Seq[int]) -> None:
         """Append tokens, and find where their end occurred."""
@@ -71,14 +77,10 @@ class Lookup(Text):
             is_right = self.source >= 0 and self._among[self.source] == token
             self.source, self.length = (self.source + 1, self.length + 1) if is_right else (-1, 0)
             self.append(token)
-        for text in (self, *self._others) if self.source < 0 else ():
+        for text in (self, *self._others) if self.source < 0 and self.ids else ():
             source, length = text.find(self.ids)
             if length > self.length:
                 self._among, self.source, self.length = text.ids, source, length
-
-    def expect(self, place: int) -> None:
-        """The text goes on with the token of that place, as far as one can tell."""
-        self._among, self.source, self.length = self.ids, place, _PREDICTED
 
     def guess(self, most: int) -> list[int]:
         """What followed; where that reaches the end of the text, it repeats itself."""
@@ -90,9 +92,7 @@ class Lookup(Text):
 
 def count_predicted(prediction: Seq[int], output: list[int]) -> tuple[int, int]:
     """How many tokens of a prediction an output had where look-up expected them; and the rest."""
-    lookup, came = Lookup(), set[int]()
-    lookup.extend(prediction)
-    lookup.expect(0)
+    lookup, came = Lookup(prediction=prediction), set[int]()
     for token in output:
         place = lookup.source
         if 0 <= place < len(prediction) and lookup.ids[place] == token:
@@ -109,57 +109,48 @@ class _State(Guess):
     num_idle: int = 0
 
 
-class Speculator:
-    """Drafts of at most `most` ids, from what a sequence has and what its constraint forces.
+class Speculator(Drafter):
+    """Drafts from what a sequence has, and what its constraint forces.
 
     is_shared: what requests had that have ended is looked up, too; of that two texts are kept, and
-    where one is full, the older one goes. With several ranks, rank 0 drafts, by its clock, and
-    tells the others.
+    where one is full, the older one goes.
     """
 
     def __init__(self, most: int, parallel: ModelParallel, *, is_shared: bool = False) -> None:
-        self._most, self._parallel = most, parallel
+        super().__init__(most, parallel, _FIRST_RATES)
         self._ended = [Text(_SHARED), Text(_SHARED)] if is_shared else []
-        self._lengths = Lengths(_FIRST_RATES)
-        self._states: dict[Sequence, _State] = {}
 
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
-        """See `Drafter`."""
+    def _draft(self, guesses: list[_State], seconds: float) -> list[list[int]]:
         drafts = list[list[int]]()
-        if self._parallel.rank == 0:
-            states = [self._states.get(seq) or self._begin(seq) for seq in sequences]
-            rates = [self._look(state) for state in states]
-            lengths = self._lengths.choose(rates, seconds)
-            for state, length in zip(states, lengths, strict=True):
+        if self.parallel.rank == 0:
+            rates = [self._look(state) for state in guesses]
+            for state, length in zip(guesses, self.choose(rates, seconds), strict=True):
                 state.num_idle = 0 if length else state.num_idle + 1
                 drafts.append(state.ids[:length])
-        return told_by_rank_zero(self._parallel, drafts)
+        return self.told_by_rank_zero(drafts)
 
     def _begin(self, seq: Sequence) -> _State:
-        """With a new sequence, those that have ended are forgotten, but for their texts."""
-        for ended in [x for x in self._states if x.finished]:
-            del self._states[ended]
+        """Of those that have ended, the texts may be kept."""
+        for ended in [x for x in self._guesses if x.finished]:
+            del self._guesses[ended]
             if self._ended and len(self._ended[0].ids) > _KEPT:
                 self._ended[:] = Text(_SHARED), self._ended[0]
             for token in [*ended.tokens[-_KEPT:], -1] if self._ended else ():
                 self._ended[0].append(token)
-        state = _State(seq, [*self._lengths.rates], lookup=Lookup(self._ended))
-        if seq.prediction:
-            state.num_known = seq.num_prompt
-            state.lookup.extend([*seq.tokens[: seq.num_prompt], *seq.prediction])
-            state.lookup.expect(seq.num_prompt)
-        self._states[seq] = state
+        prompt = seq.tokens[: seq.num_prompt]
+        lookup = Lookup(prompt, seq.prediction, self._ended)
+        self._guesses[seq] = state = _State(seq, [*self.rates], len(prompt), lookup=lookup)
         return state
 
     def _look(self, state: _State) -> list[float]:
         """Guess what comes next -> how likely each token of it is right."""
         seq, lookup = state.seq, state.lookup
-        most = min(self._most, seq.max_len - len(seq.tokens) - 1)
+        most = min(self.most, seq.max_len - len(seq.tokens) - 1)
         is_idle = len(seq.tokens) - state.num_known < min(state.num_idle // 8, 8)
         if most <= 0 or (is_idle and seq.constraint is None):
             return []
         new = seq.tokens[state.num_known :]
-        self._lengths.note(state)
+        self.note(state)
         lookup.extend(new)
         state.ids, length, is_forced = lookup.guess(most), lookup.length, False
         if seq.constraint is not None:

@@ -9,31 +9,17 @@ the time, and a row is added where it gives more tokens for its time than the st
 """
 
 import json
-import math
+import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import accumulate
+from operator import itemgetter, mul
+from typing import Any
 
 from llama.engine.sequence import Sequence
 from llama.ranks.collectives import ModelParallel
-
-
-class Drafter(Protocol):
-    """Guesses what comes next."""
-
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
-        """For each sequence, ids that may come next, or none.
-
-        seconds: what all steps of single tokens, with and without drafts, have taken so far.
-        """
-
-
-def told_by_rank_zero(parallel: ModelParallel, what: list) -> list:
-    """Rank 0's list of whole numbers, or of lists of them, on every rank."""
-    if parallel.size == 1:
-        return what
-    return json.loads(parallel.broadcast_bytes(json.dumps(what).encode()))
 
 
 @dataclass
@@ -43,7 +29,6 @@ class StepCost:
 
     plain: float = 0.0
     a_pass: float = 0.0
-    rate: float = 0.0  # tokens a second that the last step was to give
     products: float = 0.0  # sums of drafts x seconds that they added, and of drafts squared, in
     squares: float = 0.0  # which a step counts less with each one that comes after it
 
@@ -75,17 +60,46 @@ class Guess:
     kinds: Seq[int] = ()
 
 
-class Lengths:
-    """How many guesses are worth their rows, from measured times and from what was right.
+class Drafter(ABC):
+    """Guesses what comes next: of a sequence at most `most` tokens, as many as are worth their
+    rows, by measured times and by what was right.
 
-    rates: of each kind of guess, how many are right, of all sequences; at first, as usual.
+    rates: of each kind of guess, how many are right, of all sequences; at first, as usual. With
+    several ranks, rank 0 chooses, by its clock, and tells the others.
     """
 
-    def __init__(self, rates: Seq[float]) -> None:
-        self.rates = [*rates]
+    def __init__(self, most: int, parallel: ModelParallel, rates: Seq[float]) -> None:
+        self.most, self.parallel, self.rates = most, parallel, [*rates]
+        self._guesses: dict[Sequence, Any] = {}  # a `Guess` of each
         self._costs = defaultdict[int, StepCost](StepCost)  # by the digits of a number of sequences
         self._last = (StepCost(), 0)  # that of the step before, and its drafts
-        self._seconds = 0.0
+        self._seconds = self._spent = 0.0  # of steps without drafting, when `choose` saw them last;
+        # and of drafting
+
+    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
+        """For each sequence, ids that may come next, or none.
+
+        seconds: what all steps of single tokens, with and without drafts, have taken so far.
+        """
+        began = time.perf_counter()
+        guesses = [self._guesses.get(seq) or self._begin(seq) for seq in sequences]
+        drafts = self._draft(guesses, seconds - self._spent)
+        self._spent += time.perf_counter() - began
+        return drafts
+
+    @abstractmethod
+    def _begin(self, seq: Sequence) -> Any:
+        """Put a new sequence among the guesses, and forget those that have ended."""
+
+    @abstractmethod
+    def _draft(self, guesses: list[Any], seconds: float) -> list[list[int]]:
+        """As `draft`; seconds: without those of drafting."""
+
+    def told_by_rank_zero(self, what: list) -> list:
+        """Rank 0's list of whole numbers, or of lists of them, on every rank."""
+        if self.parallel.size == 1:
+            return what
+        return json.loads(self.parallel.broadcast_bytes(json.dumps(what).encode()))
 
     def note(self, guess: Guess) -> int:
         """The tokens that came behind a guess, whether or not a step verified it, say how many of
@@ -100,33 +114,35 @@ class Lengths:
         guess.num_known += len(came)
         return num_right
 
-    def choose(self, rates: list[list[float]], seconds: float) -> list[int]:
-        """How many for each sequence.
+    def note_passes(self, num_sequences: int, seconds: float) -> None:
+        """What a pass that guesses for so many sequences took."""
+        cost = self._costs[num_sequences.bit_length()]
+        cost.a_pass += (seconds - cost.a_pass) * (0.1 if cost.a_pass else 1)
+
+    def choose(self, rates: list[list[float]], seconds: float, least: int = 0) -> list[int]:
+        """How many for each sequence, the likeliest first, as long as one gives more tokens for its
+        time than the step does without it; and as many passes as give the most.
 
         rates: for each, of its next guesses, how likely one is where those before it are right.
-        seconds: see `Drafter`, but without the passes that guess, one for all of the same depth.
-
-        A guess is worth its row, and a depth its pass, where they give more tokens for the time
-        than the step does without them (Dinkelbach, 1967).
+        seconds: see `_draft`. least: so many are tried, whatever they cost.
         """
         cost, num_drafts = self._last
         if seconds > self._seconds:
             cost.note(seconds - self._seconds, num_drafts)
         num = len(rates)
         cost = self._costs[num.bit_length()]
-        a_row, rate = cost.of_draft(num), cost.rate or num / (cost.plain or math.inf)
-        lengths, chances, tokens, spent = [0] * num, [1.0] * num, float(num), cost.plain
-        worthy = list(range(num)) if cost.plain else []
-        while worthy := [i for i in worthy if len(rates[i]) > lengths[i]]:
-            for i in worthy:
-                chances[i] *= rates[i][lengths[i]]
-            worthy = [i for i in worthy if chances[i] > rate * a_row]
-            if sum(chances[i] - rate * a_row for i in worthy) <= rate * cost.a_pass:
-                break
-            for i in worthy:
-                lengths[i], tokens = lengths[i] + 1, tokens + chances[i]
-            spent += cost.a_pass + len(worthy) * a_row
-        if cost.plain:
-            cost.rate = tokens / spent
+        a_row, best, lengths = cost.of_draft(num), 0.0, [0] * num
+        chances = (enumerate(accumulate(each, mul)) for each in rates)
+        ranked = [(chance, depth, i) for i, each in enumerate(chances) for depth, chance in each]
+        ranked.sort(key=itemgetter(0), reverse=True)
+        deepest = max(map(len, rates))
+        depths = range(least if cost.a_pass else deepest, deepest + 1) if cost.plain else ()
+        for passes in depths:
+            tokens, spent, counts = float(num), cost.plain + passes * cost.a_pass, [0] * num
+            for chance, depth, i in ranked:
+                if depth < least or (depth < passes and chance * spent > tokens * a_row):
+                    tokens, spent, counts[i] = tokens + chance, spent + a_row, counts[i] + 1
+            if tokens > best * spent:
+                best, lengths = tokens / spent, counts
         self._last, self._seconds = (cost, sum(lengths)), seconds
         return lengths

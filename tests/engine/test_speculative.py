@@ -17,10 +17,10 @@ from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
 from llama.cli.model import figures, load
-from llama.engine.draft_model import DraftLengths, ModelDrafter, SequenceDraft
+from llama.engine.draft_model import ModelDrafter, SequenceDraft
 from llama.engine.lookup import Lookup, Speculator, Text
 from llama.engine.sequence import Sequence, TokenParams
-from llama.engine.speculative import Lengths
+from llama.engine.speculative import Drafter, Guess
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ranks.collectives import ModelParallel
@@ -91,14 +91,18 @@ SETTINGS: list[dict[str, Any]] = [
 PROMPTS = prompts_of([5 + 3 * i for i in range(len(SETTINGS))], seed=30)
 
 
-class Drafts:
+class Drafts(Drafter):
     """Guesses of a kind, from what each sequence came to without any."""
 
     def __init__(self, kind: str, truth: dict[tuple, list[int]]) -> None:
+        super().__init__(7, ModelParallel(), [])
         self.kind, self.truth, self.rng = kind, truth, random.Random(5)
 
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
-        return [getattr(self, self.kind)(self.rest(seq), seq) for seq in sequences]
+    def _begin(self, seq: Sequence) -> Guess:
+        return Guess(seq, [])
+
+    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
+        return [getattr(self, self.kind)(self.rest(x.seq), x.seq) for x in guesses]
 
     def rest(self, seq: Sequence) -> list[int]:
         return self.truth[key(seq)][len(seq.tokens) :]
@@ -120,13 +124,15 @@ class Drafts:
         return rest + [65] * 500
 
 
-class SomeLengths(DraftLengths):
+class SomeGuesses(ModelDrafter):
     """Of 0 to `most` tokens, by no clock."""
 
-    def how_many(self, drafts: list[SequenceDraft], seconds: float) -> list[int]:
-        sequences = [draft.seq for draft in drafts]
-        rng = random.Random(sum(len(seq.tokens) for seq in sequences))
-        return [rng.randint(0, min(self.most, x.max_len - len(x.tokens) - 1)) for x in sequences]
+    def _draft(self, guesses: list[SequenceDraft], seconds: float) -> list[list[int]]:
+        self.rng = random.Random(sum(len(x.seq.tokens) for x in guesses))
+        return super()._draft(guesses, seconds)
+
+    def choose(self, rates: list[list[float]], seconds: float, least: int = 0) -> list[int]:
+        return [self.rng.randint(0, len(each)) for each in rates]
 
 
 def key(seq: Sequence) -> tuple:
@@ -200,8 +206,7 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     if kind in ("lookup", "shared"):
         core.speculate(7, is_shared=kind == "shared")
     if kind == "model":
-        core.drafter = ModelDrafter(model.model, num_pages, 16, 4, core.scheduler.reserve)
-        monkeypatch.setattr(core.drafter, "_lengths", SomeLengths(4))
+        core.drafter = SomeGuesses(4, model.model, core.scheduler)
     requests = list(requests_of(llama))
     assert answers(llama, requests) == found
     assert core.stats.draft_tokens > (20 if kind in ("lookup", "shared") else 100)
@@ -223,8 +228,7 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     model = plain[0]
     llama = Llama(model.model, model.tokenizer, num_pages=40)
     core = llama.engine
-    drafter = ModelDrafter(model.model, 40, 16, 4, core.scheduler.reserve)
-    monkeypatch.setattr(drafter, "_lengths", SomeLengths(4))
+    drafter = SomeGuesses(4, model.model, core.scheduler)
     num_computed, run = [0], drafter._run
 
     def counted(drafts: list[SequenceDraft], texts: list[list[int]]) -> torch.Tensor:
@@ -291,21 +295,21 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     folder, _, _ = make_checkpoint(seed=24, dim=128)
     small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
     common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
-    llama = Llama.build(str(folder), max_batch_size=8, speculate=str(small), **common)
+    monkeypatch.setattr("llama.engine.core.ModelDrafter", SomeGuesses)
+    llama = Llama.build(
+        str(folder), max_batch_size=8, speculate=str(small), speculate_tokens=4, **common
+    )
     core = llama.engine
     drafter = core.drafter
     assert isinstance(drafter, ModelDrafter)
-    monkeypatch.setattr(drafter, "_lengths", SomeLengths(4))
     compared = [0]
 
     def draft(sequences: list[Sequence], seconds: float) -> list[list[int]]:
         found = guess(sequences, seconds)
-        pool = core.scheduler.pool
-        anew = ModelDrafter(drafter._model, pool.num_pages, 16, 4, core.scheduler.reserve)
-        monkeypatch.setattr(anew, "_lengths", SomeLengths(4))
+        anew = SomeGuesses(4, drafter._model, core.scheduler)
         assert anew.draft(sequences, seconds) == found
         for seq in sequences:
-            states = [each._drafts[seq] for each in (drafter, anew)]
+            states = [each._guesses[seq] for each in (drafter, anew)]
             known = min(len(seq.tokens), *(state.num_computed for state in states))
             caches = [each._cache[:, :, list(seq.pages)] for each in (drafter, anew)]
             own, fresh = (cache.flatten(2, 3)[:, :, :known] for cache in caches)
@@ -387,28 +391,38 @@ def test_a_draft_is_as_long_as_it_pays():
     assert drafted(0.01, 1, repeats=1.0)[2] > 650 and drafted(0.01, 8, repeats=1.0)[2] > 5000
     assert drafted(0.01, 1, repeats=0.6)[2] > 100 and drafted(10.0, 1, repeats=0.6)[2] < 60
     assert max(drafted(1.0, 32, repeats=0.3)) < 50
-    lengths = Lengths([0.5])
-    assert lengths.choose([[0.9] * 3, [0.001] * 3], 0.0) == [0, 0]  # what a step takes is not known
-    assert lengths.choose([[0.9] * 3, [0.001] * 3], 0.01) == [3, 0]
+    drafter = Drafts("", {})
+    assert drafter.choose([[0.9] * 3, [0.001] * 3], 0.0) == [0, 0]  # what a step takes is not known
+    assert drafter.choose([[0.9] * 3, [0.001] * 3], 0.01) == [3, 0]
+
+
+class Passes(ModelDrafter):
+    """One whose model is not there: a pass takes so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        Drafter.__init__(self, 4, ModelParallel(), [0.7] * 4)
+        self._num_idle, self._cache, self._reserve = 0, torch.empty(0), lambda seq, count: count
+        self.seconds = seconds
+
+    def _guess(self, drafts: list[SequenceDraft], lengths: list[int]) -> None:
+        for draft, length in zip(drafts, lengths, strict=True):
+            draft.ids = [0] * length
+        if any(lengths):
+            self.note_passes(len(drafts), self.seconds)
 
 
 def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
     """How many tokens a draft model is asked for in the first and the second 300 steps. A pass of
     it costs so much of a step, a row a hundredth; so many of its guesses are right."""
-    rng, lengths, seconds, counts = random.Random(1), DraftLengths(4), 0.0, list[int]()
+    rng, drafter, seconds, counts = random.Random(1), Passes(0.01 * pass_cost), 0.0, list[int]()
     sequences = [Sequence([0] * 9, TokenParams(), 10**6) for _ in range(batch)]
-    drafts = [SequenceDraft(x, [*lengths.rates], kinds=range(4)) for x in sequences]
+    guesses = [drafter._begin(seq) for seq in sequences]
     while len(counts) < 600:
-        for draft in drafts:
-            lengths.note(draft)
-        chosen = lengths.how_many(drafts, seconds)
-        counts.append(sum(chosen))
-        passes = 0.01 * pass_cost * max(chosen)
-        lengths.note_passes(batch, max(chosen), passes, passes)
-        seconds += passes + 0.01 * (1 + 0.01 * counts[-1])
-        for seq, draft, count in zip(sequences, drafts, chosen, strict=True):
-            draft.ids = [0] * count
-            right = next((i for i in range(count) if rng.random() > chance), count)
+        drafts = drafter._draft(guesses, seconds)
+        counts.append(sum(map(len, drafts)))
+        seconds += 0.01 * (1 + 0.01 * counts[-1])
+        for seq, draft in zip(sequences, drafts, strict=True):
+            right = next((i for i in range(len(draft)) if rng.random() > chance), len(draft))
             seq.tokens += [0] * right + [1]
     return [sum(counts[:300]), sum(counts[300:])]
 
@@ -430,7 +444,7 @@ def test_what_has_ended_is_forgotten():
         speculator.draft([seq], 0.01 * i)
         seq.finish_reason = "stop"
         ended.append(seq)
-    assert len(speculator._states) < 20
+    assert len(speculator._guesses) < 20
 
 
 @needs_kernels
@@ -443,7 +457,7 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     llama.engine.speculate(7, is_shared=is_shared)
     speculator = llama.engine.drafter
     assert isinstance(speculator, Speculator)
-    monkeypatch.setattr(speculator._lengths, "choose", lambda rates, _: [len(x) for x in rates])
+    monkeypatch.setattr(speculator, "choose", lambda rates, _: [len(x) for x in rates])
     for prompt in (1, 2, 1):
         before = llama.engine.stats.accepted_tokens
         asked = SamplingParams(temperature=1, max_tokens=60, seed=3, ignore_eos=True)
@@ -459,8 +473,7 @@ def test_texts_of_others_are_looked_up_where_that_is_asked_for(is_shared, plain,
     ended = Text(4)
     for token in [*range(9), -1, 7]:
         ended.append(token)
-    lookup = Lookup([ended])
-    lookup.extend(range(4))
+    lookup = Lookup(range(4), others=[ended])
     assert lookup.guess(9) == [4, 5, 6, 7, 8]
     kept = [text.ids for text in speculator._ended]
     assert sum(map(len, kept)) < 200_000

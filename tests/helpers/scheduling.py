@@ -10,6 +10,8 @@ from llama.engine.pages import PagePool
 from llama.engine.rows import RowResults, Tokens
 from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.speculative import Drafter, Guess
+from llama.ranks.collectives import ModelParallel
 
 VOCAB = 7  # small, so that prefixes often coincide
 
@@ -64,14 +66,18 @@ class FakeRunner:
         return seq.pages[p // self.page_size] * self.page_size + p % self.page_size
 
 
-class RandomDrafts:
+class RandomDrafts(Drafter):
     """Guesses of the made-up model's tokens, of any length; some are right."""
 
     def __init__(self, rng: random.Random) -> None:
+        super().__init__(9, ModelParallel(), [])
         self.rng = rng
 
-    def draft(self, sequences: list[Sequence], seconds: float) -> list[list[int]]:
-        return [self.guess(list(seq.tokens)) for seq in sequences]
+    def _begin(self, seq: Sequence) -> Guess:
+        return Guess(seq, [])
+
+    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
+        return [self.guess(list(x.seq.tokens)) for x in guesses]
 
     def guess(self, tokens: list[int]) -> list[int]:
         known = len(tokens)
