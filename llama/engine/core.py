@@ -17,10 +17,9 @@ from llama.engine.draft_model import ModelDrafter
 from llama.engine.graphs import is_decode
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
-from llama.engine.rows import RowResults
 from llama.engine.runner import ModelRunner
 from llama.engine.scheduler import Scheduled, Scheduler
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import RowResults, Sequence
 from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
 
@@ -63,11 +62,6 @@ class Stats:
 
 class EngineCore:
     def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        if scheduler.token_budget < scheduler.max_batch_size:
-            raise ValueError(
-                f"a token budget of {scheduler.token_budget} per step cannot serve "
-                f"max_batch_size={scheduler.max_batch_size} sequences: raise it to that at least"
-            )
         self.runner = runner
         self.scheduler = scheduler
         self.drafter: Drafter | None = None

@@ -18,12 +18,11 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` slots; with `reuse` off, no page is found by its hash."""
+    """`num_pages` pages of `page_size` slots."""
 
-    def __init__(self, num_pages: int, page_size: int, *, reuse: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.reuse = reuse
         self.reset()
 
     def reset(self) -> None:
@@ -59,7 +58,7 @@ class PagePool:
 
     def cache(self, page: int, content: bytes) -> None:
         """Let a held page be found by the hash of its content, unless an equal one is found."""
-        if self.reuse and content not in self._page_of and page not in self._hash_of:
+        if content not in self._page_of and page not in self._hash_of:
             self._page_of[content] = page
             self._hash_of[page] = content
 

@@ -20,10 +20,9 @@ from llama.device import current, free_bytes
 from llama.engine.constraints import TokenMasks
 from llama.engine.graphs import CaptureError, DecodeGraphs, Recorder, bucket_of
 from llama.engine.processors import LogitsProcessors
-from llama.engine.rows import RowResults, Tokens, TopLogprobs
 from llama.engine.sampler import Sampled, needs_top_only, sample, score, top_of_ranks
 from llama.engine.scheduler import Scheduled
-from llama.engine.sequence import Sequence
+from llama.engine.sequence import RowResults, Sequence, Tokens, TopLogprobs
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.cpu.openmp import SpinController

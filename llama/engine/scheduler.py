@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from llama.engine.pages import PagePool, page_hash
-from llama.engine.rows import RowResults
-from llama.engine.sequence import Sequence, no_pages
+from llama.engine.sequence import RowResults, Sequence, no_pages
 
 
 @dataclass(slots=True)
@@ -36,6 +35,7 @@ class Scheduler:
     """At most `max_batch_size` sequences and `token_budget` tokens per step, on a page pool."""
 
     def __init__(self, pool: PagePool, *, max_batch_size: int, token_budget: int) -> None:
+        assert token_budget >= max_batch_size, "a step may have a token of each sequence"
         self.pool = pool
         self.max_batch_size = max_batch_size
         self.token_budget = token_budget
@@ -176,8 +176,6 @@ class Scheduler:
 
     def _offer(self, seq: Sequence) -> None:
         """Let its full pages be found, of tokens that are known and computed."""
-        if not self.pool.reuse:
-            return
         full = min(seq.num_computed, len(seq.tokens)) // self.pool.page_size
         for i in range(seq.num_offered, full):
             self.pool.cache(seq.pages[i], self._hashes(seq, full)[i])
@@ -205,7 +203,7 @@ class Scheduler:
 
     def _reusable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of its full pages, short of the last token, which must be computed to sample."""
-        if not self.pool.reuse or seq.params.prompt_logprobs is not None:
+        if seq.params.prompt_logprobs is not None:
             return []  # scoring a prompt needs every position's logits
         full = (len(seq.tokens) - 1) // self.pool.page_size
         return self._hashes(seq, full)[:full]

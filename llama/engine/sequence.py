@@ -13,12 +13,31 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from llama.engine.rows import Tokens, TopLogprobs
-
 if TYPE_CHECKING:
     import numpy as np
 
 _GREEDY_BELOW = 1e-5  # temperatures under it take the top token, as in vLLM
+TopLogprobs = list[tuple[int, float]]  # ids and log-probabilities, the likeliest first
+
+
+@dataclass(slots=True)
+class Tokens:
+    """ids; log-probabilities and the likeliest where asked for: as many as `ids`, or none."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RowResults:
+    """What a step came to: of all rows that sample, and of all that score, in the order of its
+    items. A row is one token that the step computes. Of a prompt of 5 tokens that is scored, rows 0
+    to 3 score the token behind each; row 4 samples the token that is not there yet. With two drafts
+    behind the last token of a sequence, the step computes three rows, and all of them sample."""
+
+    sampled: Tokens
+    scored: Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

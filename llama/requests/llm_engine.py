@@ -48,7 +48,7 @@ class LLMEngine:
     def __post_init__(self) -> None:
         self.grammars = GrammarCompiler(self.tokenizer)
         self.prepare = Preparer(self.tokenizer, self.max_seq_len, self.grammars).prepare
-        self._ranks = RankCalls(self.core, self.parallel)
+        self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)
         self.agree = self._ranks.agree
         # For all below; not held while the model runs. One thread may take it again: a stream that
         # nobody reads any more is closed wherever Python finds it.
@@ -173,7 +173,7 @@ class LLMEngine:
         """
         if self.parallel.size == 1 or self.is_led:
             return work()
-        return self._ranks.lead(work, self.has_unfinished_requests, self.discard_all)
+        return self._ranks.lead(work, self.discard_all)
 
     @property
     def is_led(self) -> bool:
@@ -234,10 +234,7 @@ class LLMEngine:
 
     def _compare(self, requests: Iterable[Request]) -> list[Request]:
         """The requests, with seeds; an error on every rank, and no number taken, if they differ."""
-        with (
-            self._ranks.one_caller(self.has_unfinished_requests),
-            self.agree("the prompts or parameters") as must_match,
-        ):
+        with self._ranks.one_caller(), self.agree("the prompts or parameters") as must_match:
             if self._is_closed:
                 raise RuntimeError("this engine is closed: build another one")
             compared = list(requests)

@@ -21,8 +21,10 @@ _END = "the work that rank 0 leads"
 class RankCalls:
     """How the ranks of one model call their engines. One process alone is always in step."""
 
-    def __init__(self, core: EngineCore, parallel: ModelParallel) -> None:
-        self.core, self.parallel = core, parallel
+    def __init__(
+        self, core: EngineCore, parallel: ModelParallel, has_requests: Callable[[], bool]
+    ) -> None:
+        self.core, self.parallel, self._has_requests = core, parallel, has_requests
         self.is_led = False  # rank 0 takes all requests; the other ranks follow
         self._leader: Leader | None = None  # on rank 0, while it leads
         self._num_calls = 0  # of those that gave no seed: equal on all ranks
@@ -46,13 +48,13 @@ class RankCalls:
             return number
 
     @contextlib.contextmanager
-    def one_caller(self, has_requests: Callable[[], bool]) -> Iterator[None]:
+    def one_caller(self) -> Iterator[None]:
         """One thread of each rank makes all calls, unless rank 0 leads: RuntimeError in others."""
         if self.parallel.size == 1 or self.is_led:
             yield
             return
         with self._lock:
-            if not has_requests() and not self._is_calling:
+            if not self._has_requests() and not self._is_calling:
                 self._caller = threading.get_ident()
             if self._caller != threading.get_ident():
                 remedy = f"with model_parallel_size={self.parallel.size}, make all calls from one "
@@ -64,15 +66,10 @@ class RankCalls:
         finally:
             self._is_calling = False
 
-    def lead(
-        self,
-        work: Callable[[], _T],
-        has_requests: Callable[[], bool],
-        discard_all: Callable[[], None],
-    ) -> _T | None:
+    def lead(self, work: Callable[[], _T], discard_all: Callable[[], None]) -> _T | None:
         """`LLMEngine.lead`, for more than one rank."""
         with self.parallel.agree("the ranks that call lead"):
-            if has_requests():
+            if self._has_requests():
                 raise RuntimeError("finish or abort all requests before rank 0 leads")
         self.is_led = True
         try:

@@ -7,9 +7,8 @@ from typing import Any
 
 from llama.engine.core import EngineCore
 from llama.engine.pages import PagePool
-from llama.engine.rows import RowResults, Tokens
 from llama.engine.scheduler import Scheduled, Scheduler
-from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.sequence import RowResults, Sequence, TokenParams, Tokens
 from llama.engine.speculative import Drafter, Guess
 from llama.ranks.collectives import ModelParallel
 
@@ -91,10 +90,17 @@ class FakeEngine(EngineCore):
     runner: Any  # a FakeRunner
 
 
+def never_found(pool: PagePool) -> None:
+    """From now on no page of it is found by its hash, so that all tokens are computed."""
+    pool.cache = lambda page, content: None  # type: ignore[method-assign]
+
+
 def engine(
     num_pages=8, page_size=4, max_batch_size=4, budget=8, reuse=True, async_scheduling=False
 ) -> FakeEngine:
-    pool = PagePool(num_pages, page_size, reuse=reuse)
+    pool = PagePool(num_pages, page_size)
+    if not reuse:
+        never_found(pool)
     scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
     runner: Any = FakeRunner(page_size, async_scheduling=async_scheduling)
     return FakeEngine(runner, scheduler)

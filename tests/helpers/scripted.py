@@ -13,8 +13,8 @@ import httpx
 import openai
 
 from llama import Llama
-from llama.engine.rows import RowResults, Tokens
 from llama.engine.scheduler import Scheduled
+from llama.engine.sequence import RowResults, Tokens
 from llama.prompts import ToolFormat
 from llama.server.app import make_app
 from llama.server.service import Limits, Service

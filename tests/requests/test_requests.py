@@ -15,6 +15,7 @@ import torch
 
 from helpers.launch import DEMO
 from helpers.prompts import prompts_of
+from helpers.scheduling import never_found
 from llama import Dialog, Llama, Message
 from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
@@ -276,7 +277,7 @@ def test_a_ten_turn_chat_computes_only_what_is_new(demo):
     """Prefix reuse, counted: each turn prefills its new tokens and at most a page of old ones; the
     answers are those of an engine without reuse."""
     plain = Llama.build(str(DEMO), None, 384, 1, device="cpu", dtype="fp32")
-    plain.engine.scheduler.pool.reuse = False
+    never_found(plain.engine.scheduler.pool)
     dialog: list[Message] = []
     stats = demo.engine.stats
     known: list[int] = []
