@@ -96,10 +96,7 @@ class Llama:
         loaded = load_model(args)
         with loaded.model.parallel.agree("the KV cache", world=True):
             llama = Llama(
-                loaded.model,
-                loaded.tokenizer,
-                seed=args.seed,
-                num_pages=loaded.num_pages,
+                loaded.model, loaded.tokenizer, seed=args.seed, num_pages=loaded.num_pages
             )
             if args.speculate:
                 most, is_shared = args.speculate_tokens, args.speculate_shared
@@ -131,19 +128,13 @@ class Llama:
         self.load_seconds = 0.0
         self.is_guard = False  # Llama Guard, by its files: it has no tools
         self._muted: MutedStdout | None = None
-        num_pages = num_pages or args.max_batch_size * pages_for(args.max_seq_len)
-        self.llm_engine = LLMEngine(
-            EngineCore.for_model(
-                model,
-                num_pages=num_pages,
-                recorder=recorder_for(model),
-                reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
-            ),
-            tokenizer,
-            max_seq_len=args.max_seq_len,
-            seed=seed,
-            parallel=model.parallel,
+        core = EngineCore.for_model(
+            model,
+            num_pages=num_pages or args.max_batch_size * pages_for(args.max_seq_len),
+            recorder=recorder_for(model),
+            reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
+        self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed)
 
     def lead(self, work: Callable[[], _T]) -> _T | None:
         """Rank 0 does the work and the others follow: for threads, asyncio, a keyboard, a socket.

@@ -191,9 +191,7 @@ def _make_groups(
 ) -> ModelParallel:  # fmt: skip
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
-    while (
-        watch.left_groups
-    ):  # here, as a collector of garbage may run in the middle of torch's code
+    while watch.left_groups:  # a collector of garbage may run in the middle of torch's code
         dist.destroy_process_group(watch.left_groups.pop())
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():

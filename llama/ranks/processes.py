@@ -119,9 +119,7 @@ def was_killed(status: int | None) -> bool:
 
 def was_terminated(status: int | None) -> bool:
     """Whether SIGTERM ended it, or a handler of SIGTERM that keeps to the shells' exit codes."""
-    return status is not None and (
-        status & 0x7F == signal.SIGTERM or status >> 8 == 128 + signal.SIGTERM
-    )
+    return status in (signal.SIGTERM, 128 + signal.SIGTERM << 8)
 
 
 def describe_end(status: int | None) -> str:

@@ -105,11 +105,8 @@ class Rendezvous:
         if self._is_done.is_set():
             return ""
         is_meeting = not self.has_met.is_set()
-        if (
-            self.read_at
-            and now - max(self.read_at, self._awake_at) > SILENCE_S
-            and (is_meeting or self.peers.are_spread)
-        ):
+        is_silent = self.read_at and now - max(self.read_at, self._awake_at) > SILENCE_S
+        if is_silent and (is_meeting or self.peers.are_spread):
             return self._describe_lost()
         if cause := self._describe_silent(now):
             return cause

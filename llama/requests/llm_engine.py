@@ -22,7 +22,6 @@ from llama.checks import brief
 from llama.engine.core import EngineCore
 from llama.engine.interrupts import InterruptHeldBack
 from llama.engine.sequence import Sequence
-from llama.ranks.collectives import ModelParallel
 from llama.requests.grammar import GrammarCompiler
 from llama.requests.prepare import Preparer
 from llama.requests.rank_calls import RankCalls
@@ -37,15 +36,15 @@ _LONGEST_SLEEP_S = 1.0  # then a thread looks whether anybody still runs the mod
 
 @dataclass(eq=False)
 class LLMEngine:
-    """Requests of one model; `core` computes them, `parallel` are the ranks that do it together."""
+    """Requests of one model; `core` computes them. seed: from which those of calls follow."""
 
     core: EngineCore
     tokenizer: Tokenizer
     max_seq_len: int
     seed: int
-    parallel: ModelParallel
 
     def __post_init__(self) -> None:
+        self.parallel = self.core.runner.model.parallel
         self.grammars = GrammarCompiler(self.tokenizer)
         self.prepare = Preparer(self.tokenizer, self.max_seq_len, self.grammars).prepare
         self._ranks = RankCalls(self.core, self.parallel, self.has_unfinished_requests)

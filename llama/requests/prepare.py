@@ -66,10 +66,8 @@ class Preparer:
         if params.max_tokens is not None:
             wish = len(ids) + params.max_tokens
         if must_fit and wish > context:
-            words = (
-                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than the "
-            )
-            words += f"context of {context} tokens: ask for fewer"
+            words = f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than "
+            words += f"the context of {context} tokens: ask for fewer"
             raise ContextLengthError("max_tokens", words, wish, context)
         answers = self._answers(ids, params, min(wish, context))
         request = Request(request_id, text, params, answers, index or 0)

@@ -117,8 +117,7 @@ class Section:
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)
             tokenizer = Tokenizer(path)
-        length = model.params.max_seq_len
-        return LLMEngine(core, tokenizer, max_seq_len=length, seed=0, parallel=model.parallel)
+        return LLMEngine(core, tokenizer, model.params.max_seq_len, seed=0)
 
     def _recorder(self) -> Recorder:
         return Again() if self.dry else CudaRecorder(self.device)

@@ -177,6 +177,4 @@ def _engine(batch: int, longest: int) -> LLMEngine:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, _VOCABULARY)
-        return LLMEngine(
-            core, Tokenizer(path), max_seq_len=longest, seed=0, parallel=model.parallel
-        )
+        return LLMEngine(core, Tokenizer(path), max_seq_len=longest, seed=0)

@@ -106,7 +106,6 @@ class Traffic:
             self.llama.tokenizer,
             max_seq_len=_LONGEST,
             seed=self.seed,
-            parallel=self.llama.model.parallel,
         )
 
     def sample(self, until: float) -> Row:
