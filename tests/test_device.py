@@ -322,8 +322,11 @@ def test_nccl_s_buffers_are_there_before_memory_is_measured(monkeypatch):
     afterwards is free. On the CPU there is nothing to bind."""
     done: list[Any] = []
     group = object()
-    watch = SimpleNamespace(waiting=lambda *args: contextlib.nullcontext(), left_groups=[])
-    monkeypatch.setattr(groups, "_meet_all", lambda *args: ("the store", watch))
+    watch = SimpleNamespace(
+        waiting=lambda *args: contextlib.nullcontext(), left_groups=[],
+        rendezvous=SimpleNamespace(store="the store"),
+    )  # fmt: skip
+    monkeypatch.setattr(groups, "_meet_all", lambda *args: watch)
     monkeypatch.setenv("RANK", "1")
     for name, value in {
         "is_initialized": lambda: False,

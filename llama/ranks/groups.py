@@ -14,7 +14,6 @@ import socket
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from llama.ranks.launch import STORE_FD
 from llama.ranks.one_shot import OneShot
 from llama.ranks.peers import Peers
 from llama.ranks.processes import machine_id
-from llama.ranks.rendezvous import Rendezvous, Store
+from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.watch import LATER_S, Watch
 
@@ -112,14 +111,10 @@ def _make_fairscale_groups(size: int) -> None:
 
 def _join(size: int, world_size: int, device: torch.device, timeout_s: float) -> ModelParallel:
     """Meet the other ranks, and make the groups; RankError where they do not come, or connect."""
-    watch = Watch.of_process()
-    if watch is not None:  # an earlier call of this process
-        store = torch_private.default_store()
-    else:
-        store, watch = _meet_all(size, world_size, timeout_s)
+    watch = Watch.of_process() or _meet_all(size, world_size, timeout_s)
     try:
         with watch.waiting("the making of the groups", timeout_s):
-            return _make_groups(store, watch, size, world_size, device, timeout_s)
+            return _make_groups(watch, size, world_size, device, timeout_s)
     except RankError:
         raise
     except RuntimeError as error:
@@ -134,25 +129,20 @@ def _join(size: int, world_size: int, device: torch.device, timeout_s: float) ->
         ) from error
 
 
-def _meet_all(size: int, world_size: int, timeout_s: float) -> tuple[dist.Store, Watch]:
-    """Wait until all ranks have come, and watch them from then on: the store where they met.
-    RankError where one does not come, ValueError where they differ in the size of their groups."""
+def _meet_all(size: int, world_size: int, timeout_s: float) -> Watch:
+    """Wait until all ranks have come, and watch them from then on. RankError where one does not
+    come, ValueError where they differ in the size of their groups."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    peers = Peers(rank, size)
-    opened: list[Any] = []  # torch has no type for `clone`
-
-    def open_store(rendezvous: Rendezvous) -> Store:
-        opened.append(_open_store(rendezvous, rank, timedelta(seconds=timeout_s + LATER_S)))
-        return opened[0].clone()  # torch may wait in its own
-
+    peers, limit = Peers(rank, size), timedelta(seconds=timeout_s + LATER_S)
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     first = rank - rank % size
+    open_store = functools.partial(_open_store, rank=rank, limit=limit)
     rendezvous = Rendezvous(peers, world_size, open_store, address, timeout_s)
     watch = Watch(peers, range(first, first + size), rendezvous)
     watch.meet()
     other = next((p for p in peers.all.values() if p.group_size != size), None)
     if other is None:
-        return opened[0], watch
+        return watch
     watch.stop()
     low, high = sorted([peers.own, other], key=lambda peer: peer.rank)
     raise ValueError(
@@ -186,24 +176,18 @@ def _open_store(rendezvous: Rendezvous, rank: int, limit: timedelta) -> dist.Sto
 
 
 def _make_groups(
-    store: dist.Store, watch: Watch, size: int, world_size: int, device: torch.device,
-    timeout_s: float,
-) -> ModelParallel:  # fmt: skip
+    watch: Watch, size: int, world_size: int, device: torch.device, timeout_s: float
+) -> ModelParallel:
     """The groups of a world of several ranks: fairscale's, and gloo's beside them for agreement."""
     limit = timedelta(seconds=timeout_s + LATER_S)
     while watch.left_groups:  # a collector of garbage may run in the middle of torch's code
         dist.destroy_process_group(watch.left_groups.pop())
+    store, gpu = watch.rendezvous.store, device if device.type == "cuda" else None
     atexit.register(disconnect)  # or a process whose groups are left can end with SIGABRT
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        rank = int(os.environ["RANK"])
+        backend, rank = "nccl" if gpu else "gloo", int(os.environ["RANK"])
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=gpu
         )
     if not fs_init.model_parallel_is_initialized():
         _make_fairscale_groups(size)
@@ -215,8 +199,8 @@ def _make_groups(
     group = fs_init.get_model_parallel_group()
     check_carries(dist.get_backend_config(group), device)
     torch_private.set_timeout(group, limit)
-    if device.type == "cuda":
-        _first_sum(group, device)
+    if gpu:
+        _first_sum(group, gpu)
     data_rank, data_size = dist.get_rank() // size, world_size // size
     controls = [
         dist.new_group(list(range(i * size, (i + 1) * size)), timeout=limit, backend="gloo")
@@ -231,7 +215,7 @@ def _make_groups(
         limit_s = limit.total_seconds()
         shared = SharedMemory.join(rank, names, meet, limit_s, lambda: watch.is_ending)
         is_one_machine = len({*meet(machine_id().encode())}) == 1  # a GH200's shares no memory
-        if is_one_machine and device.type == "cuda" and dist.get_backend(group) == "nccl":
+        if is_one_machine and gpu and dist.get_backend(group) == "nccl":
             one_shot = OneShot.join(group, control, device)
     parallel = ModelParallel(
         rank, size, data_rank, data_size, timeout_s, group, control, world, shared, one_shot,

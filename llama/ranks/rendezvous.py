@@ -40,7 +40,7 @@ class Rendezvous:
     """One per job, from `start` to `close`. Any thread may ask; only its own talks to the store."""
 
     def __init__(
-        self, peers: Peers, world_size: int, open_store: Callable[["Rendezvous"], Store],
+        self, peers: Peers, world_size: int, open_store: Callable[["Rendezvous"], Any],
         address: str, limit_s: float,
     ) -> None:  # fmt: skip
         """open_store: it may use `wait_for_listener`. address: of the store, for messages.
@@ -48,6 +48,7 @@ class Rendezvous:
         self.peers = peers
         self.limit_s = limit_s
         self.has_met = threading.Event()
+        self.store: Any = None  # where they meet, once it is open; torch has no type for `clone`
         self.cause: tuple[str, float] | None = None  # that a rank has claimed, and its grace period
         self.own_state: Callable[[], dict[str, Any] | None] = lambda: None
         self.on_news: Callable[[], None] = lambda: None  # after each look at the store
@@ -151,7 +152,8 @@ class Rendezvous:
 
     def _run(self) -> None:
         try:
-            store = self._open_store(self)
+            self.store = self._open_store(self)
+            store: Store = self.store.clone()  # torch may wait in its own
             start = store.add(f"llama/starts/{self.peers.own.rank}", 1)
             self._prefix = f"llama/{start}"  # the same on all ranks, and not used before
             self._talk(store)
