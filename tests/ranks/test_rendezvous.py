@@ -25,6 +25,9 @@ class DictStore:
         self.lock = threading.Lock()
         self.delay_s = 0.0
 
+    def clone(self) -> "DictStore":
+        return self
+
     def set(self, key: str, value: str) -> None:
         time.sleep(self.delay_s)
         self.values[key] = value.encode()
