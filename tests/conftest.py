@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
+gc.disable()  # until the collection of the tests is over: what they import stays
 
 import pytest
 import torch
@@ -149,9 +150,10 @@ def single_thread() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """A collection looks no more at a million objects of imported modules and collected tests."""
+    """Python's collector looks no more at a million objects of imported modules and tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

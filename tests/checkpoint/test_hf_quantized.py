@@ -38,14 +38,10 @@ Tensors = dict[str, Tensor]
 
 
 def words(codes: Tensor, bits: int, order: list[int] | None = None) -> Tensor:
-    """(M, L) codes -> (M, L * bits / 32) int32 in plain Python, the first in the lowest bits."""
-    each, rows = 32 // bits, []
-    for row in codes.tolist():
-        some = [row[i : i + each] for i in range(0, len(row), each)]
-        rows.append(
-            [sum(x[j] << i * bits for i, j in enumerate(order or range(each))) for x in some]
-        )
-    return torch.tensor(rows).to(torch.int32)
+    """(M, L) codes -> (M, L * bits / 32) int32, the first in the lowest bits."""
+    each = 32 // bits
+    some = codes.long().unflatten(1, (-1, each))[..., order or list(range(each))]
+    return (some << torch.arange(each) * bits).sum(-1).to(torch.int32)
 
 
 def draw(shape: Sequence[int], low: int, high: int) -> Tensor:

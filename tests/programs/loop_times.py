@@ -65,7 +65,9 @@ def cases() -> dict[str, tuple[str, Any]]:
         "message of 100,000 characters": (_CHAT, {"messages": user("One day a cat " * 7150)}),
         "3,000 messages": (_CHAT, {"messages": user("a cat") * 3000}),
         "256 prompts of 9,900 characters": (_TEXT, {"prompt": ["a cat sat " * 990] * 256}),
-        "256 prompts of 400 characters": (_TEXT, {"prompt": ["a cat sat " * 40] * 256}),
+        "256 prompts of 400 characters": (
+            _TEXT, {"prompt": ["a cat sat " * 40] * 256, "max_tokens": 1}
+        ),
         "256 prompts of 400 ids": (_TEXT, {"prompt": [[7] * 400] * 256, "max_tokens": 1}),
         "256 answers": (_TEXT, {"prompt": ["a"] * 4, "n": 64, "max_tokens": 16, "logprobs": 5}),
         "7 MB of text": (_TEXT, {"prompt": "a cat " * 1_300_000}),

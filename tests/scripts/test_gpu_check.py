@@ -58,7 +58,8 @@ def test_all_sections_run_dry_and_only_once(dry_run, monkeypatch, capsys):
     assert capsys.readouterr().out.count("done before") == len(LIMITS)
 
 
-def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path):
+def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     assert gpu_check._run_child("decode", tmp_path, 0.5, dry=True).startswith(
         "stopped at its limit"
     )

@@ -28,27 +28,27 @@ SCHEMA: Any = {
 FORECAST: Any = {"type": "function", "function": {"name": "forecast", "parameters": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "forecast"}}
 FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-GREEDY = {"max_tokens": 24, "temperature": 0}
+GREEDY = {"max_tokens": 12, "temperature": 0}
 FORCED: dict[str, Any] = {"messages": STORY, "tools": [FORECAST], "max_tokens": 120}
 SCORED = {"max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 2}
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (TEXT, {"prompt": ["Once upon a time", "The dog"], **GREEDY}),
-    (TEXT, {"prompt": "Once", "max_tokens": 24, "seed": 7, "n": 2}),
-    (TEXT, {"prompt": "One day", "max_tokens": 30, "seed": 2, "n": 2, "stream": True}),
+    (TEXT, {"prompt": "Once", "max_tokens": 12, "seed": 7, "n": 2}),
+    (TEXT, {"prompt": "One day", "max_tokens": 16, "seed": 2, "n": 2, "stream": True}),
     (TEXT, {"prompt": "The", **GREEDY, "structured_outputs": {"regex": "[0-9]{5,40}x"}}),
     (TEXT, {"prompt": "The", "max_tokens": 9, "temperature": 0, "echo": True, "logprobs": 2}),
     (CHAT, {"messages": STORY, **GREEDY}),
     (CHAT, {"messages": STORY, **GREEDY, "logprobs": True, "top_logprobs": 2}),
-    (CHAT, {"messages": STORY, "max_tokens": 30, "seed": 5, "logprobs": True, "stream": True}),
+    (CHAT, {"messages": STORY, "max_tokens": 16, "seed": 5, "logprobs": True, "stream": True}),
     (CHAT, {"messages": STORY, "max_tokens": 90, "seed": 6, "response_format": FORM}),
     (CHAT, {**FORCED, "tool_choice": NAMED, "temperature": 0}),
     (CHAT, {**FORCED, "tool_choice": "required", "seed": 3}),
     (CHAT, {**FORCED, "tool_choice": "required", "seed": 4, "stream": True}),
     (MESSAGES, {"messages": STORY, **GREEDY}),
     (MESSAGES, {"messages": STORY, **GREEDY, "system": "x", "stream": True}),
-    (RESPONSES, {"input": "The dog", "max_output_tokens": 24, "temperature": 0}),
-    (RESPONSES, {"input": "A cat", "max_output_tokens": 24, "temperature": 0, "stream": True}),
+    (RESPONSES, {"input": "The dog", "max_output_tokens": 12, "temperature": 0}),
+    (RESPONSES, {"input": "A cat", "max_output_tokens": 12, "temperature": 0, "stream": True}),
 ]
 ALONE = [REQUESTS[0], REQUESTS[3]]
 # What each answer has of its own: names, times, and what was cached when it came.
@@ -142,7 +142,7 @@ def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
 
 
 def _ends_in_order(ranks: RunningServer) -> None:
-    long = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    long = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
     with web.stream("POST", ranks.url + TEXT, json=long, timeout=60) as response:
         parts = response.iter_text()
         first = next(parts)
