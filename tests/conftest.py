@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
-gc.disable()  # until the collection of the tests is over: what they import stays
 
 import pytest
 import torch
@@ -149,11 +148,17 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pytest_collection_finish() -> None:
-    """Python's collector looks no more at a million objects of imported modules and tests."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """What is imported stays: Python's collector does not look for garbage in a million objects of
+    modules and tests, neither while they become more nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -28,7 +28,9 @@ def finish(uniform: int, token: int, weight: float) -> float:
     return time / weight
 
 
-def is_winner(token: int, entries: Iterable[tuple[int, int]], uniform: int) -> bool:
-    """Whether a token is first of these ids and weights, as far as a logarithm is exact."""
+def winners(entries: Iterable[tuple[int, int]], uniform: int) -> set[int]:
+    """Which of these ids, with their weights, are first: more than one where a logarithm is not
+    exact enough to tell."""
     times = {i: finish(uniform, i, weight) for i, weight in entries if weight}
-    return times[token] <= min(times.values()) * (1 + 1e-5)
+    limit = min(times.values()) * (1 + 1e-5)
+    return {i for i, time in times.items() if time <= limit}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from sympy import fwht
 from torch import Tensor
 
 from helpers.weights import sylvester
@@ -116,6 +115,8 @@ def test_an_adaptor_is_added_and_x_is_rotated(kernels, request, rank, is_rotated
 
 
 def test_a_rotation_is_sympys_walsh_hadamard_transform():
+    from sympy import fwht  # half a second
+
     x = rows(3, 64).float()
     theirs = [[float(number) for number in fwht(row)] for row in x.tolist()]
     torch.testing.assert_close(hadamard(x), torch.tensor(theirs) / 8)

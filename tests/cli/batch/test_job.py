@@ -190,7 +190,7 @@ def resident_mb() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
-    """20,000 bad lines; then 200,000 done ones with three missing, and a line of 30 MB."""
+    """20,000 bad lines; then 100,000 done ones with three missing, and a line of 30 MB."""
     most = [0.0]
     append = Results.append
 
@@ -205,12 +205,12 @@ def test_memory_does_not_grow_with_the_file(llama, tmp_path, monkeypatch):
     assert run_batch(llama, str(tmp_path / "in"), str(tmp_path / "bad")).failed == 20_000
     assert most[0] - before < 4, f"{most[0] - before} MB"
 
-    line = b'{"prompt": "x", "user": "%s", "max_tokens": 2}\n' % (b"abcdefgh" * 25)
-    (tmp_path / "in").write_bytes(line * 200_003 + b'{"a": "' + b"a" * 3 * MAX_LINE)
+    line = b'{"prompt": "x", "user": "%s", "max_tokens": 2}\n' % (b"abcdefgh" * 50)
+    (tmp_path / "in").write_bytes(line * 100_003 + b'{"a": "' + b"a" * 3 * MAX_LINE)
     salt = repr((0.6, 0.9, None, 1))
     with (tmp_path / "in").open("rb") as file, (tmp_path / "out").open("wb") as out:
         for number, data, line_hash in read_lines(file, salt):
-            if number % 60_000 and len(data) < MAX_LINE:
+            if number % 30_000 and len(data) < MAX_LINE:
                 out.write(b'{"id": "batch_req_%012d_%08x", "error": null}\n' % (number, line_hash))
     before, most[0] = resident_mb(), 0.0
     report = run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"), resume=True)

@@ -105,6 +105,7 @@ def test_what_is_typed_during_an_answer(sessions, demo):
     session.keys(f"/help\r{CTRL_C}")
     shown = session.expect(FIGURES)
     assert "stopped | " in shown and "this list" not in shown and "\x1b[2m" not in shown
+    session.at_prompt("/set min_tokens 150\r")
     session.at_prompt(f"{STORY}\r")
     session.expect(begin)
     session.process.send_signal(signal.SIGTERM)
