@@ -34,7 +34,7 @@ REPEATED = [prompt * 8 for prompt in PROMPTS[:3]]
 @pytest.fixture(scope="module")
 def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
     """The same weights in 1, 2 and 4 shards, with 4 kv heads; and with 1 and 2 kv heads. "other":
-    other weights, with 2 kv heads."""
+    other weights, with 2 kv heads. "wide": heads of 32, which the kernels of a CPU take."""
     folders = {}
     for kv_heads in (4, 2, 1):
         folder, state, params = make_checkpoint(seed=kv_heads, n_kv_heads=kv_heads)
@@ -44,6 +44,7 @@ def sharded(make_checkpoint, tmp_path_factory) -> dict[str, Path]:
             write_meta(folders[f"shards{shards}"], params, state, shards)
             write_byte_tokenizer(folders[f"shards{shards}"])
     folders["other"] = make_checkpoint(seed=3, n_kv_heads=2)[0]
+    folders["wide"] = make_checkpoint(seed=24, n_kv_heads=4, dim=128)[0]
     return folders
 
 
@@ -58,7 +59,7 @@ SAMPLED: dict[str, Any] = {"max_gen_len": 8, "temperature": 1.0, "top_p": 0.95, 
 
 
 def shard_jobs(sharded: dict[str, Path]) -> list[dict[str, Any]]:
-    folders = [str(folder) for name, folder in sharded.items() if name != "other"]
+    folders = [str(folder) for name, folder in sharded.items() if name not in ("other", "wide")]
     return [
         {"do": "generate", "folder": folder, "prompts": PROMPTS, **settings}
         for settings in (GREEDY, SAMPLED)
@@ -72,7 +73,7 @@ TEXTS = ["Once", "x", "The end"]
 @pytest.fixture(scope="module")
 def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
     """What two ranks answer to the jobs of all tests that need no launch of their own."""
-    kv2, kv4 = str(sharded["kv2"]), str(sharded["kv4"])
+    kv2, kv4, wide = (str(sharded[name]) for name in ("kv2", "kv4", "wide"))
     damaged = tmp_path_factory.mktemp("damaged") / "model"
     shutil.copytree(kv2, damaged)
     flip_a_bit(damaged / "consolidated.00.pth", "norm.weight")
@@ -114,6 +115,8 @@ def two_ranks(sharded, tmp_path_factory) -> dict[str, list[list[dict]]]:
             {"do": "in_8_bits", "folder": kv4, "prompts": PROMPTS},
             {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": kv4},
             {"do": "build_often", "folder": kv4},
+            {"do": "drafted", "folder": wide, "quantize": None, "kinds": ["stop_ids", "too_long"]},
+            {"do": "drafted", "folder": wide, "quantize": "int8", "kinds": ["some"]},
         ],
     }
     return torchrun_groups(2, groups, tmp_path_factory.mktemp("two_ranks"))
@@ -129,11 +132,15 @@ def test_every_shard_count_on_every_world(world, sharded, request, tmp_path):
     else:
         kv4 = str(sharded["kv4"])
         drafts = {"do": "speculated", "folder": kv4, "prompts": REPEATED, "draft": "lookup"}
-        ranks = torchrun(world, [*jobs, drafts], tmp_path)
+        wide = {"do": "drafted", "folder": str(sharded["wide"]), "quantize": None}
+        ranks = torchrun(world, [*jobs, wide | {"kinds": ["some"]}, drafts], tmp_path)
         alone_without = Llama.build(kv4, None, 256, 4, dtype="fp32", device="cpu")
         wanted = alone_without.generate(REPEATED, 60, 0.0)[0]
         (called, led, drafted), *others = [rank.pop()["result"] for rank in ranks]
         assert called == led == wanted and others == [[wanted, None, drafted]] * 3 and drafted > 20
+        changed, drafted = ranks[0].pop()["result"]
+        assert [rank.pop()["result"] for rank in ranks[1:]] == [[[], drafted]] * 3
+        assert changed == [] and drafted > 500
     assert all(rank == ranks[0] for rank in ranks), "ranks differ"
     for job, found in zip(jobs, ranks[0], strict=True):
         settings = SAMPLED if job["temperature"] else GREEDY
@@ -244,6 +251,15 @@ def test_rank_0_drafts_for_all_ranks(sharded, two_ranks, job, least):
     wanted = llama.generate(REPEATED, 60, 0.0)[0]
     (*answers, drafted), *others = (rank[job]["result"] for rank in two_ranks["samples"])
     assert answers == [wanted, wanted] and others == [[wanted, None, drafted]] and drafted > least
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs x86-64 with AVX2, and g++")
+@pytest.mark.parametrize("job", [11, 12])
+def test_no_draft_changes_a_bit_on_two_ranks(two_ranks, job):
+    """In bf16 and in int8: texts, ids, log-probabilities, reasons and usage, where every rank makes
+    the calls and where rank 0 leads; and the bytes of the cache."""
+    (changed, drafted), other = (rank[job]["result"] for rank in two_ranks["samples"])
+    assert changed == [] == other[0] and drafted == other[1] > 500
 
 
 def test_two_ranks_keep_keys_and_values_in_8_bits(sharded, two_ranks):

@@ -9,8 +9,9 @@ one thread at a time may use it: `llama.requests` makes text of ids and orders t
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llama.engine.draft_model import ModelDrafter
@@ -39,6 +40,7 @@ class Stats:
     drafts: int = 0  # sequences of a step that had some
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)  # by their places in drafts, from 0
     prompt_seconds: float = 0.0
     generate_seconds: float = 0.0
 
@@ -52,6 +54,7 @@ class Stats:
         self.drafts += len(drafted)
         self.draft_tokens += sum(x.count - 1 for x in drafted)
         self.accepted_tokens += accepted
+        self.accepted_at.update(place for x in drafted for place in range(len(x.drafts)))
         prompts = [x for x in scheduled if x.start < x.sequence.num_prompt]
         self.prompt_tokens += sum(min(x.count, x.sequence.num_prompt - x.start) for x in prompts)
         if not drafted and scheduled[-1].count > 1:  # those with more than one token come last

@@ -53,15 +53,13 @@ class ModelDrafter(Drafter):
         self._num_idle = 0  # steps in which nothing was guessed
 
     def _draft(self, guesses: list[SequenceDraft], seconds: float) -> list[list[int]]:
-        lengths = list[int]()
         for draft in guesses:  # what was computed of tokens that did not come is computed again
             right = draft.num_known + self.note(draft)
             draft.num_computed, draft.ids = min(draft.num_computed, right), []
-        if self.parallel.rank == 0:
-            rates = [x.rates[: max(x.seq.max_len - len(x.seq.tokens) - 1, 0)] for x in guesses]
-            lengths = self.choose(rates, seconds, 2 if self._num_idle >= _TRY_EVERY else 0)
-            self._num_idle = 0 if any(lengths) else self._num_idle + 1
-        lengths = self.told_by_rank_zero(lengths)
+        rates = [x.rates[: max(x.seq.max_len - len(x.seq.tokens) - 1, 0)] for x in guesses]
+        least = 2 if self._num_idle >= _TRY_EVERY else 0
+        lengths = self.told_by_rank_zero(self.choose(rates, seconds, least))
+        self._num_idle = 0 if any(lengths) else self._num_idle + 1
         lengths = [self._reserve(x.seq, n) for x, n in zip(guesses, lengths, strict=True)]
         with torch.inference_mode(), current(self._cache.device):
             self._guess(guesses, lengths)
@@ -99,7 +97,8 @@ class ModelDrafter(Drafter):
             for draft, token in zip(asked, ids.tolist(), strict=True):
                 draft.ids.append(token)
         if any(lengths):
-            self.note_passes(len(drafts), (time.perf_counter() - ready) / max(lengths))
+            cost, seconds = self._last[0], (time.perf_counter() - ready) / max(lengths)
+            cost.a_pass += (seconds - cost.a_pass) * (0.1 if cost.a_pass else 1)
 
     def _catch_up(self, draft: SequenceDraft) -> None:
         """Find out what of a sequence is in the cache, and compute the rest but for its end."""
@@ -125,17 +124,11 @@ class ModelDrafter(Drafter):
         pieces = [text[start:] for text, start in zip(texts, starts, strict=True)]
         counts = [len(piece) for piece in pieces]
         for draft, text in zip(drafts, texts, strict=True):
-            first, last = draft.num_computed // self._page_size, (len(text) - 1) // self._page_size
-            for page in draft.seq.pages[first : last + 1]:
+            first, end = draft.num_computed // self._page_size, -(-len(text) // self._page_size)
+            for page in draft.seq.pages[first:end]:
                 self._hashes.pop(page, None)
             draft.num_computed = len(text)
-        ids, batch = Batch.pack(
-            list(chain.from_iterable(pieces)),
-            starts,
-            counts,
-            [draft.seq.pages for draft in drafts],
-            self._page_size,
-            [end - 1 for end in accumulate(counts)],
-            self._cache.device,
-        )
+        tokens, last = list(chain.from_iterable(pieces)), [end - 1 for end in accumulate(counts)]
+        pages, device = [draft.seq.pages for draft in drafts], self._cache.device
+        ids, batch = Batch.pack(tokens, starts, counts, pages, self._page_size, last, device)
         return self._model.hidden_states(ids, batch, self._cache)

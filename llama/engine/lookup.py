@@ -145,19 +145,16 @@ class Speculator(Drafter):
     def _look(self, state: _State) -> list[float]:
         """Guess what comes next -> how likely each token of it is right."""
         seq, lookup = state.seq, state.lookup
-        most = min(self.most, seq.max_len - len(seq.tokens) - 1)
         is_idle = len(seq.tokens) - state.num_known < min(state.num_idle // 8, 8)
-        if most <= 0 or (is_idle and seq.constraint is None):
+        if is_idle and seq.constraint is None:
             return []
         new = seq.tokens[state.num_known :]
         self.note(state)
         lookup.extend(new)
-        state.ids, length, is_forced = lookup.guess(most), lookup.length, False
+        ids, length, is_forced = lookup.guess(self.most), lookup.length, False
         if seq.constraint is not None:
-            ids, is_forced = seq.constraint.draft(seq.output, state.ids)
-            state.ids = ids[:most]
-        state.kinds = [
-            _FORCED if is_forced else min(length + depth, _LONGEST).bit_length()
-            for depth in range(len(state.ids))
-        ]
+            ids, is_forced = seq.constraint.draft(seq.output, ids)
+        state.ids = ids[: self.most]
+        lengths = [min(length + depth, _LONGEST) for depth in range(len(state.ids))]
+        state.kinds = [_FORCED if is_forced else x.bit_length() for x in lengths]
         return [state.rates[kind] for kind in state.kinds]

@@ -3,9 +3,6 @@
 In: sequences, and how long steps took. Out: a few ids for each, or none. A token is a function of
 seed, position and logits, so a draft changes how many tokens a step gives, and no token: whatever
 drafts, and however many (Daliri, Musco and Suresh, 2024, drafter-invariant speculative decoding).
-
-What all drafters share is here: how likely each guess is, and what its row costs, is measured all
-the time, and a row is added where it gives more tokens for its time than the step without it.
 """
 
 import json
@@ -34,13 +31,12 @@ class StepCost:
 
     def note(self, seconds: float, num_drafts: int) -> None:
         seconds = min(seconds, 3 * self.plain or seconds)  # another process may have taken the rest
-        if not num_drafts:
-            self.plain += (seconds - self.plain) * (0.1 if self.plain else 1)
-            self.products, self.squares = 0.99 * self.products, 0.99 * self.squares
-        else:
+        if num_drafts:
             self.plain = min(self.plain, seconds)
-            self.products = 0.98 * self.products + num_drafts * (seconds - self.plain)
-            self.squares = 0.98 * self.squares + num_drafts**2
+        else:
+            self.plain += (seconds - self.plain) * (0.1 if self.plain else 1)
+        self.products = 0.98 * self.products + num_drafts * (seconds - self.plain)
+        self.squares = 0.98 * self.squares + num_drafts**2
 
     def of_draft(self, num_sequences: int) -> float:
         """Until it is known, or where that was long ago: 64 rows take twice the time of one."""
@@ -61,8 +57,8 @@ class Guess:
 
 
 class Drafter(ABC):
-    """Guesses what comes next: of a sequence at most `most` tokens, as many as are worth their
-    rows, by measured times and by what was right.
+    """Guesses what comes next: of a sequence at most `most` tokens. How likely each guess is, and
+    what its row costs, is measured all the time; those are made that are worth their rows.
 
     rates: of each kind of guess, how many are right, of all sequences; at first, as usual. With
     several ranks, rank 0 chooses, by its clock, and tells the others.
@@ -72,7 +68,7 @@ class Drafter(ABC):
         self.most, self.parallel, self.rates = most, parallel, [*rates]
         self._guesses: dict[Sequence, Any] = {}  # a `Guess` of each
         self._costs = defaultdict[int, StepCost](StepCost)  # by the digits of a number of sequences
-        self._last = (StepCost(), 0)  # that of the step before, and its drafts
+        self._last = (StepCost(), 0)  # that of what `choose` saw last, and its drafts
         self._seconds = self._spent = 0.0  # of steps without drafting, when `choose` saw them last;
         # and of drafting
 
@@ -113,11 +109,6 @@ class Drafter(ABC):
             num_right += 1
         guess.num_known += len(came)
         return num_right
-
-    def note_passes(self, num_sequences: int, seconds: float) -> None:
-        """What a pass that guesses for so many sequences took."""
-        cost = self._costs[num_sequences.bit_length()]
-        cost.a_pass += (seconds - cost.a_pass) * (0.1 if cost.a_pass else 1)
 
     def choose(self, rates: list[list[float]], seconds: float, least: int = 0) -> list[int]:
         """How many for each sequence, the likeliest first, as long as one gives more tokens for its

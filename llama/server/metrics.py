@@ -135,6 +135,11 @@ class _Engine(Collector):
             (counter, "spec_decode_num_accepted_tokens", "Right ones.", stats.accepted_tokens),
         ):
             yield kind(f"llama:{name}", what, value=value)
+        name = "llama:spec_decode_num_accepted_tokens_per_pos"
+        accepted = counter(name, "Right ones, by their places in drafts.", labels=["position"])
+        for place, num in sorted(stats.accepted_at.items()):
+            accepted.add_metric([str(place)], num)
+        yield accepted
         seconds = stats.prompt_seconds + stats.generate_seconds
         yield SummaryMetricFamily(
             "llama:step_seconds", "Time of a step.", count_value=stats.steps, sum_value=seconds

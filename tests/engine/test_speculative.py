@@ -2,16 +2,15 @@
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.checkpoints import random_state
+from helpers.drafts import PROMPTS, Drafts, answers, cached, requests_of, without_drafts
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
-from helpers.prompts import prompts_of
 from llama import Llama, ModelArgs, SamplingParams, Transformer
 from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
@@ -20,11 +19,10 @@ from llama.cli.model import figures, load
 from llama.engine.draft_model import ModelDrafter, SequenceDraft
 from llama.engine.lookup import Lookup, Speculator, Text
 from llama.engine.sequence import Sequence, TokenParams
-from llama.engine.speculative import Drafter, Guess
+from llama.engine.speculative import Drafter
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ranks.collectives import ModelParallel
-from llama.requests.request import Request
 from llama.server.metrics import ActiveRequest, Metrics
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
@@ -69,61 +67,6 @@ def test_a_row_of_a_chunk_has_the_bits_of_a_single_step(num_kv_heads, quantize, 
             assert found.equal(alone[first : first + 1 + drafts]), (context, drafts)
 
 
-SCHEMA = {"type": "object", "properties": {"identifier_of_it": {"type": "integer"}},
-          "required": ["identifier_of_it"]}  # fmt: skip
-SETTINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2, "stop_token_ids": list(range(97, 117))},
-    {"temperature": 0.7, "top_p": 0.8},
-    {"temperature": 1.3, "top_k": 12, "min_p": 0.01},
-    {"temperature": 0.4, "repetition_penalty": 1.5},
-    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "logprobs": 0},
-    {"temperature": 0.5, "bad_words": ["a", "xy"], "logit_bias": {65: 5.0, 120: 6.0, 121: 5.0}},
-    {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 2},
-    {"temperature": 1.0, "stop": ["a", "e", "i"], "min_tokens": 5},
-    {"temperature": 1.0, "stop_token_ids": list(range(60)), "min_tokens": 9},
-    {"temperature": 1.0, "n": 3},
-    {"temperature": 1.0, "n": 2, "best_of": 4},
-    {"temperature": 0.0, "structured_output": {"json": SCHEMA}},
-    {"temperature": 1.0, "structured_output": {"regex": "(ab|ac)*d"}, "logprobs": 1},
-    {"temperature": 1.0, "structured_output": {"grammar": 'start: g "x"\ng[max_tokens=9]: /.*/'}},
-]
-PROMPTS = prompts_of([5 + 3 * i for i in range(len(SETTINGS))], seed=30)
-
-
-class Drafts(Drafter):
-    """Guesses of a kind, from what each sequence came to without any."""
-
-    def __init__(self, kind: str, truth: dict[tuple, list[int]]) -> None:
-        super().__init__(7, ModelParallel(), [])
-        self.kind, self.truth, self.rng = kind, truth, random.Random(5)
-
-    def _begin(self, seq: Sequence) -> Guess:
-        return Guess(seq, [])
-
-    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
-        return [getattr(self, self.kind)(self.rest(x.seq), x.seq) for x in guesses]
-
-    def rest(self, seq: Sequence) -> list[int]:
-        return self.truth[key(seq)][len(seq.tokens) :]
-
-    def oracle(self, rest: list[int], seq: Sequence) -> list[int]:
-        return rest[:7]
-
-    def wrong(self, rest: list[int], seq: Sequence) -> list[int]:
-        return [(token + 1) % 256 for token in rest[:5]]
-
-    def some(self, rest: list[int], seq: Sequence) -> list[int]:
-        count = self.rng.randint(0, 9)
-        return [x if self.rng.random() < 0.8 else self.rng.randrange(256) for x in rest[:count]]
-
-    def stop_ids(self, rest: list[int], seq: Sequence) -> list[int]:
-        return [*rest[:2], min(seq.stop_ids), *rest[2:5]]
-
-    def too_long(self, rest: list[int], seq: Sequence) -> list[int]:
-        return rest + [65] * 500
-
-
 class SomeGuesses(ModelDrafter):
     """Of 0 to `most` tokens, by no clock."""
 
@@ -133,36 +76,6 @@ class SomeGuesses(ModelDrafter):
 
     def choose(self, rates: list[list[float]], seconds: float, least: int = 0) -> list[int]:
         return [self.rng.randint(0, len(each)) for each in rates]
-
-
-def key(seq: Sequence) -> tuple:
-    return tuple(seq.tokens[: seq.num_prompt]), seq.seed
-
-
-def requests_of(llama: Llama) -> Iterator[Request]:
-    for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
-        params = SamplingParams(max_tokens=40, seed=i, **settings)
-        yield llama.llm_engine.prepare("", prompt, params, index=i)
-
-
-def answers(llama: Llama, requests: list[Request]) -> list[tuple]:
-    """All that a client can see of each."""
-    joined: dict[tuple[int, int], str] = {}
-    last = {}
-    for output in llama.llm_engine.stream(requests):
-        llama.engine.scheduler.check()
-        last[output.index] = output
-        for answer in output.outputs:
-            place = output.index, answer.index
-            joined[place] = joined.get(place, "") + answer.new_text
-    seen: list[tuple] = []
-    for index, output in sorted(last.items()):
-        seen.append((output.error, output.usage, output.prompt_logprobs))
-        for a in output.outputs:
-            assert joined[index, a.index] == a.text
-            seen.append((a.text, a.token_ids, a.logprobs, a.cumulative_logprob))
-            seen.append((a.finish_reason, a.stop_reason))
-    return seen
 
 
 Plain = tuple[Llama, list[tuple], dict[tuple, list[int]]]
@@ -182,13 +95,7 @@ def built(make_checkpoint, **options) -> Plain:
     """A model in bf16, what it answers without drafts, and the tokens of each sequence."""
     folder, _, _ = make_checkpoint(seed=24, dim=128)  # heads of 32: what the kernels take
     llama = Llama.build(str(folder), None, 128, 8, device="cpu", dtype="bf16", **options)
-    requests = list(requests_of(llama))
-    found = answers(llama, requests)
-    sequences = [answer.sequence for request in requests for answer in request.answers]
-    ends = [[] if seq.stop_id is None else [seq.stop_id] for seq in sequences]
-    truth = {key(seq): seq.tokens + end for seq, end in zip(sequences, ends, strict=True)}
-    assert {"stop", "length"} <= {seq.finish_reason for seq in sequences}
-    return llama, found, truth
+    return llama, *without_drafts(llama)
 
 
 @needs_kernels
@@ -264,24 +171,8 @@ def test_drafts_change_no_answer_with_a_cache_in_8_bits(
 @pytest.mark.parametrize("kind", ["plain", "in_8_bits"])
 def test_drafts_leave_the_cache_as_it_would_be(kind, request):
     """The bytes of all keys and values that count, and the pages that a later prompt finds."""
-    model = request.getfixturevalue(kind)[0]
-    truth: dict[tuple, list[int]] = {}
-    found = []
-    for kind in (None, "some", "oracle"):
-        llama = Llama(model.model, model.tokenizer, num_pages=40)
-        core = llama.engine
-        core.drafter = None if kind is None else Drafts(kind, truth)
-        seq = Sequence(list(PROMPTS[0]), TokenParams(temperature=0.7), 100, seed=1)
-        core.add(seq)
-        while len(seq.tokens) < 80:
-            core.step()
-        pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, W)
-        slots = pages.flatten(2, 3)[:, :, : min(seq.num_computed, 79)].clone()
-        while core.has_unfinished():
-            core.step()
-        truth[key(seq)] = seq.tokens
-        assert core.stats.generated_tokens == 100 - seq.num_prompt
-        found.append((slots, seq.tokens, set(core.scheduler.pool._page_of), core.stats.steps))
+    model, truth = request.getfixturevalue(kind)[0], dict[tuple, list[int]]()
+    found = [cached(model, kind, truth) for kind in (None, "some", "oracle")]
     (slots, tokens, hashes, steps), *with_drafts = found
     assert len(hashes) == 6
     for other in with_drafts:
@@ -408,7 +299,7 @@ class Passes(ModelDrafter):
         for draft, length in zip(drafts, lengths, strict=True):
             draft.ids = [0] * length
         if any(lengths):
-            self.note_passes(len(drafts), self.seconds)
+            self._last[0].a_pass = self.seconds
 
 
 def guessed(pass_cost: float, chance: float, batch: int = 1) -> list[int]:
@@ -537,6 +428,11 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     for name, value in counted.items():
         line = f"llama:spec_decode_num_{name}_total {float(value)}"
         assert line in metrics.text().decode().splitlines()
+    places = {f'"{i}"': n for i, n in stats.accepted_at.items()}
+    for place, count in places.items():
+        line = f"llama:spec_decode_num_accepted_tokens_per_pos_total{{position={place}}} {count}.0"
+        assert line in metrics.text().decode().splitlines()
+    assert sum(places.values()) == right and places['"0"'] == max(places.values())
     with pytest.raises(ValueError, match="speculate='model', neither 'lookup' nor a draft model: "):
         Llama.build(str(folder), speculate="model")
     with pytest.raises(TypeError, match="speculate=3: give 'lookup', a draft model, or None"):

@@ -7,6 +7,7 @@ error that it raised.
 import asyncio
 import atexit
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers import drafts
 from llama import AsyncLLMEngine, Llama
 from llama.compat import hosts, vllm
 from llama.ranks import one_shot as one_shot_module
@@ -292,6 +295,29 @@ def speculated(folder: str, prompts: list, draft: str) -> list:
     called = llama.generate(prompts, 60, 0.0)[0]
     found = llama.lead(lambda: llama.generate(prompts, 60, 0.0)[0])
     return [called, found, llama.engine.stats.draft_tokens]
+
+
+def drafted(folder: str, quantize: str | None, kinds: list[str]) -> list:
+    """Kinds of drafts that change an answer, or what is in the cache, where every rank makes the
+    calls and where rank 0 leads; and how many were verified."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        llama = Llama.build(
+            folder, None, 128, 8, device="cpu", dtype="bf16", quantize=quantize, mute_ranks=False
+        )
+    found, truth = drafts.without_drafts(llama)
+    slots, *rest, _ = drafts.cached(llama, None, truth)
+    changed, num = [], 0
+    for kind in kinds:
+        for is_led in (False, True):
+            again = Llama(llama.model, llama.tokenizer, num_pages=300)
+            again.engine.drafter = drafts.Drafts(kind, truth)
+            ask = functools.partial(drafts.answers_of, again)
+            answers = again.lead(ask) if is_led else ask()
+            changed += [] if answers in (found, None) else [f"{kind}, {is_led=}"]
+            num += again.engine.stats.draft_tokens
+        own, *others, _ = drafts.cached(llama, kind, truth)
+        changed += [] if own.equal(slots) and others == rest else [f"{kind}, the cache"]
+    return [changed, num]
 
 
 def in_8_bits(folder: str, prompts: list) -> list:

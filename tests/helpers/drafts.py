@@ -1,0 +1,134 @@
+"""Runs with drafts beside runs without: requests of all kinds, drafters, and what a client sees.
+
+Used by tests of one process, and by programs/ranks.py on many.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from helpers.prompts import prompts_of
+from llama import Llama, SamplingParams
+from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.speculative import Drafter, Guess
+from llama.ranks.collectives import ModelParallel
+from llama.requests.request import Request
+
+KINDS = "oracle", "wrong", "some", "stop_ids", "too_long"  # of drafts
+SCHEMA = {"type": "object", "properties": {"identifier_of_it": {"type": "integer"}},
+          "required": ["identifier_of_it"]}  # fmt: skip
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2, "stop_token_ids": list(range(97, 117))},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 12, "min_p": 0.01},
+    {"temperature": 0.4, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "logprobs": 0},
+    {"temperature": 0.5, "bad_words": ["a", "xy"], "logit_bias": {65: 5.0, 120: 6.0, 121: 5.0}},
+    {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 1.0, "stop": ["a", "e", "i"], "min_tokens": 5},
+    {"temperature": 1.0, "stop_token_ids": list(range(60)), "min_tokens": 9},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 1.0, "n": 2, "best_of": 4},
+    {"temperature": 0.0, "structured_output": {"json": SCHEMA}},
+    {"temperature": 1.0, "structured_output": {"regex": "(ab|ac)*d"}, "logprobs": 1},
+    {"temperature": 1.0, "structured_output": {"grammar": 'start: g "x"\ng[max_tokens=9]: /.*/'}},
+]
+PROMPTS = prompts_of([5 + 3 * i for i in range(len(SETTINGS))], seed=30)
+
+
+class Drafts(Drafter):
+    """Guesses of a kind, from what each sequence came to without any."""
+
+    def __init__(self, kind: str, truth: dict[tuple, list[int]]) -> None:
+        super().__init__(7, ModelParallel(), [])
+        self.kind, self.truth, self.rng = kind, truth, random.Random(5)
+
+    def _begin(self, seq: Sequence) -> Guess:
+        return Guess(seq, [])
+
+    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
+        return [getattr(self, self.kind)(self.rest(x.seq), x.seq) for x in guesses]
+
+    def rest(self, seq: Sequence) -> list[int]:
+        return self.truth[key(seq)][len(seq.tokens) :]
+
+    def oracle(self, rest: list[int], seq: Sequence) -> list[int]:
+        return rest[:7]
+
+    def wrong(self, rest: list[int], seq: Sequence) -> list[int]:
+        return [(token + 1) % 256 for token in rest[:5]]
+
+    def some(self, rest: list[int], seq: Sequence) -> list[int]:
+        count = self.rng.randint(0, 9)
+        return [x if self.rng.random() < 0.8 else self.rng.randrange(256) for x in rest[:count]]
+
+    def stop_ids(self, rest: list[int], seq: Sequence) -> list[int]:
+        return [*rest[:2], min(seq.stop_ids, default=65), *rest[2:5]]
+
+    def too_long(self, rest: list[int], seq: Sequence) -> list[int]:
+        return rest + [65] * 500
+
+
+def key(seq: Sequence) -> tuple:
+    return tuple(seq.tokens[: seq.num_prompt]), seq.seed
+
+
+def requests_of(llama: Llama) -> Iterator[Request]:
+    for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        params = SamplingParams(max_tokens=40, seed=i, **settings)
+        yield llama.llm_engine.prepare("", prompt, params, index=i)
+
+
+def answers(llama: Llama, requests: list[Request]) -> list[tuple]:
+    """All that a client can see of each."""
+    joined: dict[tuple[int, int], str] = {}
+    last = {}
+    for output in llama.llm_engine.stream(requests):
+        llama.engine.scheduler.check()
+        last[output.index] = output
+        for answer in output.outputs:
+            place = output.index, answer.index
+            joined[place] = joined.get(place, "") + answer.new_text
+    seen: list[tuple] = []
+    for index, output in sorted(last.items()):
+        seen.append((output.error, output.usage, output.prompt_logprobs))
+        for a in output.outputs:
+            assert joined[index, a.index] == a.text
+            seen.append((a.text, a.token_ids, a.logprobs, a.cumulative_logprob))
+            seen.append((a.finish_reason, a.stop_reason))
+    return seen
+
+
+def answers_of(llama: Llama) -> list[tuple]:
+    return answers(llama, list(requests_of(llama)))
+
+
+def without_drafts(llama: Llama) -> tuple[list[tuple], dict[tuple, list[int]]]:
+    """What it answers, and the tokens of each sequence, with what stopped it."""
+    requests = list(requests_of(llama))
+    found = answers(llama, requests)
+    sequences = [answer.sequence for request in requests for answer in request.answers]
+    ends = [[] if seq.stop_id is None else [seq.stop_id] for seq in sequences]
+    assert {"stop", "length"} <= {seq.finish_reason for seq in sequences}
+    return found, {key(seq): seq.tokens + end for seq, end in zip(sequences, ends, strict=True)}
+
+
+def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tuple:
+    """A sequence's keys and values that count, in the midst of it; then its tokens, the hashes of
+    its pages, and how many steps it took. Without drafts (None) it is put into `truth`."""
+    llama = Llama(llama.model, llama.tokenizer, num_pages=40)
+    core = llama.engine
+    core.drafter = None if kind is None else Drafts(kind, truth)
+    core.scheduler.token_budget = 8  # or drafts that are too long would end it at once
+    seq = Sequence(list(PROMPTS[0]), TokenParams(temperature=0.7), 100, seed=1)
+    core.add(seq)
+    while len(seq.tokens) < 80:
+        core.step()
+    pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, W)
+    slots = pages.flatten(2, 3)[:, :, : min(seq.num_computed, 79)].clone()
+    while core.has_unfinished():
+        core.step()
+    truth.setdefault(key(seq), seq.tokens)
+    assert core.stats.generated_tokens == 100 - seq.num_prompt
+    return slots, seq.tokens, set(core.scheduler.pool._page_of), core.stats.steps
