@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.batches import in_8_bits
 from llama import ModelArgs, Transformer
 from llama.model import Attention
 from llama.model.execution import OpLayers
@@ -78,7 +79,7 @@ def run(model: Transformer, sequences: list[tuple[int, int]]) -> list[Tensor]:
     kv_cache = model.new_kv_cache(num_pages, PAGE_SIZE)
     shape = (*kv_cache.shape[:-1], model.plan.head_dim)
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    kv_cache.copy_(model.plan.kv_format.pack(numbers))
+    kv_cache.copy_(in_8_bits(numbers) if kv_cache.dtype is torch.int8 else numbers)
     with torch.inference_mode():
         hidden = model.hidden_states(tokens, batch, kv_cache)
     return [hidden.view(torch.uint8), kv_cache.view(torch.uint8)]

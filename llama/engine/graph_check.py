@@ -21,7 +21,7 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
-from llama.ops.kv_cache import ON_GPU
+from llama.ops.kv_cache import FORMATS
 from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import KernelSet
 from llama.ops.triton.selfcheck import Choice, Job
@@ -128,7 +128,7 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
         vocab_size=min(job.vocab_size, _MOST_VOCABULARY), multiple_of=1,
         max_seq_len=2048, max_batch_size=64,
     )  # fmt: skip
-    kv_format = ON_GPU[job.kv_format]
+    kv_format = FORMATS[job.kv_format]
     model = Transformer(args, dtype=dtype, device=job.device, kv_format=kv_format)
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)

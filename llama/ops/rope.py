@@ -71,7 +71,7 @@ def rope_and_store(
     if kv_format is not None:
         queries = qkv.new_empty(rows, n_heads, head_dim)
         tensors = qkv.contiguous(), freqs_cis.contiguous(), kv_cache, slots.contiguous(), queries
-        sizes = rows, n_heads, n_kv_heads, head_dim, kv_cache.shape[1] * kv_cache.shape[2]
+        sizes = rows, n_heads, n_kv_heads, head_dim, *kv_cache.shape[1:3]
         native.call("rope_and_store_bf16", *tensors, *sizes, kv_format)
         return queries
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)

@@ -20,7 +20,7 @@ from llama import ModelArgs, Transformer
 from llama.engine.core import PAGE_SIZE
 from llama.engine.graphs import DecodeGraphs
 from llama.model.plan import LayerPlan
-from llama.ops.kv_cache import ON_GPU
+from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
 
 _SMALL_S = 2.5e-6  # of a kernel that is neither a product nor attention, with its start
@@ -110,7 +110,7 @@ def table() -> list[str]:
     ]  # fmt: skip
     for rows, context, kv_format in _STEPS:
         contexts = [context] * rows
-        plan = LayerPlan.of(args, 1, ON_GPU[kv_format])
+        plan = LayerPlan.of(args, 1, FORMATS[kv_format])
         held = sum(contexts) * plan.kv_bytes_per_token(torch.bfloat16)
         two, three = launches(rows, 2), launches(rows, 3)
         number = two + (three - two) * (args.n_layers - 2)

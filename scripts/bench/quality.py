@@ -24,7 +24,7 @@ from llama.ops.kv_cache import FORMATS as KV_FORMATS
 from llama.weights import QUANTIZED
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
-_CACHES = {f"kv_{name}": name for name in KV_FORMATS}  # of a model in bf16
+_CACHES = {f"kv_{name}": name for name in KV_FORMATS if name}  # of a model in bf16
 _KNOWN = (*QUANTIZED, *_CACHES)
 _COLUMNS: list[Column] = [
     ("weights", "weights", ""), ("GB", "gb", ".3f"), ("perplexity", "perplexity", ".3f"),

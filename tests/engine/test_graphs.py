@@ -25,7 +25,7 @@ from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Linear
 from llama.ops.batch import Batch
-from llama.ops.kv_cache import ON_GPU
+from llama.ops.kv_cache import FORMATS
 from llama.ops.triton import kernels, selfcheck
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ops.triton.selfcheck import JOB, Job
@@ -497,7 +497,7 @@ def in_format(name: str) -> Transformer:
         dim=128, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=512, multiple_of=128,
         max_seq_len=64, max_batch_size=7,
     )  # fmt: skip
-    made = Transformer(args, kv_format=ON_GPU["int8" if name == "cache" else None])
+    made = Transformer(args, kv_format=FORMATS["int8" if name == "cache" else None])
     torch.manual_seed(0)
     for weight in made.parameters():
         weight.data.normal_(0, 0.3 if weight.dim() > 1 else 1.0)

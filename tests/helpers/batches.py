@@ -1,4 +1,4 @@
-"""A `Batch` for attention alone: of tokens that go nowhere and want no logits."""
+"""A `Batch` for attention alone: of tokens that go nowhere and want no logits; and a KV cache."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import FORMATS
 
 
 def batch_of(
@@ -22,3 +23,13 @@ def batch_of(
     return Batch(
         none, none, page_table, starts, lens, none, list(query_lens_cpu), list(seq_lens_cpu)
     )
+
+
+def in_8_bits(kv_cache: Tensor) -> Tensor:
+    """A cache (..., P, S, K, D) of plain numbers -> (..., P, S, K, W) of those in 8 bits."""
+    *sizes, p, s, k, d = kv_cache.shape
+    width, dtype = FORMATS["int8"].row(d, kv_cache.dtype)
+    packed = torch.zeros(*sizes, p, s, k, width, dtype=dtype)
+    for plane, numbers in zip(packed.flatten(0, -5), kv_cache.flatten(0, -5), strict=True):
+        FORMATS["int8"].store(plane, torch.arange(p * s), numbers.flatten(0, 1))
+    return packed

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.batches import batch_of
+from helpers.batches import batch_of, in_8_bits
 from llama.ops import attention
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.kv_cache import FORMATS
+from llama.ops.triton.selfcheck import numbers_of
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)
@@ -132,13 +132,13 @@ def test_paged_attention_is_attention(kernels, number, size):
 
 
 @functools.cache
-def in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
+def cased_in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
     """A case whose cache holds whole numbers, and the exact answer of what they stand for."""
-    case, kv_format = case_of(number, 1), FORMATS["int8"]
-    rows = kv_format.pack(case.kv_cache)
-    case.kv_cache = kv_format.unpack(rows, torch.float64)
+    case = case_of(number, 1)
+    held, sizes = in_8_bits(case.kv_cache), case.kv_cache.shape
+    case.kv_cache = numbers_of(held).view(sizes)
     known = case.exact()
-    case.kv_cache = rows
+    case.kv_cache = held
     return case, known
 
 
@@ -146,7 +146,7 @@ def in_8_bits(number: int) -> tuple[Case, tuple[Tensor, Tensor]]:
 def test_a_cache_in_8_bits(kernels, number):
     """Nothing is rounded that the cache has not rounded; a query alone has the bytes that it has in
     a batch and in a prefill."""
-    case, known = in_8_bits(number)
+    case, known = cased_in_8_bits(number)
     whole = case.run()
     check(case, whole, loss_of(kernels), known)
     for row, seq, length in case.rows()[::9] + case.rows()[-1:]:
@@ -155,7 +155,7 @@ def test_a_cache_in_8_bits(kernels, number):
 
 def test_a_cache_in_8_bits_for_the_torch_body(no_kernels):
     for number in (2, 4):
-        case, known = in_8_bits(number)
+        case, known = cased_in_8_bits(number)
         check(case, case.run(), 1 / 64, known)
 
 
@@ -189,16 +189,16 @@ def check_unseen(dtype: torch.dtype) -> None:
     """Slots past the end, pages of nobody and those of a neighbour hold what was there last, NaN
     in the worst case."""
     case = Case([37, 256, 300], [1, 1, 20])
-    pack = FORMATS["int8"].pack if dtype is torch.int8 else lambda x: x.to(dtype)
+    pack = in_8_bits if dtype is torch.int8 else lambda x: x.to(dtype)
     case.queries = case.queries.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
     plain, case.kv_cache = case.kv_cache, pack(case.kv_cache)
-    clean, before = case.kv_cache, case.run()
+    before = case.run()
     seen = [case.slots(seq, n) for seq, n in enumerate(case.batch.seq_lens_cpu)]
     for worst in (float("nan"), float("inf")):
         for kept in (seen, seen[:2]):  # the third sequence has come to NaN as well
-            case.kv_cache = pack(torch.full_like(plain, worst))
-            slots = torch.cat(kept)
-            case.kv_cache.flatten(1, 2)[:, slots] = clean.flatten(1, 2)[:, slots]
+            mixed, slots = torch.full_like(plain, worst), torch.cat(kept)
+            mixed.flatten(1, 2)[:, slots] = plain.flatten(1, 2)[:, slots]
+            case.kv_cache = pack(mixed)
             rows = 22 if kept is seen else 2
             assert torch.equal(case.run()[:rows], before[:rows]), (worst, rows)
 

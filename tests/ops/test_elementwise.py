@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.batches import batch_of
+from helpers.batches import batch_of, in_8_bits
 from llama.ops.attention import paged_attention
 from llama.ops.cpu import native
-from llama.ops.kv_cache import FORMATS
+from llama.ops.kv_cache import counted
 from llama.ops.norm import rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
@@ -115,29 +115,26 @@ def test_rope_and_store(kernels, monkeypatch, count, head_dim):
 def test_a_store_in_8_bits(kernels, count, head_dim):
     """The bytes of the definition, of keys and values as they would be in bf16; no other slot is
     touched. Rows of zeros, tiny and huge numbers among them."""
-    rope, pack = Rope(count, head_dim), FORMATS["int8"].pack
+    rope = Rope(count, head_dim)
     for row, size in enumerate((0.0, 2.0**-120, 3e36)):
         rope.qkv[row] *= size
     queries, plain = rope.run()
-    rope.kv_cache = pack(rope.kv_cache)
+    rope.kv_cache = in_8_bits(rope.kv_cache)
     found_queries, found = rope.run()
-    wanted = rope.kv_cache.flatten(1, 2)
-    wanted[:, rope.slots] = pack(plain.flatten(1, 2)[:, rope.slots])
-    assert same(found_queries, queries) and torch.equal(found.flatten(1, 2), wanted)
+    assert same(found_queries, queries) and torch.equal(found, in_8_bits(plain))
 
 
 def test_numbers_in_8_bits_are_off_by_half_a_unit():
-    kv_format = FORMATS["int8"]
     x = numbers(40, 3, 64) * torch.logspace(-25, 30, 40)[:, None, None].bfloat16()
-    rows = kv_format.pack(x)
-    found, largest = kv_format.unpack(rows, torch.float64), x.double().abs().amax(-1, keepdim=True)
+    whole, units = counted(x)
+    found, largest = whole * units.double(), x.double().abs().amax(-1, keepdim=True)
     assert ((found - x.double()).abs() <= largest / 127 * 0.503).all()  # the unit is a bf16
-    assert torch.equal(kv_format.pack(found.float()), rows)
-    assert not kv_format.unpack(kv_format.pack(torch.zeros(2, 32)), torch.float32).any()
+    again = counted(found.float())
+    assert torch.equal(again[0], whole) and torch.equal(again[1], units)
+    whole, units = counted(torch.zeros(2, 32))
+    assert not whole.any() and units.isfinite().all()
     x[0, 0, 5] = float("nan")
-    assert kv_format.unpack(kv_format.pack(x), torch.float32).isnan().any(
-        -1
-    ).nonzero().tolist() == [[0, 0]]
+    assert counted(x)[1].isnan().nonzero().tolist() == [[0, 0, 0]]
 
 
 def test_torch_bodies(no_kernels, device):

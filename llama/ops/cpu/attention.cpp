@@ -75,15 +75,21 @@ void pack_rows(const Call& call, const Block& block, Pair* to) {
   }
 }
 
-// Offsets in bytes of the keys of positions begin to end, and of their values, for one kv head.
-void find_keys(const Call& call, const Block& block, long begin, long end, long* offsets) {
-  const long row_bytes = kv_row_bytes(call.dim, call.kv_format), stride = call.kv_heads * row_bytes;
+// Offsets in bytes of the keys of positions begin to end, and of their values, for one kv head; and
+// of their units, where there is room for them.
+void find_keys(const Call& call, const Block& block, long begin, long end, long* offsets,
+               long* units) {
+  const long rows = call.page_size * call.kv_heads, head = block.kv_head;
+  const long page_bytes = rows * kv_row_bytes(call.dim, call.kv_format);
+  const long row_bytes = call.dim * kv_number_bytes(call.kv_format);
   const int64_t* pages = call.table + block.seq * call.pages_each;
   while (begin < end) {
-    const long slot = begin % call.page_size, first = pages[begin / call.page_size];
+    const long slot = begin % call.page_size, page = pages[begin / call.page_size] * page_bytes;
     const long count = std::min(call.page_size - slot, end - begin);
-    long at = (first * call.page_size + slot) * stride + block.kv_head * row_bytes;
-    for (long i = 0; i < count; i++, at += stride) *offsets++ = at;
+    for (long i = slot; i < slot + count; i++)
+      *offsets++ = page + (i * call.kv_heads + head) * row_bytes;
+    for (long i = slot; units && i < slot + count; i++)
+      *units++ = page + rows * row_bytes + 2 * (head * call.page_size + i);
     begin += count;
   }
 }
@@ -101,7 +107,7 @@ void transpose(Words (&rows)[LANES]) {
   }
 }
 
-// What the numbers of a row are: bf16 as they are, or whole numbers of its unit, which are bf16 too.
+// What the numbers of a row are: bf16 as they are, or whole numbers of its unit, a bf16 as well.
 // A key's unit multiplies its scores, a value's its weights.
 struct Bf16Row {
   static constexpr bool HAS_UNIT = false;
@@ -117,8 +123,8 @@ struct Int8Row {
   }
 };
 
-void load_units(const char* rows, const long* offsets, long begin, long end, long dim, float* to) {
-  for (long key = begin; key < end; key++) to[key] = widen(load<uint16_t>(rows + offsets[key] + dim));
+void load_units(const char* pages, const long* offsets, long begin, long end, float* to) {
+  for (long key = begin; key < end; key++) to[key] = widen(load<uint16_t>(pages + offsets[key]));
 }
 
 void multiply(float* row, const float* units, long count) {
@@ -253,18 +259,18 @@ template <class Row>
 void attend_to(const Call& call, const Block& block, const Pair* queries, long split, float* out) {
   const long dim = call.dim, begin = split * SPLIT;
   const long end = std::min(begin + SPLIT, num_visible(call, block, block.rows - 1));
-  const long count = end - begin, row_bytes = kv_row_bytes(dim, call.kv_format);
+  const long count = end - begin, row_bytes = dim * kv_number_bytes(call.kv_format);
   const Parts tiles(block.rows, ROWS);
-  long offsets[SPLIT];
+  long offsets[SPLIT], unit_offsets[Row::HAS_UNIT ? SPLIT : 1];
   alignas(64) float scores[M_BLOCK * SPLIT], units[Row::HAS_UNIT ? SPLIT : 1] = {};
-  find_keys(call, block, begin, end, offsets);
+  find_keys(call, block, begin, end, offsets, Row::HAS_UNIT ? unit_offsets : nullptr);
   for (long key = 0; key < PREFETCH_KEYS; key += KEYS)
     fetch(call.keys, offsets, key, count, row_bytes);
   for (long key = 0; key < count; key += KEYS) {
     Words keys_t[MAX_HEAD_DIM];
     transpose_keys<Row>(call.keys, offsets + key, count - key, dim, keys_t);
     if (Row::HAS_UNIT)
-      load_units(call.keys, offsets, key, std::min(key + KEYS, count), dim, units);
+      load_units(call.keys, unit_offsets, key, std::min(key + KEYS, count), units);
     fetch(call.keys, offsets, key + PREFETCH_KEYS, count, row_bytes);
     fetch(call.values, offsets, key, count, row_bytes);
     for (long tile = 0; tile < tiles.count; tile++) {
@@ -274,7 +280,7 @@ void attend_to(const Call& call, const Block& block, const Pair* queries, long s
     }
   }
   alignas(64) float value_units[Row::HAS_UNIT ? SPLIT : 1] = {};
-  if (Row::HAS_UNIT) load_units(call.values, offsets, 0, count, dim, value_units);
+  if (Row::HAS_UNIT) load_units(call.values, unit_offsets, 0, count, value_units);
   for (long r = 0; r < block.rows; r++) {
     float* partial = out + r * (dim + 2);
     if (Row::HAS_UNIT) multiply(scores + r * SPLIT, units, count);
@@ -444,7 +450,7 @@ long attention_workspace(const int64_t* query_starts, const int64_t* seq_lens, l
   return attention_bytes(call);
 }
 
-// queries and out (T, H, D), kv_pages (2, P, S, K) rows, table (B, M), query_starts (B + 1),
+// queries and out (T, H, D), kv_pages two times P pages, table (B, M), query_starts (B + 1),
 // seq_lens (B).
 void paged_attention_bf16(const uint16_t* queries, const char* kv_pages, const int64_t* table,
                           const int64_t* query_starts, const int64_t* seq_lens, uint16_t* out,

@@ -43,7 +43,7 @@ constexpr long MAX_HEAD_DIM = 256;  // as in attention.py
 
 // D bf16 -> whole numbers from -127 to 127, and the unit that they count, a bf16. The largest
 // magnitude is found among bits, where NaN is above all.
-void quantize(const uint16_t* from, char* to, long dim) {
+void quantize(const uint16_t* from, char* to, char* unit_to, long dim) {
   Words top = {};
   for (long i = 0; i < dim; i += STEP) {
     const Words words = load<Words>(from + i);
@@ -55,7 +55,7 @@ void quantize(const uint16_t* from, char* to, long dim) {
   for (int i = 0; i < LANES; i++) bits = std::max(bits, (uint32_t)top[i]);
   const float exact = widen(bits >> 16) / 127, least = 0x1p-100f;
   const uint16_t unit = to_bf16(exact < least ? least : exact);
-  std::memcpy(to + dim, &unit, 2);
+  std::memcpy(unit_to, &unit, 2);
   for (long i = 0; i < dim; i += STEP) {
     const Words words = load<Words>(from + i);
     const Floats first = first_of(words) / widen(unit), second = second_of(words) / widen(unit);
@@ -132,8 +132,12 @@ void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long widt
 void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, int64_t slot,
                     uint16_t* queries, const Heads& heads) {
   const long q = heads.queries * heads.dim, kv = heads.kv * heads.dim;
-  const long row_bytes = kv_row_bytes(heads.dim, heads.kv_format), bytes = heads.kv * row_bytes;
-  char *keys = pages + slot * bytes, *values = keys + heads.num_slots * bytes;
+  const long rows = heads.page_size * heads.kv, page = slot / heads.page_size;
+  const long page_bytes = rows * kv_row_bytes(heads.dim, heads.kv_format);
+  const long row_bytes = heads.dim * kv_number_bytes(heads.kv_format);
+  slot %= heads.page_size, pages += page * page_bytes;
+  char *keys = pages + slot * heads.kv * row_bytes, *units = pages + rows * row_bytes;
+  char* values = keys + heads.num_pages * page_bytes;
   apply_rope(qkv, freqs_cis, queries, heads.queries, heads.dim);
   if (heads.kv_format == KV_BF16) {
     apply_rope(qkv + q, freqs_cis, (uint16_t*)keys, heads.kv, heads.dim);
@@ -144,8 +148,9 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
     const uint16_t* key = qkv + q + head * heads.dim;
     uint16_t rotated[MAX_HEAD_DIM];
     apply_rope(key, freqs_cis, rotated, 1, heads.dim);
-    quantize(rotated, keys + head * row_bytes, heads.dim);
-    quantize(key + kv, values + head * row_bytes, heads.dim);
+    char* unit = units + 2 * (head * heads.page_size + slot);
+    quantize(rotated, keys + head * row_bytes, unit, heads.dim);
+    quantize(key + kv, values + head * row_bytes, unit + heads.num_pages * page_bytes, heads.dim);
   }
 }
 
@@ -169,14 +174,16 @@ void silu_mul_bf16(const uint16_t* x, uint16_t* out, long rows, long width, int 
 }
 
 // qkv (rows, heads + 2 * kv_heads, dim), freqs_cis (rows, dim / 2, 2), slots (rows),
-// pages (2, num_slots, kv_heads) rows, queries (rows, heads, dim).
+// pages two times num_pages, queries (rows, heads, dim).
 void rope_and_store_bf16(const uint16_t* qkv, const float* freqs_cis, char* pages,
                          const int64_t* slots, uint16_t* queries, long rows, long heads,
-                         long kv_heads, long dim, long num_slots, long kv_format, int threads) {
+                         long kv_heads, long dim, long num_pages, long page_size, long kv_format,
+                         int threads) {
   const long width = heads * dim, all = width + 2 * kv_heads * dim;
 #pragma omp parallel for num_threads(threads) if (rows * all >= MIN_PARALLEL_WORK)
   for (long row = 0; row < rows; row++)
     rope_and_store(qkv + row * all, freqs_cis + row * dim, pages, slots[row],
-                   queries + row * width, {heads, kv_heads, dim, num_slots, (KvFormat)kv_format});
+                   queries + row * width,
+                   {heads, kv_heads, dim, num_pages, page_size, (KvFormat)kv_format});
 }
 }

@@ -11,14 +11,15 @@ void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long widt
 // Sylvester's Hadamard matrix over sqrt(width), a power of two; with room for so many floats.
 void hadamard(const uint16_t* x, float* room, uint16_t* out, long width);
 
-// A row of the KV cache, of one token and kv head, as kv_cache.py defines it: D bf16; or D whole
-// numbers of one byte and then their unit, a bf16.
+// A page of the KV cache, as kv_cache.py defines it: (S, K, D) bf16; or so many whole numbers of one
+// byte, and then the units (K, S) that they count, bf16.
 enum KvFormat { KV_BF16, KV_INT8 };
+inline long kv_number_bytes(KvFormat format) { return format == KV_INT8 ? 1 : 2; }
 inline long kv_row_bytes(long dim, KvFormat format) { return format == KV_INT8 ? dim + 2 : 2 * dim; }
 
 struct Heads {
-  long queries, kv, dim;  // how many of each, and the numbers of one
-  long num_slots;         // of the pages: from a key to its value
+  long queries, kv, dim;      // how many of each, and the numbers of one
+  long num_pages, page_size;  // of the cache
   KvFormat kv_format;
 };
 
@@ -87,7 +88,7 @@ void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace)
 // attention.cpp; the legend of the letters is in attention.py.
 struct Attention {
   const uint16_t* queries;     // (T, H, D)
-  const char *keys, *values;   // (P, S, K) rows each
+  const char *keys, *values;   // P pages each
   uint16_t* out;               // (T, H, D)
   const int64_t *table, *query_starts, *seq_lens;
   char* workspace;

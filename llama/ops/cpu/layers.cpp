@@ -76,10 +76,9 @@ void run_attention(Worker& member, const Call& call, long l) {
   const Scratch& s = call.scratch;
   const long rows = call.sizes.rows, dim = call.sizes.dim;
   Attention a = call.attention;
-  const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages * a.page_size,
-                       a.kv_format};
+  const Heads heads = {a.heads, a.kv_heads, a.dim, call.sizes.num_pages, a.page_size, a.kv_format};
   const long q = a.heads * a.dim, all = q + 2 * a.kv_heads * a.dim;
-  const long half = heads.num_slots * a.kv_heads * kv_row_bytes(a.dim, a.kv_format);
+  const long half = heads.num_pages * a.page_size * a.kv_heads * kv_row_bytes(a.dim, a.kv_format);
   char* pages = call.kv_cache + 2 * half * l;
   a.keys = pages, a.values = pages + half;
   linear(member, {call.x, rows, layer.attention_norm, call.eps}, {layer.wqkv, all, dim},

@@ -169,7 +169,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "paged_attention_bf16": (None, (_BF16, Tensor, *[_I64] * 3, _BF16, _U8, *[int] * 8, float)),
     "rms_norm_bf16": (None, (_BF16, _BF16, _BF16, int, int, float)),
     "silu_mul_bf16": (None, (_BF16, _BF16, int, int)),
-    "rope_and_store_bf16": (None, (_BF16, torch.complex64, Tensor, _I64, _BF16, *[int] * 6)),
+    "rope_and_store_bf16": (None, (_BF16, torch.complex64, Tensor, _I64, _BF16, *[int] * 7)),
     "pack_workspace": (int, (int, int)),
     "pack_bf16": (int, (_BF16, _U8, int, int, int)),
     "pack_rows": (None, (_BF16, Tensor, _F32, _U8, int, int)),

@@ -35,7 +35,7 @@ from torch import Tensor
 from llama.device import DTYPES, available_cores
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.kv_cache import ON_GPU, format_of
+from llama.ops.kv_cache import FORMATS, format_of
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
@@ -136,7 +136,7 @@ class Cases:
         return values.to(dtype or self.dtype)
 
     def _cache(self, num_pages: int) -> Tensor:
-        job, kv_format = self.job, ON_GPU[self.job.kv_format]
+        job, kv_format = self.job, FORMATS[self.job.kv_format]
         width, dtype = kv_format.row(job.head_dim, self.dtype)
         sizes = 2, num_pages, job.page_size, job.n_kv_heads, width
         return filled(
@@ -361,7 +361,7 @@ def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
         right = _results(case.op, wide)
     else:
         right = _results(case.op, case.inputs)
-    in_8_bits = any(isinstance(x, Tensor) and x.dtype is torch.uint8 for x in case.inputs)
+    in_8_bits = any(isinstance(x, Tensor) and format_of(x).name for x in case.inputs)
     allowed = _TOLERANCES[dtype] + in_8_bits * 2**-7  # or a number falls to the next unit
     for i, (x, exact) in enumerate(zip(found, right, strict=True)):
         if not x.is_floating_point():

@@ -53,7 +53,7 @@ class Case:
         """The cache, and the numbers, in 8 bits; bytes of what is NaN stand for NaN."""
         kv_format, dtype = pick_kv_format("int8", torch.device("cuda")), self.kv_cache.dtype
         (*sizes, head_dim), slots = self.kv_cache.shape, torch.arange(numbers.shape[1])
-        self.kv_cache = torch.full((*sizes, kv_format.row(head_dim, dtype)[0]), 255).byte()
+        self.kv_cache = torch.full((*sizes, kv_format.row(head_dim, dtype)[0]), -1).char()
         for plane, x in zip(self.kv_cache, numbers, strict=True):
             is_there = ~x.isnan().flatten(1).any(1)
             kv_format.store(plane, slots[is_there], x[is_there])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from helpers.kernels import INTERPRETED
-from llama.ops.kv_cache import ON_GPU
+from llama.ops.kv_cache import FORMATS
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.swiglu import silu_mul
@@ -94,9 +94,9 @@ def test_a_store_in_8_bits_hides_no_nan(both):
     freqs_cis, slots = precompute_freqs_cis(16, 2, 5e5, None), torch.tensor([3, 1])
 
     def run(kernels: KernelSet) -> Tensor:
-        kv_cache = torch.zeros(2, 1, 4, 1, 18, dtype=torch.uint8)
+        kv_cache = torch.zeros(2, 1, 4, 1, 18, dtype=torch.int8)
         rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels)
-        return ON_GPU["int8"].load(kv_cache[1], slots, torch.float32).isnan().flatten(1)
+        return FORMATS["int8"].load(kv_cache[1], slots, torch.float32).isnan().flatten(1)
 
     for found in both(run):
         assert found.all(1).tolist() == [True, False] and not found[1].any()
@@ -114,7 +114,7 @@ def test_a_store_in_8_bits(both, dtype, n_kv_heads, head_dim):
     before = torch.arange(2 * 24 * n_kv_heads * (head_dim + 2)) % 251
 
     def run(kernels: KernelSet) -> tuple[Tensor, Tensor]:
-        kv_cache = before.byte().view(2, 6, 4, n_kv_heads, head_dim + 2)
+        kv_cache = before.char().view(2, 6, 4, n_kv_heads, head_dim + 2)
         return rope_and_store(qkv, freqs_cis, kv_cache, slots, kernels), kv_cache
 
     got, want = both(run)
