@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+from pathlib import Path
 from typing import Never
 
 from llama.checkpoint.downloads import hub_cache, model_folder, repository
@@ -33,9 +34,14 @@ def download(options: argparse.Namespace) -> int:
     with extra("download", "llama download"):
         from huggingface_hub import errors
     hub, repo = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), repository(options.name)
-    signal.signal(signal.SIGINT, functools.partial(_stop, repo))
+    parts = hub_cache() / f"models--{repo.replace('/', '--')}" / "blobs"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, functools.partial(_stop, parts))
     try:
         place = _fetch(repo, hub, options.file)
+        for part in parts.glob("*.incomplete"):  # of a process that was killed
+            if part.with_name(part.name.partition(".")[0]).exists():
+                part.unlink(missing_ok=True)
     except (OSError, errors.HTTPError) as e:  # HTTPError: of its HTTP library
         why = str(getattr(e, "server_message", None) or e.__cause__ or e).partition("\n")[0]
         if isinstance(e, errors.GatedRepoError):
@@ -48,9 +54,10 @@ def download(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stop(repo: str, number: int, _: object) -> Never:
-    """At once: the package's threads would go on to the ends of their files, or leave parts."""
-    for part in hub_cache().glob(f"models--{repo.replace('/', '--')}/blobs/*.incomplete"):
+def _stop(folder: Path, number: int, _: object) -> Never:
+    """At once: the package's threads would go on to the ends of their files. Nobody goes on from
+    their parts, whose names are of one process."""
+    for part in folder.glob("*.incomplete"):
         part.unlink(missing_ok=True)
     os._exit(128 + number)
 

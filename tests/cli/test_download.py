@@ -52,11 +52,12 @@ def hub(files, tmp_path, monkeypatch) -> Iterator[Hub]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # read at its import
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with run_hub(Hub(REPO, files)) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         yield running
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def here(repo: str = REPO) -> set[str]:
@@ -182,8 +183,10 @@ def test_no_room_no_weights_no_package(hub, monkeypatch, capfd):
     assert not hub.sent
 
 
-def test_ctrl_c_ends_it_at_once_and_leaves_no_part(hub):
-    """The package's threads would go on for hours, or leave gigabytes of parts."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_it_at_once_and_the_next_download_leaves_no_part(hub, files, number):
+    """The package's threads would go on for hours, or leave gigabytes of parts, which no other
+    process goes on from. Of SIGKILL they stay, until the file has come."""
     hub.held = {"model.safetensors": 5_000_000}
     process = subprocess.Popen(
         [sys.executable, "-m", "llama", "download", NAME], env=environment(), stderr=subprocess.PIPE
@@ -191,9 +194,14 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_part(hub):
     parts = hub_cache() / f"models--meta-llama--{NAME}" / "blobs"
     wait_until(lambda: ("model.safetensors", 0) in hub.sent)
     assert list(parts.glob("*.incomplete"))
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate(timeout=20)
-    assert process.returncode == 130 and not list(parts.glob("*.incomplete"))
+    is_killed = number == signal.SIGKILL
+    assert process.returncode == (-9 if is_killed else 128 + number)
+    assert any(parts.glob("*.incomplete")) == is_killed
+    hub.held = {}
+    assert main(["download", NAME]) == 0 and not list(parts.glob("*.incomplete"))
+    assert (model_folder(NAME) / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
 @pytest.mark.parametrize(
