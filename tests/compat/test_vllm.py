@@ -192,14 +192,18 @@ def test_beam_search_is_that_of_llama(llm):
     wanted = llm.llama.beam_search(["The cat", "One"], 3, 10, length_penalty=0.5)
     prompts = ["The cat", {"prompt": "One"}]
     outputs = llm.beam_search(prompts, BeamSearchParams(3, 10, length_penalty=0.5))
-    for output, beams in zip(outputs, wanted, strict=True):
-        assert [answer.text for answer in output.outputs] == [b["generation"] for b in beams]
-    assert [answer.finish_reason for answer in outputs[0].outputs[:2]] == ["stop"] * 2
-    best = outputs[0].outputs[0]
-    length = len(best.token_ids) + 1  # the stop token counts, and is left out
-    assert best.cumulative_logprob == pytest.approx(wanted[0][0]["score"] * length**0.5)
+    for text, output, beams in zip(["The cat", "One"], outputs, wanted, strict=True):
+        prompt = llm.tokenizer.encode(text)
+        texts = [text + beam["generation"] for beam in beams]
+        assert [sequence.text for sequence in output.sequences] == texts
+        assert all(x.tokens[: len(prompt)] == prompt for x in output.sequences)
+        # The stop token counts for the score, and is left out.
+        for sequence, beam in zip(output.sequences, beams, strict=True):
+            length = len(sequence.tokens) - len(prompt) + (sequence.finish_reason == "stop")
+            assert sequence.cum_logprob == pytest.approx(beam["score"] * length**0.5)
+    assert [x.finish_reason for x in outputs[0].sequences[:2]] == ["stop"] * 2
     (one,) = llm.beam_search("The cat", BeamSearchParams(3, 10, length_penalty=0.5))
-    assert one.outputs[0].token_ids == best.token_ids and one.prompt == "The cat"
+    assert one.sequences[0].tokens == outputs[0].sequences[0].tokens
 
 
 def test_an_engine_is_stepped_by_its_client(engine, shared_llama):

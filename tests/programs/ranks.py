@@ -405,14 +405,16 @@ def vllm_client(folder: str, prompts: list[str], size: int) -> list:
     )
     loaded[folder] = llm.llama
     asked = vllm.SamplingParams(temperature=0.9, seed=3, max_tokens=6, ignore_eos=True)
-    outputs = llm.generate(prompts, asked)
+    ids = [output.outputs[0].token_ids for output in llm.generate(prompts, asked)]
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), prompt, asked)
     llm.llm_engine.step()
-    outputs += llm.beam_search(prompts[1], vllm.BeamSearchParams(beam_width=2, max_tokens=4))
+    (beams,) = llm.beam_search(prompts[1], vllm.BeamSearchParams(beam_width=2, max_tokens=4))
+    ids.append(beams.sequences[0].tokens)
     while llm.llm_engine.has_unfinished_requests():
-        outputs += [output for output in llm.llm_engine.step() if output.finished]
-    return [output.outputs[0].token_ids for output in outputs]
+        ended = [output for output in llm.llm_engine.step() if output.finished]
+        ids += [output.outputs[0].token_ids for output in ended]
+    return ids
 
 
 def vllm_bad_request(folder: str, bad_rank: int) -> None:

@@ -163,7 +163,5 @@ def _tokenizer_file(tokenizer: str | None, model: str) -> str | None:
     """Hosts name a folder; `Llama.build` takes the file."""
     if tokenizer is None or str(tokenizer) == str(model):
         return None
-    for name in ("tokenizer.model", "tokenizer.json"):
-        if (Path(tokenizer) / name).is_file():
-            return str(Path(tokenizer) / name)
-    return tokenizer
+    files = [Path(tokenizer, name) for name in ("tokenizer.model", "tokenizer.json")]
+    return str(next(filter(Path.is_file, files), tokenizer))

@@ -5,6 +5,7 @@ They translate: the engine of `llama.requests` computes.
 
 import asyncio
 import contextlib
+import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from llama.compat.vllm.vllm_params import (
     SamplingParams,
     refuse,
 )
-from llama.compat.vllm.vllm_request import RequestOutput, VllmRequest
+from llama.compat.vllm.vllm_request import BeamSearchOutput, RequestOutput, VllmRequest
 from llama.generation import Llama
 from llama.prompts import ToolFormat
 from llama.requests import async_engine
@@ -114,7 +115,7 @@ class LLM(EngineFrontend):
         args = EngineArgs(model, **engine_args)
         super().__init__(args.build(), args)
         self.llm_engine = LLMEngine(self.llama, args)
-        self._num_requests = 0
+        self._names = map(str, itertools.count())
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
@@ -162,8 +163,8 @@ class LLM(EngineFrontend):
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, **others: Any
-    ) -> list[RequestOutput]:
-        """The beam_width best continuations of each prompt, as the outputs of one request."""
+    ) -> list[BeamSearchOutput]:
+        """The beam_width best continuations of each prompt."""
         refuse("LLM.beam_search", others, {"use_tqdm": (False, True)})
         asked = SamplingParams(
             temperature=0.0,
@@ -202,9 +203,8 @@ class LLM(EngineFrontend):
         if len(each) != len(prompts):
             words = f"{len(prompts)} prompts and {len(each)} sampling_params: give as many"
             raise ValueError(words)
-        first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
         for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
-            made.append(self.make_request(str(first + i), prompt, asked, i))
+            made.append(self.make_request(next(self._names), prompt, asked, i))
         yield from made
 
 

@@ -55,6 +55,23 @@ class RequestOutput:
     num_cached_tokens: int | None = None
 
 
+@dataclass
+class BeamSearchSequence:
+    """A beam: tokens and text with the prompt's; the token that stopped it is in cum_logprob."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str
+    finish_reason: str | None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 @dataclass(eq=False, kw_only=True)
 class VllmRequest(engine.Request):
     """A request as vLLM's clients see it."""
@@ -83,16 +100,16 @@ class VllmRequest(engine.Request):
             num_cached_tokens=output.usage.cached_tokens,
         )
 
-    def of_beams(self, beams: list[Beam]) -> RequestOutput:
-        """The beams, as the one output of a beam search."""
-        skips, first = self.params.skip_special_tokens, self.answers[0].sequence
-        answers = []
-        for i, beam in enumerate(beams):
-            text = self.tokenizer.decode(beam.tokens, skip_special_tokens=skips)
-            answers.append(
-                CompletionOutput(i, text, beam.tokens, beam.logprob, None, beam.finish_reason)
-            )
-        return RequestOutput(self.name, self.prompt, first.tokens, None, answers, True)
+    def of_beams(self, beams: list[Beam]) -> BeamSearchOutput:
+        """The beams of a search that this request was the prompt of."""
+        skips, prompt = self.params.skip_special_tokens, self.answers[0].sequence.tokens
+
+        def sequence(beam: Beam) -> BeamSearchSequence:
+            ids = prompt + beam.tokens
+            text = self.tokenizer.decode(ids, skip_special_tokens=skips)
+            return BeamSearchSequence(ids, beam.logprob, text, beam.finish_reason)
+
+        return BeamSearchOutput(list(map(sequence, beams)))
 
     def _answer(self, answer: engine.CompletionOutput, error: str | None) -> CompletionOutput:
         reason, text, cumulative = answer.stop_reason, answer.text, answer.cumulative_logprob
