@@ -33,12 +33,13 @@ def serve(options: argparse.Namespace) -> int:
         if LISTENER_FD not in os.environ:
             return _start_in_background(options)
         inherited = InheritedSocket(options.idle_minutes)
+    SIGNALS.end_in_order()
     name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
-    llama = server = None
-    if global_rank() == 0:
-        if not _has_model(options):
-            llama = load(options)  # says what is wrong, on every rank alike
-        server = _listen(options, name, inherited)
+    from llama.checkpoint.find import find
+
+    found = find(options.ckpt_dir or demo_dir())  # says what is wrong, on every rank alike
+    _ = options.tokenizer_path or found.tokenizer_path()
+    server = None if global_rank() else _listen(options, name, inherited)
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         finish_on_signal(options.drain_s)
@@ -48,7 +49,7 @@ def serve(options: argparse.Namespace) -> int:
             server.start()
             url = inherited.url if inherited else _url(options.host, server.port)
             say(f"listening on {url}; loading {name}")
-        llama = llama or load(options)
+        llama = load(options)
         remedy = "and start a server for each replica"
         check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
         SIGNALS.has_begun = True  # on every rank
@@ -82,17 +83,6 @@ def _start_in_background(options: argparse.Namespace) -> int:
     with resident_server(options, given, is_new=True) as url:
         print(url)
     return 0
-
-
-def _has_model(options: argparse.Namespace) -> bool:
-    """Whether a model is there to be loaded, so that one may listen for it."""
-    from llama.checkpoint.find import find
-
-    try:
-        found = find(options.ckpt_dir or demo_dir())
-        return bool(options.tokenizer_path or found.tokenizer_path())
-    except (OSError, ValueError):
-        return False
 
 
 def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket | None) -> Any:

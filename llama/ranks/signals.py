@@ -27,6 +27,7 @@ class Signals:
         # seconds later; a second signal ends it at once. None: the first one does.
         self.drain_s: float | None = None
         self.has_begun = False  # what it runs; before that, there is nothing to finish
+        self.is_server = False  # then a SIGTERM before that is an end in order
         self.on_stop: Callable[[], None] | None = None  # for a main thread that waits for input
         self._write_end = -1
         self._before: dict[int, object] = {}
@@ -46,8 +47,13 @@ class Signals:
             (signal.SIGINT, signal.default_int_handler),
         ):
             is_wanted = number == signal.SIGTERM or self.drain_s is not None
-            if is_wanted and signal.getsignal(number) == default:
+            if is_wanted and signal.getsignal(number) in (default, self._handle):
                 self._before[number] = signal.signal(number, self._handle)
+
+    def end_in_order(self) -> None:
+        """For a server: SIGTERM ends it with code 0 while it loads; it has nothing to finish."""
+        self.is_server = True
+        signal.signal(signal.SIGTERM, self._handle)
 
     def restore(self) -> None:
         """Give the signals back, as they were."""
@@ -111,6 +117,8 @@ class Signals:
         """The main thread is out of C++: of use where an event loop took the wake-up pipe."""
         if self._write_end >= 0:
             os.write(self._write_end, bytes([number]))
+        elif self.is_server:
+            os._exit(0)
         if self.on_stop is not None:
             self.on_stop()
 

@@ -316,8 +316,9 @@ class Watch(threading.Thread):
             self._deadline = time.monotonic()
             return
         order = SIGNALS.note()
-        if order == 2 or SIGNALS.drain_s is None or not (self.steps or SIGNALS.has_begun):
-            self._exit(128 + number)
+        is_idle = not (self.steps or SIGNALS.has_begun)
+        if order == 2 or SIGNALS.drain_s is None or is_idle:
+            self._exit(0 if is_idle and SIGNALS.is_server else 128 + number)
         if order == 1 and self.peers.own.rank == 0:
             say(
                 f"{signal.Signals(number).name}: running requests have {SIGNALS.drain_s:g} s to "

@@ -1,19 +1,21 @@
 """What server/test_server_faults.py runs: `llama serve` with a model that fails when told to.
 
-FAULT="raise" or "kill", of rank FAULT_RANK (all, where it is not given): what happens in a step
-with the token RAISE in it, once the file FAULT_FILE exists, where it is given. A prompt whose last
-token is NAN has logits of NaN; other rows have not.
+FAULT="load": the weights are read for ever. "raise" or "kill", of rank FAULT_RANK (all, where it is
+not given): what happens in a step with the token RAISE in it, once the file FAULT_FILE exists,
+where it is given. A prompt whose last token is NAN has logits of NaN; other rows have not.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from llama.checkpoint import reader
 from llama.cli import main
 from llama.model import Transformer
 from llama.ops.batch import Batch
@@ -36,6 +38,13 @@ def faulty(self: Transformer, tokens: Tensor, batch: Batch, kv_cache: Tensor) ->
     return hidden
 
 
+def read_for_ever(*_: object, **__: object) -> None:
+    print("reading", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+
 if __name__ == "__main__":
+    if os.environ.get("FAULT") == "load":
+        reader.load = read_for_ever
     Transformer.hidden_states = faulty  # type: ignore[method-assign]
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from helpers.server import RunningServer, run_server
 from helpers.waiting import wait_until
@@ -25,6 +27,26 @@ LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": Tr
 LIMIT_S = 60.0  # generous: it tells a hang from an end
 SLACK_S = 5.0  # of a busy machine
 SOON = httpx.Timeout(LIMIT_S, read=0.5)  # for a client that does not wait for its answer
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
+def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
+    """There is nothing to finish: the exit code is that of a drain, and nothing is said."""
+    flags = [*FLAGS, "--port", "0", "--ranks", str(num_ranks)]
+    process = warm.Popen(
+        [sys.executable, *PROGRAM, "serve", *flags],
+        env=environment(FAULT="load"), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        while num_ranks:
+            line = process.stderr.readline()
+            assert line, "it ended"
+            num_ranks -= line == "reading\n"
+        process.terminate()
+        assert (process.wait(LIMIT_S), process.stderr.read()) == (0, "")
+    finally:
+        process.kill()
 
 
 def test_a_row_that_fails_touches_no_other():
