@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from llama.checks import brief, checked_number, limits_of, nearest
+from llama.checks import FieldTypeError, brief, checked_number, limits_of, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +131,9 @@ class BuildArgs:
             name: checked_number(name, getattr(self, name), *limits)
             for name, limits in limits_of(BuildArgs).items()
         }
+        for each in fields(BuildArgs):
+            if each.type is bool and not isinstance(value := getattr(self, each.name), bool):
+                raise FieldTypeError(each.name, f"{each.name}={brief(value)} must be True or False")
         name = self.speculate
         if name is not None and not (isinstance(name, str) and name):
             raise TypeError(f"speculate={brief(name)}: give 'lookup', a draft model, or None")

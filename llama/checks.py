@@ -108,6 +108,13 @@ def within(default: Any, low: float, high: float) -> Any:
     return dataclasses.field(default=default, metadata={"limits": (low, high)})
 
 
+def torchrun_number(name: str, below: int = 2**20) -> int:
+    """That of one of torchrun's variables; where it is not set, that of a process alone."""
+    low = int(name.endswith("SIZE"))
+    text = os.environ.get(name, str(low))
+    return whole_number(name, int(text) if text.isdecimal() else text, low, below - 1)
+
+
 def limits_of(kind: type) -> dict[str, tuple[type, float, float, bool]]:
     """By field of a dataclass with limits: float or int, both limits, whether it may be None."""
     return {

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llama.checks import torchrun_number
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OTHER_NAMES = {  # that users of torch, Hugging Face and vLLM type
     "bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16,
@@ -26,7 +28,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     """The device to run on: `device`, or by default the first that exists of cuda, mps and cpu.
     Under torchrun each rank takes the GPU with the number LOCAL_RANK, and none takes mps, whose
     ranks could not exchange tensors. ValueError if it does not exist or cannot be used."""
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = torchrun_number("WORLD_SIZE")
     if device is None:
         has_mps = num_ranks == 1 and torch.backends.mps.is_available()
         device = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
@@ -50,11 +52,11 @@ def _pick_gpu(device: torch.device) -> torch.device:
     """The GPU of this rank, with its number. Several ranks of a machine must not share one."""
     if not torch.cuda.is_available():
         raise ValueError(f"device='{device}', but torch finds no CUDA GPU: use device='cpu'")
-    count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    count, rank = torch.cuda.device_count(), torchrun_number("LOCAL_RANK")
     # Slurm, for example, shows each task one GPU of its own, which has the number 0 in every task.
     is_task = "CUDA_VISIBLE_DEVICES" in os.environ and "LLAMA_LAUNCHER" not in os.environ
     one_per_task = count == 1 and is_task
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_local = torchrun_number("LOCAL_WORLD_SIZE")
     if device.index is not None and num_local > 1 and not one_per_task:
         raise ValueError(
             f"device='{device}' would put the {num_local} ranks of this machine on one GPU: "
@@ -104,7 +106,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = min(_available_memory(), _cgroup_headroom())
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return free // torchrun_number("LOCAL_WORLD_SIZE")
 
 
 def _available_memory() -> int:
@@ -135,7 +137,7 @@ def _fork_to_one_thread() -> None:
 
 def available_cores() -> int:
     """The number of cores for this rank: those of the machine over its ranks, at least 1."""
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_local = torchrun_number("LOCAL_WORLD_SIZE")
     return max(1, machine_cores() // num_local)
 
 

@@ -248,6 +248,8 @@ def test_the_device_of_a_rank(cuda, monkeypatch, gpus, device, variables, picked
         (0, "cuda", {}, "torch finds no CUDA GPU: use device='cpu'"),
         (0, "mps", {}, "torch finds no Apple GPU: use device='cpu'"),
         (0, "gpu", {}, "device='gpu' is not a device"),
+        (0, None, {"WORLD_SIZE": "two"}, "WORLD_SIZE='two' must be a whole number from 1"),
+        (1, None, {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1' must be a whole number from 0"),
         (0, 1.5, {}, "device=1.5 is not a device"),
         (2, "cuda:2", {}, "needs GPU 2, but torch finds 2"),
         (1, "cuda", {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "--nproc_per_node"),

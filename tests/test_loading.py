@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,10 +132,14 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
     ):
         with pytest.raises(ValueError, match=f"^{next(iter(bad))}=.* must be a whole number from "):
             Llama.build(folder, device="cpu", **bad)
+    for name in (name for name, x in parameters.items() if isinstance(x.default, bool)):
+        wrong: dict[str, Any] = {name: "yes"}
+        with pytest.raises(TypeError, match=f"^{name}='yes' must be True or False$"):
+            Llama.build(folder, device="cpu", **wrong)
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="torch packs without a look at the numbers")
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8", "fp8"])
 def test_weights_that_are_not_finite_are_named(make_checkpoint, quantize):
     """In one warning; packing reads each number anyway."""
     folder, state, params = make_checkpoint(n_layers=2)

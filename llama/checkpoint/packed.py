@@ -7,7 +7,6 @@ PATH.FORMAT.NAME, and begin at multiples of 64 bytes.
 """
 
 import functools
-import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from llama.checkpoint.downloads import cache_anew, read_ahead
 from llama.checkpoint.files import MappedTensor, open_tensors
 from llama.checkpoint.find import PACKED, Checkpoint
 from llama.checkpoint.table import share, whole_shapes
-from llama.checks import brief
+from llama.checks import brief, torchrun_number
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
@@ -101,7 +100,7 @@ def command(source: str, quantize: str | None = None) -> str:
 def bytes_of(checkpoint: Checkpoint, ranks: int) -> int:
     """Bytes of memory that one of `ranks` ranks' weights take: those of this machine, and replicas,
     share the file."""
-    sharing = max(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    sharing = max(ranks, torchrun_number("LOCAL_WORLD_SIZE"))
     return checkpoint.shards[0].stat().st_size // sharing
 
 

@@ -26,7 +26,7 @@ from llama.checkpoint.files import MappedTensor, first_line
 from llama.checkpoint.find import Checkpoint, find, is_plain
 from llama.checkpoint.reader import CheckpointReader
 from llama.checkpoint.table import whole_shapes
-from llama.checks import brief
+from llama.checks import brief, torchrun_number
 from llama.model.transformer import Transformer
 
 _BLOCK_BYTES = 4 << 20  # read at a time by one thread
@@ -64,8 +64,8 @@ class LoadCheck:
     warns of files without checksums."""
 
     def __init__(self, checkpoint: Checkpoint, *, tells: bool) -> None:
-        self._share = int(os.environ.get("LOCAL_RANK", "0"))
-        self._num_shares = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._share = torchrun_number("LOCAL_RANK")
+        self._num_shares = torchrun_number("LOCAL_WORLD_SIZE")
         self._archives = {p: zipfile.ZipFile(p) for p in checkpoint.shards if p.suffix == ".pth"}
         self._records = {path: _summed(archive) for path, archive in self._archives.items()}
         self._checked: set[tuple[Path, int]] = set()

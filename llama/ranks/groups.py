@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fs_init
 
+from llama.checks import torchrun_number
 from llama.ranks import torch_private
 from llama.ranks.collectives import ModelParallel, exchange
 from llama.ranks.errors import RankError
@@ -35,15 +36,22 @@ _INTRODUCTION_BYTES = 512  # what a rank says of itself when ranks share memory
 
 
 def started_processes() -> int:
-    """The processes that torchrun's variables describe, or 1. ValueError where some are missing."""
-    text = os.environ.get("WORLD_SIZE", "1")
+    """The processes that torchrun's variables describe, or 1. ValueError names one that is missing
+    or wrong."""
+    size = torchrun_number("WORLD_SIZE")
+    if size == 1:
+        return 1
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if text != "1" and missing:
+    if missing:
         raise ValueError(
-            f"WORLD_SIZE={text} needs {', '.join(missing)} beside it: launch with torchrun, or "
+            f"WORLD_SIZE={size} needs {', '.join(missing)} beside it: launch with torchrun, or "
             "unset WORLD_SIZE for one process"
         )
-    return int(text)
+    local_size = torchrun_number("LOCAL_WORLD_SIZE", size + 1)
+    torchrun_number("LOCAL_RANK", local_size if "LOCAL_WORLD_SIZE" in os.environ else size)
+    torchrun_number("RANK", size)
+    torchrun_number("MASTER_PORT", 2**16)
+    return size
 
 
 def connect(

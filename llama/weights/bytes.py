@@ -90,7 +90,10 @@ class Fp8Weight(BytesWeight):
 
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
-        return cls.of(cls.rounded(plain))
+        coded = cls.rounded(plain)
+        held = cls.of(coded)
+        held.is_finite = bool(coded.scale.isfinite().all())
+        return held
 
     def numbers(self, ids: Tensor) -> Tensor:
         return super().numbers(ids) * self.unit

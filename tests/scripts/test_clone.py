@@ -12,6 +12,7 @@ import pytest
 
 from helpers.launch import DEMO, REPO, environment
 from llama.cli import main
+from llama.ranks.groups import started_processes
 
 TORCH_SAYS = "environment variable RANK expected, but not set"
 REMEDY = "PYTHONSAFEPATH=1"
@@ -97,3 +98,20 @@ def test_left_over_variables_of_torchrun_are_named(monkeypatch, capfd):
     assert capfd.readouterr().err.startswith(f"error: {told}")
     assert main(["doctor", "--device", "cpu"]) == 1
     assert f"PROBLEM: {told}" in capfd.readouterr().out
+    launched = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value, words in (
+        ("WORLD_SIZE", "x", "'x' must be a whole number from 1 to 1048575"),
+        ("WORLD_SIZE", "0", "0 must be a whole number from 1 to 1048575"),
+        ("RANK", "", "'' must be a whole number from 0 to 1"),
+        ("RANK", "2", "2 must be a whole number from 0 to 1"),
+        ("MASTER_PORT", "http", "'http' must be a whole number from 0 to 65535"),
+        ("MASTER_PORT", "65536", "65536 must be a whole number from 0 to 65535"),
+        ("LOCAL_RANK", "-1", "'-1' must be a whole number from 0 to 1"),
+        ("LOCAL_WORLD_SIZE", "3", "3 must be a whole number from 1 to 2"),
+        ("LOCAL_WORLD_SIZE", "1.5", "'1.5' must be a whole number from 1 to 2"),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(ValueError) as error:
+            for each, text in {**launched, name: value}.items():
+                patched.setenv(each, text)
+            started_processes()
+        assert str(error.value) == f"{name}={words}"
