@@ -328,12 +328,13 @@ def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
         (["batch", "/nowhere", "out"], 2, "No such file or directory: '/nowhere'"),
         (["serve", "--ranks", "0"], 2, "--ranks: '0' is not a whole number from 1 to 1024"),
         (["chat", "--ranks", "2", "--url", "http://localhost:1"], 2, "leave out --ranks"),
+        (["complete", "--prompt", "a"], 1, "WORLD_SIZE='x' must be a whole number from 1 to"),
         (["chat", "--ranks", "3"], 2, "--ranks 3 starts ranks, and by WORLD_SIZE=2 torchrun has"),
     ],
 )
 def test_a_mistake_is_one_line(words, code, told, capfd, monkeypatch):
     if "WORLD_SIZE" in told:
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("WORLD_SIZE", "x" if "WORLD_SIZE='x'" in told else "2")
     assert main(words) == code
     out, err = capfd.readouterr()
     assert not out and err.startswith("error: ") and told in err and err.count("\n") == 1
@@ -455,10 +456,37 @@ def test_a_reader_that_leaves_does_not_leave_the_other_ranks_alone(monkeypatch):
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr("sys.stdout", open(write, "w"))  # noqa: SIM115
-    _write("a piece", alone=False)
+    _write("a piece", watch=object())
     with pytest.raises(BrokenPipeError):
-        _write("a piece", alone=True)
+        _write("a piece")
     os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is left in the buffer goes there
+
+
+FULL = "[Errno 28] No space left on device"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+@pytest.mark.parametrize("words", [["--help"], ["chat", "--help"], ["--version"]])
+def test_a_text_that_a_full_disk_does_not_take_is_one_line(words, monkeypatch, capfd):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(words) == 1
+    assert capfd.readouterr().err == f"error: {FULL}\n"
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device")
+def test_an_answer_that_a_full_disk_does_not_take_is_one_line_of_all_ranks():
+    """Rank 0 alone writes: it says why, and the other rank, which waits for it, nothing."""
+    command = [sys.executable, "-m", "llama", "complete", *GREEDY, "--prompt", "a", "--ranks", "2"]
+    with open("/dev/full", "w") as full:
+        process = warm.Popen(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        _, told = process.communicate(timeout=120)
+    loaded, error = told.splitlines()
+    assert process.returncode == 1 and loaded.startswith("Loaded in")
+    assert error.startswith("error: rank 0 on ") and error.endswith(f"{FULL}: 'standard output'")
 
 
 @pytest.mark.slow

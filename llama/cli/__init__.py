@@ -163,7 +163,7 @@ exit codes:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. Without `words`, those of the command line."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
-    error_code = COMMANDS[name].error_code if name in COMMANDS else ranks.USAGE
+    error_code = COMMANDS[name].error_code if name in COMMANDS else 1
     return ranks.run(lambda: _run_command(name, rest), error_code)
 
 

@@ -94,10 +94,7 @@ class Client:
 
     async def model(self, name: str | None) -> tuple[str, int | None]:
         """The server's model of that name, or its first: its name, and its context, if known."""
-        async with self._within(_CONNECT_S):
-            response = await self._http.get("/v1/models")
-            await self._check(response)
-        listing = found_at(self._json(response.content, response.status_code), "data")
+        listing = found_at((await self._reply(_CONNECT_S, "GET", "/v1/models")).body, "data")
         cards = listing if isinstance(listing, list) else []
         contexts = {str(found_at(c, "id")): found_at(c, "max_model_len") for c in cards}
         if not contexts:
@@ -114,9 +111,12 @@ class Client:
     async def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
         """The answer to one request. ServerError."""
         headers = {"X-Request-Id": request_id} if request_id else {}
-        async with self._within(_ANSWER_S):
-            content = json.dumps(body)  # ASCII: a text may hold half of a pair of surrogates
-            response = await self._http.post(path, content=content, headers=headers)
+        content = json.dumps(body)  # ASCII: a text may hold half of a pair of surrogates
+        return await self._reply(_ANSWER_S, "POST", path, content=content, headers=headers)
+
+    async def _reply(self, limit_s: float, method: str, path: str, **sent: Any) -> Reply:
+        async with self._within(limit_s):
+            response = await self._http.request(method, path, **sent)
             await self._check(response)
         body = self._json(response.content, response.status_code)
         return Reply(body, response.headers.get("X-Request-Id", ""))

@@ -21,6 +21,7 @@ from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested
 
+_OF_BATCH = ("resume", *SAMPLING_FLAGS)
 _CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
 
 
@@ -28,7 +29,7 @@ def chat(options: argparse.Namespace) -> int:
     """Talk in the terminal, or answer the questions of a pipe."""
     check_sampling(options)
     finish_on_signal()
-    settings = {name: getattr(options, name) for name in ("system", "seed", *SAMPLING_FLAGS)}
+    settings = _picked(options, "system", "seed", *SAMPLING_FLAGS)
     if options.url or options.resident:  # without torch, which takes seconds to import
         with _server(options) as url:
             from llama.cli.chat.server_session import chat_on_server
@@ -71,9 +72,12 @@ def complete(options: argparse.Namespace) -> int:
         return 0
     if not options.ckpt_dir:
         options.max_seq_len = options.max_seq_len or _DEMO_CONTEXT
-    sampling = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
-    stream_continuation(load(options), prompt, **sampling)
+    stream_continuation(load(options), prompt, **_picked(options, "seed", *SAMPLING_FLAGS))
     return 0
+
+
+def _picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
 
 
 def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) -> None:
@@ -89,8 +93,8 @@ def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) ->
             "max_tokens": max(1, min(options.max_gen_len or room, room)),
         }  # fmt: skip
         async for event in client.events("/v1/completions", body):
-            _write(found_at(event, "choices", 0, "text") or "", alone=True)
-        _write("\n", alone=True)
+            _write(found_at(event, "choices", 0, "text") or "")
+        _write("\n")
 
     with contextlib.closing(Client(url)) as client:
         client.run(stream(client))
@@ -107,17 +111,21 @@ def stream_continuation(
     deltas = llama.stream_text([text], *sampling, **more)
     for piece in itertools.chain((delta.text for delta in deltas), "\n"):
         if parallel.rank == 0:
-            _write(heading + piece, alone=parallel.size == 1)
+            _write(heading + piece, parallel.watch)
         heading = ""
 
 
-def _write(piece: str, *, alone: bool) -> None:
-    """A piece of the answer, at once; BrokenPipeError on a rank alone: others need its steps."""
+def _write(piece: str, watch: Any = None) -> None:
+    """A piece of the answer, at once. OSError, which ends other ranks too; but where nobody reads
+    any more they need the steps of this one, their `watch` says."""
     try:
         sys.stdout.write(piece)
         sys.stdout.flush()
-    except BrokenPipeError:
-        if alone:
+    except OSError as e:
+        if watch is None:
+            raise OSError(e.errno, e.strerror, "standard output") from None
+        if not isinstance(e, BrokenPipeError):
+            watch.fail(OSError(e.errno, e.strerror, "standard output"), has_trace=False)
             raise
 
 
@@ -170,16 +178,11 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
     from llama.cli.batch.files import check_files
     from llama.cli.batch.job import run_batch
 
-    check_files(options.in_file, options.out_file, resume=options.resume)
+    files, model = (options.in_file, options.out_file), Path(options.ckpt_dir or demo_dir()).name
+    check_files(*files, resume=options.resume)
     llama = load(options)
-    report = run_batch(
-        llama,
-        options.in_file,
-        options.out_file,
-        **{name: getattr(options, name) for name in ("resume", *SAMPLING_FLAGS)},
-        model=Path(options.ckpt_dir or demo_dir()).name,
-        progress=sys.stderr.isatty(),
-    )
+    given = _picked(options, *_OF_BATCH) | {"progress": sys.stderr.isatty()}
+    report = run_batch(llama, *files, model=model, **given)
     if global_rank() == 0:
         print(figures(llama), flush=True)
     return report
@@ -187,17 +190,12 @@ def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
 
 def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
     """Without torch, which takes seconds to import."""
-    names = ("seed", "api_key", "model", "concurrency", "retry_s", "resume", *SAMPLING_FLAGS)
+    names = ("seed", "api_key", "model", "concurrency", "retry_s", *_OF_BATCH)
     with _server(options) as url, SIGNALS.taken_alone(signal.SIGTERM):
         from llama.cli.batch.server_job import run_server_batch
 
-        return run_server_batch(
-            url,
-            options.in_file,
-            options.out_file,
-            **{name: getattr(options, name) for name in names},
-            progress=sys.stderr.isatty(),
-        )
+        given = _picked(options, *names) | {"progress": sys.stderr.isatty()}
+        return run_server_batch(url, options.in_file, options.out_file, **given)
 
 
 def verify(options: argparse.Namespace) -> int:

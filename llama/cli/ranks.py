@@ -72,24 +72,23 @@ def run(work: Callable[[], int | None], error_code: int = 1) -> int:
     """Do the work and leave the process groups. The exit code: 0, `error_code`, 2 or 130."""
     try:
         _open_closed_files()
-        code = work() or 0
+        try:
+            code = work() or 0
+        except HelpWanted as e:
+            code = 0
+            if global_rank() == 0:
+                print(e, end="")
         sys.stdout.flush()
         if code:
             _let_rank_0_end()
         return code
-    except HelpWanted as e:
-        if global_rank() == 0:
-            print(e, end="")
-        return 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader has what it wanted: `llama complete | head -c 10`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again
         return 0
-    except UsageError as e:
-        return _fail(e, USAGE)
     except (OSError, ValueError, RankError) as e:
-        return _fail(e, error_code)
+        return _fail(e, USAGE if isinstance(e, UsageError) else error_code)
     except Exception as e:
         lost = _lost_connection(e)
         watch = Watch.of_process()

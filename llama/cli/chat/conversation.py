@@ -45,11 +45,11 @@ class TurnStats(NamedTuple):
 
     def describe(self, context: int | None) -> str:
         """One line. `context`: the most tokens that prompt and answer can have, if known."""
+        usage = self.usage
         speed = f"first token {1000 * self.first_seconds:.0f} ms | {self.rate:.1f} tokens/s"
-        if not self.usage.prompt_tokens:
+        if not usage.prompt_tokens:
             return speed  # a server does not count the tokens of an answer that was stopped
         of_context = "" if context is None else f" of {context}"
-        usage = self.usage
         guessed = f" | {usage.accepted_tokens} of {usage.draft_tokens} guessed"
         return (
             f"{speed} | context {usage.total_tokens}{of_context} tokens, "
