@@ -21,7 +21,7 @@ from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import LIMITS, SamplingParams
-from llama.server.openai.answers import TextScores
+from llama.server.openai.answers import COUNTS, TextScores
 from llama.tokenizer import Tokenizer
 
 # Keys in which hosts describe themselves, the request or the model. None changes the answer:
@@ -161,11 +161,7 @@ def report_of(request: HostRequest, output: RequestOutput, tokenizer: Tokenizer)
         "logprobs": None
         if first.logprobs is None
         else TextScores(tokenizer, skip_special_tokens=True).push(scores),
-        "usage": {
-            "prompt_tokens": output.usage.prompt_tokens,
-            "completion_tokens": output.usage.completion_tokens,
-            "total_tokens": output.usage.total_tokens,
-        },
+        "usage": {name: getattr(output.usage, name) for name in COUNTS},
         "finish_reason": ends[0] if len(ends) == 1 else ends,
     }
 
@@ -205,9 +201,7 @@ def read_params(
         count = min(max_new_tokens if wish is None else wish, context - len(tokens))
         echo = _flag(params, "echo", True)
         sampling = _sampling(params, count, echo, benchmark)
-    text = params["prompt"]
-    if not has_raw_echo:
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
+    text = params["prompt"] if has_raw_echo else tokenizer.decode(tokens, skip_special_tokens=True)
     return HostRequest(tokens, sampling, text if echo else "")
 
 

@@ -26,10 +26,8 @@ COMMENT = b": the answer is not ready yet\n\n"
 
 def to_json(content: Any) -> bytes:
     """In UTF-8; half of a surrogate pair, which a client may have sent, as its escape."""
-    try:
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:
-        return json.dumps(content, separators=(",", ":")).encode()
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
 
 
 class JsonResponse(Response):
@@ -91,39 +89,35 @@ class EventStream(Response):
             await unless_client_leaves(self._send(send), receive)
 
     async def _send(self, send: Send) -> None:
+        async def send_part(body: bytes) -> None:
+            self._last_sent = time.monotonic()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
         async with contextlib.aclosing(self._events) as events:
             first = asyncio.ensure_future(anext(events))
+            tasks: list[asyncio.Future[Any]] = [first]
             try:
-                done, _ = await asyncio.wait([first], timeout=FIRST_S)
+                done, _ = await asyncio.wait(tasks, timeout=FIRST_S)
                 if done:
                     first.result()  # raises while a status can still tell
-                await self._send_events(first, send)
+                head = {"status": 200, "headers": self.raw_headers}
+                await send({"type": "http.response.start", **head})
+                tasks.append(asyncio.create_task(self._keep_open(send_part)))
+                try:
+                    await send_part(await first)
+                    async for each in events:
+                        await send_part(each)
+                except ApiError as e:
+                    await send_part(self._error_events(e))
             finally:
-                first.cancel()
-                await asyncio.wait([first])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send_events(self, first: asyncio.Future[bytes], send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        comments = asyncio.create_task(self._keep_open(send))
-        try:
-            await _send_part(send, await first)
-            async for each in self._events:
-                self._last_sent = time.monotonic()
-                await _send_part(send, each)
-        except ApiError as e:
-            await _send_part(send, self._error_events(e))
-        finally:
-            comments.cancel()
-
-    async def _keep_open(self, send: Send) -> None:
+    async def _keep_open(self, send_part: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
         self._last_sent = time.monotonic()
         while True:
             await asyncio.sleep(KEEP_ALIVE_S / 3)
             if time.monotonic() - self._last_sent >= KEEP_ALIVE_S:
-                self._last_sent = time.monotonic()
-                await _send_part(send, self._keep_alive)
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send_part(self._keep_alive)

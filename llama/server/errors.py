@@ -39,8 +39,7 @@ class ApiError(Exception):
 
     def __post_init__(self) -> None:
         self.message = _cut(self.message, _MAX_MESSAGE_BYTES)
-        if self.param is not None:
-            self.param = _cut(self.param, _MAX_PARAM_BYTES)
+        self.param = self.param and _cut(self.param, _MAX_PARAM_BYTES)
 
     def __str__(self) -> str:
         return self.message

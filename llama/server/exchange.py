@@ -156,9 +156,7 @@ async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
         raise chat.fields.refusal(e) from None
 
 
-async def prepare_chat(
-    service: Service, chat: OpenAIRequest, *, must_fit: bool = True
-) -> EngineRequest:
+async def prepare_chat(service: Service, chat: OpenAIRequest, *, must_fit: bool) -> EngineRequest:
     """The engine's request for a dialog; ApiError 400 names a field of the body."""
     service.check_room(chat.num_answers, chat.fields.names.get("n", "n"))
     ids = await chat_ids(service, chat)

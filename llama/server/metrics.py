@@ -84,9 +84,6 @@ class Metrics:
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
 
-    def add_engine(self, llama: Llama, num_unfinished: Callable[[], int]) -> None:
-        self.registry.register(_Engine(llama, num_unfinished))
-
     def token_came(self, active: ActiveRequest, output: RequestOutput) -> None:
         now = time.monotonic()
         if not active.came:
@@ -110,7 +107,7 @@ class Metrics:
 
 
 @dataclass(eq=False)
-class _Engine(Collector):
+class EngineMetrics(Collector):
     """What the engine counts itself, read when it is asked for."""
 
     llama: Llama

@@ -5,6 +5,7 @@ In: a body, of which each API's model makes the same request. Out: a JSON object
 
 import asyncio
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -31,6 +32,17 @@ def routes(service: Service) -> APIRouter:
     agents ask for 32,000 whatever the model is."""
     router = body_router()
 
+    async def count(body: ResponsesBody | CountBody) -> int:
+        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
+        return len(await chat_ids(service, chat))
+
+    async def answer(
+        body: ChatBody | ResponsesBody | MessagesBody, http: Request, make_answer: Any
+    ) -> Response:
+        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
+        prepared = await prepare_chat(service, chat, must_fit=isinstance(body, ChatBody))
+        return await respond(service, http, chat, [prepared], make_answer)
+
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
@@ -49,28 +61,26 @@ def routes(service: Service) -> APIRouter:
     @router.post(CHAT_URL)
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         """Answer a dialog (https://platform.openai.com/docs/api-reference/chat)."""
-        request = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        prepared = [await prepare_chat(service, request)]
-        return await respond(service, http, request, prepared, Completion)
+        return await answer(body, http, Completion)
 
     @router.post(RESPONSES_URL)
     async def responses(body: ResponsesBody, http: Request) -> Response:
         """Answer an input (https://platform.openai.com/docs/api-reference/responses)."""
-        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        request = await prepare_chat(service, chat, must_fit=False)
-        return await respond(service, http, chat, [request], partial(ResponseAnswer, body))
+        return await answer(body, http, partial(ResponseAnswer, body))
+
+    @router.post(f"{RESPONSES_URL}/input_tokens")
+    async def input_tokens(body: ResponsesBody, http: Request) -> Response:
+        """The tokens of the prompt that /v1/responses would make of the body."""
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": await count(body)})
 
     @router.post(MESSAGES_URL)
     async def messages(body: MessagesBody, http: Request) -> Response:
         """Answer a dialog (https://docs.anthropic.com/en/api/messages)."""
-        chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        request = await prepare_chat(service, chat, must_fit=False)
-        return await respond(service, http, chat, [request], MessageAnswer)
+        return await answer(body, http, MessageAnswer)
 
     @router.post(COUNT_URL)
     async def count_tokens(body: CountBody, http: Request) -> Response:
         """The tokens of the prompt that /v1/messages would make of the body."""
-        ids = await chat_ids(service, await asyncio.to_thread(body.request, _CHAT_DEFAULTS))
-        return JsonResponse({"input_tokens": len(ids)})
+        return JsonResponse({"input_tokens": await count(body)})
 
     return router

@@ -24,10 +24,9 @@ from llama.sampling_params import (
 )
 
 # Of OpenAI's own APIs: all by their names, but these three, which follow from other fields.
-OPENAI_NAMES = {each.name: each.name for each in dataclasses.fields(SamplingParams)}
-for _name in ("prompt_logprobs", "structured_output", "prediction"):
-    del OPENAI_NAMES[_name]
-OPENAI_NAMES["max_completion_tokens"] = "max_tokens"
+_DERIVED = {"prompt_logprobs", "structured_output", "prediction"}
+_NAMES = [each.name for each in dataclasses.fields(SamplingParams) if each.name not in _DERIVED]
+OPENAI_NAMES = {name: name for name in _NAMES} | {"max_completion_tokens": "max_tokens"}
 # Of the APIs with one answer, whose limit of tokens has a name of their own.
 _NOT_SHARED = {"n", "best_of", "logprobs", "max_tokens", "max_completion_tokens"}
 SHARED_NAMES = {own: name for own, name in OPENAI_NAMES.items() if own not in _NOT_SHARED}

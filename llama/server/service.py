@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -21,7 +21,7 @@ from llama.requests.prepare import ContextLengthError
 from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
-from llama.server.metrics import ActiveRequest, Metrics
+from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
 
 _PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
 log = logging.getLogger("llama.server")
@@ -45,27 +45,25 @@ class Limits:
     max_per_address: int | None = None
 
 
+@dataclass(eq=False)
 class Service:
     """The state of one server. All of it is used in the server's event loop, but `start`, `drain`,
     `has_failed`, `break_off` and `is_busy`, which other threads use."""
 
-    def __init__(
-        self, model_name: str, limits: Limits, tool_format: ToolFormat | None = None
-    ) -> None:
-        self.model_name = model_name
-        self.limits = limits
-        self._tool_format = tool_format
-        self.state = State.LOADING
-        self.created = int(time.time())
-        self._active: set[ActiveRequest] = set()
-        self.metrics = Metrics()
-        self.llama: Llama | None = None
-        self.engine: AsyncLLMEngine | None = None
+    model_name: str
+    limits: Limits
+    given_format: ToolFormat | None = None  # of tools; None: that of the checkpoint's generation
+    state: State = State.LOADING
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(default_factory=Metrics)
+    llama: Llama | None = None
+    engine: AsyncLLMEngine | None = None
+    _active: set[ActiveRequest] = field(default_factory=set)
 
     def start(self, llama: Llama) -> None:
         """The model is loaded: requests may come."""
         self.llama, self.engine = llama, AsyncLLMEngine(llama)
-        self.metrics.add_engine(llama, self.num_unfinished)
+        self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
         self.state = State.READY
 
     def drain(self) -> None:
@@ -106,8 +104,7 @@ class Service:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """The one given, else that of the checkpoint's generation."""
-        return self._tool_format or self.loaded().tool_format
+        return self.given_format or self.loaded().tool_format
 
     async def prepare(
         self, prompt: str | list[int], params: SamplingParams, fields: ErrorFields, **more: Any

@@ -23,7 +23,7 @@ from llama.engine.speculative import Drafter
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ranks.collectives import ModelParallel
-from llama.server.metrics import ActiveRequest, Metrics
+from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
 
 needs_kernels = pytest.mark.skipif(not KERNELS_RUN, reason="needs x86-64 with AVX2, and g++")
 
@@ -423,7 +423,7 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     assert f"| {right} of {guessed} guessed |" in figures(fast)
     assert TurnStats(1.0, 2.0, usage).describe(None).endswith(f" | {right} of {guessed} guessed")
     metrics = Metrics()
-    metrics.add_engine(fast, lambda: 0)
+    metrics.registry.register(EngineMetrics(fast, lambda: 0))
     counted = {"drafts": stats.drafts, "draft_tokens": guessed, "accepted_tokens": right}
     for name, value in counted.items():
         line = f"llama:spec_decode_num_{name}_total {float(value)}"

@@ -140,6 +140,9 @@ def test_the_client_sync_and_async(server):
         assert whole.usage is not None and more.usage is not None
         assert more.usage.input_tokens > whole.usage.total_tokens
         assert more.usage.input_tokens_details.cached_tokens > 0
+        counted = client.responses.input_tokens.count(model="demo", input=again)
+        assert counted.input_tokens == more.usage.input_tokens
+        assert counted.object == "response.input_tokens"
         for stored in ({"store": True}, {"previous_response_id": "resp_1"}):
             with pytest.raises(openai.BadRequestError, match="no stored state") as error:
                 client.responses.create(**asked, **stored)

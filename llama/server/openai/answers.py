@@ -15,6 +15,7 @@ from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # of a usage
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
 # Per position: the token, and logprobs by token; the first token of an echoed prompt has none.
@@ -31,7 +32,6 @@ class ResponseMeta:
 
 
 def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    counts = [output.usage for output in outputs]
     details = {}
     if request.params.prediction:
         predicted = [answer.num_predicted() for output in outputs for answer in output.outputs]
@@ -39,10 +39,8 @@ def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str
         sums = map(sum, zip(*predicted, strict=True))
         details["completion_tokens_details"] = dict(zip(names, sums, strict=True))
     return {
-        "prompt_tokens": sum(each.prompt_tokens for each in counts),
-        "completion_tokens": sum(each.completion_tokens for each in counts),
-        "total_tokens": sum(each.total_tokens for each in counts),
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in counts)},
+        **{name: sum(getattr(x.usage, name) for x in outputs) for name in COUNTS},
+        "prompt_tokens_details": {"cached_tokens": sum(x.usage.cached_tokens for x in outputs)},
         **details,
     }
 
@@ -55,9 +53,7 @@ class Completion:
     idle_event = None  # sent while nothing else comes
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
-        self._request = request
-        self._tokenizer = tokenizer
-        self._id = meta.id
+        self._request, self._tokenizer, self._id = request, tokenizer, meta.id
         self._kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{meta.id}",
@@ -112,7 +108,7 @@ class Completion:
         index = output.index * self._request.params.n + answer.index
         if index not in self._choices:
             deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
-            self._choices[index] = _Choice(index, self._request, self._tokenizer, deltas, output)
+            self._choices[index] = _Choice(index, deltas, self._request, output)
         return self._choices[index]
 
     def _whole(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
@@ -166,25 +162,18 @@ class _Choice:
     """One answer to one prompt; with echo, the prompt and its scores come in front of it."""
 
     def __init__(
-        self,
-        index: int,
-        request: OpenAIRequest,
-        tokenizer: Tokenizer,
-        deltas: AnswerDeltas,
-        output: RequestOutput,
+        self, index: int, deltas: AnswerDeltas, request: OpenAIRequest, output: RequestOutput
     ) -> None:
-        self.index = index
-        self.deltas = deltas
+        self.index, self.deltas = index, deltas
         self.has_begun = self.is_finished = False
         self.echoed = ""
         self.echoed_scores: _Scores = []
-        skip = request.params.skip_special_tokens
+        skip, tokenizer = request.params.skip_special_tokens, deltas.tokenizer
         if request.echo:
             ids, scores, text = output.prompt_token_ids, output.prompt_logprobs, output.prompt
             self.echoed = tokenizer.decode(ids, skip_special_tokens=skip) if text is None else text
             self.echoed_scores = [] if scores is None else list(zip(ids, scores, strict=True))
         self._num_top = request.params.logprobs
-        self._tokenizer = tokenizer
         self._text_scores = (
             None if request.chat else TextScores(tokenizer, skip_special_tokens=skip)
         )
@@ -200,24 +189,20 @@ class _Choice:
 
     def logprobs(self, scores: _Scores) -> dict[str, Any]:
         if self._text_scores is None:
-            return _chat_scores(scores, self._num_top or 0, self._tokenizer)
+            return _chat_scores(scores, self._num_top or 0, self.deltas.tokenizer)
         return self._text_scores.push(scores)
 
 
 def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.decode_bytes([token])
-        return {
-            "token": raw.decode(errors="replace"),
-            "logprob": max(logprob, _MIN_LOGPROB),
-            "bytes": list(raw),
-        }
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
     content = []
     for token, logprobs in scores:
-        assert logprobs is not None
-        top = [entry(*pair) for pair in _best_first(logprobs)[:num_top]]
-        content.append({**entry(token, logprobs[token]), "top_logprobs": top})
+        best = _best_first(logprobs or {})
+        top = [entry(*pair) for pair in best[:num_top]]
+        content.append({**entry(token, dict(best)[token]), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -225,30 +210,20 @@ class TextScores:
     """The logprobs of a completion: tokens, token_logprobs, top_logprobs and text_offset. Each
     `push` has those of more tokens. skip_special_tokens: as in the text that the offsets are of."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = 0
 
     def push(self, scores: _Scores) -> dict[str, Any]:
-        offsets = []
-        for token, _ in scores:
-            offsets.append(self._length)
+        rows: list[tuple[Any, ...]] = []
+        for token, logprobs in scores:
+            best = dict(_best_first(logprobs or {}))  # the first token of a prompt has none
+            named = {self._text(each): logprob for each, logprob in best.items()}
+            rows.append((self._text(token), best.get(token), named or None, self._length))
             self._length += len(self._detokenizer.push([token]))
-        return {
-            "tokens": [self._text(token) for token, _ in scores],
-            "token_logprobs": [
-                None if logprobs is None else max(logprobs[token], _MIN_LOGPROB)
-                for token, logprobs in scores
-            ],
-            "top_logprobs": [
-                None
-                if logprobs is None
-                else {self._text(t): max(value, _MIN_LOGPROB) for t, value in _best_first(logprobs)}
-                for _, logprobs in scores
-            ],
-            "text_offset": offsets,
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
     def _text(self, token: int) -> str:
         """A token's text; its bytes, as OpenAI writes them, where they are no whole characters."""
@@ -260,4 +235,5 @@ class TextScores:
 
 
 def _best_first(logprobs: dict[int, float]) -> list[tuple[int, float]]:
-    return sorted(logprobs.items(), key=lambda pair: -pair[1])
+    ordered = sorted(logprobs.items(), key=lambda pair: -pair[1])
+    return [(token, max(logprob, _MIN_LOGPROB)) for token, logprob in ordered]
