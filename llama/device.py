@@ -137,8 +137,7 @@ def _fork_to_one_thread() -> None:
 
 def available_cores() -> int:
     """The number of cores for this rank: those of the machine over its ranks, at least 1."""
-    num_local = torchrun_number("LOCAL_WORLD_SIZE")
-    return max(1, machine_cores() // num_local)
+    return max(1, machine_cores() // torchrun_number("LOCAL_WORLD_SIZE"))
 
 
 def machine_cores() -> int:

@@ -52,8 +52,7 @@ class BodyRoute(APIRoute):
         parameters = inspect.signature(self.endpoint).parameters
         if "body" not in parameters:
             return super().get_route_handler()
-        body: Any = parameters["body"].annotation
-        adapter: TypeAdapter[Any] = TypeAdapter(body)
+        adapter: TypeAdapter[Any] = TypeAdapter(parameters["body"].annotation)
 
         async def answer(http: Request) -> Response:
             # A browser sends any other kind to this machine for whatever page is open, without

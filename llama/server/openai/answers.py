@@ -174,9 +174,7 @@ class _Choice:
             self.echoed = tokenizer.decode(ids, skip_special_tokens=skip) if text is None else text
             self.echoed_scores = [] if scores is None else list(zip(ids, scores, strict=True))
         self._num_top = request.params.logprobs
-        self._text_scores = (
-            None if request.chat else TextScores(tokenizer, skip_special_tokens=skip)
-        )
+        self._scores = None if request.chat else TextScores(tokenizer, skip_special_tokens=skip)
         self._num_scored = 0  # tokens whose log-probabilities were read
 
     def new_scores(self, answer: CompletionOutput) -> _Scores:
@@ -188,9 +186,9 @@ class _Choice:
         return scores
 
     def logprobs(self, scores: _Scores) -> dict[str, Any]:
-        if self._text_scores is None:
+        if self._scores is None:
             return _chat_scores(scores, self._num_top or 0, self.deltas.tokenizer)
-        return self._text_scores.push(scores)
+        return self._scores.push(scores)
 
 
 def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
