@@ -52,7 +52,8 @@ class BodyRoute(APIRoute):
         parameters = inspect.signature(self.endpoint).parameters
         if "body" not in parameters:
             return super().get_route_handler()
-        adapter: TypeAdapter[Any] = TypeAdapter(parameters["body"].annotation)
+        body: Any = parameters["body"].annotation
+        adapter: TypeAdapter[Any] = TypeAdapter(body)
 
         async def answer(http: Request) -> Response:
             # A browser sends any other kind to this machine for whatever page is open, without

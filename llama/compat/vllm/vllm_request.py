@@ -103,13 +103,12 @@ class VllmRequest(engine.Request):
     def of_beams(self, beams: list[Beam]) -> BeamSearchOutput:
         """The beams of a search that this request was the prompt of."""
         skips, prompt = self.params.skip_special_tokens, self.answers[0].sequence.tokens
-
-        def sequence(beam: Beam) -> BeamSearchSequence:
+        found = []
+        for beam in beams:
             ids = prompt + beam.tokens
             text = self.tokenizer.decode(ids, skip_special_tokens=skips)
-            return BeamSearchSequence(ids, beam.logprob, text, beam.finish_reason)
-
-        return BeamSearchOutput(list(map(sequence, beams)))
+            found.append(BeamSearchSequence(ids, beam.logprob, text, beam.finish_reason))
+        return BeamSearchOutput(found)
 
     def _answer(self, answer: engine.CompletionOutput, error: str | None) -> CompletionOutput:
         reason, text, cumulative = answer.stop_reason, answer.text, answer.cumulative_logprob
