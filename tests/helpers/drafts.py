@@ -11,6 +11,7 @@ from helpers.prompts import prompts_of
 from llama import Llama, SamplingParams
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Drafter, Guess
+from llama.ops.triton.selfcheck import numbers_of
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
 
@@ -126,7 +127,7 @@ def cached(llama: Llama, kind: str | None, truth: dict[tuple, list[int]]) -> tup
     while len(seq.tokens) < 80:
         core.step()
     pages = core.runner.kv_cache[:, :, list(seq.pages)]  # (L, 2, P, S, K, W)
-    slots = pages.flatten(2, 3)[:, :, : min(seq.num_computed, 79)].clone()
+    slots = numbers_of(pages)[:, : min(seq.num_computed, 79)]
     while core.has_unfinished():
         core.step()
     truth.setdefault(key(seq), seq.tokens)
