@@ -365,11 +365,6 @@ class Llama:
 
     def _encode_dialogs(self, dialogs: Any, chat: ChatOptions) -> Iterator[list[int]]:
         for i, dialog in enumerate(_rows("dialogs", dialogs)):
-            if not isinstance(dialog, list | tuple):
-                kind = type(dialog).__name__
-                raise TypeError(f"dialog {i} must be a list of messages, got {kind}")
-            if not dialog:
-                raise ValueError(f"dialog {i} is empty: give at least one message")
             tools, tool_format = chat.tool_request, self.tool_format
             try:
                 yield encode_chat(self.tokenizer, dialog, tools, tool_format=tool_format)

@@ -624,8 +624,11 @@ BAD_DIALOGS = [
     ([[{"role": "wizard", "content": "hi"}]], "wizard"),
     ([[{"role": "user"}]], "content"),
     ([[{"role": "user", "content": None}]], "content"),
-    ([[{"role": "user", "content": "hi"}], []], "dialog 1 is empty"),
-    ([{"role": "user", "content": "hi"}], "dialog 0 must be a list of messages, got dict"),
+    (
+        [[{"role": "user", "content": "hi"}], []],
+        "dialog 1, messages must be a list of at least one message",
+    ),
+    ([{"role": "user", "content": "hi"}], "dialog 0, messages must be a list .* got {'content'"),
 ]
 
 

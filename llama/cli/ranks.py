@@ -118,7 +118,7 @@ def _fail(error: Exception, code: int) -> int:
     if not isinstance(error, NotMetError):  # raised on the one rank that is to say it
         _let_rank_0_end()
         if watch is not None:
-            if rank and not watch.has_left(0):
+            if rank and not watch.peers.all[0].is_over:
                 watch.fail(error, has_trace=False)  # rank 0 knows nothing of it
             if rank or watch.is_ending:
                 return code
@@ -136,7 +136,7 @@ def _let_rank_0_end() -> None:
         time.sleep(_WAIT_S)
         return
     end = time.monotonic() + _WATCHED_WAIT_S
-    while time.monotonic() < end and not (watch.has_left(0) or watch.is_ending):
+    while time.monotonic() < end and not (watch.peers.all[0].is_over or watch.is_ending):
         time.sleep(0.05)
 
 

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from llama.checks import FieldError, FieldTypeError, brief
 from llama.prompts.fields import Fields, field_error, json_type, read_as, said, wrong
 
 _CONTENT = " must be a str, or a list of parts of type text"
@@ -141,8 +142,10 @@ def read_messages(
     messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
 ) -> list[ChatMessage]:
     """The messages, checked, as models. `FieldError`: "message 3: content must be ..."."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError("messages must be a list of at least one message")
+    is_list = isinstance(messages, list | tuple)
+    if not is_list or not messages:
+        words = f"messages must be a list of at least one message, got {brief(messages)}"
+        raise (FieldError if is_list else FieldTypeError)("messages", words)
     return read_as(_DIALOG, list(messages), "messages")
 
 

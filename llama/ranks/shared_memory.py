@@ -232,17 +232,15 @@ def _create(ranks: int) -> int | None:
 
     if ranks > _MAX_RANKS:
         return None
-    fd = None
-    try:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as failed:
         fd = os.memfd_create("llama-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        failed.callback(os.close, fd)
         os.ftruncate(fd, sum(_channel_bytes(ranks)))
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except OSError:
-        if fd is not None:
-            os.close(fd)
-        return None
-    return fd
+        failed.pop_all()
+        return fd
+    return None
 
 
 def _open(path: str, size: int) -> mmap.mmap:

@@ -126,10 +126,6 @@ class Watch(threading.Thread):
         for fd in (self._wake_read, self._wake_write):
             os.close(fd)
 
-    def has_left(self, rank: int) -> bool:
-        """Whether another rank has left in order, or is gone."""
-        return self.peers.all[rank].is_over
-
     def can_go_on(self, rank: int) -> bool:
         """Whether another rank can go on: it has not left, and is not stopped."""
         peer = self.peers.all[rank]
