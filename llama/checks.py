@@ -62,6 +62,14 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return f": did you mean {found[0]}?" if found else ""
 
 
+def index_of(value: Any) -> int | None:
+    """A whole number of Python, numpy or torch as an int, else None; True and 3.0 are none."""
+    try:
+        return None if isinstance(_scalar(value), bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
+        return None
+
+
 @overload
 def whole_number(
     name: str, value: Any, low: int, high: int, *, optional: Literal[False] = False
@@ -71,15 +79,11 @@ def whole_number(name: str, value: Any, low: int, high: int, *, optional: bool) 
 def whole_number(
     name: str, value: Any, low: int, high: int, *, optional: bool = False
 ) -> int | None:
-    """`value` as an int from `low` to `high`, both included; or None, where it is `optional`. True
-    and 3.0 are no whole numbers; what has `__index__` is, as numpy's and torch's integers."""
+    """`value` as an int from `low` to `high`, both included; or None, where it is `optional`."""
     if value is None and optional:
         return None
     allowed = f"a whole number from {low} to {high}" + " or None" * optional
-    try:
-        number = None if isinstance(_scalar(value), bool) else operator.index(value)
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
-        number = None
+    number = index_of(value)
     if number is None:
         raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")
     if not low <= number <= high:

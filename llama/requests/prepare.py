@@ -4,11 +4,11 @@ In: text or ids, and SamplingParams. Out: a request with one sequence per answer
 ValueError that names what is wrong. It touches no state, so any thread may call it at any time.
 """
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from llama.checks import FieldError, brief
+from llama.checks import FieldError, brief, index_of
 from llama.engine.sequence import Sequence, TokenParams
 from llama.requests.detokenizer import Detokenizer, StopStrings
 from llama.requests.grammar import GrammarCompiler
@@ -118,9 +118,9 @@ def _token_ids(name: str, prompt: object, max_seq_len: int, n_vocab: int) -> lis
         words = f"{name} has {len(prompt)} tokens, but max_seq_len is {max_seq_len}: shorten the "
         words += "prompt, or build with a larger max_seq_len"
         raise ContextLengthError("prompt", words, len(prompt), max_seq_len)
-    ids = [token if type(token) is int else _whole(token) for token in prompt]
+    ids: Any = [token if type(token) is int else index_of(token) for token in prompt]
     for token, given in zip(ids, prompt, strict=True):
-        if not 0 <= token < n_vocab:
+        if token is None or not 0 <= token < n_vocab:
             raise ValueError(f"{name} holds {brief(given)}: token ids are 0 to {n_vocab - 1}")
     return ids
 
@@ -130,11 +130,3 @@ def not_ids(name: str, prompt: object) -> TypeError:
         f"{name} must be a list of token ids, got {type(prompt).__name__}: encode text with "
         "tokenizer.encode, or call text_completion"
     )
-
-
-def _whole(token: object) -> int:
-    """An integer of numpy or torch as an int; -1, which is no token, for anything else."""
-    try:
-        return -1 if isinstance(token, bool) else operator.index(token)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):
-        return -1
