@@ -186,8 +186,8 @@ def compiled(job: Job) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        use = _objdump("-res-usage", file.name)
-        code = _disassembled(kernel.asm["cubin"], file.name)
+        use = _dumped("res-usage", kernel.asm["cubin"], file.name)
+        code = _dumped("sass", kernel.asm["cubin"], file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", use)
     assert found, use
     return {
@@ -201,16 +201,14 @@ def compiled(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _objdump(flag: str, path: str) -> str:
-    command = [str(_CUOBJDUMP), flag, path]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def _disassembled(cubin: bytes, path: str) -> str:
-    """The instructions; half a second of work, which Triton's cache keeps."""
+def _dumped(what: str, cubin: bytes, path: str) -> str:
+    """What cuobjdump tells, which Triton's cache keeps: the instructions are half a second of
+    work, and each start of it some milliseconds."""
     kept = get_cache_manager(hashlib.sha256(cubin).hexdigest())
-    if (found := kept.get_file("sass")) is None:
-        found = kept.put(_objdump("-sass", path), "sass", binary=False)
+    if (found := kept.get_file(what)) is None:
+        command = [str(_CUOBJDUMP), f"-{what}", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        found = kept.put(done.stdout, what, binary=False)
     return Path(found).read_text()
 
 

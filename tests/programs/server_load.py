@@ -105,10 +105,13 @@ async def disconnects(client: Client, count: int, at_once: int = 12) -> int:
     return len(answered)
 
 
-async def slow_readers(client: Client, count: int, others: int) -> tuple[float, float]:
-    """The median time of a small request, alone and beside streams that nobody reads."""
+async def slow_readers(
+    client: Client, count: int, others: int, max_tokens: int = 400
+) -> tuple[float, float]:
+    """The median time of a small request, alone and beside streams that nobody reads. (The kernel's
+    buffers hold these: server/test_shut_out.py has some that it does not hold.)"""
     alone = await _times(client, others)
-    body = client.body(400, stream=True, logprobs=5)
+    body = client.body(max_tokens, stream=True, logprobs=5)
     stuck = [await client.send(body, limit=1) for _ in range(count)]
     await asyncio.sleep(0.2)
     beside = await _times(client, others)

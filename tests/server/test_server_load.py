@@ -39,7 +39,7 @@ def test_a_crowd_is_served_and_leaves_nothing(small_server):
     asyncio.run(server_load.settle(client))
     asyncio.run(server_load.disconnects(client, 24, 16))
     asyncio.run(server_load.settle(client))
-    asyncio.run(server_load.slow_readers(client, 4, 5))
+    asyncio.run(server_load.slow_readers(client, 4, 5, 150))
     assert server_load.resident_mb(pid) - before < MOST_GROWTH_MB
 
 
