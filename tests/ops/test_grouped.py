@@ -28,6 +28,7 @@ FORMATS = [  # table, (N, K), group, offsets, what its scales are kept in: bytes
     ("unsigned", (64, 1024), 32, True, torch.uint8),  # Q4_K
     ("curved", (32, 2048), 32, False, torch.uint8),  # IQ4_XS
     ("unsigned", (96, 1024), 128, True, torch.float32),  # AWQ
+    ("symmetric", (32, 1056), 16, False, torch.float16),  # Q3_K
     ("symmetric", (32, 3072), 3072, False, torch.float32),
     ("six bits", (64, 2048), 16, False, torch.uint8),  # Q6_K
     ("six bits", (64, 2080), 16, False, torch.float32),

@@ -1,8 +1,9 @@
 // Products of bf16 in a CPU's tiles (AMX: Sapphire Rapids and later): up to 32 rows of x, times a
 // packed weight block of 32 outputs, onto float32 sums. On two cores of a Xeon, 512 rows take 38 ms
-// for a weight (16384, 2048). Weights of 4 and 8 bits are widened to bf16 before; a few rows of x
-// are multiplied with them in vectors, to the same bits. linear.cpp asks tiles_work(), and then has
-// multiply_all() do whole products; it knows nothing of tiles.
+// for a weight (16384, 2048). Weights of 4 to 8 bits are widened to bf16 before. A few rows of x have
+// a faster way to the same bits: nibbles that look up numbers row by row, the others in vectors.
+// linear.cpp asks tiles_work(), and then has multiply_all() do whole products; it knows nothing of
+// tiles.
 //
 // A tile is 16 rows of 64 bytes. One instruction adds to C (16 rows of x, 16 outputs) the product
 // of A (16 rows of x, 32 k) and B (16 pairs of k, 16 outputs, 2): B is half of a weight block in
@@ -402,6 +403,113 @@ void multiply_all(Worker& member, const FewRows& x, Packed packed, const Weight&
   };
   const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
   member.run(weight.n / N_BLOCK, compute, write_out);
+}
+
+// Nibbles in groups, for up to 16 rows of x. For each row of the weight, its 16 numbers are made once
+// a group, and all codes of the group look their number up: half the instructions of widen_as(). The
+// numbers of a row lie side by side then, so the tiles take the weight as A, and x as B. The sums are
+// the same: of the same products, in the same order.
+struct RowsAsPairs {
+  long m, k;
+  long pieces() const { return 1; }
+  void pack(const uint16_t* x, char* to, long) const {  // (K/2, m) pairs
+    for (long r = 0; r < m; r++)
+      for (long i = 0; i < k; i += 2) std::memcpy(to + 2 * (i * m + 2 * r), x + r * k + i, 4);
+  }
+  // Tiles 0 and 1 are the sums of 32 outputs, 4 and 5 their weights, 6 is x.
+  void configure() const {
+    Configuration shapes;
+    for (int tile = 0; tile < 7; tile++) {
+      shapes.row_bytes[tile] = tile == 4 || tile == 5 ? 2 * TILE_K : 4 * m;
+      shapes.rows[tile] = TILE_ROWS;
+    }
+    finish_stores();
+    _tile_loadconfig(&shapes);
+  }
+};
+
+// 32 k of 16 rows -> their weights (16, 32). scales: of each row, and behind 32 of them its offset.
+// 256 bytes from `next` on are fetched into L2, a line at a time: several at once would wait.
+inline void look_up(const char* from, Floats numbers, const float* scales, uint16_t* to,
+                    const char* next) {
+  __m512i words[4], halves[4], rows[4];  // rows: four words of a row in each quarter
+  for (int i = 0; i < 4; i++) words[i] = ::load<__m512i>(from + i * Nibbles::STEP);
+  for (int i = 0; i < 4; i += 2) {
+    halves[i] = _mm512_unpacklo_epi32(words[i], words[i + 1]);
+    halves[i + 1] = _mm512_unpackhi_epi32(words[i], words[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    rows[2 * i] = _mm512_unpacklo_epi64(halves[i], halves[i + 2]);
+    rows[2 * i + 1] = _mm512_unpackhi_epi64(halves[i], halves[i + 2]);
+  }
+  // Each word four times, turned so that another code of each half is one bit above its lowest. The
+  // numbers are the odd halves of their table: five bits are looked at, of which the lowest is set.
+  const Words turns = {31, 3, 7, 11, 31, 3, 7, 11, 31, 3, 7, 11, 31, 3, 7, 11};
+  const Words fourfold = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+#pragma GCC unroll 16
+  for (int row = 0; row < TILE_ROWS; row++) {
+    if (row % 4 == 0) __builtin_prefetch(next + row / 4 * 64, 0, 2);
+    const Floats scale = (Floats)_mm512_set1_ps(scales[row]);
+    const Words table = scaled(numbers, scale, (Floats)_mm512_set1_ps(scales[N_BLOCK + row]));
+    const __m512i places = (__m512i)(fourfold + row / 4 * 4);
+    const __m512i all = _mm512_permutexvar_epi32(places, rows[row % 4]);
+    const Words codes = (Words)_mm512_rorv_epi32(all, (__m512i)turns) | 0x00010001;
+    store(to + row * TILE_K, _mm512_permutexvar_epi16((__m512i)codes, (__m512i)table));
+  }
+}
+
+template <class Kind, class Packed>
+void multiply_all(Worker& member, const RowsAsPairs& x, Packed packed, const Weight& weight,
+                  const Outputs& out) {
+  constexpr long DELAY = 2;  // steps from a store to the tile's load, which waits for it
+  constexpr long STEP = TILE_K * K_BYTES<Kind>, AHEAD = 16 * STEP;
+  constexpr long GROUPS = TILE_K_BLOCK / TILE_K;
+  alignas(64) uint16_t wide[2 * DELAY][N_BLOCK * TILE_K];
+  alignas(64) float by_output[N_BLOCK * TILE_ROWS], sums[N_BLOCK * TILE_ROWS];
+  alignas(64) float scales[(GROUPS + 1) * 2 * N_BLOCK] = {};  // one more for the first rows' half
+  const Floats numbers = load<Floats>(weight.table);
+  bool is_configured = false;
+  const auto compute = [&](long block) {
+    const char *pairs = packed(), *w = weight.block(block);
+    if (!is_configured) x.configure();
+    is_configured = true;
+    const FlushDenormals flush;
+    const Parameters parameters(weight, block);
+    const auto add = [&](long step) {
+      const uint16_t* weights = wide[step % (2 * DELAY)];
+      _tile_loadd(6, pairs + step * TILE_K * 2 * x.m, 4 * x.m);
+      _tile_loadd(4, weights, 2 * TILE_K);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, weights + TILE_ROWS * TILE_K, 2 * TILE_K);
+      _tile_dpbf16ps(1, 5, 6);
+    };
+    _tile_zero(0);
+    _tile_zero(1);
+    long step = 0;
+    for (long group = 0; group < weight.k / weight.group; group++) {
+      const float* of = scales + group % GROUPS * 2 * N_BLOCK;
+      if (group % GROUPS == 0)
+        parameters.unpack(group, std::min(group + GROUPS, weight.k / weight.group), scales);
+      for (long end = step + weight.group / TILE_K; step < end; step++, w += STEP) {
+        if (step >= DELAY) add(step - DELAY);
+        uint16_t* to = wide[step % (2 * DELAY)];
+        finish_stores();
+        look_up(w, numbers, of, to, w + AHEAD);
+        look_up(w + VECTOR_BYTES, numbers, of + TILE_ROWS, to + TILE_ROWS * TILE_K,
+                w + AHEAD + STEP / 2);
+        finish_stores();
+      }
+    }
+    for (long last = std::max(step - DELAY, 0L); last < step; last++) add(last);
+    _tile_stored(0, by_output, 4 * x.m);
+    _tile_stored(1, by_output + TILE_ROWS * x.m, 4 * x.m);
+    finish_stores();
+    for (long row = 0; row < x.m; row++)
+      for (long i = 0; i < N_BLOCK; i++) sums[row * N_BLOCK + i] = by_output[i * x.m + row];
+  };
+  const auto write_out = [&](long block) { write(out, weight.n, sums, 0, x.m, block * N_BLOCK); };
+  member.run(weight.n / N_BLOCK, compute, write_out);
+  if (is_configured) _tile_release();
 }
 
 }  // namespace

@@ -305,6 +305,9 @@ void linear_of(Worker& member, const Rows& x, const Weight& weight, const Output
                char* workspace) {
 #if defined(HAS_TILES)
   if (weight.k % TILE_K == 0 && tiles_work()) {
+    if constexpr (std::is_same_v<Kind, Nibbles>)
+      if (x.count && x.count <= TILE_ROWS && has_groups(weight) && weight.group % TILE_K == 0)
+        return product<Kind>(member, x, RowsAsPairs{x.count, weight.k}, weight, out, workspace);
     if constexpr (!IS_BF16<Kind>)
       if (x.count && x.count <= FEW_ROWS)
         return product<Kind>(member, x, FewRows{x.count, weight.k}, weight, out, workspace);
