@@ -17,6 +17,10 @@ TOLERANCE = {torch.float16: 1e-3, torch.float32: 2e-6}  # of the largest number
 SHAPES = [  # (H, K, D), S, parts of a sequence's keys in decode
     ((4, 1, 32), 4, 4), ((2, 2, 16), 16, 1), ((6, 2, 64), 100, 8), ((17, 1, 16), 1, 2),
 ]  # fmt: skip
+TYPED = [  # the choice of tiles does not know the type
+    *((*shape, torch.float32) for shape in SHAPES),
+    *((*shape, torch.float16) for shape in SHAPES[:2]),
+]  # fmt: skip
 
 
 class Case:
@@ -87,14 +91,14 @@ def check(case: Case, poisoned) -> None:
     assert (got - want).abs().max() <= TOLERANCE[got.dtype] * want.abs().max()
 
 
-@pytest.mark.parametrize("shape, page_size, splits", SHAPES)
+@pytest.mark.parametrize("shape, page_size, splits, dtype", TYPED)
 def test_decode(monkeypatch, poisoned, launches, dtype, shape, page_size, splits):
     monkeypatch.setattr(attention, "num_splits", lambda *_: splits)
     check(Case([1, 15, 16, 17, 130], [1] * 5, dtype, shape, page_size), poisoned)
     assert launches == ["decode_kernel", "merge_kernel"][: 1 if splits == 1 else 2]
 
 
-@pytest.mark.parametrize("shape, page_size, _", SHAPES)
+@pytest.mark.parametrize("shape, page_size, _, dtype", TYPED)
 def test_prefill(monkeypatch, poisoned, launches, dtype, shape, page_size, _):
     """Whole prompts and chunks, longer and shorter than a block of queries."""
     check(Case([15, 17, 63, 130], [15, 2, 63, 40], dtype, shape, page_size), poisoned)

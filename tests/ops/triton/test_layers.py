@@ -54,7 +54,7 @@ def test_the_stack_gives_the_bytes_of_the_modules(monkeypatch, launches, dtype):
     """To the bit, since both launch the same kernels; nearly the numbers of the torch bodies."""
     monkeypatch.setattr(attention, "num_splits", lambda *_: 1)
     model = make_model(dtype)
-    for step in STEPS:
+    for step in STEPS if dtype is torch.float32 else STEPS[-1:]:  # which has both kinds of rows
         launches.clear()
         stacked = run(model, step)
         assert launches.count("norm_kernel") == 5  # one per residual but the last, and two more
