@@ -220,6 +220,7 @@ def test_serve_looks_at_the_folder_before_it_listens(tmp_path, monkeypatch, caps
     (tmp_path / "model.safetensors").write_bytes(bytes(16))
     assert main(["serve", str(tmp_path)]) == 1
     assert "model_type is 'qwen2'" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it is the server's for ever"
 
 
 @pytest.mark.parametrize("origin", ["localhost:3000", "http://a/path", "http://a, http://b", ""])

@@ -33,38 +33,38 @@ def serve(options: argparse.Namespace) -> int:
         if LISTENER_FD not in os.environ:
             return _start_in_background(options)
         inherited = InheritedSocket(options.idle_minutes)
-    SIGNALS.end_in_order()
-    name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
-    from llama.checkpoint.find import find
+    with SIGNALS.taken_alone(signal.SIGTERM, is_server=True):
+        name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
+        from llama.checkpoint.find import find
 
-    found = find(options.ckpt_dir or demo_dir())  # says what is wrong, on every rank alike
-    _ = options.tokenizer_path or found.tokenizer_path()
-    server = None if global_rank() else _listen(options, name, inherited)
-    signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        finish_on_signal(options.drain_s)
-        signals = ()  # of several ranks, the watch of the ranks takes them
-    try:
-        if server is not None:
-            server.start()
-            url = inherited.url if inherited else _url(options.host, server.port)
-            say(f"listening on {url}; loading {name}")
-        llama = load(options)
-        remedy = "and start a server for each replica"
-        check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
-        SIGNALS.has_begun = True  # on every rank
+        found = find(options.ckpt_dir or demo_dir())  # says what is wrong, on every rank alike
+        _ = options.tokenizer_path or found.tokenizer_path()
+        server = None if global_rank() else _listen(options, name, inherited)
+        signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            finish_on_signal(options.drain_s)
+            signals = ()  # of several ranks, the watch of the ranks takes them
+        try:
+            if server is not None:
+                server.start()
+                url = inherited.url if inherited else _url(options.host, server.port)
+                say(f"listening on {url}; loading {name}")
+            llama = load(options)
+            remedy = "and start a server for each replica"
+            check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
+            SIGNALS.has_begun = True  # on every rank
 
-        def work() -> None:
-            assert server is not None
-            server.open(llama)
-            say(f"ready: {name} at {url}{'' if inherited else '/v1'}")
-            with SIGNALS.taken_alone(*signals):
-                server.serve(options.drain_s, inherited.is_idle if inherited else lambda: False)
+            def work() -> None:
+                assert server is not None
+                server.open(llama)
+                say(f"ready: {name} at {url}{'' if inherited else '/v1'}")
+                with SIGNALS.taken_alone(*signals):
+                    server.serve(options.drain_s, inherited.is_idle if inherited else lambda: False)
 
-        llama.lead(work)
-    finally:
-        if server is not None:
-            server.stop()
+            llama.lead(work)
+        finally:
+            if server is not None:
+                server.stop()
     return 0
 
 

@@ -27,7 +27,7 @@ class Signals:
         # seconds later; a second signal ends it at once. None: the first one does.
         self.drain_s: float | None = None
         self.has_begun = False  # what it runs; before that, there is nothing to finish
-        self.is_server = False  # then a SIGTERM before that is an end in order
+        self.is_server = False  # then a SIGTERM before that ends it in order
         self.on_stop: Callable[[], None] | None = None  # for a main thread that waits for input
         self._write_end = -1
         self._before: dict[int, object] = {}
@@ -47,13 +47,8 @@ class Signals:
             (signal.SIGINT, signal.default_int_handler),
         ):
             is_wanted = number == signal.SIGTERM or self.drain_s is not None
-            if is_wanted and signal.getsignal(number) in (default, self._handle):
+            if is_wanted and signal.getsignal(number) in (default, self._take):
                 self._before[number] = signal.signal(number, self._handle)
-
-    def end_in_order(self) -> None:
-        """For a server: SIGTERM ends it with code 0 while it loads; it has nothing to finish."""
-        self.is_server = True
-        signal.signal(signal.SIGTERM, self._handle)
 
     def restore(self) -> None:
         """Give the signals back, as they were."""
@@ -97,28 +92,29 @@ class Signals:
         return since is not None and limit_s is not None and time.monotonic() - since > limit_s
 
     @contextlib.contextmanager
-    def taken_alone(self, *numbers: int) -> Iterator[None]:
+    def taken_alone(self, *numbers: int, is_server: bool = False) -> Iterator[None]:
         """In a process without ranks, these ask to finish what runs; a second one ends it."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self.note() == 2:
-                sys.exit(128 + number)  # as a shell has it; what was opened is closed on the way
-            if self.on_stop is not None:
-                self.on_stop()
-
-        before = {number: signal.signal(number, handle) for number in numbers}
+        self.is_server = is_server
+        before = {number: signal.signal(number, self._take) for number in numbers}
         try:
             yield
         finally:
+            self.is_server = False
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.is_server and not self.has_begun:
+            os._exit(0)
+        if self.note() == 2:
+            sys.exit(128 + number)  # as a shell has it; what was opened is closed on the way
+        if self.on_stop is not None:
+            self.on_stop()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The main thread is out of C++: of use where an event loop took the wake-up pipe."""
         if self._write_end >= 0:
             os.write(self._write_end, bytes([number]))
-        elif self.is_server:
-            os._exit(0)
         if self.on_stop is not None:
             self.on_stop()
 
