@@ -6,7 +6,7 @@ constraint forces.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from llama.engine.sequence import Sequence
 from llama.engine.speculative import Drafter, Guess
@@ -103,9 +103,9 @@ def count_predicted(prediction: Seq[int], output: list[int]) -> tuple[int, int]:
 
 @dataclass
 class _State(Guess):
-    """num_idle: steps in which the sequence got no draft."""
+    """lookup: made when it can gain. num_idle: steps in which the sequence got no draft."""
 
-    lookup: Lookup = field(default_factory=Lookup)
+    lookup: Lookup | None = None
     num_idle: int = 0
 
 
@@ -137,18 +137,19 @@ class Speculator(Drafter):
                 self._ended[:] = Text(_SHARED), self._ended[0]
             for token in [*ended.tokens[-_KEPT:], -1] if self._ended else ():
                 self._ended[0].append(token)
-        prompt = seq.tokens[: seq.num_prompt]
-        lookup = Lookup(prompt, seq.prediction, self._ended)
-        self._guesses[seq] = state = _State(seq, [*self.rates], len(prompt), lookup=lookup)
+        self._guesses[seq] = state = _State(seq, [*self.rates], seq.num_prompt)
         return state
 
     def _look(self, state: _State) -> list[float]:
         """Guess what comes next -> how likely each token of it is right."""
-        seq, lookup = state.seq, state.lookup
-        is_idle = len(seq.tokens) - state.num_known < min(state.num_idle // 8, 8)
-        if is_idle and seq.constraint is None:
+        seq, new = state.seq, state.seq.tokens[state.num_known :]
+        is_idle = len(new) < min(state.num_idle // 8, 8) and seq.constraint is None
+        if is_idle or len(seq.tokens) + 1 >= seq.max_len:
             return []
-        new = seq.tokens[state.num_known :]
+        if (lookup := state.lookup) is None:
+            lookup = state.lookup = Lookup(
+                seq.tokens[: seq.num_prompt], seq.prediction, self._ended
+            )
         self.note(state)
         lookup.extend(new)
         ids, length, is_forced = lookup.guess(self.most), lookup.length, False

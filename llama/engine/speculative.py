@@ -122,18 +122,17 @@ class Drafter(ABC):
             cost.note(seconds - self._seconds, num_drafts)
         num = len(rates)
         cost = self._costs[num.bit_length()]
-        a_row, best, lengths = cost.of_draft(num), 0.0, [0] * num
+        a_row, best, lengths = cost.of_draft(num), (0.0, 1.0), [0] * num
         chances = (enumerate(accumulate(each, mul)) for each in rates)
         ranked = [(chance, depth, i) for i, each in enumerate(chances) for depth, chance in each]
         ranked.sort(key=itemgetter(0), reverse=True)
         deepest = max(map(len, rates))
-        depths = range(least if cost.a_pass else deepest, deepest + 1) if cost.plain else ()
-        for passes in depths:
+        for passes in range(least if cost.a_pass else deepest, deepest + 1):
             tokens, spent, counts = float(num), cost.plain + passes * cost.a_pass, [0] * num
             for chance, depth, i in ranked:
                 if depth < least or (depth < passes and chance * spent > tokens * a_row):
                     tokens, spent, counts[i] = tokens + chance, spent + a_row, counts[i] + 1
-            if tokens > best * spent:
-                best, lengths = tokens / spent, counts
+            if tokens * best[1] > best[0] * spent:
+                best, lengths = (tokens, spent), counts
         self._last, self._seconds = (cost, sum(lengths)), seconds
         return lengths

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import random_state
-from helpers.drafts import PROMPTS, Drafts, answers, cached, requests_of, without_drafts
+from helpers.drafts import PROMPTS, Drafts, answers, cached, key, requests_of, without_drafts
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
 from llama import Llama, ModelArgs, SamplingParams, Transformer
@@ -126,6 +126,46 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     if kind in ("oracle", "wrong") and num_pages > 99:
         assert core.stats.steps < 40 if kind == "oracle" else core.stats.accepted_tokens == 0
     assert core.scheduler.pool.num_free == num_pages
+
+
+@needs_kernels
+def test_an_abort_among_drafts_frees_its_pages(plain):
+    """Every third sequence, after some steps; what it had is right, and the others go on."""
+    model, _, truth = plain
+    llama = Llama(model.model, model.tokenizer, num_pages=300)
+    core = llama.engine
+    core.drafter = Drafts("some", truth)
+    added = [answer.sequence for request in requests_of(llama) for answer in request.answers]
+    core.step(added=added)
+    while core.stats.accepted_tokens < 20:
+        core.step()
+    live = [seq for seq in added if not seq.finished]
+    core.step(removed=live[::3])
+    while core.has_unfinished():
+        core.scheduler.check()
+        core.step()
+    for seq in added:
+        pairs = zip(seq.tokens, truth[key(seq)], strict=False)  # there, stop strings ended some
+        assert all(token == wanted for token, wanted in pairs)
+        assert (seq.finish_reason == "abort") == (seq in live[::3])
+    assert core.scheduler.pool.num_free == 300 and len(live) > 6
+
+
+@needs_kernels
+def test_beam_search_is_not_drafted_for(plain):
+    """A round asks each beam for one token: nothing could be gained, so nothing is looked up."""
+    model = plain[0]
+    found = []
+    for most in (0, 7):
+        llama = Llama(model.model, model.tokenizer, num_pages=100)
+        if most:
+            llama.engine.speculate(most)
+        found.append(llama.beam_search(["abab" * 9], 3, 20))  # one needs a new page, and one token
+    assert found[0] == found[1]
+    drafter = llama.engine.drafter
+    assert isinstance(drafter, Speculator) and drafter._guesses
+    assert not any(state.lookup for state in drafter._guesses.values())
+    assert llama.engine.stats.draft_tokens == 0
 
 
 @needs_kernels
