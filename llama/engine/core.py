@@ -117,12 +117,13 @@ class EngineCore:
                 f"a sequence of up to {seq.max_len} tokens does not fit the KV cache of "
                 f"{pool.num_pages * pool.page_size} tokens"
             )
-        self.scheduler.add(seq)
+        self.scheduler.waiting.append(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence now and free its pages; one that has ended stays as it is."""
         if not seq.finished:
-            self.scheduler.finish(seq, reason)
+            seq.finish_reason = reason
+            self.scheduler.remove(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)

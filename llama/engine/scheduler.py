@@ -43,16 +43,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence; the engine has checked that max_len fits the pool."""
-        assert self.pool.pages_for(seq.max_len) <= self.pool.num_pages
-        self.waiting.append(seq)
-
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is, and free its pages."""
-        seq.finish_reason = reason
-        self._leave(seq)
-
     def schedule(self) -> list[Scheduled]:
         """Running sequences first, oldest first; then the queue, while budget and pages last. The
         items have the single tokens in front, as `Batch` wants them. Their tokens count as computed
@@ -123,7 +113,7 @@ class Scheduler:
             if item.start + item.count == seq.max_len and not samples:
                 seq.finish_reason = "length"  # the prompt filled it: it was only scored
             if seq.finished:
-                self._leave(seq)
+                self.remove(seq)
 
     def _verified(self, item: Scheduled, ids: list[int], rows: range) -> range:
         """The rows whose tokens count: the first, and the one behind each draft that was chosen
@@ -144,7 +134,8 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
 
-    def _leave(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence, wherever it is, and free its pages."""
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
