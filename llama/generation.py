@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypedDict, TypeVar
 
 from llama.build_args import BuildArgs, taking
-from llama.checks import FieldError, whole_number
+from llama.checks import FieldError, FieldTypeError, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
 from llama.gpu import recorder_for
@@ -368,8 +368,9 @@ class Llama:
             tools, tool_format = chat.tool_request, self.tool_format
             try:
                 yield encode_chat(self.tokenizer, dialog, tools, tool_format=tool_format)
-            except FieldError as e:
-                raise type(e)(e.field, f"dialog {i}, {e}") from None
+            except (TypeError, ValueError) as e:
+                kind = FieldTypeError if isinstance(e, TypeError) else FieldError
+                raise kind(getattr(e, "field", "dialogs"), f"dialog {i}, {e}") from None
 
 
 def _rows(name: str, prompts: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from llama.checks import FieldError, FieldTypeError, brief
+from llama.checks import brief
 from llama.prompts.fields import Fields, field_error, json_type, read_as, said, wrong
 
 _CONTENT = " must be a str, or a list of parts of type text"
@@ -145,7 +145,7 @@ def read_messages(
     is_list = isinstance(messages, list | tuple)
     if not is_list or not messages:
         words = f"messages must be a list of at least one message, got {brief(messages)}"
-        raise (FieldError if is_list else FieldTypeError)("messages", words)
+        raise (ValueError if is_list else TypeError)(words)
     return read_as(_DIALOG, list(messages), "messages")
 
 
