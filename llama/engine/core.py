@@ -8,7 +8,6 @@ one thread at a time may use it: `llama.requests` makes text of ids and orders t
 """
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -98,11 +97,9 @@ class EngineCore:
         self, most: int, model: Transformer | None = None, *, is_shared: bool = False
     ) -> None:
         """Draft from now on, up to so many tokens of a sequence in a step: with a draft model, or
-        by look-up, see `Speculator`. Not with async scheduling, where the host does not know the
-        last token when a step begins."""
-        if self.runner.async_scheduling:
-            warnings.warn("speculate has no effect on CUDA yet: steps overlap there", stacklevel=3)
-        elif model is not None:
+        by look-up, see `Speculator`. Steps do not overlap then: a draft follows the last token."""
+        self.runner.async_scheduling = False
+        if model is not None:
             self.drafter = ModelDrafter(most, model, self.scheduler)
         else:
             self.drafter = Speculator(most, self.runner.model.parallel, is_shared=is_shared)

@@ -186,7 +186,7 @@ class DecodeGraphs:
         """Whether this step is of a kind that is recorded, and the model runs as it did then: a
         replay calls no hook, and reads the weights where they were. RuntimeError where it does not
         on one of several ranks: either all of them replay a step or none (NCCL, "CUDA Graphs")."""
-        if not is_decode(scheduled):
+        if not is_decode(scheduled) or len(scheduled) > len(self._ids):
             return False
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda

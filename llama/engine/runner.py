@@ -121,11 +121,13 @@ class ModelRunner:
     def _start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         sampling = [item.sequence for item in scheduled if item.num_samples]
         if scheduled[-1].drafts:  # those with more than one token come last
-            sampling = [  # of each row: its sequence as it is there, with the drafts before it
-                item.sequence.ahead(item.drafts[:depth]) if depth else item.sequence
+            verified = [  # each row a sequence as it is there, with the drafts before it
+                Scheduled(seq.ahead(item.drafts[:depth]) if depth else seq, item.start + depth, 1)
                 for item in scheduled
-                for depth in range(item.num_samples)
+                for depth, seq in enumerate([item.sequence] * item.num_samples)
             ]
+            sampling = [row.sequence for row in verified]
+            scheduled = verified if self._graphs is not None else scheduled
         mask = None if self.async_scheduling else self._token_masks.start(sampling)
 
         def sample_all(logits: Tensor) -> Sampled:

@@ -21,6 +21,7 @@ from llama.engine.graph_check import compare
 from llama.engine.graphs import DecodeInputs, bucket_of, is_decode
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
+from llama.engine.speculative import Drafter, Guess
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Linear
@@ -134,6 +135,47 @@ def test_the_answers_do_not_depend_on_how_steps_run(model, plain, graphs, ahead)
             recorded = core.runner._graphs._graphs  # type: ignore[union-attr]
             assert len({rows for rows, _, _ in recorded}) > 1, "the graphs were not used"
     assert preempted, "nobody was preempted: the test tests less than it says"
+
+
+class MostlyRight(Drafter):
+    """Guesses up to five tokens of what each sequence comes to: by its seed, its tokens."""
+
+    def __init__(self, model: Transformer, wanted: dict[int, list[int]]) -> None:
+        super().__init__(5, model.parallel, [])
+        self.wanted, self.rng = wanted, random.Random(4)
+
+    def _begin(self, seq: Sequence) -> Guess:
+        return Guess(seq, [])
+
+    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
+        rests = [self.wanted[x.seq.seed][len(x.seq.tokens) :] for x in guesses]
+        return [[t if self.rng.random() < 0.8 else 9 for t in rest[:5]] for rest in rests]
+
+
+def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
+    """Each as a row of its own, of steps that do not overlap."""
+    wanted, _ = plain(1, 200)
+    arriving = sorted(random_sequences(random.Random(1)), key=lambda pair: pair[0])
+    seeds = [seq.seed for _, seq in arriving]
+    core = core_of(model, 200, graphs=True, ahead=True)
+    core.speculate(5)
+    core.drafter = MostlyRight(model, dict(zip(seeds, [x[0] for x in wanted], strict=True)))
+    eager: list[Scheduled] = []
+    hidden = core.runner._hidden
+
+    def seen(items: list[Scheduled]) -> torch.Tensor:
+        eager.extend(items)
+        return hidden(items)
+
+    monkeypatch.setattr(core.runner, "_hidden", seen)
+    for ours, theirs in zip(answers(core, 1), wanted, strict=True):
+        assert ours[:2] == theirs[:2]
+        for values, known in ((ours[2], theirs[2]), (ours[4], theirs[4])):
+            assert values == pytest.approx(known, abs=4e-5)
+    assert core.stats.accepted_tokens > 20
+    assert not any(item.drafts for item in eager)
+    recorded = {rows for rows, _, _ in core.runner._graphs._graphs}  # type: ignore[union-attr]
+    assert max(recorded) > bucket_of(model.params.max_batch_size)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -112,7 +112,7 @@ def work(case: dict[str, Any], folder: str, mark: Path) -> None:
         SIGNALS.drain_s = case["drain_s"]
     if case.get("is_apart"):  # each rank takes itself for a machine
         processes.machine_id = lambda: f"machine of rank {rank}"
-        os.environ |= {"LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": str(rank)}
     if when in MEETING:
         meet_and_fail(case, rank, mark)
     llama = Llama.build(
