@@ -71,8 +71,10 @@ def test_a_row_that_fails_touches_no_other():
         assert 'llama:request_success_total{finished_reason="error"} 2.0' in figures
         _check_that_a_step_fails(server)
         code, log = server.ended()
-        assert code == 1
-        assert "made to fail" in log and log.count("a step failed: the server ends") == 1
+        assert code == 1 and "made to fail" in log
+        # The main thread may see it first: then the line is not there, and the error at the end is.
+        assert log.count("a step failed: the server ends") <= 1
+        assert log.count("RuntimeError: a step of the model failed") == 1
 
 
 def test_a_step_that_fails_when_all_clients_have_left_ends_the_server(tmp_path):
