@@ -41,7 +41,7 @@ def launch(command: Sequence[str], num_ranks: int) -> int:
     result, cause = 0, ""
 
     def tell(number: int, _frame: object = None) -> None:
-        for pid in list(running):
+        for pid in reversed(list(running)):  # rank 0 last: where it ends, the others' store does
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
