@@ -73,7 +73,6 @@ class Server:
         self._thread.start()
 
     def open(self, llama: Llama) -> None:
-        """Requests may come."""
         llama.llm_engine.grammars.warm_up()
         gc.collect()
         gc.freeze()  # a full collection would look at all that was imported, and hold everyone up

@@ -59,6 +59,7 @@ class Service:
     llama: Llama | None = None
     engine: AsyncLLMEngine | None = None
     _active: set[ActiveRequest] = field(default_factory=set)
+    _has_told: bool = False  # that a step failed
 
     def start(self, llama: Llama) -> None:
         """The model is loaded: requests may come."""
@@ -86,7 +87,6 @@ class Service:
 
     @property
     def is_busy(self) -> bool:
-        """A request has not ended."""
         return bool(self._active)
 
     def num_unfinished(self) -> int:
@@ -188,8 +188,10 @@ class Service:
             except ApiError:
                 raise
             except Exception:
-                if self.state is not State.BROKEN:  # the first of those that were in the step
-                    self.state = State.BROKEN
+                is_of_step = self.state is not State.BROKEN or self.engine.failure is not None
+                self.state = State.BROKEN  # the main thread may have seen it before
+                if is_of_step and not self._has_told:
+                    self._has_told = True
                     log.exception("a step failed: the server ends")
                 raise broken() from None
 

@@ -64,7 +64,6 @@ class GroupedWeight(BlockedWeight):
 
     @classmethod
     def empty(cls, n: int, k: int) -> Tensor:
-        """Memory for the values."""
         dtype, step, tail = cls.layout
         return use_huge_pages(torch.empty(n // N_BLOCK, k // step, *tail, dtype=dtype))
 
