@@ -96,11 +96,11 @@ class Llama:
         loaded = load_model(args)
         with loaded.model.parallel.agree("the KV cache", world=True):
             llama = Llama(
-                loaded.model, loaded.tokenizer, seed=args.seed, num_pages=loaded.num_pages
-            )
+                loaded.model, loaded.tokenizer, seed=args.seed, num_pages=loaded.num_pages,
+                draft_model=loaded.draft_model,
+            )  # fmt: skip
             if args.speculate:
-                most, is_shared = args.speculate_tokens, args.speculate_shared
-                llama.engine.speculate(most, loaded.draft_model, is_shared=is_shared)
+                llama.engine.speculate(args.speculate_tokens, is_shared=args.speculate_shared)
         llama.is_guard = loaded.files.checkpoint.is_guard
         llama.load_seconds = seconds = time.perf_counter() - began
         if loaded.model.parallel.global_rank == 0:
@@ -118,11 +118,11 @@ class Llama:
         *,
         seed: int = 1,
         num_pages: int | None = None,
+        draft_model: Transformer | None = None,
     ) -> None:
         """num_pages: of the KV cache. Default: max_batch_size sequences of max_seq_len tokens."""
         args = model.params
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
         self.formatter = ChatFormat(tokenizer)
         self.seed = seed
         self.load_seconds = 0.0
@@ -131,7 +131,8 @@ class Llama:
         core = EngineCore.for_model(
             model,
             num_pages=num_pages or args.max_batch_size * pages_for(args.max_seq_len),
-            recorder=recorder_for(model),
+            draft_model=draft_model,
+            recorder_for=recorder_for,
             reserve=step_bytes(args, model.plan, model.norm.weight.dtype, args.max_batch_size),
         )
         self.llm_engine = LLMEngine(core, tokenizer, args.max_seq_len, seed)
@@ -144,7 +145,7 @@ class Llama:
     def close(self) -> None:
         """Abort what is not finished, and give back this rank's stdout. Later calls are errors."""
         self.llm_engine.close()
-        self.engine.runner.close()
+        self.engine.close()
         if self._muted is not None:
             self._muted.release()
             self._muted = None
@@ -387,8 +388,7 @@ def _tokens(output: RequestOutput, echo: bool) -> list[int]:
 
 def _scores(output: RequestOutput, echo: bool) -> list[float]:
     """Each token's own log-probability; 0.0 for the first of a prompt: nothing comes before it."""
-    answer = output.outputs[0]
-    entries = (output.prompt_logprobs or [] if echo else []) + (answer.logprobs or [])
+    entries = (output.prompt_logprobs or [] if echo else []) + (output.outputs[0].logprobs or [])
     return [
         0.0 if entry is None else entry[token]
         for token, entry in zip(_tokens(output, echo), entries, strict=True)

@@ -29,7 +29,7 @@ from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton import selfcheck_cache
-from llama.ops.triton.kernels import KernelSet
+from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
 from llama.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def load_model(args: BuildArgs) -> Loaded:
         args = args.checked()
         files = Files.of(args, parallel.size, device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
-        params, tokenizer = files.checkpoint.params, files.tokenizer(args.tokenizer_path)
+        tokenizer = files.tokenizer(args.tokenizer_path)
         models = [files, *_draft_files(args, files, tokenizer)]
         longest = min(x.checkpoint.params.longest_context for x in models)
         allowed, _ = gpu.asked_for(), native.asked_for()  # wrong names are told before weights
@@ -96,9 +96,7 @@ def load_model(args: BuildArgs) -> Loaded:
     with parallel.agree("the weights", world=True) as must_match:
         for each in models if parallel.world is not None else ():
             must_match += each.checkpoint.samples()
-    place = parallel, device, files.dtype
-    kernels = gpu.kernels_for(params, *place, allowed, files.formats(), kv_format)
-    models[0] = files = files.with_kernels(kernels, tells=parallel.global_rank == 0)
+    models = [each.with_kernels(parallel, allowed, kv_format) for each in models]
     free = parallel.all_reduce_min(free_bytes(device))
     batch_size = args.max_batch_size or default_batch_size(device)
     with parallel.agree("the memory of the ranks", world=True):
@@ -109,8 +107,7 @@ def load_model(args: BuildArgs) -> Loaded:
     with parallel.agree("the checkpoint", world=True):
         rest = kv_format, (seq_len, batch_size), args.verify
         model, *draft = [each.load(parallel, *rest) for each in models]
-        model.use_kernels(kernels)
-    return Loaded(model, tokenizer, pages, files, *draft)
+    return Loaded(model, tokenizer, pages, models[0], *draft)
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,7 @@ class Files:
     quantize: str | None
     ranks: int
     device: torch.device
+    kernels: KernelSet = TORCH_ONLY
 
     @classmethod
     def of(cls, args: BuildArgs, ranks: int, device: torch.device) -> "Files":
@@ -154,18 +152,24 @@ class Files:
         named = [(f"{name} of the checkpoint", value) for name, value in params]
         return [("torch", torch.__version__), ("dtype", self.dtype), ("quantize", held), *named]
 
-    def with_kernels(self, kernels: KernelSet, *, tells: bool) -> "Files":
-        """With plain weights where a GPU has no kernel for others, which each step would unpack."""
+    def with_kernels(
+        self, parallel: ModelParallel, allowed: frozenset[str], kv_format: KVFormat = AS_COMPUTED
+    ) -> "Files":
+        """With a GPU's kernels for it, see `gpu.kernels_for`; and with plain weights where there is
+        none for others, which each step would unpack."""
+        params, place = self.checkpoint.params, (parallel, self.device, self.dtype)
+        kernels = gpu.kernels_for(params, *place, allowed, self.formats(), kv_format)
+        files = replace(self, kernels=kernels)
         is_plain = self.quantize is None and not self.checkpoint.in_codes
         if self.device.type != "cuda" or is_plain or "linear" in kernels.names:
-            return self
-        if tells:
+            return files
+        if parallel.global_rank == 0:
             warnings.warn(
                 f"the weights are held in {dtype_name(self.dtype)}: products of quantized ones "
                 "need the GPU's kernel linear, which is not in use",
                 stacklevel=3,
             )
-        return replace(self, quantize=None, checkpoint=replace(self.checkpoint, in_codes=False))
+        return replace(files, quantize=None, checkpoint=replace(self.checkpoint, in_codes=False))
 
     def formats(self) -> tuple[str | None, ...]:
         if self.checkpoint.in_codes:
@@ -211,6 +215,7 @@ class Files:
             args, parallel=parallel, device=self.device, dtype=self.dtype, kv_format=kv_format,
             fills_late=self.device.type == "cuda",
         )  # fmt: skip
+        model.use_kernels(self.kernels)
         is_first = parallel.global_rank == 0
         check = LoadCheck(self.checkpoint, tells=is_first).check if verify else None
         if self.checkpoint.packed is not None:
@@ -237,8 +242,6 @@ def _draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Fi
     path = args.speculate
     if path in (None, "lookup"):
         return []
-    if model.device.type != "cpu":
-        raise ValueError(f"speculate={path!r}: a draft model runs on the CPU only, for now")
     try:
         files = Files.of(replace(args, ckpt_dir=str(path)), model.ranks, model.device)
         other = files.tokenizer(None)

@@ -57,9 +57,10 @@ def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
         if pytestconfig.option.guess:
             made = EngineCore.__init__
 
-            def init(core: EngineCore, runner: Any, scheduler: Any) -> None:
-                made(core, runner, scheduler)
-                core.drafter = None if runner.async_scheduling else _Guesses(7, ModelParallel(), [])
+            def init(core: EngineCore, runners: Any, scheduler: Any) -> None:
+                made(core, runners, scheduler)
+                if not core.runner.async_scheduling:
+                    core.drafter = _Guesses(7, ModelParallel(), [])
                 cores.append(core)
 
             patched.setattr(EngineCore, "__init__", init)

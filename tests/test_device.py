@@ -374,7 +374,6 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     seen = []
     runner = ModelRunner.__new__(ModelRunner)
-    runner._spin = None
     runner.kv_cache = SimpleNamespace(device=torch.device("cuda", 3))  # type: ignore[assignment]
     monkeypatch.setattr(runner, "_start", lambda scheduled: seen.append(chosen[0]))
     runner.start([])

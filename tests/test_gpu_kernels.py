@@ -22,6 +22,7 @@ from llama.ops.triton import kernels, selfcheck_cache
 from llama.ops.triton.kernels import KernelSet
 from llama.ops.triton.selfcheck import CheckResult, Job
 from llama.ranks.collectives import ModelParallel
+from llama.weights import QUANTIZED
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
@@ -97,23 +98,27 @@ def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
 
 def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu):
     """Torch would make them plain in every step: one line says so. Graphs are tried as they are."""
-    place, held = (PARAMS, ModelParallel(), GPU, torch.bfloat16), ("int8",)
-    jobs = gpu({"linear": "off by 1"})
-    with pytest.warns(UserWarning, match="linear: off by 1"):
-        without = kernels_for(*place, ALL | {"graph"}, held)
-    gpu({})
-    kernels = kernels_for(*place, ALL | {"graph"}, held)
-    assert [x.formats for x in jobs] == [held, (None,), held, ("int4",)]
-    for files in (
-        Files(find(DEMO), torch.bfloat16, "int8", 1, GPU),
-        Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, 1, GPU),
+    demo, asked = find(DEMO), (ModelParallel(), ALL | {"graph"})
+    for files, held in (
+        (Files(demo, torch.bfloat16, "int8", 1, GPU), ("int8",)),
+        (Files(replace(demo, in_codes=True), torch.bfloat16, None, 1, GPU), (None, *QUANTIZED)),
     ):
-        assert files.with_kernels(kernels, tells=True) is files
-        with pytest.warns(UserWarning, match="the weights are held in bf16"):
-            plain = files.with_kernels(without, tells=True)
-        assert plain == Files(find(DEMO), torch.bfloat16, None, 1, GPU)
+        jobs = gpu({})
+        jobs.clear()
+        found = files.with_kernels(*asked)
+        assert found == replace(files, kernels=found.kernels) and "linear" in found.kernels.names
+        gpu({"linear": "off by 1"})
+        with (
+            pytest.warns(UserWarning, match="linear: off by 1"),
+            pytest.warns(UserWarning, match="the weights are held in bf16"),
+        ):
+            plain = files.with_kernels(*asked)
+        assert plain == Files(demo, torch.bfloat16, None, 1, GPU, plain.kernels)
+        assert plain.kernels.names == found.kernels.names - {"linear"}
+        assert [x.formats for x in jobs] == [held, ("int4",), held, (None,)]
+        assert {(x.dim, x.vocab_size) for x in jobs} == {(demo.params.dim, demo.params.vocab_size)}
         on_cpu = replace(files, device=torch.device("cpu"))
-        assert on_cpu.with_kernels(without, tells=True) is on_cpu
+        assert on_cpu.with_kernels(*asked) == on_cpu
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graphs import is_decode
+from llama.engine.graphs import Recorder, is_decode
 from llama.engine.lookup import Speculator
 from llama.engine.pages import PagePool
 from llama.engine.runner import ModelRunner
@@ -22,6 +22,7 @@ from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import RowResults, Sequence
 from llama.engine.speculative import Drafter
 from llama.model.transformer import Transformer
+from llama.ops.cpu.openmp import SpinController
 
 PAGE_SIZE = 16  # slots: a shared prefix is reused in steps of this many tokens
 TOKEN_BUDGET = 2048  # tokens per step: bounds its memory, and the wait between two tokens
@@ -63,14 +64,16 @@ class Stats:
 
 
 class EngineCore:
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        self.runner = runner
+    def __init__(self, runners: list[ModelRunner], scheduler: Scheduler) -> None:
+        """runners: of the model; before it, if there is one, of its draft model."""
+        self.runners, self.runner = runners, runners[-1]
         self.scheduler = scheduler
+        self._spin = SpinController.for_this_process()
         self.drafter: Drafter | None = None
         self.stats = Stats()
         self._in_flight: _Started | None = None  # begun, and not read yet
         self._moved: list[Sequence] = []  # what this step gave a token or an end
-        runner.settle = self._settle
+        self.runner.settle = self._settle
 
     @classmethod
     def for_model(
@@ -80,27 +83,29 @@ class EngineCore:
         num_pages: int,
         page_size: int = PAGE_SIZE,
         token_budget: int | None = None,
+        draft_model: Transformer | None = None,
+        recorder_for: Callable[[Transformer], Recorder | None] = lambda model: None,
         **of_runner: Any,
     ) -> "EngineCore":
         """The core of a loaded model: a KV cache of `num_pages` pages, and all that shares it.
-        of_runner: what else `ModelRunner` takes."""
+        draft_model: gets its cache first. of_runner: what else `ModelRunner` takes."""
         batch_size = model.params.max_batch_size
-        runner = ModelRunner(model, num_pages=num_pages, page_size=page_size, **of_runner)
+        of_runner |= {"num_pages": num_pages, "page_size": page_size}
+        models = [model] if draft_model is None else [draft_model, model]
+        runners = [ModelRunner(x, recorder=recorder_for(x), **of_runner) for x in models]
         scheduler = Scheduler(
-            PagePool(runner.num_pages, page_size),
+            PagePool(runners[-1].num_pages, page_size),
             max_batch_size=batch_size,
             token_budget=token_budget or max(TOKEN_BUDGET, batch_size),
         )
-        return cls(runner, scheduler)
+        return cls(runners, scheduler)
 
-    def speculate(
-        self, most: int, model: Transformer | None = None, *, is_shared: bool = False
-    ) -> None:
-        """Draft from now on, up to so many tokens of a sequence in a step: with a draft model, or
+    def speculate(self, most: int, *, is_shared: bool = False) -> None:
+        """Draft from now on, up to so many tokens of a sequence in a step: with the draft model, or
         by look-up, see `Speculator`. Steps do not overlap then: a draft follows the last token."""
         self.runner.async_scheduling = False
-        if model is not None:
-            self.drafter = ModelDrafter(most, model, self.scheduler)
+        if len(self.runners) > 1:
+            self.drafter = ModelDrafter(most, self.runners[0], self.scheduler)
         else:
             self.drafter = Speculator(most, self.runner.model.parallel, is_shared=is_shared)
 
@@ -145,6 +150,8 @@ class EngineCore:
         exception goes on: the core is then empty, and takes new ones.
         """
         began, self._moved = time.perf_counter(), []
+        if self._spin is not None:
+            self._spin.poll()
         for seq in added:
             self.add(seq)
         for seq in removed:
@@ -190,3 +197,10 @@ class EngineCore:
         for seq in list(self.scheduler.live()):
             seq.finish_reason = seq.finish_reason or reason
         self.scheduler.clear()
+
+    def close(self) -> None:
+        """Free the graphs: they hold collectives of groups that are about to end."""
+        if self._spin is not None:
+            self._spin.spin.turn_off()
+        for runner in self.runners:
+            runner.close()

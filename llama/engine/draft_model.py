@@ -10,19 +10,14 @@ is computed again only if the small model has not had it.
 """
 
 import time
+from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, takewhile
 
-import torch
-from torch import Tensor
-
-from llama.device import current
-from llama.engine.sampler import sample
-from llama.engine.scheduler import Scheduler
+from llama.engine.runner import ModelRunner
+from llama.engine.scheduler import Scheduled, Scheduler
 from llama.engine.sequence import Sequence
 from llama.engine.speculative import Drafter, Guess
-from llama.model.transformer import Transformer
-from llama.ops.batch import Batch
 
 _FIRST_RATE = 0.7  # of guesses that are right, before any was seen
 _NEAR = 16  # tokens that the first pass computes beside the last one; more come before it
@@ -41,14 +36,14 @@ class SequenceDraft(Guess):
 
 
 class ModelDrafter(Drafter):
-    """Drafts of a model, with a cache of its own of the scheduler's pages, in which it finds room.
+    """Drafts of a model, whose runner has a cache of the scheduler's pages, in which it finds room.
     On several ranks each has its share of the model."""
 
-    def __init__(self, most: int, model: Transformer, scheduler: Scheduler) -> None:
-        super().__init__(most, model.parallel, [_FIRST_RATE] * most)
-        pool, self._reserve = scheduler.pool, scheduler.reserve
-        self._model, self._page_size = model, pool.page_size
-        self._cache = model.new_kv_cache(pool.num_pages, pool.page_size)
+    def __init__(self, most: int, runner: ModelRunner, scheduler: Scheduler) -> None:
+        super().__init__(most, runner.model.parallel, [_FIRST_RATE] * most)
+        assert runner.num_pages >= scheduler.pool.num_pages
+        runner.async_scheduling = False  # a guess follows the one before it
+        self._runner, self._reserve = runner, scheduler.reserve
         self._hashes: dict[int, bytes] = {}  # of pages that this model has computed whole
         self._num_idle = 0  # steps in which nothing was guessed
 
@@ -61,8 +56,7 @@ class ModelDrafter(Drafter):
         lengths = self.told_by_rank_zero(self.choose(rates, seconds, least))
         self._num_idle = 0 if any(lengths) else self._num_idle + 1
         lengths = [self._reserve(x.seq, n) for x, n in zip(guesses, lengths, strict=True)]
-        with torch.inference_mode(), current(self._cache.device):
-            self._guess(guesses, lengths)
+        self._guess(guesses, lengths)
         ruled = [x for x in guesses if x.seq.is_constrained and x.ids]
         if ruled:  # the constraint may be rank 0's alone
             allowed = self.told_by_rank_zero([self._allowed(x.seq, x.ids) for x in ruled])
@@ -85,16 +79,11 @@ class ModelDrafter(Drafter):
         for draft, length in zip(drafts, lengths, strict=True):
             if length:
                 self._catch_up(draft)
-        ready, model = time.perf_counter(), self._model
+        ready = time.perf_counter()
         for depth in range(max(lengths)):
             asked = [x for x, length in zip(drafts, lengths, strict=True) if length > depth]
             asked.sort(key=lambda x: len(x.seq.tokens) + depth - x.num_computed > 1)
-            views = [x.seq.ahead(x.ids) for x in asked]
-            hidden = self._run(asked, [view.tokens for view in views])
-            ids = sample(model.logits(hidden), views).ids.clamp(min=0)
-            if not model.parallel.shares_memory_of(ids):
-                ids = model.parallel.broadcast(ids)  # unlike machines round in other ways
-            for draft, token in zip(asked, ids.tolist(), strict=True):
+            for draft, token in zip(asked, self._run(asked), strict=True):
                 draft.ids.append(token)
         if any(lengths):
             cost, seconds = self._last[0], (time.perf_counter() - ready) / max(lengths)
@@ -102,7 +91,7 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, draft: SequenceDraft) -> None:
         """Find out what of a sequence is in the cache, and compute the rest but for its end."""
-        seq, size = draft.seq, self._page_size
+        seq, size = draft.seq, self._runner.page_size
         if draft.pages is not seq.pages:  # new, or preempted since
             held = (self._hashes.get(page) for page in seq.pages)
             pairs = zip(held, seq.page_hashes, strict=False)
@@ -111,24 +100,25 @@ class ModelDrafter(Drafter):
         draft.num_computed = min(draft.num_computed, len(seq.tokens) - 1)
         while len(seq.tokens) - draft.num_computed > _NEAR:
             end = min(draft.num_computed + _AT_ONCE, len(seq.tokens) - 1)
-            self._run([draft], [seq.tokens[:end]])
-        whole = min(draft.num_computed // size, len(seq.page_hashes))
-        for i in range(draft.num_kept, whole):
+            self._run([draft], end)
+        for i in range(draft.num_kept, min(draft.num_computed // size, len(seq.page_hashes))):
             self._hashes[seq.pages[i]] = seq.page_hashes[i]
-        draft.num_kept = max(draft.num_kept, whole)
+            draft.num_kept = i + 1
 
-    def _run(self, drafts: list[SequenceDraft], texts: list[list[int]]) -> Tensor:
-        """Compute what the cache lacks of the texts, those with one token first -> the hidden
-        states (B, E) behind them."""
-        starts = [draft.num_computed for draft in drafts]
-        pieces = [text[start:] for text, start in zip(texts, starts, strict=True)]
-        counts = [len(piece) for piece in pieces]
-        for draft, text in zip(drafts, texts, strict=True):
-            first, end = draft.num_computed // self._page_size, -(-len(text) // self._page_size)
-            for page in draft.seq.pages[first:end]:
+    def _run(self, drafts: list[SequenceDraft], end: int | None = None) -> list[int]:
+        """Compute what the cache lacks of texts and guesses, up to `end`, those with one token
+        first -> what the model chooses behind them. A graph has a row for each token, as it has
+        where drafts are verified."""
+        items, size = list[Scheduled](), self._runner.page_size
+        for draft in drafts:
+            view, text = copy(draft.seq), [*draft.seq.tokens, *draft.ids][:end]
+            start, draft.num_computed = draft.num_computed, len(text)
+            for page in view.pages[start // size : -(-len(text) // size)]:
                 self._hashes.pop(page, None)
-            draft.num_computed = len(text)
-        tokens, last = list(chain.from_iterable(pieces)), [end - 1 for end in accumulate(counts)]
-        pages, device = [draft.seq.pages for draft in drafts], self._cache.device
-        ids, batch = Batch.pack(tokens, starts, counts, pages, self._page_size, last, device)
-        return self._model.hidden_states(ids, batch, self._cache)
+            in_rows = self._runner.has_graphs and len(text) - start <= _NEAR
+            behind = text[start + 1 :] if in_rows else []
+            view.tokens = text[: len(text) - len(behind)]
+            view.constraint = None  # it is where the sequence is, and not the guess
+            items.append(Scheduled(view, start, len(text) - start, 1 + len(behind), drafts=behind))
+        ids = self._runner.start(items)().sampled.ids
+        return [max(ids[end - 1], 0) for end in accumulate(x.num_samples for x in items)]

@@ -147,9 +147,8 @@ class Speculator(Drafter):
         if is_idle or len(seq.tokens) + 1 >= seq.max_len:
             return []
         if (lookup := state.lookup) is None:
-            lookup = state.lookup = Lookup(
-                seq.tokens[: seq.num_prompt], seq.prediction, self._ended
-            )
+            prompt = seq.tokens[: seq.num_prompt]
+            lookup = state.lookup = Lookup(prompt, seq.prediction, self._ended)
         self.note(state)
         lookup.extend(new)
         ids, length, is_forced = lookup.guess(self.most), lookup.length, False

@@ -25,7 +25,6 @@ from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import RowResults, Sequence, Tokens, TopLogprobs
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
-from llama.ops.cpu.openmp import SpinController
 from llama.ops.sample import on_device_of
 from llama.ops.triton.kernels import TORCH_ONLY
 
@@ -58,7 +57,6 @@ class ModelRunner:
         self.async_scheduling = (
             device.type == "cuda" if async_scheduling is None else async_scheduling
         )
-        self._spin = SpinController.for_this_process()
         self._token_masks = TokenMasks(model.vocab_size)
         self._processors = LogitsProcessors()
         most_rows = bucket_of(max(model.params.max_batch_size, 64))  # of a graph, or a step
@@ -104,8 +102,6 @@ class ModelRunner:
     @torch.inference_mode()
     def start(self, scheduled: list[Scheduled]) -> Callable[[], RowResults]:
         """Begin a step, in the order of the calls; what is returned waits for its output."""
-        if self._spin is not None:
-            self._spin.poll()
         with current(self.kv_cache.device):
             try:
                 return self._start(scheduled)
@@ -246,8 +242,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the graphs: they hold collectives of groups that are about to end."""
-        if self._spin is not None:
-            self._spin.spin.turn_off()
         if self._graphs is not None:
             self._graphs.close()
             self._graphs = None

@@ -112,7 +112,7 @@ class Section:
             model,
             num_pages=-(-num_tokens // PAGE_SIZE) + 1,
             async_scheduling=True,
-            recorder=None if mode == "torch" else self._recorder(),
+            recorder_for=lambda model: None if mode == "torch" else self._recorder(),
         )
         with tempfile.TemporaryDirectory() as scratch:
             write_tokenizer(path := Path(scratch, "tokenizer.model"), model.vocab_size)

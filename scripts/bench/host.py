@@ -172,7 +172,7 @@ def _engine(batch: int, longest: int) -> LLMEngine:
         model,
         num_pages=batch * (longest // PAGE_SIZE + 2),
         async_scheduling=True,
-        recorder=NoDevice(),
+        recorder_for=lambda model: NoDevice(),
     )
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")

@@ -7,6 +7,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ import torch
 
 from helpers.kernels import KERNELS_RUN
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.engine import graph_check, runner
+from llama.engine import draft_model, graph_check, runner
 from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
+from llama.engine.draft_model import ModelDrafter
 from llama.engine.graph_check import compare
 from llama.engine.graphs import DecodeInputs, bucket_of, is_decode
 from llama.engine.scheduler import Scheduled
@@ -50,11 +52,12 @@ def model() -> Transformer:
     return made
 
 
-def core_of(model: Transformer, num_pages: int, *, graphs: bool, ahead: bool) -> EngineCore:
-    recorder = TapeRecorder.of_model(model) if graphs else None
+def core_of(
+    model: Transformer, num_pages: int, *, graphs: bool, ahead: bool, **options: Any
+) -> EngineCore:
     return EngineCore.for_model(
         model, num_pages=num_pages, page_size=PAGE, token_budget=24, async_scheduling=ahead,
-        recorder=recorder,
+        recorder_for=TapeRecorder.of_model if graphs else lambda model: None, **options,
     )  # fmt: skip
 
 
@@ -178,6 +181,38 @@ def test_drafts_are_verified_in_graphs(model, plain, monkeypatch):
     assert max(recorded) > bucket_of(model.params.max_batch_size)
 
 
+def test_a_draft_model_guesses_in_graphs(model, plain, monkeypatch):
+    """All of its passes but those that read a prompt, also where two tokens are new to it, as both
+    a guess and what came behind it were right. Its graphs and its cache are its own."""
+    wanted, _ = plain(1, 200)
+    core = core_of(model, 200, graphs=True, ahead=True, draft_model=model)
+    core.speculate(5)
+    drafter, runner = core.drafter, core.runners[0]
+    assert isinstance(drafter, ModelDrafter) and runner is not core.runner
+    assert runner.kv_cache.data_ptr() != core.runner.kv_cache.data_ptr()
+    monkeypatch.setattr(drafter, "choose", lambda rates, _, least: [len(x) for x in rates])
+    eager, num_new = list[Scheduled](), set[int]()
+    hidden, start = runner._hidden, runner.start
+
+    def seen(items: list[Scheduled]) -> torch.Tensor:
+        eager.extend(items)
+        return hidden(items)
+
+    def started(items: list[Scheduled]) -> Callable:
+        num_new.update(item.count for item in items)
+        return start(items)
+
+    monkeypatch.setattr(runner, "_hidden", seen)
+    monkeypatch.setattr(runner, "start", started)
+    for ours, theirs in zip(answers(core, 1), wanted, strict=True):
+        assert ours[:2] == theirs[:2]
+    assert core.stats.accepted_tokens > 0.95 * core.stats.draft_tokens > 50
+    assert {1, 2} <= num_new and max(num_new) > draft_model._NEAR
+    assert {item.count > draft_model._NEAR for item in eager} == {True}
+    core.close()
+    assert not any(each.has_graphs for each in core.runners)
+
+
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_row_of_nan_ends_alone_though_the_next_step_has_begun(model, monkeypatch, graphs):
     """That step begins with its id, -1: a GPU that looks it up is of no use to the process."""
@@ -235,7 +270,7 @@ def test_all_shapes_are_recorded_before_the_first_step(with_kernel, plain):
     recorder = Counting([*with_kernel.parameters(), with_kernel.freqs_cis])
     core = EngineCore.for_model(
         with_kernel, num_pages=26, page_size=PAGE, token_budget=24, async_scheduling=True,
-        recorder=recorder,
+        recorder_for=lambda model: recorder,
     )  # fmt: skip
     assert recorder.rows == [8, 4, 2, 1]
     graphs = core.runner._graphs
@@ -256,9 +291,34 @@ def test_the_cache_has_what_graphs_and_a_step_leave(with_kernel, monkeypatch, ro
     free = (room + 1) * page + (50 + 3 * 10 + logits) + 7000
     monkeypatch.setattr(runner, "free_bytes", lambda device: free)
     core = EngineCore.for_model(
-        with_kernel, num_pages=200, page_size=PAGE, recorder=recorder, reserve=7000
+        with_kernel,
+        num_pages=200,
+        page_size=PAGE,
+        recorder_for=lambda model: recorder,
+        reserve=7000,
     )
     assert core.scheduler.pool.num_pages == pages == core.runner.kv_cache.shape[2] - 1
+
+
+def test_the_cache_has_what_a_draft_model_leaves(with_kernel, monkeypatch):
+    """That has its graphs and a cache of all pages before, and can guess for each page there is."""
+    page, graphs = 2 * 2 * PAGE * 2 * 16 * 4, 50 + 3 * 10
+    free = (201 + 151) * page + graphs + 64 * 512 * 4  # the two graphs that are tried are freed
+    made, new_kv_cache = [0], with_kernel.new_kv_cache
+
+    def counted(num_pages: int, page_size: int) -> torch.Tensor:
+        made[0] += num_pages * page if num_pages > 2 else 0
+        return new_kv_cache(num_pages, page_size)
+
+    monkeypatch.setattr(with_kernel, "new_kv_cache", counted)
+    monkeypatch.setattr(runner, "free_bytes", lambda device: free - made[0])
+    core = EngineCore.for_model(
+        with_kernel, num_pages=200, page_size=PAGE, draft_model=with_kernel,
+        recorder_for=lambda model: Counting([*model.parameters(), model.freqs_cis]),
+    )  # fmt: skip
+    core.speculate(5)
+    assert [each.num_pages for each in core.runners] == [200, 150]
+    assert core.scheduler.pool.num_pages == 150
 
 
 def test_of_the_page_tables_what_has_changed_is_sent(monkeypatch):
@@ -488,7 +548,9 @@ def test_a_step_that_cannot_be_recorded_is_run_all_the_same(model):
     prompts = [[5, 6, 7], [9, 8]]
     found = []
     for recorder in (None, NoRoom([])):
-        core = EngineCore.for_model(model, num_pages=20, page_size=PAGE, recorder=recorder)
+        core = EngineCore.for_model(
+            model, num_pages=20, page_size=PAGE, recorder_for={model: recorder}.get
+        )
         sequences = [Sequence(list(p), TokenParams(temperature=0.0), 12) for p in prompts]
         for seq in sequences:
             core.add(seq)

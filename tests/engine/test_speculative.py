@@ -16,12 +16,15 @@ from llama.cli import COMMANDS
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.flags import read
 from llama.cli.model import figures, load
+from llama.engine.core import PAGE_SIZE
 from llama.engine.draft_model import ModelDrafter, SequenceDraft
 from llama.engine.lookup import Lookup, Speculator, Text
+from llama.engine.runner import ModelRunner
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Drafter
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
+from llama.ops.triton.kernels import KernelSet, Tile
 from llama.ranks.collectives import ModelParallel
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
 
@@ -78,6 +81,10 @@ class SomeGuesses(ModelDrafter):
         return [self.rng.randint(0, len(each)) for each in rates]
 
 
+def runner_of(model: Transformer, num_pages: int) -> ModelRunner:
+    return ModelRunner(model, num_pages=num_pages, page_size=PAGE_SIZE)
+
+
 Plain = tuple[Llama, list[tuple], dict[tuple, list[int]]]
 
 
@@ -113,7 +120,7 @@ def test_drafts_change_no_answer(kind, num_pages, plain, monkeypatch):
     if kind in ("lookup", "shared"):
         core.speculate(7, is_shared=kind == "shared")
     if kind == "model":
-        core.drafter = SomeGuesses(4, model.model, core.scheduler)
+        core.drafter = SomeGuesses(4, runner_of(model.model, num_pages), core.scheduler)
     requests = list(requests_of(llama))
     assert answers(llama, requests) == found
     assert core.stats.draft_tokens > (20 if kind in ("lookup", "shared") else 100)
@@ -175,13 +182,14 @@ def test_a_draft_model_computes_what_it_has_not_had(plain, monkeypatch):
     model = plain[0]
     llama = Llama(model.model, model.tokenizer, num_pages=40)
     core = llama.engine
-    drafter = SomeGuesses(4, model.model, core.scheduler)
+    drafter = SomeGuesses(4, runner_of(model.model, 40), core.scheduler)
     num_computed, run = [0], drafter._run
 
-    def counted(drafts: list[SequenceDraft], texts: list[list[int]]) -> torch.Tensor:
-        for draft, text in zip(drafts, texts, strict=True):
-            num_computed[-1] += len(text) - draft.num_computed
-        return run(drafts, texts)
+    def counted(drafts: list[SequenceDraft], end: int | None = None) -> list[int]:
+        before = sum(draft.num_computed for draft in drafts)
+        found = run(drafts, end)
+        num_computed[-1] += sum(draft.num_computed for draft in drafts) - before
+        return found
 
     monkeypatch.setattr(drafter, "_run", counted)
     cached = []
@@ -226,6 +234,10 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     folder, _, _ = make_checkpoint(seed=24, dim=128)
     small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
     common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
+    own = {n: KernelSet(tiles={(0, n, n, 1): Tile(n, n, 1, 1)}) for n in (1, 2)}  # by n_layers
+    monkeypatch.setattr("llama.gpu.kernels_for", lambda params, *_: own[params.n_layers])
+    asked = list[Transformer]()
+    monkeypatch.setattr("llama.generation.recorder_for", asked.append)
     monkeypatch.setattr("llama.engine.core.ModelDrafter", SomeGuesses)
     llama = Llama.build(
         str(folder), max_batch_size=8, speculate=str(small), speculate_tokens=4, **common
@@ -233,16 +245,18 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     core = llama.engine
     drafter = core.drafter
     assert isinstance(drafter, ModelDrafter)
-    compared = [0]
+    assert asked == [drafter._runner.model, llama.model]  # for graphs of each
+    assert [model.kernels for model in asked] == [own[1], own[2]]
+    compared, num_pages = [0], core.scheduler.pool.num_pages
 
     def draft(sequences: list[Sequence], seconds: float) -> list[list[int]]:
         found = guess(sequences, seconds)
-        anew = SomeGuesses(4, drafter._model, core.scheduler)
+        anew = SomeGuesses(4, runner_of(drafter._runner.model, num_pages), core.scheduler)
         assert anew.draft(sequences, seconds) == found
         for seq in sequences:
             states = [each._guesses[seq] for each in (drafter, anew)]
             known = min(len(seq.tokens), *(state.num_computed for state in states))
-            caches = [each._cache[:, :, list(seq.pages)] for each in (drafter, anew)]
+            caches = [each._runner.kv_cache[:, :, list(seq.pages)] for each in (drafter, anew)]
             own, fresh = (cache.flatten(2, 3)[:, :, :known] for cache in caches)
             assert own.equal(fresh)
         compared[0] += sum(map(len, found))
@@ -333,7 +347,7 @@ class Passes(ModelDrafter):
 
     def __init__(self, seconds: float) -> None:
         Drafter.__init__(self, 4, ModelParallel(), [0.7] * 4)
-        self._num_idle, self._cache, self._reserve = 0, torch.empty(0), lambda seq, count: count
+        self._num_idle, self._reserve = 0, lambda seq, count: count
         self.seconds = seconds
 
     def _guess(self, drafts: list[SequenceDraft], lengths: list[int]) -> None:
