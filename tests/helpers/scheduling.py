@@ -103,7 +103,7 @@ def engine(
         never_found(pool)
     scheduler = Scheduler(pool, max_batch_size=max_batch_size, token_budget=budget)
     runner: Any = FakeRunner(page_size, async_scheduling=async_scheduling)
-    return FakeEngine(runner, scheduler)
+    return FakeEngine([runner], scheduler)
 
 
 def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
