@@ -369,6 +369,10 @@ def test_speculate_compares_runs_with_and_without_guesses(bench):
     assert all(row["tokens"] <= 48 and row["gain"] > 0 for row in rows.values())
     assert rows["json"]["steps"] < rows["json"]["plain_steps"] == 24 == rows["chat"]["plain_steps"]
     assert all(row["accepted"] <= row["drafted"] for row in rows.values())
+    document = bench("speculate --model demo --texts random --batches 1,2 --steps 8 --repeats 1")
+    assert [(row["kind"], row["tokens"]) for row in document["rows"]] == [
+        ("random", 8), ("random", 16),
+    ]  # fmt: skip
 
 
 def test_vllm_preloads_what_its_environment_has(tmp_path):

@@ -4,7 +4,8 @@ In: a folder with weights that were trained, and batch sizes. Out: a row for eac
 batch: tokens per second both ways, by the processor's time, steps, and guesses that were right.
 Every answer must be the same both ways.
 
-A time with random weights says nothing here, as they repeat nothing, or themselves.
+A time with random weights says nothing here, as they repeat nothing, or themselves; but that random
+words cost nothing shows on a shape, too.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.engines.ours import our_llama
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from llama import Llama, SamplingParams
-from llama.weights import QUANTIZED
 
 _COLUMNS: list[Column] = [
     ("text", "kind", ""), ("batch", "batch", ""), ("without", "plain", ".1f"),
@@ -113,17 +114,21 @@ def speculate(
     long keys, random words; for each, the median of pairs of runs in turn, and its standard error.
     steps: without guesses, one a token of each answer."""
     bench = Bench(**flags)
-    if not Path(bench.model).is_dir():
-        raise ValueError(f"model={bench.model!r}: give a folder with trained weights")
+    is_shape = not Path(bench.model).is_dir()
+    if is_shape and (texts, speculate) != ("random", "lookup"):
+        raise ValueError(
+            f"model={bench.model!r}: give a folder with trained weights, or --texts random"
+        )
     sizes = [whole("batches", n) for n in batches]
     if unknown := {*texts.split(",")}.difference(_TEXTS):
         raise ValueError(f"texts={texts!r}: {min(unknown)!r} is none of {', '.join(_TEXTS)}")
-    quantize = bench.dtype if bench.dtype in QUANTIZED else None
+    shape: dict[str, Any] = {"max_seq_len": 2048, "max_batch_size": max(sizes)}
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-        llama = Llama.build(
-            bench.model, None, 2048, max(sizes), device="cpu", dtype=bench.stored,
-            quantize=quantize, speculate=speculate,
-        )  # fmt: skip
+        if is_shape:
+            llama = our_llama(bench.ours(), shape)
+            llama.engine.speculate(7)
+        else:
+            llama = our_llama(bench.ours(), shape | {"speculate": speculate})
     draw = random.Random(bench.seed)
     ids = range(llama.tokenizer.n_words - 256)
     kinds: dict[str, Callable[[int], str | list[int]]] = {
