@@ -51,6 +51,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"input": "A cat", "max_output_tokens": 12, "temperature": 0, "stream": True}),
 ]
 ALONE = [REQUESTS[0], REQUESTS[3]]
+LONG = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 # What each answer has of its own: names, times, and what was cached when it came.
 _OWN = {"id", "created", "created_at", "call_id", "item_id", "input_tokens", "sequence_number"}
 _OWN |= {"prompt_tokens_details", "input_tokens_details", "cache_read_input_tokens"}
@@ -111,12 +112,12 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_one_process() -> list[Any]:
+def of_one_process() -> tuple[list[Any], Any]:
     with run_server(*FLAGS) as server:
-        wanted = answers(server.url)
+        wanted, long = answers(server.url), _answer(server.url, TEXT, LONG)
     forms = [wanted[index] for index, (_, body) in enumerate(REQUESTS) if "tools" in body]
     assert "forecast" in str(forms[0]) and "forecast" in str(forms[1])
-    return wanted
+    return wanted, long["choices"][0]
 
 
 @pytest.mark.dist
@@ -124,16 +125,18 @@ def of_one_process() -> list[Any]:
 def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
     """Rank 0 leads: the same texts as of one process. After SIGTERM, what runs is answered, no rank
     complains, and nothing else is said; the exit code is 0, and torchrun's is 1 whatever its ranks
-    do. Four ranks get every second request, of each API and each kind of step."""
+    do. Four ranks get every second request, of each API and each kind of step. Two guess tokens
+    ahead, which no answer shows: tools, forms, streams, and what runs at the signal."""
     every = slice(0, len(REQUESTS), size // 2)
-    alone = [*of_one_process[every], *of_one_process[len(REQUESTS) :]]
+    of_one, long = of_one_process
+    alone = [*of_one[every], *of_one[len(REQUESTS) :]]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
     how: Any = {"launcher": launcher} if size == 4 else {}
-    flags = FLAGS if size == 4 else [*FLAGS, "--ranks", "2"]
+    flags = FLAGS if size == 4 else [*FLAGS, "--ranks", "2", "--speculate", "lookup"]
     with run_server(*flags, **how, env=environment()) as ranks:
         for found, wanted in zip(answers(ranks.url, REQUESTS[every]), alone, strict=True):
             assert_same(found, wanted)
-        _ends_in_order(ranks)
+        _ends_in_order(ranks, long, guesses=size == 2)
         assert ranks.process.returncode == (size == 4)
         if size == 2:
             said = [line for line in ranks.log if not re.match(r"\d{4}-\d\d-\d\d .* INFO ", line)]
@@ -141,13 +144,18 @@ def test_several_ranks_answer_as_one_and_end_in_order(of_one_process, size):
             assert [line[: len(x)] for line, x in zip(said, told, strict=True)] == told
 
 
-def _ends_in_order(ranks: RunningServer) -> None:
-    long = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
-    with web.stream("POST", ranks.url + TEXT, json=long, timeout=60) as response:
+def _ends_in_order(ranks: RunningServer, wanted: Any, *, guesses: bool) -> None:
+    metrics = web.get(f"{ranks.url}/metrics").text
+    counted = re.findall(r"_num_(?:draft|accepted)_tokens_total (\d+)", metrics)
+    assert [int(count) > 20 for count in counted] == [guesses] * 2
+    with web.stream("POST", ranks.url + TEXT, json=LONG | {"stream": True}, timeout=60) as response:
         parts = response.iter_text()
         first = next(parts)
         ranks.process.terminate()
         events = first + "".join(parts)
-    assert events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
+    *pieces, done = [line[6:] for line in events.splitlines() if line]
+    choices = [json.loads(piece)["choices"][0] for piece in pieces]
+    assert done == "[DONE]" and wanted["finish_reason"] == choices[-1]["finish_reason"] == "length"
+    assert "".join(choice["text"] for choice in choices) == wanted["text"]
     ranks.process.wait(60)
     assert "error:" not in "".join(ranks.log), "".join(ranks.log)
