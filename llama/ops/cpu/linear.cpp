@@ -220,6 +220,7 @@ float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
     const char* weights = at_k(begin);
     if (is_unpacked) unpack<Kind>(weight, weights, wide, end - begin);
     parameters.unpack(begin / group, end / group, scales);
+    parameters.prefetch(end / group, (2 * end - begin) / group);
     WeightBlock part{is_unpacked ? (const char*)wide : weights, at_k(begin + ahead), fetched,
                      end - begin};
     for (long b = from; b < to; b++) {

@@ -224,14 +224,22 @@ template <class Kind> constexpr long K_BYTES = Kind::STEP / (2 * Kind::PAIRS);
 struct Parameters {
   const char* data;
   int type, count;
+  long group_bytes;
 
   Parameters(const Weight& weight, long block)
       : type((int)weight.parameter_type), count((int)weight.per_group) {
-    const long numbers = weight.k / weight.group * count * N_BLOCK;
-    const long bytes = type == Matrix::FLOAT32   ? 4 * numbers
-                       : type == Matrix::FLOAT16 ? 2 * numbers
-                                                 : numbers + numbers / 4;
-    data = weight.parameters + weight.place(block) * bytes;
+    const long numbers = count * N_BLOCK;
+    group_bytes = type == Matrix::FLOAT32   ? 4 * numbers
+                  : type == Matrix::FLOAT16 ? 2 * numbers
+                                            : numbers + numbers / 4;
+    data = weight.parameters + weight.place(block) * (weight.k / weight.group) * group_bytes;
+  }
+
+  // Fetches those of some groups into L2: one Zen 4 core reads Q4_0 at 25.5 GB/s with it, 20.5 without
+  // (M = 1). Behind the last group of a block come those of the next block.
+  void prefetch(long first, long last) const {
+    for (const char *line = data + first * group_bytes; line < data + last * group_bytes; line += 64)
+      __builtin_prefetch(line, 0, 2);
   }
 
   // Those of some groups as floats (last - first, 2, 32): scales, and offsets if there are.
