@@ -50,6 +50,7 @@ class GroupedWeight(BlockedWeight):
         super().__init__(shape, values)
         for name, held in {"scales": scales, "adaptor": adaptor, "rotated": rotated}.items():
             self.register_buffer(name, held, persistent=False)
+        _, self.groups, self.per_group, _ = _unpack_scales(scales[:1]).shape
         self.rank = 0 if adaptor is None else adaptor.numel() // sum(shape)
         self.table, self.first = torch.zeros(16), None if self.kind > 2 else 0
         if table is not None:
@@ -120,12 +121,11 @@ class GroupedWeight(BlockedWeight):
 
     def blocks(self) -> Blocks | None:
         """What the kernels of a GPU read; None where they do not take it."""
-        k, shape = self.shape[1], _unpack_scales(self.scales[:1].to("meta")).shape
-        group = k // shape[1]
+        k, group = self.shape[1], self.shape[1] // self.groups
         is_more = self.adaptor is not None or self.rotated is not None
         if is_more or self.first is None or k % 128 or (128 % group and group % 128):
             return None
-        sizes = self.kind, self.first, group, shape[2]
+        sizes = self.kind, self.first, group, self.per_group
         return Blocks(self.values.data, self.scales, self.shape, *sizes)
 
     def linear(
@@ -161,9 +161,9 @@ class GroupedWeight(BlockedWeight):
 
     def is_whole(self) -> bool:
         n, k = self.shape
-        _, groups, per_group, rows = _unpack_scales(self.scales[:1]).shape
-        fits = len(self.scales) == n // N_BLOCK and rows == N_BLOCK and per_group in (1, 2)
-        fits = fits and k % (groups * _LEAST_GROUP) == 0 and self.scales.dtype in _SCALE_TYPES
+        rows = _unpack_scales(self.scales[:1]).shape[-1]
+        fits = len(self.scales) == n // N_BLOCK and rows == N_BLOCK and self.per_group in (1, 2)
+        fits = fits and k % (self.groups * _LEAST_GROUP) == 0 and self.scales.dtype in _SCALE_TYPES
         if (x := self.adaptor) is not None:
             fits = fits and self.rank in range(N_BLOCK, _MOST_RANK + 1, N_BLOCK)
             fits = fits and (x.dtype, x.shape) == (torch.bfloat16, (self.rank * (n + k),))
@@ -185,9 +185,8 @@ class GroupedWeight(BlockedWeight):
 
     def native_matrix(self) -> list[int]:
         addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
-        groups, per_group = _unpack_scales(self.scales[:1]).shape[1:3]
         scale_type = _SCALE_TYPES.index(self.scales.dtype)
-        numbers = [self.kind, scale_type, per_group, self.shape[1] // groups]
+        numbers = [self.kind, scale_type, self.per_group, self.shape[1] // self.groups]
         adaptor = 0 if self.adaptor is None else self.adaptor.data_ptr()
         more = [self.rotated is not None, adaptor, self.rank]
         return [*addresses, *numbers, *more, *super().native_matrix()[10:]]
