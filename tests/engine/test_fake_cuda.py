@@ -5,8 +5,11 @@ They show that a step runs on one device without reading a value, for every kind
 rank of several, and that what a graph captures can be captured.
 """
 
+import contextlib
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
@@ -14,9 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.tape import TapeRecorder
+from llama.engine import graphs, runner
+from llama.engine.core import EngineCore
 from llama.engine.graphs import DecodeGraphs, DecodeInputs
+from llama.engine.sequence import Sequence, TokenParams, Tokens
 from llama.model import Transformer
 from llama.model.args import ModelArgs
+from llama.ops import sample
 from llama.ops.batch import Batch
 from llama.ops.sample import choose_ids
 from llama.ranks.collectives import ModelParallel
@@ -100,3 +107,61 @@ def test_a_decode_step_of_fixed_shape_can_be_captured(args, wants_logits, monkey
         made, _ = graphs._record(8, 512, wants_logits)
         outputs = [x for x in (made.ids, made.logits) if x is not None]
         assert [tuple(x.shape) for x in outputs] == [(8,), (8, 128_256)][: 1 + wants_logits]
+
+
+def same_on_gpu(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=GPU)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What a runner asks of a driver: memory from which a GPU copies, its bytes, and results, which
+    are always token 65."""
+
+    def pack(*args: Any) -> tuple[Tensor, Batch]:
+        with fake_tensor.unset_fake_temporarily():
+            ids, batch = packed(*args[:-1], torch.device("cpu"))
+        tensors: Any = {k: same_on_gpu(v) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+        return same_on_gpu(ids), dataclasses.replace(batch, **tensors)
+
+    def to_host(columns: Tensor) -> Any:
+        assert columns.device == GPU
+        return lambda: columns
+
+    def pinned(x: np.ndarray, device: torch.device) -> Tensor:
+        return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype)
+
+    packed: Any = Batch.pack
+    monkeypatch.setattr(Batch, "pack", pack)
+    monkeypatch.setattr(runner, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(runner, "free_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(runner, "_to_host", to_host)
+    monkeypatch.setattr(runner, "_tokens", lambda columns: Tokens([65] * len(columns)))
+    for module in (sample, graphs):
+        monkeypatch.setattr(module, "pinned", pinned)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
+def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
+    """Prompts that are read, guesses, and steps that verify them, with graphs and without."""
+    args = ModelArgs(
+        dim=256, n_layers=2, n_heads=8, n_kv_heads=2, vocab_size=512, multiple_of=32,
+        max_seq_len=256, max_batch_size=8,
+    )  # fmt: skip
+    greedy = TokenParams(temperature=0.0)  # torch's draw reads the device
+    adjusted = dataclasses.replace(greedy, repetition_penalty=1.3, logit_bias=((5, 1.0),))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, draft_model = (fake_model(args, torch.bfloat16) for _ in range(2))
+        core = EngineCore.for_model(
+            model, num_pages=100, draft_model=draft_model,
+            recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
+        )  # fmt: skip
+        core.speculate(4)
+        monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
+        for length, params in ((40, greedy), (41, adjusted)):
+            core.add(Sequence([1] * length, params, 80))
+        while core.has_unfinished():
+            core.step()
+    assert core.stats.accepted_tokens == core.stats.draft_tokens > 50
+    assert {(x.kv_cache.device, x.has_graphs) for x in core.runners} == {(GPU, in_graphs)}
