@@ -56,6 +56,18 @@ def test_float32_gives_the_ids_of_the_cpu(wide):
     assert graphs is not None and graphs._graphs, "no step was replayed"
 
 
+def test_a_draft_model_guesses_in_graphs_of_its_own(wide, monkeypatch):
+    """It is the model itself, so nearly all is right, and the ids are those of the CPU."""
+    gpu = Llama.build(wide, None, 512, 8, device="cuda", dtype="fp32", speculate=wide)
+    core = gpu.engine
+    monkeypatch.setattr(core.drafter, "choose", lambda rates, *_: [len(x) for x in rates])
+    wanted = build(wide, "fp32", "cpu").generate(PROMPTS, 40, 0.0)[0]
+    assert gpu.generate(PROMPTS, 40, 0.0)[0] == wanted
+    assert core.stats.accepted_tokens > 0.9 * core.stats.draft_tokens > 50
+    assert [runner.has_graphs for runner in core.runners] == [True, True]
+    gpu.close()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_kernels_graphs_and_torch_alone_say_nearly_the_same(wide, dtype, monkeypatch):
     """Log-probabilities of the same tokens, scored and generated, each way."""
