@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU"),
 ]
-WIDE = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1024, "multiple_of": 64}
+WIDE = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 64}  # and 512 tokens
 
 
 @pytest.fixture(scope="module")
