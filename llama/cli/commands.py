@@ -86,11 +86,12 @@ def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) ->
     async def stream(client: Client) -> None:
         text = prompt.decode()
         counted = (await client.post("/tokenize", {"prompt": text})).body
-        room = found_at(counted, "max_model_len") - found_at(counted, "count")
+        room = max(1, found_at(counted, "max_model_len") - found_at(counted, "count"))
+        most = options.max_gen_len
         body = {
             "prompt": text, "stream": True, "temperature": options.temperature,
             "top_p": options.top_p, "seed": options.seed,
-            "max_tokens": max(1, min(options.max_gen_len or room, room)),
+            "max_tokens": room if most is None else min(most, room),
         }  # fmt: skip
         async for event in client.events("/v1/completions", body):
             _write(found_at(event, "choices", 0, "text") or "")

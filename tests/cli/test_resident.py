@@ -137,6 +137,8 @@ def test_a_server_in_the_background_ends_once_nobody_has_come_for_long(folder, d
     room = 64 - len(demo.tokenizer.encode(ONCE, bos=True, eos=False))
     whole = demo.text_completion([ONCE], 0, max_gen_len=room)[0]["generation"]
     assert (code, out) == (0, whole + "\n"), "an answer may fill the server's context"
+    code, out, err = run(*COMPLETE[:-1], "0", "--prompt", ONCE)
+    assert (code, out) == (0, "\n"), err
     os.utime(users, (1, 1))
     wait_until(lambda: is_free(log))
     assert "Traceback" not in log.read_text()

@@ -505,6 +505,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"extra_args": {"a": 1}}, "SamplingParams cannot do extra_args={'a': 1}: leave it out"),
     ({"logits_processors": [len]}, "cannot do logits_processors="),
     ({"temprature": 0.5}, "cannot do temprature=0.5"),
+    ({"structured_output": {"choice": ["a"]}}, "SamplingParams cannot do structured_output="),
     ({"flat_logprobs": True}, "cannot do flat_logprobs=True: leave it out (allowed: False)"),
     ({"temperature": -1}, "temperature=-1 must be a number from 0 to 100"),
     ({"stop": "x", "detokenize": False}, "stop needs detokenize=True"),

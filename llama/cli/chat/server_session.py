@@ -14,7 +14,8 @@ from llama.sampling_params import SamplingParams
 from llama.server.openai.models import CHAT_URL
 
 _LOOK_S = 0.1  # between two looks at whether Ctrl-C was pressed
-_DEFAULTS = SamplingParams()
+_DEFAULTS = SamplingParams(max_tokens=None)
+_ALWAYS_SAID = ("temperature", "top_p")  # servers have defaults of their own
 
 
 def chat_on_server(
@@ -70,12 +71,13 @@ def _parts(client: Client, body: dict[str, Any]) -> Generator[Part, None, None]:
 def chat_body(
     messages: Sequence[Mapping[str, Any]], params: SamplingParams, *, model: str
 ) -> dict[str, Any]:
-    """The body of a chat that streams. No default is said: some servers know few fields."""
+    """The body of a chat that streams. Of others no default is said: servers may not know them."""
     values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
+    said = {n: x for n, x in values.items() if n in _ALWAYS_SAID or x != getattr(_DEFAULTS, n)}
     return {
         "model": model,
         "messages": messages,
-        **{name: x for name, x in values.items() if x != getattr(_DEFAULTS, name)},
+        **said,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -8,7 +8,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from llama.checks import brief
@@ -70,7 +70,8 @@ class SamplingParams(LlamaParams):
     `llama.SamplingParams` has means the same."""
 
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutput | None = None  # vLLM's name of structured_output
+    structured_outputs: StructuredOutput | None = None  # vLLM's name of the next
+    structured_output: StructuredOutput | None = field(init=False, default=None)
     detokenize: bool = True  # False leaves the text empty
     spaces_between_special_tokens: bool = True  # without effect: Llama's tokens carry spaces
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

@@ -86,6 +86,9 @@ def test_bodies_of_the_client_are_those_that_the_server_reads():
     read = parse_body(sent, SamplingParams(), chat=True)
     assert (read.params, read.messages, read.model) == (params, read_messages(dialog), "m")
     assert read.stream and read.has_usage
+    plain = chat_body(dialog, SamplingParams(max_tokens=16), model="m")
+    assert (plain["max_tokens"], plain["temperature"], plain["top_p"]) == (16, 1, 1)
+    assert "max_tokens" not in chat_body(dialog, SamplingParams(max_tokens=None), model="m")
     given = {"prompt": "x", "top_p": None, "max_completion_tokens": 4}
     body = filled(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)
     params = parse_body(body, SamplingParams(), chat=False).params
