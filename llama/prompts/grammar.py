@@ -24,12 +24,12 @@ _WITHIN = re.compile(r'"\$(?:id|anchor|dynamicRef|ref": "(?!#/(?:\$defs|definiti
 def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
     """Calls in the format's own form; where none must come, words may, which begin with none of
     the characters { [ <. ValueError for a model without tools."""
-    tools = tools.callable()
-    if tool_format is ToolFormat.NONE or not tools:
+    names = tools.callable_names
+    if tool_format is ToolFormat.NONE or not names:
         raise ValueError("tools: there are none that this model can call")
     rules: list[str] = []
-    built_in = [_built_in(name) for name in tools.built_in]
-    functions = [function_of(tool) for tool in tools.functions]
+    built_in = [_built_in(name) for name in tools.built_in if name in names]
+    functions = [x for x in map(function_of, tools.functions) if x.get("name") in names]
     if tool_format is ToolFormat.LLAMA_3_2:
         for i, function in enumerate(functions):
             rules += _python_call(f"f{i}", function)

@@ -117,7 +117,7 @@ class ToolCallParser:
     """
 
     def __init__(self, tools: Tools | None, *, is_tagged: bool = False) -> None:
-        self._names = None if tools is None else tools.callable().names
+        self._names = None if tools is None else tools.callable_names
         names = (CODE, *SEARCHES) if self._names is None else self._names
         self._has_code = CODE in names
         self._parallel = tools is not None and tools.several

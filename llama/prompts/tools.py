@@ -100,13 +100,10 @@ class Tools:
         """Whether an answer may have more calls than one."""
         return self.parallel and self.only is None
 
-    def callable(self) -> "Tools":
-        """Those that the answer may call."""
-        if self.only is None:
-            return self
-        functions = [tool for tool in self.functions if function_of(tool).get("name") == self.only]
-        built_in = tuple(name for name in self.built_in if name == self.only)
-        return replace(self, functions=tuple(functions), built_in=built_in)
+    @property
+    def callable_names(self) -> frozenset[str]:
+        """Of those that the answer may call."""
+        return self.names if self.only is None else self.names & {self.only}
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,6 @@ from llama.tokenizer import Tokenizer
 
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
-_NO_STREAM = "stream must be false: a line gets one record"
 _MAX_MESSAGE = 1000  # characters of an error message: it may quote the line
 
 
@@ -64,38 +63,32 @@ def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequ
     """What a line asks for. TypeError or ValueError names the field that is wrong or unknown."""
     url, body = target(fields)
     request = parse_body(body, defaults, chat=url == CHAT_URL)
-    if request.stream:
-        raise ValueError(_NO_STREAM)
     if len(request.prompts) > 1:
         raise ValueError(f"prompt has {len(request.prompts)} entries: give each a line of its own")
     return request
 
 
-def target(fields: dict[str, Any]) -> tuple[str, Any]:
-    """The path and the body of a line's request; the body is not checked yet. ValueError."""
+def target(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a line's request; most fields of the body are not checked yet.
+    TypeError or ValueError."""
     if fields.keys() & {"url", "body", "method"}:
         if unknown := sorted(fields.keys() - _ENVELOPE):
             raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
-        url = fields.get("url")
+        url, body = fields.get("url"), fields.get("body")
         if fields.get("method", "POST") != "POST":
             raise ValueError(f"method={fields['method']!r} must be POST")
         if url not in (CHAT_URL, TEXT_URL):
             raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
-        return url, fields.get("body")
-    body = {name: value for name, value in fields.items() if name != "custom_id"}
-    chat = "messages" in body
-    if chat == ("prompt" in body):
-        raise ValueError("the line must have a prompt, messages, or a url and a body")
-    return (CHAT_URL if chat else TEXT_URL), body
-
-
-def checked_body(body: Any) -> dict[str, Any]:
-    """The body of a line for a server, which checks its fields. TypeError or ValueError."""
+    else:
+        body = {name: value for name, value in fields.items() if name != "custom_id"}
+        url = CHAT_URL if "messages" in body else TEXT_URL
+        if ("messages" in body) == ("prompt" in body):
+            raise ValueError("the line must have a prompt, messages, or a url and a body")
     if not isinstance(body, dict):
         raise TypeError(f"body must be an object, got {json_type(body)}")
     if body.get("stream"):
-        raise ValueError(_NO_STREAM)
-    return body
+        raise ValueError("stream must be false: a line gets one record")
+    return url, body
 
 
 def error_record(custom_id: str, number: int, code: str, message: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Loop:
     results: Results
     defaults: SamplingParams
     seed: int  # of the job; a resumed job must have the same one, and the same defaults
-    take: Take  # the counters of all replicas
+    take: Take = field(default_factory=own_counters)  # the counters of all replicas
     num_replicas: int = 1
     shows: bool = False
     own: Counter[str] = field(default_factory=Counter)  # counted since the last exchange

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.cli.batch.files import Line, Results, check_files
-from llama.cli.batch.lines import checked_body, error_record, response_record, target
-from llama.cli.batch.loop import BatchReport, Loop, own_counters
+from llama.cli.batch.lines import error_record, response_record, target
+from llama.cli.batch.loop import BatchReport, Loop
 from llama.cli.client import Client, Reply, ServerError, usage_of
 from llama.ranks.signals import SIGNALS, stop_requested
 from llama.requests.request import derived_seed
@@ -55,8 +55,7 @@ def run_server_batch(
         size = os.fstat(file.fileno()).st_size
         with contextlib.closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
-            counters = own_counters()
-            report = Loop(answers, file, results, defaults, seed, counters, shows=progress).run()
+            report = Loop(answers, file, results, defaults, seed, shows=progress).run()
             results.check_written(num_done + report.written)
             return report
 
@@ -87,7 +86,7 @@ class ServerAnswers:
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
         path, body = target(fields)
         seed = derived_seed(self.seed, line.number - 1)
-        body = filled(checked_body(body), self.defaults, model=self.model, seed=seed)
+        body = filled(body, self.defaults, model=self.model, seed=seed)
         task = self.client.start(self._reply(path, body, f"line-{line.number}"))
         self.running[task] = line, custom_id
 
