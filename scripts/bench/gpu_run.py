@@ -95,7 +95,7 @@ class Section:
             yield engine
         finally:
             engine.discard_all()
-            engine.core.runner.close()
+            engine.core.close()
             engine.core.runner.kv_cache = torch.empty(0)
             gc.collect()
 
