@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from llama.checks import FieldError
 from llama.prompts.messages import (
     AssistantMessage,
@@ -218,8 +220,10 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 def _built_in_call(name: str, arguments: dict[str, Any] | str, message: int) -> str:
     key = "code" if name == CODE else "query"
     if isinstance(arguments, str):  # the answer was cut off in them
-        text = arguments.removeprefix(f'{{"{key}": ')
-        return text if name == CODE else f"{name}.call(query={text}"
+        if name == CODE:
+            return str(from_json(arguments, allow_partial="trailing-strings").get(key, ""))
+        query = arguments.removeprefix(f'{{"{key}": ')
+        return f"{name}.call(query={query}"
     if arguments.keys() != {key} or not isinstance(arguments[key], str):
         raise _error(message, f"the arguments of {name} must be one text, {key!r}")
     if name == CODE:

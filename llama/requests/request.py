@@ -156,12 +156,8 @@ class RequestOutput:
         self._first = request.answers[0].sequence
         self.error: str | None = None
         self.error_field: str | None = None
-        num_read = num_drafted = num_accepted = 0
         for answer in request.answers:
             seq = answer.sequence
-            num_read += answer.num_read
-            num_drafted += seq.num_drafted
-            num_accepted += seq.num_accepted
             if answer.finish_reason == "error" and self.error_field is None:
                 self.error = NO_TOKEN
                 if seq.constraint is not None and seq.constraint.failure:
@@ -169,10 +165,10 @@ class RequestOutput:
                     self.error_field = "structured_output"
         self.usage = Usage(
             prompt_tokens=self._first.num_prompt,
-            completion_tokens=num_read,
+            completion_tokens=sum(answer.num_read for answer in request.answers),
             cached_tokens=self._first.num_cached,
-            draft_tokens=num_drafted,
-            accepted_tokens=num_accepted,
+            draft_tokens=sum(answer.sequence.num_drafted for answer in request.answers),
+            accepted_tokens=sum(answer.sequence.num_accepted for answer in request.answers),
         )
 
     @property

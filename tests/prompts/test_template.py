@@ -117,6 +117,16 @@ def test_a_built_in_call_and_its_result_are_as_on_metas_page(tokenizer):
     assert tokenizer.decode(ids).endswith("<|python_tag|>print(1)<|eom_id|>")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"code": "a\\nprint(\\"b', 'a\nprint("b'), ('{"code": "a\\', "a")]
+)
+def test_code_of_a_stream_that_broke_off_goes_back_in_as_its_text(tokenizer, arguments, text):
+    function = {"name": "code_interpreter", "arguments": arguments}
+    code = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+    ids = encode_chat(tokenizer, [user("x"), code], CODE, add_generation_prompt=False)
+    assert tokenizer.decode(ids).endswith(f"<|python_tag|>{text}<|eot_id|>")
+
+
 def test_python_calls_are_as_on_metas_pages(tokenizer):
     wanted = page("llama3_2", "## Zero shot function calling\n")
     question = user("What is the weather in SF and Seattle?")
