@@ -90,7 +90,7 @@ class _Search:
             return False
         if len(self.finished) < self.params.beam_width:
             return True
-        if self.params.early_stopping is True:
+        if self.params.early_stopping not in (False, "never"):
             return False
         grows = self.params.early_stopping == "never" and self.params.length_penalty > 0
         reach = self.limit if grows else self.length

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from helpers.scheduling import never_found
 from llama import Dialog, Llama, Message
 from llama.checkpoint.convert import convert
 from llama.requests.async_engine import AsyncLLMEngine
-from llama.requests.beam_search import BeamParams, _Search
+from llama.requests.beam_search import Beam, BeamParams, _Search
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.prepare import ContextLengthError
 from llama.requests.request import RequestOutput, derived_seed
@@ -471,6 +472,14 @@ def test_beam_search_equals_transformers(penalty, early_stopping, llama, theirs)
             assert scores == pytest.approx(out.sequences_scores.tolist(), rel=1e-6, abs=1e-4)
     finally:
         llama.tokenizer.stop_tokens = {257, 265}
+
+
+@pytest.mark.parametrize(("early", "goes_on"), [(False, True), (True, False), (np.True_, False)])
+def test_early_stopping_may_be_a_bool_of_numpy(early, goes_on):
+    search = _Search([256], 9, frozenset({1}), BeamParams(1, early_stopping=early))
+    search.running, search.length = [Beam([5], -1.0)], 1
+    search.finished = [Beam([6], -9.0, -9.0, "stop")]
+    assert search.may_improve() is goes_on
 
 
 def test_beams_go_on_though_every_stop_token_is_likelier():
