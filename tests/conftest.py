@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, as other libraries may do
+# The suite starts hundreds of processes: without __pycache__, which git ignores, each would compile
+# the package anew, and each worker the tests. Empty counts as unset.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 
 import pytest
 import torch
@@ -26,6 +30,8 @@ from llama.engine.sequence import Sequence
 from llama.engine.speculative import Drafter, Guess
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
+
+sys.dont_write_bytecode = False  # in this process, which has read the variable; see above
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
