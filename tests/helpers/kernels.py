@@ -20,11 +20,15 @@ HAS_KERNELS = bool(SUPPORTED) and build.find_compiler() is not None
 KERNELS_RUN = HAS_KERNELS and os.environ.get(native.VARIABLE) != "none"  # nobody turned them off
 
 _HEADER = Path(__file__).resolve().parent / "amx_emulated.h"  # in place of AMX's tiles
+# g++ looks for it here. Its path among the flags would be part of the name that the cache goes by,
+# and every checkout would compile for half a minute.
+_USERS = [os.environ["CPATH"]] if os.environ.get("CPATH") else []
+os.environ["CPATH"] = os.pathsep.join([str(_HEADER.parent), *_USERS])
 _AVX512_BF16 = next(x for x in INSTRUCTION_SETS if x.name == "avx512_bf16")
 EMULATED_AMX = InstructionSet(  # no variable of it is shared between libraries
     "amx_emulated",
     (*_AVX512_BF16.flags, "-D__AMX_TILE__", "-D__AMX_BF16__", "-fno-gnu-unique",
-     "-include", str(_HEADER)),
+     "-include", _HEADER.name),
     _AVX512_BF16.needs,
 )  # fmt: skip
 BODIES = {x.name: x for x in (*INSTRUCTION_SETS, EMULATED_AMX)}
