@@ -38,6 +38,7 @@ class Told(NamedTuple):
     seed: int
     stop_ids: frozenset[int]
     is_constrained: bool
+    call: int
 
 
 @dataclass

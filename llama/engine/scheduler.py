@@ -7,7 +7,7 @@ preempted sequence gives up its pages, and has its tokens to compute again.
 Ints in lists; no torch. Only the order of arrival decides, so all ranks decide alike.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -49,6 +49,8 @@ class Scheduler:
         from now on: steps run in the order in which they are scheduled."""
         budget = self.token_budget
         chosen: list[Scheduled] = []
+        if len(self.running) == self.max_batch_size:
+            self._displace()
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
@@ -216,13 +218,32 @@ class Scheduler:
             if self.pool.num_free:
                 seq.pages.append(self.pool.allocate())
                 continue
-            victim = self.running.pop()
-            self._release(victim)
-            self.waiting.appendleft(victim)
-            self.num_preemptions += 1
+            victim = self.running[-1]
+            self._preempt(victim)
             if victim is seq:
                 return False
         return True
+
+    def _displace(self) -> None:
+        """The first sequence of each call that waits, and has none running, gets the place of the
+        newest one of the call that has most, unless that is its only one."""
+        calls, first = Counter(seq.call for seq in self.running), []
+        for seq in list(self.waiting):
+            call, count = calls.most_common(1)[0]
+            if count > 1 and not calls[seq.call]:
+                self._preempt(next(x for x in reversed(self.running) if x.call == call))
+                calls.update({call: -1, seq.call: 1})
+                first.append(seq)
+        for seq in reversed(first):  # before what was preempted for it
+            self.waiting.remove(seq)
+            self.waiting.appendleft(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """It gives up its place and its pages, and is the next to get one."""
+        self.running.remove(seq)
+        self._release(seq)
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.pages)

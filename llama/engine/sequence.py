@@ -111,6 +111,7 @@ class Sequence:
     constraint: Constraint | None = None
     prediction: Seq[int] = ()  # what the output may repeat
     is_constrained: bool = False  # also where rank 0 alone has the constraint
+    call: int = 0  # the same for all that were asked for together: calls share the places
     num_computed: int = 0  # leading tokens whose keys and values are in pages, or will be
     num_pending: int = 0  # tokens behind these that are sampled and not read yet: 0 or 1
     num_cached: int = 0  # prompt tokens found in the prefix cache when it was first admitted

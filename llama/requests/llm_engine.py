@@ -306,9 +306,11 @@ class LLMEngine:
         """What has a place in the core from now on, and what was removed since the last step."""
         removed, self._removed = self._removed, []
         scheduler = self.core.scheduler
-        num_held = len(scheduler.running) + len(scheduler.waiting)
-        num_held -= sum(not seq.finished for seq in removed)
-        taken = self._turns.take(scheduler.max_batch_size - num_held)
+        held = [seq for seq in scheduler.live() if seq not in removed]
+        taken = self._turns.take(scheduler.max_batch_size - len(held))
+        # A call that has none there gets a place of one that has several.
+        num_shared = len(scheduler.running) - len({seq.call for seq in scheduler.running})
+        taken |= self._turns.take_new(num_shared, {seq.call for seq in (*held, *taken)})
         self._owner |= taken
         return list(taken), removed
 

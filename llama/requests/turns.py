@@ -20,10 +20,15 @@ class Turns:
 
     def __init__(self) -> None:
         self._calls: deque[OrderedDict[Sequence, Owner]] = deque()  # the next one first
+        self._num_calls = 0
 
     def add(self, requests: Iterable[Request]) -> None:
         """A call, which comes behind those that wait."""
-        self._calls.append(OrderedDict((a.sequence, (r, a)) for r in requests for a in r.answers))
+        call = OrderedDict((a.sequence, (r, a)) for r in requests for a in r.answers)
+        self._num_calls += 1
+        for seq in call:
+            seq.call = self._num_calls
+        self._calls.append(call)
 
     def discard(self, request: Request) -> None:
         """What waits of it is wanted no longer."""
@@ -41,3 +46,8 @@ class Turns:
             if waiting:
                 self._calls.append(waiting)
         return taken
+
+    def take_new(self, most: int, calls: set[int]) -> dict[Sequence, Owner]:
+        """The first sequence of each call that is not one of `calls`, at most so many."""
+        new = [x for x in self._calls if x and next(iter(x)).call not in calls][:most]
+        return dict(waiting.popitem(last=False) for waiting in new)

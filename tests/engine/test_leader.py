@@ -101,7 +101,8 @@ def test_a_message_carries_every_field() -> None:
     defaults = TokenParams()
     same = {f.name for f in fields(params) if getattr(params, f.name) == getattr(defaults, f.name)}
     assert same == {"prompt_logprobs"}, "the test leaves a field at its default"
-    seq = Sequence([5, 128_255, 0], params, 131_072, 2**63 - 1, frozenset({128_001, 9}))
+    stop_ids = frozenset({128_001, 9})
+    seq = Sequence([5, 128_255, 0], params, 131_072, 2**63 - 1, stop_ids, call=3)
     told = Told(*(getattr(seq, name) for name in Told._fields))
     sent = MESSAGE.dump_json(Message(1, 2**40, 2**32 - 1, [(7, told)], [3, 2]))
     found = MESSAGE.validate_json(sent)
@@ -115,6 +116,7 @@ def test_a_message_carries_every_field() -> None:
     ((serial, copy),) = found.added
     assert (serial, copy.tokens, copy.params) == (7, seq.tokens, params)
     assert (copy.max_len, copy.seed, copy.stop_ids) == (seq.max_len, seq.seed, seq.stop_ids)
+    assert copy.call == seq.call == 3
 
 
 @pytest.mark.parametrize("fault", ["budget", "pages", "missed a step"])

@@ -27,7 +27,8 @@ def alone(prompt: list[int], count: int, stop_ids: frozenset[int]) -> list[int]:
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
-requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10))  # prompt, count, arrival
+# Of each the prompt, the count, when it arrives, and the call.
+requests = st.tuples(prompts, st.integers(0, 12), st.integers(0, 10), st.integers(0, 3))
 
 
 @settings(max_examples=300, deadline=None)
@@ -49,7 +50,7 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
     tried.drafter = rng and RandomDrafts(rng)
     stop_ids = frozenset(stops)
     pending = sorted(
-        ((when, sequence(prompt, count, stop_ids)) for prompt, count, when in arrivals),
+        ((when, sequence(prompt, count, stop_ids, n)) for prompt, count, when, n in arrivals),
         key=lambda pair: pair[0],
     )
     everyone = [seq for _, seq in pending]
@@ -79,7 +80,7 @@ def test_no_token_is_lost_or_repeated(arrivals, num_pages, batch, budget, reuse,
 def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Random):
     """Sequences aborted at random moments, waiting or running, give back every page."""
     tried = engine(num_pages=9, async_scheduling=ahead)
-    sequences = [sequence(prompt, count) for prompt, count, _ in arrivals]
+    sequences = [sequence(prompt, count) for prompt, count, *_ in arrivals]
     for seq in sequences:
         tried.add(seq)
     while tried.has_unfinished():
@@ -92,6 +93,27 @@ def test_aborts_leave_the_pool_as_it_was(arrivals, ahead: bool, rng: random.Rand
         assert seq.finish_reason in ("abort", "length")
         assert seq.tokens == alone(seq.tokens[: seq.num_prompt], seq.num_output, frozenset())
     assert tried.scheduler.pool.num_free == 9
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_call_that_has_no_place_gets_one_of_the_call_that_has_most(ahead):
+    """Three of one call and one of another run when two more calls come: both run in the next step,
+    for the newest of the first call, which waits to be the first to come back."""
+    tried = engine(num_pages=99, max_batch_size=4, async_scheduling=ahead)
+    sequences = [sequence([i], 20, call=n) for i, n in enumerate([1, 2, 1, 1, 3, 3, 4, 2])]
+    for seq in sequences[:4]:
+        tried.add(seq)
+    for _ in range(3):
+        tried.step()
+    tried.step(sequences[4:])
+    running, waiting = tried.scheduler.running, tried.scheduler.waiting
+    assert {sequences.index(seq) for seq in running} == {0, 1, 4, 6}
+    assert [sequences.index(seq) for seq in waiting] == [2, 3, 5, 7]
+    tried.step()
+    assert tried.scheduler.num_preemptions == 2, "a call that has one place keeps it"
+    while tried.has_unfinished():
+        tried.step()
+    assert [s.tokens for s in sequences] == [alone([i], 20, frozenset()) for i in range(8)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

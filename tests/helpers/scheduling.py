@@ -106,8 +106,11 @@ def engine(
     return FakeEngine([runner], scheduler)
 
 
-def sequence(prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset()) -> Sequence:
-    return Sequence(list(prompt), TokenParams(), len(prompt) + count, seed=1, stop_ids=stop_ids)
+def sequence(
+    prompt: list[int], count: int, stop_ids: frozenset[int] = frozenset(), call: int = 0
+) -> Sequence:
+    most = len(prompt) + count
+    return Sequence(list(prompt), TokenParams(), most, seed=1, call=call, stop_ids=stop_ids)
 
 
 def watch_releases(scheduler: Scheduler, monkeypatch) -> list[bool]:
