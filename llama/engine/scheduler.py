@@ -3,8 +3,8 @@
 Continuous batching (Yu et al., 2022, Orca) without a prefill phase and a decode phase. A sequence
 has tokens known and tokens computed; each step hands out a budget of tokens so that computed
 catches up with known. Chunked prefill, prefix reuse and preemption all follow from that: a
-preempted sequence gives up its pages, and has its tokens to compute again.
-Ints in lists; no torch. Only the order of arrival decides, so all ranks decide alike.
+preempted sequence gives up its pages, and has its tokens to compute again. Ints in lists; no torch.
+Only the order of arrival and the calls decide, so all ranks decide alike.
 """
 
 from collections import Counter, deque

@@ -1,8 +1,8 @@
 """Whose sequences are next: the calls that wait take turns, so that none waits for another's end.
 
 In: the sequences of each call, in order. Out: as many as there are free places, one of each call
-after the other. The core gets a sequence when it has a place for it; what it preempts goes first.
-The order depends on nothing but the calls, so all ranks decide alike.
+after the other, and for a call that has none in the core the place of one that has several. What
+the core preempts goes first. Nothing but the calls decides the order: all ranks decide alike.
 """
 
 from collections import OrderedDict, deque
