@@ -282,8 +282,8 @@ class Watch(threading.Thread):
     def _describe_end(self, peer: PeerInfo, gone_at: float) -> Iterator[str]:
         """A process of this machine is gone, and has not said why: nothing, until that is sure."""
         status = processes.wait_status(peer.pid, peer.pidfd or 0)
-        if processes.was_terminated(status):
-            is_sure = time.monotonic() - gone_at > GRACE_S  # or torchrun ends this one, too
+        if processes.was_terminated(status) or (status == 0 and SIGNALS.is_server):
+            is_sure = time.monotonic() - gone_at > GRACE_S  # or SIGTERM is about to end this one
         else:
             is_sure = processes.was_killed(status) or self.rendezvous.has_read_since(gone_at)
         if is_sure:
