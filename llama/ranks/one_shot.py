@@ -99,7 +99,7 @@ def _in_time(
     except Exception as error:  # of torch, the driver or the machine
         failure = f"this one failed with {type(error).__name__}: {error}"
     try:
-        dist.monitored_barrier(control, timeout=timedelta(seconds=limit_s))
+        dist.barrier(control, async_op=True).wait(timedelta(seconds=limit_s))
     except RuntimeError as error:
         raise RankError(
             f"the GPUs of this machine could not map each other's memory within {limit_s:g} s, "
