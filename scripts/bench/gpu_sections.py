@@ -110,15 +110,15 @@ def _say_checked(at: Section, what: str, reason: str | None) -> None:
 def decode(at: Section) -> None:
     """The 8B shape, mode by mode: the step at batch 1, 32 and 64, and a prompt of 4,096."""
     context = at.size(2048, 20)
-    steps, prompt = at.size(96, 2), at.size(4096, 18)
-    model = at.model("8b", max(context + 2 * steps, prompt) + 64, at.size(64, 4))
+    steps, prompt = at.size(96, 1), at.size(4096, 18)
+    model = at.model("8b", max(context + 2 * steps, prompt) + 64, at.size(64, 2))
     sizes = (
         ("8b batch 1", 1, at.size(128, 10)),
-        ("8b batch 32", at.size(32, 3), at.size(128, 10)),
-        ("8b batch 64 context 2048", at.size(64, 4), context),
+        ("8b batch 32", at.size(32, 2), at.size(128, 10)),
+        ("8b batch 64 context 2048", at.size(64, 2), context),
     )
     for mode in MODES:
-        with at.engine(model, mode, at.size(64, 4) * (context + 2 * steps + 64)) as engine:
+        with at.engine(model, mode, at.size(64, 2) * (context + 2 * steps + 64)) as engine:
             for what, batch, length in sizes:
                 _say_decode(at, what, mode, engine, batch, length, steps)
                 if mode == MODES[0]:
@@ -131,11 +131,11 @@ def decode(at: Section) -> None:
 
 def throughput(at: Section) -> None:
     """The 8B shape with many requests at once; the checks of the 1B shape, and it at batch 1."""
-    steps, mode = at.size(256, 3), MODES[0]
-    model = at.model("8b", at.size(2200, 128), at.size(256, 4))
-    answers = at.size(2048, 4)
-    many = [(at.size(32, 5), answers)] * at.size(128, 3)
-    mixed = random_lengths(at.size(256, 4), at.size(100, 3), at.size(1024, 6), seed=0)
+    steps, mode = at.size(256, 1), MODES[0]
+    model = at.model("8b", at.size(2200, 128), at.size(256, 2))
+    answers = at.size(2048, 2)
+    many = [(at.size(32, 5), answers)] * at.size(128, 2)
+    mixed = random_lengths(at.size(256, 2), at.size(100, 2), at.size(1024, 3), seed=0)
     for what, lengths in (("8b 128 x (32, 2048)", many), ("8b 256 mixed requests", mixed)):
         with at.engine(model, mode, sum(p + n for p, n in lengths) + 4096) as engine:
             began = time.perf_counter()
@@ -288,7 +288,7 @@ def peers(at: Section) -> None:
     torch.set_default_dtype(at.dtype)  # of this process, which ends with the section
     with torch.device(at.device):
         model = LlamaForCausalLM(config).eval()
-    for batch, what in ((1, "8b batch 1"), (at.size(32, 3), "8b batch 32")):
+    for batch, what in ((1, "8b batch 1"), (at.size(32, 2), "8b batch 32")):
         ids = torch.randint(args.vocab_size, (batch, at.size(128, 20)), device=at.device)
         with torch.inference_mode():
             out, times = model(ids, use_cache=True, logits_to_keep=1), []
@@ -331,7 +331,7 @@ def _say_decode(
     """Tokens a second of steps, and the fraction of what the machine's limits allow."""
     args = engine.core.runner.model.params
     _begin(engine, batch, context, params)
-    for _ in range(2):
+    for _ in range(at.size(2, 1)):
         engine.step()
     machine.wait_for(at.device)
     began = time.perf_counter()
