@@ -51,6 +51,8 @@ for name in json.loads(sys.argv[1])["names"]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
+    """Its own; the CPU's kernels are loaded before, or a first test would compile them into it."""
+    native.kernels()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "llama"
 
