@@ -1,6 +1,7 @@
 """Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels."""
 
 import gc
+import logging
 import os
 import resource
 import signal
@@ -158,11 +159,15 @@ def single_thread() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
     """What is imported stays: Python's collector does not look for garbage in a million objects of
-    modules and tests, neither while they become more nor later."""
+    modules and tests, neither while they become more nor later. torch's fifty loggers hand on what
+    they log: pytest would give each of them a handler, and take it away, six times a test."""
     gc.disable()
     try:
         return (yield)
     finally:
+        for name, logger in logging.root.manager.loggerDict.items():
+            if name.startswith("torch") and isinstance(logger, logging.Logger):
+                logger.propagate = True
         gc.collect()
         gc.freeze()
         gc.enable()
