@@ -49,14 +49,13 @@ class Scheduler:
         from now on: steps run in the order in which they are scheduled."""
         budget = self.token_budget
         chosen: list[Scheduled] = []
-        if len(self.running) == self.max_batch_size:
-            self._displace()
+        self._make_room()
         row = 0
         while row < len(self.running) and budget > 0:
             seq = self.running[row]
             count = 0 if seq.ends_with_pending else min(seq.num_new, budget)
             if not self._grow(seq, count):
-                break  # it was preempted, as everyone after it was before
+                continue  # it was preempted: the next one is at its row
             if count:
                 chosen.append(self._schedule(seq, count))
                 budget -= count
@@ -177,11 +176,8 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> bool:
         """Move the head of the queue to running, if all its known tokens have room now. One that
         was preempted while a token of it was pending waits for that token."""
-        if seq.num_pending:
-            return False
-        found = self.pool.match_prefix(self._reusable_hashes(seq))
-        wanted = self.pool.pages_for(len(seq.tokens)) - len(found)
-        if wanted > self.pool.num_free_without(found):
+        found = self._found(seq)
+        if seq.num_pending or found is None:
             return False
         self.pool.incref(found)
         seq.pages.extend(found)
@@ -193,6 +189,12 @@ class Scheduler:
             seq.num_cached = seq.num_computed
         self.running.append(self.waiting.popleft())
         return True
+
+    def _found(self, seq: Sequence) -> list[int] | None:
+        """The pages that hold its first tokens already; None where the others have no room."""
+        found = self.pool.match_prefix(self._reusable_hashes(seq))
+        wanted = self.pool.pages_for(len(seq.tokens)) - len(found)
+        return found if wanted <= self.pool.num_free_without(found) else None
 
     def _reusable_hashes(self, seq: Sequence) -> list[bytes]:
         """Hashes of its full pages, short of the last token, which must be computed to sample."""
@@ -218,25 +220,33 @@ class Scheduler:
             if self.pool.num_free:
                 seq.pages.append(self.pool.allocate())
                 continue
-            victim = self.running[-1]
+            victim = self._newest(self.running[self.running.index(seq) :])
             self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
-    def _displace(self) -> None:
-        """The first sequence of each call that waits, and has none running, gets the place of the
-        newest one of the call that has most, unless that is its only one."""
-        calls, first = Counter(seq.call for seq in self.running), []
-        for seq in list(self.waiting):
-            call, count = calls.most_common(1)[0]
-            if count > 1 and not calls[seq.call]:
-                self._preempt(next(x for x in reversed(self.running) if x.call == call))
-                calls.update({call: -1, seq.call: 1})
+    def _make_room(self) -> None:
+        """Of each call that waits and has none running, one sequence is next. For these, sequences
+        of the call that has most running give up place and pages, but not its last one."""
+        calls, first = {seq.call for seq in self.running}, list[Sequence]()
+        for seq in self.waiting:
+            if seq.call not in calls:
+                calls.add(seq.call)
                 first.append(seq)
-        for seq in reversed(first):  # before what was preempted for it
+        while first and len(self.running) + len(first) > len(calls):
+            has_place = len(self.running) + len(first) <= self.max_batch_size
+            if has_place and self._found(first[0]) is not None:
+                break
+            self._preempt(self._newest(self.running))
+        for seq in reversed(first):
             self.waiting.remove(seq)
             self.waiting.appendleft(seq)
+
+    def _newest(self, rows: list[Sequence]) -> Sequence:
+        """The newest of these, which run, of the call that has most running."""
+        count = Counter(seq.call for seq in self.running)
+        return max(reversed(rows), key=lambda seq: count[seq.call])
 
     def _preempt(self, seq: Sequence) -> None:
         """It gives up its place and its pages, and is the next to get one."""

@@ -117,6 +117,27 @@ def test_a_call_that_has_no_place_gets_one_of_the_call_that_has_most(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_a_call_gets_pages_of_the_call_that_has_most(ahead):
+    """The pages ran out: of eight of one call two run, and six wait to come back. A small call runs
+    in the next step, and until its end, which comes before that of any of the others."""
+    tried = engine(num_pages=20, budget=16, max_batch_size=8, async_scheduling=ahead)
+    large = [sequence([i], 40, call=1) for i in range(8)]
+    for seq in large:
+        tried.add(seq)
+    while len(tried.scheduler.running) > 2:
+        tried.step()
+    small = sequence([5, 5], 9, call=2)
+    tried.step([small])
+    while not small.finished:
+        assert small in tried.scheduler.running and len(tried.scheduler.running) > 1
+        tried.step()
+    assert not any(seq.finished for seq in large)
+    while tried.has_unfinished():
+        tried.step()
+    assert [s.tokens for s in large] == [alone([i], 40, frozenset()) for i in range(8)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_preemption_happens_and_is_invisible(monkeypatch, ahead):
     """Six sequences that all grow to 7 of 9 pages: some must give up their pages and come back."""
     tried = engine(num_pages=9, max_batch_size=6, async_scheduling=ahead)
