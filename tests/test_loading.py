@@ -139,7 +139,7 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
 
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="torch packs without a look at the numbers")
-@pytest.mark.parametrize("quantize", [None, "int8", "fp8"])
+@pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
 def test_weights_that_are_not_finite_are_named(make_checkpoint, quantize):
     """In one warning; packing reads each number anyway."""
     folder, state, params = make_checkpoint(n_layers=2)

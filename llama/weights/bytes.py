@@ -44,7 +44,9 @@ class BytesWeight(GroupedWeight):
         else:
             native.call("pack_bytes", codes, values.view(torch.uint8), *codes.shape)
         values.view(torch.uint8).add_(int(coded.table[0]) % 256)
-        return cls(coded.shape, values, pack_scales(coded, cls.unit), **pack_extras(coded))
+        held = cls(coded.shape, values, pack_scales(coded, cls.unit), **pack_extras(coded))
+        held.is_finite = bool(coded.scale.isfinite().all())
+        return held
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
@@ -56,7 +58,7 @@ class BytesWeight(GroupedWeight):
     @classmethod
     def pack(cls, plain: Tensor) -> Self:
         n, k = plain.shape
-        if native.kernels() is None:
+        if native.kernels() is None or cls is Fp8Weight:  # which torch rounds
             return cls.of(cls.rounded(plain))
         values, scales = cls.empty(n, k), torch.empty(n // N_BLOCK, 1, 1, N_BLOCK)
         room = workspace("pack_workspace", k, torch.get_num_threads())
@@ -87,13 +89,6 @@ class Fp8Weight(BytesWeight):
         pieces = zip(plain.split(_ROWS), units.split(_ROWS), strict=True)
         codes = torch.cat([(rows / unit).to(_E4M3.dtype) for rows, unit in pieces])
         return Coded(codes.view(torch.uint8), _E4M3.float(), scale)
-
-    @classmethod
-    def pack(cls, plain: Tensor) -> Self:
-        coded = cls.rounded(plain)
-        held = cls.of(coded)
-        held.is_finite = bool(coded.scale.isfinite().all())
-        return held
 
     def numbers(self, ids: Tensor) -> Tensor:
         return super().numbers(ids) * self.unit

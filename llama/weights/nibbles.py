@@ -38,8 +38,11 @@ class NibblesWeight(GroupedWeight):
     def pack(cls, plain: Tensor) -> Self:
         n, k = plain.shape
         values, scales = cls.empty(n, k), _scales_of_rounded(n, k)
-        native.call("pack_int4", plain, values, scales, n, k)
-        return cls((n, k), values, scales, torch.arange(16.0))
+        threads = torch.get_num_threads()
+        largest = native.call("pack_int4", plain, values, scales, n, k, threads)
+        held = cls((n, k), values, scales, torch.arange(16.0))
+        held.is_finite = largest < 0x7F80  # infinity in bf16
+        return held
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:

@@ -209,5 +209,7 @@ def test_four_bits_need_the_kernels(no_kernels):
     with pytest.raises(ValueError, match=told):
         check_quantize("int4", torch.bfloat16, torch.device("cpu"))
     assert check_quantize("int8", torch.bfloat16, torch.device("cpu")) == "int8"
-    assert type(packed(rows(32, 64), "int8")) is BytesWeight
+    held, faulty = (packed(x, "int8") for x in (rows(32, 64), rows(32, 64) / 0))
+    assert type(held) is BytesWeight
+    assert (held.is_finite, faulty.is_finite) == (True, False)
     assert native.kernels() is None

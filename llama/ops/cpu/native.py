@@ -177,7 +177,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "pack_six_bits": (None, (_U8, torch.int32, int, int)),
     "pack_bytes": (None, (_U8, _U8, int, int)),
     "pack_scales": (None, (_F32, _U8, _I64, int, int, int)),
-    "pack_int4": (None, (_BF16, torch.int32, Tensor, int, int)),
+    "pack_int4": (int, (_BF16, torch.int32, Tensor, int, int, int)),
     "unpack_gguf": (None, (_U8, _U8, _F32, _F32, int, int)),
     "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 11)),
     "linear_workspace": (int, (int, int, int)),

@@ -228,13 +228,17 @@ void pack_bytes(const uint8_t* codes, char* values, long n, long k, int threads)
 }
 
 // weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in float16;
-// or, where k is a multiple of 256, in eight bits each, times a float16 for each 8 groups.
-void pack_int4(const uint16_t* weight, uint32_t* words, char* parameters, long n, long k,
-               int threads) {
+// or, where k is a multiple of 256, in eight bits each, times a float16 for each 8 groups. Returns the
+// largest of the numbers as pack_bf16 does.
+long pack_int4(const uint16_t* weight, uint32_t* words, char* parameters, long n, long k,
+               long threads) {
   const long groups = k % (8 * GROUP) ? 1 : 8;
   const long bytes = 2 * N_BLOCK * (groups == 1 ? 2 : 10);  // of so many groups
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (long block = 0; block < n / N_BLOCK; block++)
+  uint16_t found = 0;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(max : found)
+  for (long block = 0; block < n / N_BLOCK; block++) {
+    for (long i = block * N_BLOCK * k; i < (block + 1) * N_BLOCK * k; i++)
+      found = std::max<uint16_t>(found, weight[i] & 0x7fff);
     for (long first = 0; first < N_BLOCK; first += LANES)
       for (long i = 0; i < k; i += groups * GROUP) {
         Floats x[8][GROUP];
@@ -248,6 +252,8 @@ void pack_int4(const uint16_t* weight, uint32_t* words, char* parameters, long n
         for (long g = 0; g < groups; g++)
           store_codes(x[g], lines[g], words + (at + g * GROUP) / 8 * N_BLOCK + first);
       }
+  }
+  return found;
 }
 
 // Scales as floats (n / 32, groups, per_group, 32) -> the same as whole numbers of a float16 that 8
