@@ -183,10 +183,8 @@ class Files:
 
     def memory(self, free: int, batch_size: int, kv_format: KVFormat = AS_COMPUTED) -> "Memory":
         """What one of the ranks needs of `free` bytes; reads no file."""
-        checkpoint, plan = (
-            self.checkpoint,
-            LayerPlan.of(self.checkpoint.params, self.ranks, kv_format),
-        )
+        checkpoint = self.checkpoint
+        plan = LayerPlan.of(checkpoint.params, self.ranks, kv_format)
         if checkpoint.packed is not None:
             held = packed.bytes_of(checkpoint, self.ranks)
         else:

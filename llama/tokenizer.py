@@ -215,6 +215,9 @@ def _parse_tokenizer_json(path: Path, data: bytes) -> tuple[dict[bytes, int], li
         vocab = dict(content["model"]["vocab"])
         ranks = {bytes([byte_of[c] for c in token]): rank for token, rank in vocab.items()}
         added = {token["id"]: token["content"] for token in content["added_tokens"]}
+        kinds = {*map(type, [*ranks.values(), *added])}, {*map(type, added.values())}
+        if kinds != ({int}, {str}):
+            raise TypeError("a rank or an id is no whole number, or a name no text")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not the tokenizer.json of a byte-level BPE ({type(error).__name__}:"

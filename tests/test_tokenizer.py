@@ -411,6 +411,12 @@ def break_json(content: dict, how: str) -> object:
         vocab["▁the"] = vocab.pop("the")
     elif how == "added gap":
         added[0]["id"] = 300
+    elif how == "text as id":
+        added[0]["id"] = "259"
+    elif how == "null as rank":
+        vocab["the"] = None
+    elif how == "null as name":
+        added[-1]["content"] = None
     elif how == "not Llama":
         added[-1]["content"] = "<|endoftext|>"
     elif how == "no model":
@@ -427,6 +433,12 @@ def break_json(content: dict, how: str) -> object:
         ("no byte", "1 of the 256 single-byte tokens are missing, the first 0x41"),
         ("alphabet", "not the tokenizer.json of a byte-level BPE .*▁"),
         ("added gap", "added tokens' ids must be 259 and up without a gap"),
+        ("text as id", "not the tokenizer.json .*a rank or an id is no whole number"),
+        ("null as rank", "not the tokenizer.json .*a rank or an id is no whole number"),
+        (
+            "null as name",
+            "not the tokenizer.json .*a rank or an id is no whole number, or a name no text",
+        ),
         ("not Llama", "<|begin_of_text|> not as in Llama 3.1"),
         ("no model", "not the tokenizer.json of a byte-level BPE .*model"),
         ("list", "not the tokenizer.json"),

@@ -80,7 +80,8 @@ class Header:
     def file_type(self) -> str:
         """What people call the file: Q4_K_M, Q8_0."""
         kinds = Counter(info.kind.name for info in self.tensors.values() if len(info.shape) > 1)
-        named = _MIXTURES.get(self.metadata.get("general.file_type", 0))
+        number = self.metadata.get("general.file_type")
+        named = _MIXTURES.get(number) if isinstance(number, int) else None
         return named or max(kinds, key=kinds.__getitem__, default="empty")
 
 

@@ -32,6 +32,8 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _BYTES = torch.arange(-128.0, 128)
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which four bits of a word have neighbours 0 to 7
 _QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
+# What tensors of other sizes and types raise, and a configuration with other values.
+_MISFITS = ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def gathered(tensors: dict[str, MappedTensor], config: dict[str, Any]) -> dict[s
             if config.get("is_rotated") and name.endswith(".w2"):
                 _check(of.shape[1] >= 32 and of.shape[1] & (of.shape[1] - 1) == 0)
                 of = replace(of, is_rotated=True)
-        except (ValueError, KeyError, TypeError, IndexError, RuntimeError, AttributeError) as e:
+        except _MISFITS as e:
             raise ValueError(
                 f"{first.file}: {name} has {', '.join(sorted(parts))}, which cannot be read as "
                 f"{brief(config.get('quant_method'))}: {brief(str(e))}"

@@ -122,7 +122,7 @@ def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor
             shape: Any = tuple(module.weight.shape)  # a norm's is one number
             weight = FORMATS[format](shape, **parts.pop(f"{path}.{format}"))
             fits = weight.is_whole()
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
             fits = False
         if not fits:
             parts = {path: {}}

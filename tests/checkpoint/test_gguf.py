@@ -454,6 +454,12 @@ def test_a_number_beyond_the_file_is_an_error_at_once(copy, before, skip, number
     assert time.process_time() - began < 1
 
 
+def test_a_file_type_that_is_no_number_is_that_of_the_tensors(tmp_path):
+    metadata = {"general.file_type": ["Q4_K_M"]}
+    write_gguf(tmp_path / "model.gguf", PARAMS, "Q8_0", metadata=metadata)
+    assert find(tmp_path).file_type == "Q8_0"
+
+
 def test_whatever_a_header_says_is_read_or_refused_with_the_file_s_name(copy):
     """Cut at any byte, or some bytes changed, in the header of a good file."""
     draw, good = random.Random(0), copy.read_bytes()

@@ -290,6 +290,7 @@ def test_a_quantized_folder_is_converted(tmp_path):
     [
         ("qzeros", None, r"layers\.1\.mlp\.down_proj has g_idx, qweight, scales, which cannot be"),
         ("scales", torch.ones(8, 3).half(), "cannot be read as 'gptq': 'its tensors do not fit"),
+        ("scales", torch.ones(0, 256).half(), "cannot be read as 'gptq': 'integer modulo by zero"),
         ("qzeros", torch.ones(3, 3, dtype=torch.int32), "its tensors do not fit one another"),
         ("g_idx", torch.full((512,), 99, dtype=torch.int32), "its tensors do not fit one another"),
         (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import change_params, random_state, write_byte_tokenizer, write_meta
 from helpers.gguf_files import MIXED, PARAMS, write_gguf
@@ -189,6 +190,19 @@ def change_metadata(file: Path, **changes: str) -> None:
     file.write_bytes(data[:8] + json.dumps(header).encode().ljust(size) + data[8 + size :])
 
 
+def take_all_groups(made: Path) -> None:
+    """Of a matrix that is said to be in int8 then, with no scale."""
+    file = made / "packed.safetensors"
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    tensors = load_file(file)
+    name = next(x for x in tensors if x.endswith(".bf16.values")).removesuffix("bf16.values")
+    values = tensors.pop(f"{name}bf16.values").to(torch.int8)
+    tensors[f"{name}int8.values"] = values
+    tensors[f"{name}int8.scales"] = torch.ones(len(values), 0, 1, 32)
+    save_file(tensors, file, metadata)
+
+
 def cut(made: Path) -> None:
     file = made / "packed.safetensors"
     os.truncate(file, file.stat().st_size - 64)
@@ -203,11 +217,12 @@ def cut(made: Path) -> None:
          r"in 2 file\(s\).*in one"),
         (lambda x: change_params(x, n_layers=1), {}, "'layers.1.attention.*bf16' is not as"),
         (lambda x: change_params(x, multiple_of=512), {}, "w13' is not as .*params.json describes"),
+        (take_all_groups, {}, "is not as .*params.json describes"),
         (cut, {}, "cut short"),
         (lambda x: None, {"quantize": "int8"}, "holds bf16.*--packed --quantize int8"),
         (lambda x: None, {"dtype": "fp32"}, "in bf16: give the folder that it was made from"),
     ],
-    ids=["version", "files", "layers", "sizes", "cut", "quantize", "dtype"],
+    ids=["version", "files", "layers", "sizes", "groups", "cut", "quantize", "dtype"],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(change, flags, named, made):
     change(made)
