@@ -440,7 +440,11 @@ def test_arguments_reach_build_and_the_command_line(shared_llama, monkeypatch):
     args = AsyncEngineArgs.from_cli_args(parser.parse_args([
         "--model", "m", "--max-model-len", "64", "--dtype", "bfloat16", "--seed", "3",
         "--tensor-parallel-size", "2", "--max-num-seqs", "5", "--tokenizer", str(DEMO),
+        "--enforce-eager", "--no-enable-prefix-caching", "--swap-space", "4", "--load-format",
+        "auto", "--pipeline-parallel-size", "1", "--no-enable-lora",
     ]))  # fmt: skip
+    with pytest.raises(TypeError, match="cannot do enable_lora=True"):
+        AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", "m", "--enable-lora"]))
     assert type(args) is AsyncEngineArgs
     served = AsyncLLMEngine.from_engine_args(args, usage_context="ENGINE_CONTEXT")
     assert (served.model_config.model, served.model_config.max_model_len) == ("m", 128)

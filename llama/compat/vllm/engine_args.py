@@ -40,6 +40,7 @@ _ONLY = {
 }  # fmt: skip
 
 
+_SWITCHES = "async_", "disable_", "enable_", "enforce_", "skip_", "trust_", "use_"
 _UTILIZATION = (
     "gpu_memory_utilization has no effect: the KV cache takes what max_num_seqs sequences of "
     "max_model_len tokens need, as far as memory is free; kv_cache_memory_bytes sets its size"
@@ -134,16 +135,23 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """An option for each field: --max-model-len for max_model_len."""
+        """An option for each field: --max-model-len for max_model_len. Those that ask for nothing
+        are taken too, as --enforce-eager."""
         for f in fields(cls):
             flag, default = "--" + f.name.replace("_", "-"), getattr(cls, f.name, None)
             kind = int if "int" in str(f.type) else float if "float" in str(f.type) else str
             parser.add_argument(flag, type=kind, required=f.name == "model", default=default)
+        for name in sorted(_NO_EFFECT | _ONLY.keys()):
+            is_switch = any(part in name for part in _SWITCHES)
+            how: Any = {"type": _number_or_text}
+            how = {"action": argparse.BooleanOptionalAction} if is_switch else how
+            parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, **how)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
+        names = {f.name for f in fields(cls)} | _NO_EFFECT | _ONLY.keys()
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
@@ -157,6 +165,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 AsyncEngineArgs = EngineArgs  # under the name that clients of AsyncLLMEngine import
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _tokenizer_file(tokenizer: str | None, model: str) -> str | None:
