@@ -33,7 +33,6 @@ _LABELS = frozenset({
 })  # fmt: skip
 _NUMBERS = LIMITS.keys() - {"max_tokens", "min_tokens", "prompt_logprobs"}
 _OTHERS = {"prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample"}
-_GREEDY_UP_TO = 1e-5  # a temperature; so do FastChat and DB-GPT
 _MOST_TOKENS = 2**31 - 1
 # Of an answer, where a request does not say: FastChat 0.2.36, fastchat/serve/inference.py; and
 # DB-GPT 0.8.2, dbgpt/model/llm/llm_out/vllm_llm.py.
@@ -211,9 +210,6 @@ def _sampling(params: Mapping[str, Any], count: int, echo: bool, benchmark: bool
         raise ValueError(f"logprobs needs n=1, not n={brief(fields['n'])}")
     if fields.get("best_of") == 1:
         del fields["best_of"]  # as if it were not given: there is nothing to choose
-    temperature = fields.get("temperature")
-    if isinstance(temperature, int | float) and 0 <= temperature <= _GREEDY_UP_TO:
-        fields["temperature"] = 0
     if params.get("do_sample") is not None and not _flag(params, "do_sample", True):
         fields["temperature"] = 0
     if echo and "logprobs" in fields:
