@@ -46,22 +46,23 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
-    """The result; `ClientDisconnect`, and the work is cancelled, if the client leaves before."""
+    """The result; `ClientDisconnect`, and the work is cancelled, if the client leaves before. A
+    TaskGroup would keep a circle of references to each answer, for the garbage collector."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
-        async with asyncio.TaskGroup() as group:
-            leaving = group.create_task(_disconnect(receive))
-            working = group.create_task(work)  # whose steps need not pass through the caller's
-            await asyncio.wait([working])
-            leaving.cancel()
-    except BaseExceptionGroup as e:
-        raise e.exceptions[0] from None
-    return working.result()
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait([working, leaving])
 
 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    raise ClientDisconnect
 
 
 class EventStream(Response):

@@ -76,6 +76,7 @@ class Server:
         llama.llm_engine.grammars.warm_up()
         gc.collect()
         gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
+        gc.collect()  # which leaves nothing: those to come wait for a quarter of what this one left
         self.service.start(llama)
         watch = llama.model.parallel.watch
         if watch is not None:

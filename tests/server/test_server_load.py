@@ -4,14 +4,20 @@ Also what single requests may do to the event loop, as CPU time: the machine may
 """
 
 import asyncio
+import gc
 import json
 import sys
+import weakref
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
 from helpers import warm
 from helpers.launch import PROGRAMS, environment
 from helpers.server import run_server
+from llama.server.encoding import EventStream
+from llama.server.errors import broken
 
 sys.path.insert(0, str(PROGRAMS))
 import server_load
@@ -41,6 +47,43 @@ def test_a_crowd_is_served_and_leaves_nothing(small_server):
     asyncio.run(server_load.settle(client))
     asyncio.run(server_load.slow_readers(client, 4, 5, 150))
     assert server_load.resident_mb(pid) - before < MOST_GROWTH_MB
+
+
+@pytest.mark.parametrize("end", ["whole", "left", "failed"])
+def test_a_stream_that_ended_is_freed_at_once(end):
+    """Not by the collector, which may come 50,000 objects later. uvicorn's `receive` tells that the
+    client has left where it was sent all, too."""
+    has_left, sent = asyncio.Event(), list[dict[str, Any]]()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1"
+        if end == "left":
+            has_left.set()
+            await asyncio.sleep(60)
+        if end == "failed":
+            raise broken()
+
+    async def receive() -> dict[str, Any]:
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            has_left.set()
+
+    async def run() -> weakref.ref:
+        stream = EventStream(events(), lambda error: b"data: failed")
+        await stream({"type": "http"}, receive, send)
+        return weakref.ref(stream)
+
+    gc.disable()
+    try:
+        assert asyncio.run(run())() is None
+    finally:
+        gc.enable()
+    bodies = [message["body"] for message in sent[1:]]
+    assert bodies == [b"data: 1", *[b"data: failed"] * (end == "failed"), *[b""] * (end != "left")]
 
 
 def test_no_request_holds_the_event_loop_up():
