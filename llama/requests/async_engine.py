@@ -72,7 +72,7 @@ class AsyncLLMEngine:
         try:
             self._open.update(requests)
             self.engine.submit(requests)
-            self._thread.submit(self._run_until_finished, requests)
+            self._thread.submit(self._run_until_finished, unfinished)
             while unfinished:
                 await changed.wait()
                 changed.clear()
@@ -82,12 +82,14 @@ class AsyncLLMEngine:
                         unfinished.remove(request)
                     yield output
         finally:
+            unfinished.clear()
             self._open.difference_update(requests)
             self.engine.discard(requests)
 
-    def _run_until_finished(self, requests: list[Request]) -> None:
+    def _run_until_finished(self, unfinished: list[Request]) -> None:
+        """It may begin long after these have ended: the list keeps none of them until then."""
         try:
-            self.engine.wait_until(lambda: all(request.finished for request in requests))
+            self.engine.wait_until(lambda: all(x.finished for x in tuple(unfinished)))
         except BaseException as error:
             self.failure = self.failure or error
             raise

@@ -1,8 +1,11 @@
 """AsyncLLMEngine where programs end early: closes, aborts, loops that go, slow readers."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -71,6 +74,31 @@ def test_an_abort_before_the_first_step_counts(served, shared_llama, monkeypatch
     (only,) = asyncio.run(main())
     assert only.finished and only.outputs[0].finish_reason == "abort"
     assert only.outputs[0].token_ids == []
+
+
+def test_nothing_is_kept_of_a_request_that_ended_while_another_runs(served):
+    """Neither by what waits for the engine's thread nor for the garbage collector."""
+
+    async def one(i: int) -> weakref.ref:
+        request = await served.prepare(PROMPTS[i], GREEDY, f"small{i}")
+        async for _ in served.stream([request]):
+            pass
+        return weakref.ref(request)
+
+    async def main() -> list[object]:
+        long: Any = served.generate(PROMPTS[3], LONG, "long")
+        await anext(long)
+        ended = [await one(i) for i in range(3)]
+        await anext(long, None)  # the last of them was in the step before
+        kept = [each() for each in ended]
+        await long.aclose()
+        return kept
+
+    gc.disable()
+    try:
+        assert asyncio.run(main()) == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_loop_that_ends_early_leaves_the_next_one_alone(served, shared_llama):
