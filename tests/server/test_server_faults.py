@@ -23,8 +23,8 @@ sys.path.insert(0, str(PROGRAMS))
 from faulty_server import NAN, RAISE
 
 PROGRAM = (str(PROGRAMS / "faulty_server.py"),)
-FLAGS = ("--max_seq_len", "512", "--dtype", "fp32", "--device", "cpu")
-LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 500, "ignore_eos": True}
+FLAGS = ("--max_seq_len", "2048", "--dtype", "fp32", "--device", "cpu")
+LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
 LIMIT_S = 60.0  # generous: it tells a hang from an end
 SLACK_S = 5.0  # of a busy machine
 SOON = httpx.Timeout(LIMIT_S, read=0.5)  # for a client that does not wait for its answer
@@ -135,6 +135,7 @@ def _check_that_a_step_fails(server: RunningServer) -> None:
     says that it is broken, or is gone."""
     url = f"{server.url}/v1/completions"
     answers = [_Asking(url, LONG) for _ in range(3)]
+    wait_until(lambda: web.get(f"{server.url}/load").json() == {"server_load": len(answers)})
     with web.stream("POST", url, json=LONG | {"stream": True}, timeout=LIMIT_S) as response:
         parts = response.iter_text()
         first = next(parts)
