@@ -205,7 +205,8 @@ class Files:
         self, parallel: ModelParallel, kv_format: KVFormat, shape: tuple[int, int], verify: bool
     ) -> Transformer:
         """Read this rank's weights, each checked if `verify`, and packed once it is whole. shape:
-        max_seq_len and max_batch_size. A warning names those with NaN, as packing sees them."""
+        max_seq_len and max_batch_size. A warning names those in which packing saw NaN, or zeros as
+        a download leaves them that was cut."""
         if self.device.type == "cpu":
             set_num_threads()
         args = replace(self.checkpoint.params, max_seq_len=shape[0], max_batch_size=shape[1])
@@ -229,9 +230,14 @@ class Files:
         if self.checkpoint.in_codes:
             model.quantization = self.checkpoint.file_type
         held = [x for x in model.modules() if isinstance(x, Matrix)]
-        if faulty := ["/".join(x.names) for x in held if not x.weight.is_finite]:
-            told = f"{self.checkpoint.weights_path} holds NaN or infinity in {brief(faulty)}"
-            warnings.warn(f"{told}: fetch or convert it again", stacklevel=2)
+        in_layers = [x for x in held if x.names[0].startswith("layers.")]  # vocabularies are padded
+        faulty = {
+            "NaN or infinity": ["/".join(x.names) for x in held if not x.weight.is_finite],
+            "rows of zeros": ["/".join(x.names) for x in in_layers if x.weight.has_empty_row],
+        }
+        if told := [f"{what} in {brief(names)}" for what, names in faulty.items() if names]:
+            words = f"{' and '.join(told)}: fetch or convert it again"
+            warnings.warn(f"{self.checkpoint.weights_path} holds {words}", stacklevel=2)
         return model
 
 

@@ -140,14 +140,17 @@ def test_the_arguments_of_a_build_are_a_table(checkpoint_dir):
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="torch packs without a look at the numbers")
 @pytest.mark.parametrize("quantize", [None, "int8", "fp8", "int4"])
-def test_weights_that_are_not_finite_are_named(make_checkpoint, quantize):
-    """In one warning; packing reads each number anyway."""
+def test_weights_that_are_not_finite_or_empty_are_named(make_checkpoint, quantize):
+    """In one warning; packing reads each number anyway. A vocabulary may have rows of zeros."""
     folder, state, params = make_checkpoint(n_layers=2)
     state["layers.1.attention.wo.weight"][3, 5] = math.nan
     state["layers.0.feed_forward.w2.weight"][-1, -1] = -math.inf
+    state["layers.1.feed_forward.w2.weight"][7] = 0
+    state["output.weight"][9] = 0
     write_meta(folder, params, state, 1)
     named = (
-        r"in \['layers\.0\.feed_forward\.w2\.weight', 'layers\.1\.attention\.wo\.weight'\]: fetch"
+        r"in \['layers\.0\.feed_forward\.w2\.weight', 'layers\.1\.attention\.wo\.weight'\] and "
+        r"rows of zeros in \['layers\.1\.feed_forward\.w2\.weight'\]: fetch"
     )
     with pytest.warns(UserWarning, match=named):
         Llama.build(str(folder), None, 32, 1, device="cpu", quantize=quantize)

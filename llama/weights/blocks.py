@@ -19,6 +19,7 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.weights.weight import Weight
 
 N_BLOCK = 32  # rows of a weight that are packed together, as in packed_weight.h
+INFINITY = 0x7F80  # in bf16
 
 
 def can_pack(plain: Tensor) -> bool:
@@ -57,7 +58,7 @@ class BlockedWeight(Weight):
         else:
             plain.copy_(in_blocks(plain).reshape(n, k))
         held = cls((n, k), plain.view(n // N_BLOCK, k // 2, N_BLOCK, 2))
-        held.is_finite = largest < 0x7F80  # infinity in bf16
+        held.is_finite, held.has_empty_row = largest % 2**16 < INFINITY, largest >= 2**16
         return held
 
     def linear(

@@ -45,7 +45,8 @@ class BytesWeight(GroupedWeight):
             native.call("pack_bytes", codes, values.view(torch.uint8), *codes.shape)
         values.view(torch.uint8).add_(int(coded.table[0]) % 256)
         held = cls(coded.shape, values, pack_scales(coded, cls.unit), **pack_extras(coded))
-        held.is_finite = bool(coded.scale.isfinite().all())
+        scale = coded.scale
+        held.is_finite, held.has_empty_row = bool(scale.isfinite().all()), not scale.all()
         return held
 
     @classmethod
@@ -64,7 +65,7 @@ class BytesWeight(GroupedWeight):
         room = workspace("pack_workspace", k, torch.get_num_threads())
         native.call("pack_rows", plain, values, scales, room, n, k)
         held = cls((n, k), values, scales)
-        held.is_finite = bool(scales.isfinite().all())
+        held.is_finite, held.has_empty_row = bool(scales.isfinite().all()), not scales.all()
         return held
 
     def numbers(self, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.weights.blocks import N_BLOCK
+from llama.weights.blocks import INFINITY, N_BLOCK
 from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded
 from llama.weights.groups import EIGHT, GroupedWeight
@@ -41,7 +41,7 @@ class NibblesWeight(GroupedWeight):
         threads = torch.get_num_threads()
         largest = native.call("pack_int4", plain, values, scales, n, k, threads)
         held = cls((n, k), values, scales, torch.arange(16.0))
-        held.is_finite = largest < 0x7F80  # infinity in bf16
+        held.is_finite, held.has_empty_row = largest % 2**16 < INFINITY, largest >= 2**16
         return held
 
     @classmethod

@@ -24,6 +24,7 @@ class Weight(nn.Module):
     kind: ClassVar[int] = 0  # of quantized numbers, Matrix::Numbers in kernels.h
     values: nn.Parameter
     is_finite: bool = True  # False where packing it came upon NaN or infinity
+    has_empty_row: bool = False  # where it came upon a row of zeros
 
     def __init__(self, shape: tuple[int, int], values: Tensor) -> None:
         super().__init__()

@@ -176,26 +176,26 @@ extern "C" {
 long pack_workspace(long row_bytes, long threads) { return threads * pack_bytes(row_bytes); }
 
 // weight (n, k) is packed in place. The largest of its numbers, without their signs, as bits: above
-// those of infinity if one is NaN.
+// those of infinity if one is NaN; and 2^16 more if a row has nothing but zeros.
 long pack_bf16(char* weight, char* workspace, long n, long k, long threads) {
-  uint16_t found = 0;
-#pragma omp parallel for num_threads(threads) reduction(max : found)
+  uint16_t found = 0, least = 0xffff;  // of the largest of each row
+#pragma omp parallel for num_threads(threads) reduction(max : found) reduction(min : least)
   for (long block = 0; block < n / N_BLOCK; block++) {
     char* own = workspace + omp_get_thread_num() * pack_bytes(2 * k);
     char* rows = weight + block * N_BLOCK * 2 * k;
-    uint16_t largest = 0;
     for (long r = 0; r < N_BLOCK; r++) {
+      uint16_t largest = 0;
       const auto* from = (const uint16_t*)(rows + r * 2 * k);
       auto* to = (uint16_t*)(own + r * (2 * k + PAD));
       for (long i = 0; i < k; i++) {
         to[i] = from[i];
         largest = std::max<uint16_t>(largest, from[i] & 0x7fff);
       }
+      found = std::max(found, largest), least = std::min(least, largest);
     }
-    found = std::max(found, largest);
     transpose(own, (uint32_t*)rows, k / 2);
   }
-  return found;
+  return found + (least == 0 ? 1 << 16 : 0);
 }
 
 // weight (n, k) -> values in int8, packed, and scales (n).
@@ -229,16 +229,21 @@ void pack_bytes(const uint8_t* codes, char* values, long n, long k, int threads)
 
 // weight (n, k) -> words and parameters, packed: groups of 32 with a scale and an offset in float16;
 // or, where k is a multiple of 256, in eight bits each, times a float16 for each 8 groups. Returns the
-// largest of the numbers as pack_bf16 does.
+// same as pack_bf16.
 long pack_int4(const uint16_t* weight, uint32_t* words, char* parameters, long n, long k,
                long threads) {
   const long groups = k % (8 * GROUP) ? 1 : 8;
   const long bytes = 2 * N_BLOCK * (groups == 1 ? 2 : 10);  // of so many groups
-  uint16_t found = 0;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(max : found)
+  uint16_t found = 0, least = 0xffff;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(max : found) \
+    reduction(min : least)
   for (long block = 0; block < n / N_BLOCK; block++) {
-    for (long i = block * N_BLOCK * k; i < (block + 1) * N_BLOCK * k; i++)
-      found = std::max<uint16_t>(found, weight[i] & 0x7fff);
+    for (long row = block * N_BLOCK; row < (block + 1) * N_BLOCK; row++) {
+      uint16_t largest = 0;
+      for (long i = row * k; i < (row + 1) * k; i++)
+        largest = std::max<uint16_t>(largest, weight[i] & 0x7fff);
+      found = std::max(found, largest), least = std::min(least, largest);
+    }
     for (long first = 0; first < N_BLOCK; first += LANES)
       for (long i = 0; i < k; i += groups * GROUP) {
         Floats x[8][GROUP];
@@ -253,7 +258,7 @@ long pack_int4(const uint16_t* weight, uint32_t* words, char* parameters, long n
           store_codes(x[g], lines[g], words + (at + g * GROUP) / 8 * N_BLOCK + first);
       }
   }
-  return found;
+  return found + (least == 0 ? 1 << 16 : 0);
 }
 
 // Scales as floats (n / 32, groups, per_group, 32) -> the same as whole numbers of a float16 that 8
