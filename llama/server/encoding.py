@@ -47,7 +47,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
     """The result; `ClientDisconnect`, and the work is cancelled, if the client leaves before. A
-    TaskGroup would keep a circle of references to each answer, for the garbage collector."""
+    TaskGroup would leave a reference cycle of each answer to the garbage collector."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
