@@ -4,6 +4,7 @@ Most tests call `main` in this process; Llama itself, `verify` and `find` say wh
 """
 
 import contextlib
+import gc
 import io
 import os
 import shlex
@@ -262,6 +263,16 @@ def test_complete_takes_a_prompt_a_file_or_standard_input(demo, tmp_path, monkey
         out, err = capfd.readouterr()
         assert out == continuation(demo, prompt, 12)
         assert err.startswith("Loaded in ") and err.count("\n") == 1
+
+
+def test_python_looks_for_no_garbage_among_what_a_command_imports(capfd):
+    """Neither while it imports nor later; for what comes after, it does."""
+    with model.quick_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    before = gc.get_freeze_count()
+    assert main(["complete", "--prompt", "42", *GREEDY, "--max_gen_len", "1"]) == 0
+    assert gc.get_freeze_count() > before and gc.isenabled()
 
 
 def test_folders_with_a_number_for_a_name(demo, tmp_path, monkeypatch, capfd):

@@ -5,8 +5,10 @@ It knows the demo model, which answers where no folder is given. torch is import
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -70,10 +72,22 @@ def load(options: argparse.Namespace) -> Any:
     given = {name: getattr(options, name) for name in BUILD_FLAGS}
     given["ckpt_dir"] = options.ckpt_dir or demo_dir()
     read_ahead(model_folder(given["ckpt_dir"]))
-    from llama.generation import Llama
-
+    with quick_imports():
+        from llama.generation import Llama
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
         return Llama.build(**{name: x for name, x in given.items() if x is not None})
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Python's collector looks for no garbage among what is imported, which is a third of the time,
+    nor later, which would be tenths of a second in the middle of an answer."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def figures(llama: Any) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.cli.flags import UsageError, extra
-from llama.cli.model import check_alone, demo_dir, load
+from llama.cli.model import check_alone, demo_dir, load, quick_imports
 from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.ranks.signals import SIGNALS
@@ -35,8 +35,8 @@ def serve(options: argparse.Namespace) -> int:
         inherited = InheritedSocket(options.idle_minutes)
     with SIGNALS.taken_alone(signal.SIGTERM, is_server=True):
         name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
-        from llama.checkpoint.find import find
-
+        with quick_imports():
+            from llama.checkpoint.find import find
         found = find(options.ckpt_dir or demo_dir())  # says what is wrong, on every rank alike
         _ = options.tokenizer_path or found.tokenizer_path()
         server = None if global_rank() else _listen(options, name, inherited)
@@ -86,10 +86,10 @@ def _start_in_background(options: argparse.Namespace) -> int:
 
 
 def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket | None) -> Any:
-    with extra("serve", "the server"):
+    with extra("serve", "the server"), quick_imports():
+        from llama.prompts import ToolFormat
         from llama.server.process import Server, log_to_stderr
-    from llama.prompts import ToolFormat
-    from llama.server.service import Limits, Service
+        from llama.server.service import Limits, Service
 
     names = [each.value for each in ToolFormat]
     if options.tool_format not in (None, *names):
