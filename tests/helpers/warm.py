@@ -265,6 +265,7 @@ def _listening(path: str) -> socket.socket:
 
 def _main(path: str) -> None:
     listener = _listening(path)
+    gc.disable()  # there is no garbage among imports
     sys.path[:] = sys.path[1:]  # without this file's folder
     sys.path.insert(0, str(REPO))
 
@@ -283,6 +284,7 @@ def _main(path: str) -> None:
     for library in weakref.finalize._registry:  # type: ignore[attr-defined]
         library.atexit = False  # torch would take its operators apart in each fork
     gc.freeze()  # or each collection would copy the pages of all these objects
+    gc.enable()
     print("ready", flush=True)
     asked = _serve(listener, 0)
     if asked is not None:

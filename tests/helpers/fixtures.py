@@ -1,0 +1,127 @@
+"""Shared fixtures: a tokenizer, a small random checkpoint, a loaded `Llama`, the CPU kernels.
+
+A plugin of pytest, which conftest.py loads where tests run: it imports torch.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
+from helpers.kernels import BODIES, HAS_KERNELS, library
+from helpers.launch import DEMO
+from llama import Llama
+from llama.engine.core import EngineCore
+from llama.engine.lookup import Lookup
+from llama.engine.sequence import Sequence
+from llama.engine.speculative import Drafter, Guess
+from llama.ops.cpu import native
+from llama.ranks.collectives import ModelParallel
+
+PARAMS = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512,
+    "multiple_of": 32, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 500000.0,
+}  # fmt: skip
+
+
+class _Guesses(Drafter):
+    """Of each text what it repeats, and a wrong token behind it."""
+
+    def _begin(self, seq: Sequence) -> Guess:
+        return Guess(seq, [])
+
+    def _draft(self, guesses: list[Guess], seconds: float) -> list[list[int]]:
+        texts = [x.seq.tokens for x in guesses]
+        return [[*Lookup(tokens).guess(len(tokens) % 5), 65] for tokens in texts]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _guess(pytestconfig: pytest.Config) -> Iterator[list[EngineCore]]:
+    """With --guess: the engines that did. A program in another process does not."""
+    cores: list[EngineCore] = []
+    with pytest.MonkeyPatch.context() as patched:
+        if pytestconfig.option.guess:
+            made = EngineCore.__init__
+
+            def init(core: EngineCore, runners: Any, scheduler: Any) -> None:
+                made(core, runners, scheduler)
+                if not core.runner.async_scheduling:
+                    core.drafter = _Guesses(7, ModelParallel(), [])
+                cores.append(core)
+
+            patched.setattr(EngineCore, "__init__", init)
+        yield cores
+    if pytestconfig.option.guess:
+        stats = [core.stats for core in cores]
+        print(f"\n{sum(x.accepted_tokens for x in stats)} of {sum(x.draft_tokens for x in stats)}")
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory) -> Callable[..., tuple[Path, dict, dict]]:
+    """make_checkpoint(num_shards=1, seed=0, **params) -> (folder, state, params)."""
+
+    def make(num_shards: int = 1, seed: int = 0, **changes) -> tuple[Path, dict, dict]:
+        params = {**PARAMS, **changes}
+        state = random_state(params, seed)
+        folder = tmp_path_factory.mktemp("checkpoint")
+        write_meta(folder, params, state, num_shards)
+        write_byte_tokenizer(folder)
+        return folder, state, params
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint_dir(make_checkpoint) -> tuple[Path, dict, dict]:
+    return make_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def shared_llama(checkpoint_dir) -> Llama:
+    """One float32 model on the CPU for many tests; none of them may change it."""
+    return Llama.build(str(checkpoint_dir[0]), None, 128, 4, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="session")
+def demo() -> Llama:
+    """The demo model in float32 on the CPU, for many tests; none of them may change it."""
+    return Llama.build(str(DEMO), None, 512, 64, device="cpu", dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    """Tiny models run fastest on one thread, and two-core machines stay quiet. OMP_NUM_THREADS
+    stands for another number: no test may depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=BODIES)
+def kernels(request, monkeypatch) -> str:
+    """An op with its kernel, in each body that runs here: the body's name."""
+    if not HAS_KERNELS:
+        pytest.skip("needs x86-64 with AVX2, and g++")
+    if not native.cpu_flags() >= BODIES[request.param].needs:
+        pytest.skip(f"this CPU has no {request.param}")
+    body = library(request.param)
+    monkeypatch.setattr(native, "kernels", lambda: body)
+    return request.param
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    """Where a torch body runs: the CPU always, a GPU where there is one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA GPU")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    monkeypatch.setattr(native, "kernels", lambda: None)
