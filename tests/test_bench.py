@@ -276,6 +276,8 @@ def test_rooflines_by_hand():
     by_hand = 2 * (weights + 3 * 64 + (10 + 20 + 30) * cached)  # bf16; 3 embedding rows
     assert shapes.decode_bytes(args, 2, [10, 20, 30]) == by_hand == 278528
     assert shapes.prefill_flop(args, 10) == 2 * 10 * 2 * block + 2 * 512 * 64
+    seen = 1 + 2 + 3  # keys, by the tokens of a prompt of 3; as many values
+    assert shapes.attention_flop(args, 3) == 2 * 2 * 2 * 64 * seen  # multiply and add, layers, dim
     scales = 2 * (64 + 2 * 32 + 64 + 2 * 192 + 64) + 512  # one per row of each matrix, and output
     matrices = 2 * block + 512 * 64
     smaller = by_hand - matrices + 4 * scales  # one byte per number instead of two

@@ -33,6 +33,7 @@ from bench.report import plot as draw
 from bench.run import Bench, Limits, Row, whole
 from bench.serve import serve
 from bench.shapes import (
+    attention_flop,
     decode_bytes,
     offline_roofline,
     prefill_flop,
@@ -155,7 +156,7 @@ def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
     whole("repeats", repeats)
     longest = whole("tokens", tokens) + 2
     case = {"batch": 1, "context": tokens, "repeats": repeats, "longest": longest}
-    operations = prefill_flop(bench.args, tokens)
+    operations = prefill_flop(bench.args, tokens) + attention_flop(bench.args, tokens)
 
     def row_of(case: Row, measured: Row, limits: Limits) -> Row:
         seconds = statistics.median(measured["prefills"])

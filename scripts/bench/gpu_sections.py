@@ -27,6 +27,7 @@ import torch
 from bench import machine
 from bench.gpu_run import DRY_KERNELS, MODES, Again, Section, read_results
 from bench.shapes import (
+    attention_flop,
     decode_bytes,
     prefill_flop,
     random_lengths,
@@ -125,7 +126,8 @@ def decode(at: Section) -> None:
                     what += ", T 0.8, top_p 0.95"
                     _say_decode(at, what, mode, engine, batch, length, steps, _SAMPLED)
             seconds = _prefill_seconds(engine, prompt, repeats=at.size(3, 1))
-        floor = prefill_flop(model.params, prompt) / at.found("matrix rate")
+        operations = prefill_flop(model.params, prompt) + attention_flop(model.params, prompt)
+        floor = operations / at.found("matrix rate")
         at.say("8b prefill 4096", prompt / seconds, "tokens/s", mode=mode, of_floor=floor / seconds)
 
 
