@@ -185,13 +185,14 @@ def _version(module: str) -> str:
 
 def measure(name: str, job: Job) -> Row:
     """Import, load, and do what the job says; {"skipped": why} where a module is missing."""
-    kind, modules, _ = ENGINES[name]
+    kind, modules, _, importing = ENGINES[name]
     missing = [m for m in modules if "." not in m and importlib.util.find_spec(m) is None]
     if missing:
         return {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
     if job.get("busy") and hasattr(os, "sched_getaffinity"):
         job["cores"] = os.sched_getaffinity(0)  # before the engine binds its threads
-    imports = {m: seconds_of(partial(importlib.import_module, m))[0] for m in modules}
+    with importing():
+        imports = {m: seconds_of(partial(importlib.import_module, m))[0] for m in modules}
     with PeakMemory() as peak:
         load, engine = seconds_of(partial(kind, job))
     row = MEASURES[job["measure"]](engine, job)

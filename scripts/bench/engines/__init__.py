@@ -5,6 +5,7 @@ its own package when it is made, since a peer may live in a virtual environment 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -41,13 +42,20 @@ class Peer(NamedTuple):
     kind: type[Engine]
     modules: tuple[str, ...]  # that take long to import; the last is of the package itself
     environment: Callable[[Path], dict[str, str]] = lambda venv: {}
+    importing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-_OUR_MODULES = ("torch", "llama.generation")
+def _as_our_commands_do() -> AbstractContextManager[None]:
+    from llama.cli.model import quick_imports
+
+    return quick_imports()
+
+
+_OURS = Peer(Ours, ("torch", "llama.generation"), importing=_as_our_commands_do)
 ENGINES = {
-    "ours": Peer(Ours, _OUR_MODULES),
-    "ours_bf16": Peer(Ours, _OUR_MODULES),  # what it is beside, where --dtype is another
-    "ours_packed": Peer(Ours, _OUR_MODULES),  # from a folder of packed weights
+    "ours": _OURS,
+    "ours_bf16": _OURS,  # what it is beside, where --dtype is another
+    "ours_packed": _OURS,  # from a folder of packed weights
     "transformers": Peer(
         Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
     ),
