@@ -4,6 +4,7 @@ The fixtures are in helpers/fixtures.py.
 """
 
 import atexit
+import functools
 import gc
 import logging
 import os
@@ -39,6 +40,28 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ["TRITON_INTERPRET"]
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("helpers.fixtures")
+
+
+_SLOW_IMPORTS = ("transformers", "anthropic")  # seconds each
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file at a time; those that import the same slow library go to one worker."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    @functools.cache
+    def scope_of(file: str) -> str:
+        text = (config.rootpath / file).read_text()
+        return next((name for name in _SLOW_IMPORTS if name in text), file)
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 def _children_seconds() -> float:
