@@ -137,7 +137,8 @@ class ModelRunner:
         sampled = self._replayed(scheduled, sampling, is_greedy, sample_all)
         if sampled is None:
             hidden = self._hidden(scheduled)
-            scored = self._score(scheduled, hidden[len(sampling) :])
+            if len(hidden) > len(sampling):
+                scored = self._score(scheduled, hidden[len(sampling) :])
             if not sampling:
                 return lambda: RowResults(Tokens(), scored)
             rows = hidden[: len(sampling)]

@@ -234,7 +234,7 @@ class Transformer(nn.Module):
         else:
             freqs_cis = self.freqs_cis[batch.positions]
             h = executor.run(self.tok_embeddings(tokens), freqs_cis, kv_cache, batch)
-        return self.norm(h[batch.logit_rows])
+        return self.norm(h if batch.wants_all else h[batch.logit_rows])
 
     def _through_layers(self, tokens: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""

@@ -12,10 +12,14 @@ from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from llama.device import pinned
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Batch:
     logit_rows: Tensor  # (R) rows of the batch whose next token is asked for
     query_lens_cpu: list[int]  # (B) new tokens
     seq_lens_cpu: list[int]  # (B)
+    wants_all: bool = False  # logit_rows are all rows, in order: nothing is to be picked
 
     @cached_property
     def num_decodes(self) -> int:
@@ -59,30 +64,28 @@ class Batch:
         starts, query_lens, pages: per sequence, the tokens computed so far, the number of new ones,
         and the pages that it holds. tokens may be empty, where the caller has them on the device.
         """
-        first, lens = np.array(starts, np.int64), np.array(query_lens, np.int64)
-        seq_lens = first + lens
-        used = -(-seq_lens // page_size)
-        b, t, width = len(lens), int(lens.sum()), int(used.max())
-        assert b == len(first) == len(pages), (b, len(first), len(pages))
-        assert (lens[: (lens == 1).sum()] == 1).all(), "single-token sequences come first"
+        assert len(pages) == len(starts) == len(query_lens), (len(pages), starts, query_lens)
+        assert set(query_lens[: query_lens.count(1)]) <= {1}, "single-token sequences come first"
+        size, seq_lens = page_size, [*map(add, starts, query_lens)]
+        used = [-(-n // size) for n in seq_lens]
+        b, t, width = len(seq_lens), sum(query_lens), max(used)
         sizes = [len(tokens), t, t, b * width, b + 1, b, len(logit_rows)]
-        pinned = device.type == "cuda"
-        buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
-        parts = (part.numpy() for part in buffer.split(sizes))
-        ids, positions, slots, table, query_starts, lengths, rows = parts
-        ids[:], lengths[:], rows[:] = tokens, seq_lens, logit_rows
-        table.fill(0)
-        for row, held, count in zip(table.reshape(b, width), pages, used.tolist(), strict=True):
-            known = np.frombuffer(held, np.int64) if isinstance(held, array) else np.asarray(held)
-            row[:count] = known[:count]
-        query_starts[0] = 0
-        lens.cumsum(out=query_starts[1:])
-        positions[:] = np.arange(t) + np.repeat(first - query_starts[:-1], lens)
-        page, offset = np.divmod(positions, page_size)
-        slots[:] = table[np.repeat(np.arange(b) * width, lens) + page] * page_size + offset
+        numbers = array("q", tokens)  # plain Python: what is in no cache costs most in a step
+        for first, end in zip(starts, seq_lens, strict=True):
+            numbers.extend(range(first, end))
+        for held, first, end in zip(pages, starts, seq_lens, strict=True):
+            near = [page * size for page in held[first // size : -(-end // size)]]
+            slots = [slot for page in near for slot in range(page, page + size)]
+            numbers.extend(slots[first % size :][: end - first])
+        for held, count in zip(pages, used, strict=True):
+            numbers.extend(held[:count])
+            numbers.frombytes(bytes(8 * (width - count)))
+        for part in (accumulate(query_lens, initial=0), seq_lens, logit_rows):
+            numbers.extend(part)
+        buffer = pinned(np.frombuffer(numbers, np.int64), device)
         # A copy to mps must not be asynchronous: the buffer may be freed before it is read
         # (pytorch #189690).
-        there, lists = buffer.to(device, non_blocking=pinned), (lens.tolist(), seq_lens.tolist())
-        tokens_there, at, slots_there, pages_there, *rest = there.split(sizes)
-        batch = cls(at, slots_there, pages_there.view(b, width), rest[0], rest[1], rest[2], *lists)
-        return tokens_there, batch
+        there = buffer.to(device, non_blocking=device.type == "cuda")
+        ids, positions, places, table, query_starts, lengths, rows = there.split(sizes)
+        parts = positions, places, table.view(b, width), query_starts, lengths, rows
+        return ids, cls(*parts, [*query_lens], seq_lens, [*logit_rows] == [*range(t)])

@@ -29,7 +29,6 @@ from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 UNIT = 2**40  # of the likeliest token; one under 2**-40 of it becomes 0 and is never sampled
 MAX_KERNEL_VOCAB = 2**19  # of triton/sample.py, whose blocks are at most 128 per row
-_BLOCK = 256  # tokens, at most, whose maximum is found first
 _GROUP = 256  # neighbouring ids, the first of which to come is known by one number
 
 
@@ -62,7 +61,7 @@ def choose_ids(
         from llama.ops.triton import sample
 
         if not any(rows):
-            return sample.top_tokens(logits, is_checked=True)[1]
+            return sample.top_tokens(logits)[1]
         params = pack_params(rows, list(zip(seeds, positions, strict=True)))
         has_filters = any(row is not None and row.is_filtered for row in rows)
         return sample.choose(logits, on_device_of(logits, params), has_filters=has_filters)
@@ -71,23 +70,23 @@ def choose_ids(
         # Philox takes some 70 tiny operations: on the host, while the model runs.
         uniforms = uniform(torch.tensor(seeds), torch.tensor(positions))
         sampled = sample_ids(logits, row_max, [row or SamplingRow() for row in rows], uniforms)
-        ids = ids.where(on_device_of(logits, [row is None for row in rows]), sampled)
-    return ids.where(row_max.isfinite(), -1)
+        takes_top = on_device_of(logits, [row is None for row in rows])
+        ids = ids.where(takes_top, sampled.where(row_max.isfinite(), -1))
+    return ids
 
 
 def top_tokens(logits: Tensor, kernels: KernelSet = TORCH_ONLY) -> tuple[Tensor, Tensor]:
-    """(B, V) -> (B) maxima, NaN where there is one, and their first places.
-
-    First of each block: a CPU finds a maximum in a tenth of the time if it need not say where.
-    """
+    """(B, V) -> (B) maxima, NaN if there is one, and their first places, -1 of one not finite."""
     if _has_kernel(logits, kernels):
         from llama.ops.triton import sample
 
         return sample.top_tokens(logits)
-    blocks = logits.unflatten(1, (-1, math.gcd(logits.shape[1], _BLOCK)))
-    row_max, block = blocks.amax(dim=-1).max(dim=-1)
-    rows = torch.arange(len(logits), device=logits.device)
-    return row_max, block * blocks.shape[2] + blocks[rows, block].argmax(dim=-1)
+    if _is_native(logits):
+        row_max, ids = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+        native.call("top_tokens", logits.contiguous(), row_max, ids, *logits.shape)
+        return row_max, ids
+    row_max = logits.amax(dim=-1)
+    return row_max, logits.argmax(dim=-1).where(row_max.isfinite(), -1)
 
 
 def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ def sample_ids(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms
     last one, those with the lowest ids are kept. A row without a finite maximum gets any id.
     """
     assert logits.dtype is torch.float32, logits.dtype
-    if logits.device.type == "cpu" and native.kernels() is not None:
+    if _is_native(logits):
         return _native(logits, row_max, rows, uniforms)
     uniforms = uniforms.to(logits.device, non_blocking=logits.device.type == "cuda")[:, None]
     fixed_probs = _probs(logits, row_max, rows).mul_(UNIT).long()
@@ -123,6 +122,11 @@ def _has_kernel(logits: Tensor, kernels: KernelSet) -> bool:
     if not kernels.has("sample", logits):
         return False
     return 0 < logits.shape[1] <= MAX_KERNEL_VOCAB and len(logits) > 0
+
+
+def _is_native(logits: Tensor) -> bool:
+    is_ours = logits.dtype is torch.float32 and logits.device.type == "cpu"
+    return is_ours and native.kernels() is not None
 
 
 def _native(logits: Tensor, row_max: Tensor, rows: Seq[SamplingRow], uniforms: Tensor) -> Tensor:

@@ -80,7 +80,15 @@ class BlockedWeight(Weight):
         return out
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.packed_rows(self.placed(ids))
+        """ids (...) -> (..., K) bf16. IndexError where there is no such row."""
+        if native.kernels() is None or self.values.is_cuda:
+            return self.packed_rows(self.placed(ids))
+        out = torch.empty(*ids.shape, self.shape[1], dtype=torch.bfloat16)
+        sizes = ids.numel(), *self.shape, torch.get_num_threads()
+        matrix = torch.tensor(self.native_matrix())
+        if not native.call("weight_rows", ids.contiguous(), matrix, out, *sizes):
+            raise IndexError(f"no rows {ids.min()} to {ids.max()} in a weight of {self.shape[0]}")
+        return out
 
     def placed(self, ids: Tensor) -> Tensor:
         """Where rows lie in the values."""

@@ -148,7 +148,10 @@ class GroupedWeight(BlockedWeight):
         return torch.cat([linear(x, part, dtype=dtype) for part in parts], -1)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.exact_rows(ids).bfloat16()
+        is_more = self.adaptor is not None or self.rotated is not None
+        if native.kernels() is None or self.values.is_cuda or is_more:
+            return self.exact_rows(ids).bfloat16()
+        return super().rows(ids)
 
     def exact(self) -> Tensor:
         return self.exact_rows(torch.arange(self.shape[0], device=self.values.device))

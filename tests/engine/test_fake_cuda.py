@@ -64,7 +64,7 @@ def fake_batch(starts: list[int], counts: list[int]) -> tuple[Tensor, Batch]:
         "query_starts": (len(starts) + 1,), "seq_lens": (len(starts),),
         "logit_rows": (len(starts),),
     }  # fmt: skip
-    tensors = {k: torch.zeros(v, dtype=torch.int64, device=GPU) for k, v in shapes.items()}
+    tensors: Any = {k: torch.zeros(v, dtype=torch.int64, device=GPU) for k, v in shapes.items()}
     seq_lens = [s + c for s, c in zip(starts, counts, strict=True)]
     ids = torch.zeros(n, dtype=torch.int64, device=GPU)
     return ids, Batch(**tensors, query_lens_cpu=counts, seq_lens_cpu=seq_lens)

@@ -5,12 +5,14 @@ very tensors and numbers of the recording, as a graph does, and nothing that Pyt
 So a length that was read on the host stays what it was, and a tensor that was made from a list is
 an error: what a graph could not do, or would do wrongly, shows on a CPU.
 
-It sees what goes through torch's dispatcher; a native call of the CPU's kernels it does not see.
+It sees what goes through torch's dispatcher, and while it records, as on a GPU, the CPU's kernels
+are not there.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from llama.engine.graphs import Outputs
 from llama.model.transformer import Transformer
+from llama.ops.cpu import native
 
 _READS_VALUES = {  # on a GPU the host would wait for these, which a capture does not allow
     "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "bincount", "_unique2",
@@ -47,7 +50,7 @@ class TapeRecorder:
         self, function: Callable[[], Outputs], inputs: Iterable[Tensor]
     ) -> tuple[Outputs, Callable[[], None]]:
         tape = _Tape(self._owned | {_storage(x) for x in inputs})
-        with tape:
+        with tape, mock.patch.object(native, "kernels", lambda: None):
             outputs = function()
         for output in outputs:
             _poison(output)  # a capture runs nothing

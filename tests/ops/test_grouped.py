@@ -83,6 +83,9 @@ def test_a_product_is_that_with_the_weights_of_the_file(kernels, request, which)
     torch.set_num_threads(1)
     ids = torch.tensor([[0, 31], [weight.shape[0] - 1, 5]])
     assert torch.equal(held.rows(ids), weight[ids].bfloat16())
+    for outside in (-1, weight.shape[0]):
+        with pytest.raises(IndexError):
+            held.rows(torch.tensor([0, outside]))
 
 
 ADDED = [  # rank of an adaptor, whether x is rotated, (N, K): around blocks, and both at once

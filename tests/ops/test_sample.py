@@ -226,3 +226,15 @@ def test_the_kernel_is_what_a_cpu_runs(monkeypatch):
     monkeypatch.setattr(native, "call", call)
     sample_ids(torch.zeros(1, 9), torch.zeros(1), [SamplingRow()], torch.tensor([0]))
     assert called == ["sample_workspace", "sample_ids"]
+
+
+def test_the_top_token_is_the_first_of_the_largest(kernels):
+    rng, inf, nan = random.Random(6), math.inf, math.nan
+    for size in SIZES:
+        rows = torch.tensor([rng.choices([-inf, -2.5, -0.0, 0.0, 1.25], k=size) for _ in range(7)])
+        rows[1], rows[2, -1], rows[3, size // 2] = -inf, inf, nan
+        row_max, ids = op.top_tokens(rows)
+        wanted = [max(row) if not any(map(math.isnan, row)) else nan for row in rows.tolist()]
+        torch.testing.assert_close(row_max, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
+        tops = zip(rows.tolist(), wanted, strict=True)
+        assert ids.tolist() == [row.index(x) if math.isfinite(x) else -1 for row, x in tops]

@@ -36,7 +36,7 @@ SIZES: dict = {
 }
 ONE_BLOCK = SIZES | {"N": 16, "ID_DIGITS": 3}  # Triton makes a constant of an argument that is 1
 KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a tiny one
-    (kernel, sizes | {"CHECKED": True}, warps)
+    (kernel, sizes, warps)
     for sizes in (SIZES, ONE_BLOCK | {"n": 1})
     for kernel, warps in (
         (sample.block_tops, 4),

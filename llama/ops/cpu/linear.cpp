@@ -318,6 +318,26 @@ void linear_of(Worker& member, const Rows& x, const Weight& weight, const Output
   product<Kind>(member, x, PackedPairs(x.count, weight), weight, out, workspace);
 }
 
+// A row of a weight as bf16: the product with the scale is rounded, then the sum with the offset.
+template <class Kind> void unpack_row(const Weight& weight, long row, uint16_t* out) {
+  alignas(64) uint16_t wide[K_BLOCK * N_BLOCK];
+  alignas(64) float parameters[(K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK];
+  const Parameters all(weight, row / N_BLOCK);
+  for (long begin = 0, end; begin < weight.k; begin = end) {
+    end = std::min(begin + K_BLOCK, weight.k);
+    unpack<Kind>(weight, weight.block(row / N_BLOCK) + begin * K_BYTES<Kind>, wide, end - begin);
+    const long first = begin / weight.group;
+    all.unpack(first, (end - 1) / weight.group + 1, parameters);
+    for (long i = begin; i < end; i++) {
+      float number = widen(wide[((i - begin) / 2 * N_BLOCK + row % N_BLOCK) * 2 + i % 2]);
+      const float* own = parameters + (i / weight.group - first) * 2 * N_BLOCK + row % N_BLOCK;
+      if (all.count) number *= own[0];
+      asm("" : "+x"(number));  // so that the compiler does not make one operation of both
+      out[i] = to_bf16(all.count > 1 ? number + own[N_BLOCK] : number);
+    }
+  }
+}
+
 }  // namespace
 
 long linear_bytes(long m, long k, long threads) {
@@ -343,6 +363,19 @@ extern "C" {
 
 // Bytes of workspace for linear_packed.
 long linear_workspace(long m, long k, long threads) { return linear_bytes(m, k, threads); }
+
+// Rows `ids` (t) of a weight that has no adaptor -> out (t, k) bf16; whether all ids are in [0, n).
+long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long t, long n, long k,
+                 long threads) {
+  constexpr decltype(&unpack_row<Bf16>) RUN[] = {unpack_row<Bf16>, unpack_row<Int8>,
+                                                 unpack_row<Fp8>, unpack_row<Nibbles>,
+                                                 unpack_row<SixBits>};
+  const Weight weight = {*(const Matrix*)matrix, n, k};
+  if (!std::all_of(ids, ids + t, [&](int64_t id) { return id >= 0 && id < n; })) return false;
+#pragma omp parallel for num_threads(std::min(t, threads)) if (t > 1)
+  for (long i = 0; i < t; i++) RUN[weight.numbers](weight, ids[i], out + i * k);
+  return true;
+}
 
 // x (m, k) is bf16; out (m, n) too, or float32 if is_wide; n is a multiple of 32, k of 2.
 void linear_packed(const uint16_t* x, const int64_t* matrix, void* out, char* workspace, long m,

@@ -182,12 +182,14 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 11)),
     "linear_workspace": (int, (int, int, int)),
     "linear_packed": (None, (_BF16, _I64, Tensor, _U8, int, int, int, bool)),
+    "weight_rows": (int, (_I64, _I64, _BF16, int, int, int, int)),
     "layers_workspace": (int, (_I64, _I64, *[int] * 8)),
     "layers_bf16": (
         None,
         (_I64, _BF16, _BF16, torch.complex64, Tensor, _I64, _I64, _I64, _I64, _U8)
         + (*[int] * 13, float, float),
     ),
+    "top_tokens": (None, (_F32, _F32, _I64, int, int)),
     "sample_workspace": (int, (int, int, int)),
     "sample_ids": (None, (_F32, _I64, _I64, _U8, int, int)),
     "shared_channel_bytes": (int, (int, int)),

@@ -13,6 +13,8 @@
 #include <limits>
 #include <numeric>
 
+#include "vectors.h"
+
 namespace {
 
 constexpr long BLOCK = 256;
@@ -218,11 +220,48 @@ long sample_from_kept(const float* p, long v, const SamplingRow& row, long total
   return race.winner();
 }
 
+constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
+
+float larger(float a, float b) { return a >= b || a != a ? a : b; }  // NaN, if one is
+
+float largest_of(const float* x, long count) {
+  Floats largest = Floats{} - INFINITE;
+  Ints odd = {};  // NaN, which comparisons pass over
+  long i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const Floats v = load<Floats>(x + i);
+    largest = v > largest ? v : largest, odd |= v != v;
+  }
+  float top = -INFINITE;
+  for (int lane = 0; lane < LANES; lane++) top = larger(top, odd[lane] ? NOT_A_NUMBER : largest[lane]);
+  for (; i < count; i++) top = larger(top, x[i]);
+  return top;
+}
+
 long numbers_per_thread(long v) { return 3 * v + 2 * ((v + BLOCK - 1) / BLOCK); }
 
 }  // namespace
 
 extern "C" {
+
+// logits (b, v) -> the largest of each row, NaN where there is one, and its first place; -1 where
+// it is not finite.
+void top_tokens(const float* logits, float* row_max, long* ids, long b, long v, int threads) {
+#pragma omp parallel for num_threads(std::min<long>(b, threads)) if (b > 1)
+  for (long r = 0; r < b; r++) {
+    const float* row = logits + r * v;
+    float top = -INFINITE;
+    long block = 0;  // where it is first
+    for (long first = 0; first < v && top == top; first += BLOCK) {
+      const float largest = largest_of(row + first, std::min(BLOCK, v - first));
+      if (larger(top, largest) != top) top = largest, block = first;
+    }
+    row_max[r] = top, ids[r] = -1;
+    if (top - top != 0) continue;
+    while (row[block] != top) block++;
+    ids[r] = block;
+  }
+}
 
 // Bytes of workspace for sample_ids: per thread, the sums and maxima of a row's blocks, and three
 // numbers per token.

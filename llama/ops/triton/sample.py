@@ -46,18 +46,16 @@ _DIGITS = tl.constexpr(11)  # of a probability: the most is 2**40
 _CHUNK = 512  # tokens that are compared with the 16 bounds of a digit at once
 
 
-def top_tokens(logits: Tensor, is_checked: bool = False) -> tuple[Tensor, Tensor]:
-    """(B, V) float32 -> (B) maxima, NaN where there is one, and (B) int64 first places of them.
-
-    is_checked: the place is -1 where the maximum is not finite.
-    """
+def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, V) float32 -> (B) maxima, NaN where there is one, and (B) int64 first places of them, -1
+    where the maximum is not finite."""
     logits = _rows_in_one_piece(logits)
     (b, v), (block, n) = logits.shape, _blocks(logits)
     maxima = logits.new_empty(b, n)
     places = logits.new_empty(b, n, dtype=torch.int32)
     row_max, ids = logits.new_empty(b), logits.new_empty(b, dtype=torch.int64)
     block_tops[b, n](logits, maxima, places, logits.stride(0), v, BLOCK=block)
-    row_tops[b,](maxima, places, row_max, ids, n, CHECKED=is_checked, N=_padded(n))
+    row_tops[b,](maxima, places, row_max, ids, n, N=_padded(n))
     return row_max, ids
 
 
@@ -68,7 +66,7 @@ def choose(logits: Tensor, rules: Tensor, *, has_filters: bool) -> Tensor:
     row may have some; without, their kernels are not launched.
     """
     logits = _rows_in_one_piece(logits)
-    row_max, ids = top_tokens(logits, is_checked=True)
+    row_max, ids = top_tokens(logits)
     (b, v), (block, n) = logits.shape, _blocks(logits)
     assert rules.shape == (b, NUM_PARAMS.value) and rules.is_contiguous(), rules.shape
     sums = logits.new_empty(b, n, dtype=torch.int64)

@@ -110,7 +110,7 @@ def block_tops(logits, maxima, places, stride, v, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_tops(maxima, places, row_max, ids, n, CHECKED: tl.constexpr, N: tl.constexpr):
+def row_tops(maxima, places, row_max, ids, n, N: tl.constexpr):
     """Of each row, from those of its blocks."""
     row = tl.program_id(0)
     blocks = tl.arange(0, N)
@@ -120,8 +120,7 @@ def row_tops(maxima, places, row_max, ids, n, CHECKED: tl.constexpr, N: tl.const
     first = tl.min(tl.where((x == top) & (blocks < n), blocks, n), 0)
     place = tl.load(places + row * n + tl.minimum(first, n - 1)).to(tl.int64)
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
-    if CHECKED:
-        place = tl.where(has_nan | (tl.abs(top) == float("inf")), -1, place)
+    place = tl.where(has_nan | (tl.abs(top) == float("inf")), -1, place)
     tl.store(row_max + row, tl.where(has_nan, float("nan"), top))
     tl.store(ids + row, place)
 
