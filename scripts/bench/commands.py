@@ -87,6 +87,7 @@ def latency(
     context: tuple[int, ...] = (512,),
     steps: int = 32,
     warmup: int = 4,
+    rounds: int = 1,
     busy: int = 0,
     plot: str | None = None,
     **flags: Any,
@@ -95,9 +96,10 @@ def latency(
 
     The step is the median; "host ms" is the part of it outside the model's forward. The roofline is
     the longer of two times: to read all weights and the KV cache once, and to do the operations of
-    all tokens. With batches above 1, the first token is that of the last prompt. With --busy each
-    case is measured twice, quiet and then beside busy processes, and "to quiet" is the second step
-    over the first.
+    all tokens. With batches above 1, the first token is that of the last prompt. With --rounds all
+    engines stay loaded and take turns of so many steps, and "to ours" is the median of the rounds.
+    With --busy each case is measured twice, quiet and then beside busy processes, and "to quiet" is
+    the second step over the first.
     """
     bench = Bench(**flags)
     sizes = [whole("batches", batch) for batch in batches]
@@ -106,10 +108,17 @@ def latency(
         raise ValueError(
             f"context={context}: give one number, or one for each of batches={batches}"
         )
-    more = whole("steps", steps) + whole("warmup", warmup, 0) + HOST_STEPS
+    turns = whole("rounds", rounds) * (whole("steps", steps) + whole("warmup", warmup, 0))
     cases = [
         # The prompts of a batch may be read over several steps, in which the first ones go on.
-        {"batch": b, "context": c, "steps": steps, "warmup": warmup, "longest": c + more + b + 1}
+        {
+            "batch": b,
+            "context": c,
+            "steps": steps,
+            "warmup": warmup,
+            "rounds": rounds,
+            "longest": c + turns + HOST_STEPS + b + 1,
+        }
         for b, c in zip(sizes, contexts * (len(sizes) if len(contexts) == 1 else 1), strict=True)
     ]
     if whole("busy", busy, 0):
@@ -117,7 +126,7 @@ def latency(
 
     def row_of(case: Row, measured: Row, limits: Limits) -> Row:
         step = statistics.median(measured["steps"])
-        contexts = [case["context"] + warmup + steps // 2] * case["batch"]
+        contexts = [case["context"] + (turns + warmup) // 2] * case["batch"]
         storage = bench.storage(case)
         read = decode_bytes(bench.args, contexts=contexts, **storage)
         roofline = step_roofline(
@@ -150,12 +159,14 @@ def _compare_with_quiet(rows: list[Row]) -> None:
             row["to_quiet"] = row["step_ms"] / same["step_ms"]
 
 
-def prefill(tokens: int = 512, repeats: int = 3, **flags: Any) -> None:
-    """Tokens a second of one prompt, to its first token; the median of `repeats`."""
+def prefill(tokens: int = 512, repeats: int = 3, rounds: int = 1, **flags: Any) -> None:
+    """Tokens a second of one prompt, to its first token; the median of `repeats`. With --rounds all
+    engines stay loaded and take turns, and "to ours" is the median of the rounds."""
     bench = Bench(**flags)
     whole("repeats", repeats)
     longest = whole("tokens", tokens) + 2
     case = {"batch": 1, "context": tokens, "repeats": repeats, "longest": longest}
+    case["rounds"] = whole("rounds", rounds)
     operations = prefill_flop(bench.args, tokens) + attention_flop(bench.args, tokens)
 
     def row_of(case: Row, measured: Row, limits: Limits) -> Row:

@@ -40,6 +40,7 @@ FLAGS = {
     "temperature": Flag(float, "X", "of sampling"),
     "texts": Flag(str, "NAMES", "of edit, quote, chat, json, random"),
     "speculate": Flag(str, "NAME", "lookup, or the folder of a draft model"),
+    "rounds": Flag(int, "N", "turns that all engines take, loaded all the while"),
     "repeats": Flag(int, "N", "runs; the median counts"),
     "requests": Flag(int, "N", "requests of mixed lengths"),
     "clients": Flag(whole_numbers, "N,N", "clients at a time"),

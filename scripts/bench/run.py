@@ -11,14 +11,16 @@ import itertools
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -102,8 +104,8 @@ class Bench:
 
         A case has "batch" and "longest" (tokens of a sequence), and what its measure needs. row_of
         makes figures of a case, of what the worker measured, and of the limits. A row's "to_ours"
-        is its `figure`, a time, over that of our engine in the same case. `finish` may add to the
-        rows before they are reported.
+        is its `figure`, a time, over that of our engine in the same case; of several rounds, the
+        median of the rounds' own. `finish` may add to the rows before they are reported.
         """
         longest = max(case["longest"] for case in cases)
         if longest > self.args.longest_context:
@@ -127,24 +129,53 @@ class Bench:
                 if row["engine"] == "ours" and figure in row}  # fmt: skip
         for row, (job, _) in zip(rows, measured, strict=True):
             if job["case"] in ours:
-                row["to_ours"] = row[figure] / ours[job["case"]][figure]
+                beside = ours[job["case"]]
+                pairs = [(row[figure], beside[figure])]
+                if job.get("rounds", 1) > 1:
+                    pairs = [*zip(row["rounds"], beside["rounds"], strict=True)]
+                row["to_ours"] = statistics.median(own / other for own, other in pairs)
         finish(rows)
         self.report(columns, rows, limits)
         return rows
 
     def _in_turn(self, jobs: list[Row]) -> list[tuple[Row, Row]]:
         """(job, what was measured): all engines do a job before any does the next."""
-        measured = []
+        measured: list[tuple[Row, Row]] = []
+        for shared in jobs:
+            if "interrupted" not in self.failed:
+                measured += self._rounds(shared)
+        return measured
+
+    def _rounds(self, shared: Row) -> list[tuple[Row, Row]]:
+        """One job by each engine, as many rounds as it has, in which all of them stay loaded."""
+        rounds, workers = shared.get("rounds", 1), dict[str, Worker]()
+        found: dict[str, tuple[Row, list[Row]]] = {}
+        with contextlib.ExitStack() as stack, self._reported_if_interrupted():
+            for turn, engine in itertools.product(range(rounds), self.pythons):
+                if engine in self.skipped | self.failed:
+                    continue
+                print(
+                    f"... {engine} {shared['measure']} batch {shared['batch']}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
+                if turn == 0:
+                    job = shared | self._dtypes(engine)
+                    if engine == "ours_packed":
+                        job["folder"] = shared["packed"]
+                    workers[engine] = stack.enter_context(self._worker(engine, job))
+                    found[engine] = job, []
+                if (row := self._ask(engine, workers[engine])) is not None:
+                    found[engine][1].append(row)
+                if rounds == 1:
+                    stack.close()
+        return [(job, _joined(rows)) for job, rows in found.values() if len(rows) == rounds]
+
+    @contextlib.contextmanager
+    def _reported_if_interrupted(self) -> Iterator[None]:
         try:
-            for shared, engine in itertools.product(jobs, self.pythons):
-                job = shared | self._dtypes(engine)
-                if engine == "ours_packed":
-                    job["folder"] = shared["packed"]
-                if (row := self._one(engine, job)) is not None:
-                    measured.append((job, row))
+            yield
         except KeyboardInterrupt:  # hours of rows are still reported
             self.failed["interrupted"] = "rows are missing"
-        return measured
 
     def _dtypes(self, engine: str) -> Row:
         """The dtype that an engine runs with, and torch's name of the one in the files."""
@@ -192,34 +223,27 @@ class Bench:
                 others["gguf"] = str(once(work / "model.gguf", write_gguf, find(folder), dtype))
             yield {"folder": str(folder) if on_disk else None, **others}
 
-    def _one(self, engine: str, job: Row) -> Row | None:
-        """One engine's answer to one job; None where it is skipped or fails, which is noted."""
-        if engine in self.skipped | self.failed:
-            return None
-        print(f"... {engine} {job['measure']} batch {job['batch']}", file=sys.stderr, flush=True)
+    def _worker(self, engine: str, job: Row) -> "Worker":
         if job["measure"] in ("load", "startup"):
             _read_once(
                 {job[key] for key in ("folder", "meta", "hf", "gguf", "packed") if key in job}
             )
-        began = time.monotonic()  # a clock that processes share
+        command = [self.pythons[engine], "-m", "bench.worker", engine]
+        return Worker(command, job, self._environment(engine), self.limit_s)
+
+    def _ask(self, engine: str, worker: "Worker") -> Row | None:
+        """What an engine measured in its next round; None where it is skipped or fails, which is
+        noted."""
         try:
-            done = subprocess.run(
-                [self.pythons[engine], "-m", "bench.worker", engine],
-                input=json.dumps(job), env=self._environment(engine), capture_output=True,
-                text=True, timeout=self.limit_s,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            self.failed[engine] = f"no answer in {self.limit_s} s"
+            row = worker.measure()
+        except (RuntimeError, TimeoutError) as e:
+            self.failed[engine] = str(e)
             return None
-        if done.returncode:
-            self.failed[engine] = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return None
-        row = json.loads(done.stdout.splitlines()[-1])
         if "skipped" in row:
             self.skipped[engine] = row["skipped"]
             return None
         if "first_token_at" in row:
-            row["seconds"] = row.pop("first_token_at") - began
+            row["seconds"] = row.pop("first_token_at") - worker.began
         return {"engine": engine, **row}
 
     def _environment(self, engine: str) -> dict[str, str]:
@@ -290,6 +314,63 @@ class Limits:
         before, after = (f"{read / 1e9:.1f}" for read in self.reads)
         rates = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in self.flops_by_dtype.items())
         return f"read {before} GB/s before, {after} after; matrix product TFLOP/s: {rates}"
+
+
+class Worker:
+    """One engine in a process of its own, see worker.py, which ends with the block."""
+
+    def __init__(
+        self, command: list[str], job: Row, environment: dict[str, str], limit_s: int
+    ) -> None:
+        self._next, self._limit_s, self._is_late = json.dumps(job), limit_s, False
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.began = time.monotonic()  # a clock that processes share
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True, env=environment,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def measure(self) -> Row:
+        """One round. RuntimeError with its last words if it ends instead, TimeoutError if it is
+        ended for want of an answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        limit = threading.Timer(self._limit_s, self._end)
+        limit.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                print(self._next, file=self._process.stdin, flush=True)
+            self._next = ""
+            answer = self._process.stdout.readline()
+        finally:
+            limit.cancel()
+        if answer:
+            return dict(json.loads(answer))
+        if self._is_late:
+            raise TimeoutError(f"no answer in {self._limit_s} s")
+        self._process.wait()
+        self._errors.seek(0)
+        raise RuntimeError((self._errors.read().strip().splitlines() or ["no message"])[-1])
+
+    def _end(self) -> None:
+        self._is_late = True
+        self._process.kill()
+
+
+def _joined(rows: list[Row]) -> Row:
+    """What was measured in all rounds: "rounds" has the median of each."""
+    joined = rows[-1] | rows[0]
+    for key in {"steps", "prefills"} & joined.keys():
+        joined[key] = [seconds for row in rows for seconds in row[key]]
+        joined["rounds"] = [statistics.median(row[key]) for row in rows]
+    return joined
 
 
 def _read_once(paths: set[str]) -> None:

@@ -2,8 +2,9 @@
 
     PYTHONPATH=scripts:. python -m bench.worker transformers < job.json
 
-In: an engine's name, and a job as JSON on stdin. Out: one line of JSON, all there is on stdout:
-seconds as measured, bytes of memory, or {"skipped": why}. Nothing heavy is imported before that.
+In: an engine's name, and a job as a line of JSON on stdin. Out: a line of JSON, all there is on
+stdout: seconds as measured, bytes of memory, or {"skipped": why}. Of a job of several rounds, each
+further line of stdin asks for one more. Nothing heavy is imported before the job.
 """
 
 import contextlib
@@ -72,68 +73,78 @@ def busy_processes(count: int, cores: set[int]) -> Iterator[list[subprocess.Pope
             process.communicate()
 
 
-def latency(engine: Engine, job: Job) -> Row:
-    """Seconds to the first token of all, then of each step, after one prompt as a warm-up.
+def latency(engine: Engine, job: Job) -> Iterator[Row]:
+    """Seconds to the first token of all, then of each step, after one prompt as a warm-up. Further
+    rounds are further steps of the same sequences.
 
     Beside `busy` processes, if the job has that, from the warm-up on; busy_s is the CPU time that
     they had.
     """
-    if not job.get("busy"):
-        return _latency(engine, job)
-    before = os.times().children_user
-    with busy_processes(job["busy"], job.get("cores", set())):
-        row = _latency(engine, job)
-    return row | {"busy_s": os.times().children_user - before}
+    rounds = job.get("rounds", 1)
+    for turn in range(rounds):
+        before = os.times().children_user
+        with busy_processes(job.get("busy", 0), job.get("cores", set())):
+            row = _steps(engine, job) if turn else _first_steps(engine, job)
+            if turn == rounds - 1 and isinstance(engine, Ours):
+                row["host"] = engine.host_overhead()
+        if job.get("busy"):
+            row["busy_s"] = os.times().children_user - before
+        yield row
 
 
-def _latency(engine: Engine, job: Job) -> Row:
+def _first_steps(engine: Engine, job: Job) -> Row:
     lengths = [job["context"]] * job["batch"]
     engine.start(random_prompts(lengths[:1], job, job["seed"] + 1))
     engine.finish()
     prompts = random_prompts(lengths, job, job["seed"])
     first, ids = seconds_of(partial(engine.start, prompts))
-    first_ids = [ids[0]]
-    steps = []
+    row = _steps(engine, job)
+    return row | {"first": first, "ids": [ids[0], *row["ids"]][:8]}
+
+
+def _steps(engine: Engine, job: Job) -> Row:
+    steps, first_ids = [], []
     for _ in range(job["warmup"] + job["steps"]):
         seconds, ids = seconds_of(engine.step)
         assert len(ids) == job["batch"], "a sequence ended early"
         steps.append(seconds)
         first_ids.append(ids[0])
-    row = {"first": first, "steps": steps[job["warmup"] :], "ids": first_ids[:8]}
-    return row | ({"host": engine.host_overhead()} if isinstance(engine, Ours) else {})
+    return {"steps": steps[job["warmup"] :], "ids": first_ids}
 
 
-def prefill(engine: Engine, job: Job) -> Row:
-    """Seconds to the first token of one prompt: all repeats, after a warm-up."""
-    seconds = []
-    for i in range(job["repeats"] + 1):
-        prompts = random_prompts([job["context"]], job, job["seed"] + i)
-        seconds.append(seconds_of(partial(engine.start, prompts))[0])
-        engine.finish()
-    return {"prefills": seconds[1:]}
+def prefill(engine: Engine, job: Job) -> Iterator[Row]:
+    """Seconds to the first token of one prompt: all repeats of a round, after a warm-up."""
+    for turn in range(job.get("rounds", 1)):
+        seconds = []
+        for i in range(job["repeats"] + 1):
+            seed = job["seed"] + turn * (job["repeats"] + 1) + i
+            prompts = random_prompts([job["context"]], job, seed)
+            seconds.append(seconds_of(partial(engine.start, prompts))[0])
+            engine.finish()
+        yield {"prefills": seconds[1:]}
 
 
-def offline(engine: Engine, job: Job) -> Row:
+def offline(engine: Engine, job: Job) -> Iterator[Row]:
     prompts = random_prompts([p for p, _ in job["lengths"]], job, job["seed"])
     answers = [answer for _, answer in job["lengths"]]
     engine.start(random_prompts([len(prompts[0])], job, job["seed"] + 1))  # a warm-up
     engine.finish()
-    return {"seconds": seconds_of(partial(engine.offline, prompts, answers))[0]}
+    yield {"seconds": seconds_of(partial(engine.offline, prompts, answers))[0]}
 
 
-def startup(engine: Engine, job: Job) -> Row:
+def startup(engine: Engine, job: Job) -> Iterator[Row]:
     """The moment of the first token, on a clock that the parent process shares, and the seconds of
     the pass that made it."""
     seconds, _ = seconds_of(partial(engine.start, random_prompts([8], job, job["seed"])))
-    return {"first_token_at": time.monotonic(), "first": seconds}
+    yield {"first_token_at": time.monotonic(), "first": seconds}
 
 
-MEASURES: dict[str, Callable[[Engine, Job], Row]] = {
+MEASURES: dict[str, Callable[[Engine, Job], Iterator[Row]]] = {
     "latency": latency,
     "prefill": prefill,
     "offline": offline,
     "startup": startup,
-    "load": lambda engine, job: {},  # what `measure` says of every engine
+    "load": lambda engine, job: iter([{}]),  # what `measure` says of every engine
 }
 
 
@@ -183,19 +194,22 @@ def _version(module: str) -> str:
     return importlib.metadata.version(importlib.metadata.packages_distributions()[package][0])
 
 
-def measure(name: str, job: Job) -> Row:
-    """Import, load, and do what the job says; {"skipped": why} where a module is missing."""
+def measure(name: str, job: Job) -> Iterator[Row]:
+    """Import, load, and do what the job says, round by round; {"skipped": why} where a module is
+    missing."""
     kind, modules, _, importing = ENGINES[name]
     missing = [m for m in modules if "." not in m and importlib.util.find_spec(m) is None]
     if missing:
-        return {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
+        yield {"skipped": f"{', '.join(missing)} not installed in {sys.prefix}"}
+        return
     if job.get("busy") and hasattr(os, "sched_getaffinity"):
         job["cores"] = os.sched_getaffinity(0)  # before the engine binds its threads
     with importing():
         imports = {m: seconds_of(partial(importlib.import_module, m))[0] for m in modules}
     with PeakMemory() as peak:
         load, engine = seconds_of(partial(kind, job))
-    row = MEASURES[job["measure"]](engine, job)
+    rounds = MEASURES[job["measure"]](engine, job)
+    row = next(rounds)
     memory = {
         "peak_private": peak.private,
         "peak_resident": peak.resident,
@@ -203,10 +217,14 @@ def measure(name: str, job: Job) -> Row:
     }
     times = {"imports": sum(imports.values()), "import_of": imports, "load": load}
     times |= getattr(engine, "load_parts", {})
-    return {"version": _version(modules[-1]), **times, **memory, **row}
+    yield {"version": _version(modules[-1]), **times, **memory, **row}
+    yield from rounds
 
 
 if __name__ == "__main__":
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an engine prints, from C too, goes to stderr
-    print(json.dumps(measure(sys.argv[1], json.load(sys.stdin))), file=answer, flush=True)
+    for row in measure(sys.argv[1], json.loads(sys.stdin.readline())):
+        print(json.dumps(row), file=answer, flush=True)
+        if not sys.stdin.readline():
+            break
