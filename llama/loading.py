@@ -231,6 +231,8 @@ class Files:
             model.quantization = self.checkpoint.file_type
         held = [x for x in model.modules() if isinstance(x, Matrix)]
         in_layers = [x for x in held if x.names[0].startswith("layers.")]  # vocabularies are padded
+        if self.checkpoint.in_codes and self.device.type == "cuda" and is_first:
+            tell_of_plain(in_layers, str(self.checkpoint.file_type))
         faulty = {
             "NaN or infinity": ["/".join(x.names) for x in held if not x.weight.is_finite],
             "rows of zeros": ["/".join(x.names) for x in in_layers if x.weight.has_empty_row],
@@ -261,6 +263,16 @@ def _draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Fi
             f"the model ({own[0]}): give one of the same family"
         )
     return [files]
+
+
+def tell_of_plain(held: list[Matrix], file_type: str) -> None:
+    """Warn of matrices that no kernel of a GPU takes in the codes of their file."""
+    if plain := ["/".join(x.names) for x in held if type(x.weight) is weights.PlainWeight]:
+        warnings.warn(
+            f"{len(plain)} of {len(held)} matrices of {file_type} are held in bf16, as no kernel "
+            f"of a GPU takes their codes: {brief(plain)}",
+            stacklevel=3,
+        )
 
 
 def stays_in_codes(checkpoint: Checkpoint, device: torch.device) -> bool:

@@ -291,6 +291,14 @@ def test_folders_with_a_number_for_a_name(demo, tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err.startswith("error: 4.2 does not exist")
 
 
+def test_a_gguf_file_needs_nothing_beside_it(demo, tmp_path, capfd):
+    path = str(tmp_path / "demo.gguf")
+    assert main(["convert", str(DEMO), path]) == main(["verify", path]) == 0
+    capfd.readouterr()
+    assert main(["complete", path, "--prompt", "The opposite of hot is", *GREEDY]) == 0
+    assert capfd.readouterr().out == continuation(demo, "The opposite of hot is")
+
+
 def test_reshard_writes_what_verify_accepts(make_checkpoint, tmp_path, capfd):
     folder = make_checkpoint()[0]
     out = str(tmp_path / "out")

@@ -350,9 +350,10 @@ def test_evicted_prefixes_are_computed_again(checkpoint_dir, shared_llama):
     assert computed[:3] == [33, 1, 33] and computed[3] > 1, computed
 
 
-def test_prefix_reuse_changes_no_answer(checkpoint_dir, shared_llama):
+@pytest.mark.parametrize("kv_cache_dtype", [None, "int8"])
+def test_prefix_reuse_changes_no_answer(checkpoint_dir, kv_cache_dtype):
     """A second call with the same prompts computes only what is new, and says the same."""
-    llama = build(checkpoint_dir[0])
+    llama = build(checkpoint_dir[0], kv_cache_dtype=kv_cache_dtype)
     prompts = prompts_of([50, 40, 33], seed=9)
     first = llama.generate(prompts, 10, temperature=0)
     before = llama.engine.stats.prompt_tokens

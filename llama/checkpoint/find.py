@@ -35,6 +35,7 @@ _PACKED = "llama-packed/"
 PACKED = f"{_PACKED}2"  # the layout of packed weights: its number changes with packed_weight.h
 _TOLD_BY_PACKED = {"quantize", "is_guard", "source"}
 _FETCH = "fetch a model: llama download NAME"
+_EXECUTORCH = "is a program of ExecuTorch, which holds no weights to load: take Meta's .pth files"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
     if not folder.is_dir():
         if gguf.is_gguf(folder) or folder.suffix == ".gguf":  # half a download is told as such
             return _find_gguf(folder)
+        if folder.suffix == ".pte":
+            raise ValueError(f"{folder} {_EXECUTORCH}")
         raise NotADirectoryError(
             f"{folder} is a file: give the folder that holds the weights, or a GGUF file"
         )
@@ -143,6 +146,8 @@ def find(ckpt_dir: str | os.PathLike[str]) -> Checkpoint:
             names = ", ".join(path.name for path in models[:8])
             raise ValueError(f"{folder} holds {len(models)} models: give the path of one: {names}")
         return _find_gguf(models[0])
+    for program in folder.glob("*.pte"):
+        raise ValueError(f"{program} {_EXECUTORCH}")
     raise FileNotFoundError(
         f"{folder} holds no weights: neither consolidated.00.pth (nor does original/) nor "
         f"*.safetensors nor *.gguf is there; {_FETCH}"

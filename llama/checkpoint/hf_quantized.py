@@ -24,14 +24,15 @@ from llama.weights.coded import Coded
 METHODS = ("compressed-tensors", "fbgemm_fp8", "modelopt", "awq", "gptq", "bitsandbytes")
 _EO8 = "int4_weight_int8_dynamic_activation"
 _MATRIX = re.compile(r"(.+_proj|lm_head|tok_embeddings|output|.+\.w[qkvo123])\.(.+)")
-_IGNORED = {  # of activations and of the KV cache, which stay as they are; and what shapes tell
+_IGNORED = {  # of activations and of the KV cache, which stay as they are
     "input_scale", "input_zero_point", "q_scale", "k_scale", "v_scale", "output_scale",
-    "weight_shape",
 }  # fmt: skip
+_OF_CACHE = re.compile(r".+\.self_attn\.[qkv]_(scale|zero_point)")
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _BYTES = torch.arange(-128.0, 128)
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # which four bits of a word have neighbours 0 to 7
 _QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
+_TAKE = "take the model in bfloat16, FP8, w4a16, AWQ (gemm), GPTQ or GGUF"
 # What tensors of other sizes and types raise, and a configuration with other values.
 _MISFITS = ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError
 
@@ -95,8 +96,10 @@ def _packed_along_k(
     bits: int, words: Tensor, scale: Tensor, zero: Tensor | None, group_of: Tensor | None
 ) -> _Format:
     """words: (N, K * bits / 32) int32; scale: (N, G); zero: (G, N * bits / 32) int32."""
+    if bits not in (2, 4, 8):
+        raise ValueError(f"it has {bits} bits, and 2, 4 and 8 are read")
     each, k = 32 // bits, words.shape[1] * 32 // bits
-    _check(words.dtype is torch.int32 and bits in (2, 4, 8))
+    _check(words.dtype is torch.int32)
     _check(len(scale) == len(words) and k % scale.shape[1] == 0)
     if group_of is not None:
         _check(group_of.shape == (k,) and group_of.dtype in (torch.int32, torch.int64))
@@ -114,13 +117,14 @@ def _packed_along_k(
     return _Format(Size((n, k)), table, codes, lambda rows: scale[rows], zeros, group_of)
 
 
-def _compressed(parts: Parts, config: dict[str, Any]) -> _Format:
+def _compressed(parts: Parts, _: dict[str, Any]) -> _Format:
     words, zero = parts.pop("weight_packed"), parts.pop("weight_zero_point", None)
-    groups = [group["weights"]["num_bits"] for group in config["config_groups"].values()]
-    _check(len(set(groups)) == 1)
+    shape, group_of = parts.pop("weight_shape").tolist(), parts.pop("weight_g_idx", None)
+    bits = words.shape[1] * 32 // shape[1]  # modules may differ
     zero = None if zero is None else zero.t()
-    group_of = parts.pop("weight_g_idx", None)
-    return _packed_along_k(groups[0], words, parts.pop("weight_scale"), zero, group_of)
+    of = _packed_along_k(bits, words, parts.pop("weight_scale"), zero, group_of)
+    _check(of.shape == Size(shape))
+    return of
 
 
 def _gptq(parts: Parts, config: dict[str, Any]) -> _Format:
@@ -136,7 +140,9 @@ def _gptq(parts: Parts, config: dict[str, Any]) -> _Format:
 def _awq(parts: Parts, config: dict[str, Any]) -> _Format:
     words, scale, zero = parts.pop("qweight"), parts.pop("scales").t(), parts.pop("qzeros")
     k, n = words.shape[0], 8 * words.shape[1]
-    _check(config.get("version", "gemm").lower() == "gemm" and config["bits"] == 4)
+    version, bits = config.get("version", "gemm"), config["bits"]
+    if str(version).lower() != "gemm" or bits != 4:
+        raise ValueError(f"it is {brief(version)} of {brief(bits)} bits, not gemm of 4")
     _check(len(scale) == n and k % scale.shape[1] == 0)
 
     def codes(rows: slice, columns: slice) -> Tensor:
@@ -250,10 +256,12 @@ def _check(fits: bool) -> None:
 def gathered(tensors: dict[str, MappedTensor], config: dict[str, Any]) -> dict[str, MappedTensor]:
     """ValueError names file and matrix, where its tensors are not those of a format."""
     matrices: dict[str, dict[str, MappedTensor]] = {}
+    whole: dict[str, MappedTensor] = {}
     for name, tensor in tensors.items():
         if (found := _MATRIX.fullmatch(name)) and found[2] not in _IGNORED:
             matrices.setdefault(found[1], {})[found[2]] = tensor
-    whole = {name: x for name, x in tensors.items() if not _MATRIX.fullmatch(name)}
+        elif found is None and not _OF_CACHE.fullmatch(name):
+            whole[name] = tensor
     for name, parts in matrices.items():
         first = next(iter(parts.values()))
         if parts.keys() == {"weight"} and (first.quantized or first.data.itemsize > 1):
@@ -269,7 +277,7 @@ def gathered(tensors: dict[str, MappedTensor], config: dict[str, Any]) -> dict[s
         except _MISFITS as e:
             raise ValueError(
                 f"{first.file}: {name} has {', '.join(sorted(parts))}, which cannot be read as "
-                f"{brief(config.get('quant_method'))}: {brief(str(e))}"
+                f"{brief(config.get('quant_method'))}: {brief(str(e))}; {_TAKE}"
             ) from e
         quantized = Quantized(str(config.get("quant_method")), of.shape, of.read, of.is_rotated)
         whole[f"{name}.weight"] = first._replace(quantized=quantized, offset=None)

@@ -184,6 +184,15 @@ def test_a_pipe_is_not_waited_for(meta, name):
         find(meta)
 
 
+def test_a_program_of_executorch_is_refused_with_what_to_take(tmp_path):
+    (tmp_path / "m.pte").touch()
+    for path in (tmp_path / "m.pte", tmp_path):
+        with pytest.raises(
+            ValueError, match=r"m\.pte is a program of Exec.*take Meta's \.pth files"
+        ):
+            find(path)
+
+
 def test_a_link_to_nothing_is_a_missing_file(meta):
     """As a download cache leaves them that was cleared."""
     (meta / "consolidated.00.pth").unlink()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from llama_models.llama3 import tokenizer as metas_tokenizer
 
 from helpers.checkpoints import shard_of, write_byte_tokenizer, write_meta
 from helpers.gguf_files import MIXED, PARAMS, SCALES, random_blocks, write_gguf
@@ -25,7 +26,7 @@ from llama.checkpoint import gguf_blocks
 from llama.checkpoint.convert import convert, reshard
 from llama.checkpoint.find import find
 from llama.checkpoint.gguf import KINDS, Kind, TensorInfo, _Content, read_header
-from llama.checkpoint.reader import bytes_of, load
+from llama.checkpoint.reader import CheckpointReader, bytes_of, load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix
@@ -38,6 +39,7 @@ from llama.weights.groups import GroupedWeight
 from llama.weights.nibbles import SixBitsWeight
 
 PROMPTS = ["Once upon a time", "a"]
+METAS = Path(metas_tokenizer.__file__).with_name("tokenizer.model")
 
 
 @pytest.fixture(scope="module")
@@ -300,10 +302,10 @@ def test_a_tied_model_with_scaled_rope(tmp_path):
         find(path)
 
 
-def test_the_tokenizer_is_that_of_tokenizer_model(tmp_path):
-    params = PARAMS | {"vocab_size": 4096}
-    path, oracle = tmp_path / "model.gguf", Tokenizer(DEMO / "tokenizer.model", llama_3_0=True)
-    write_gguf(path, params | {"vocab_size": oracle.n_words}, tokenizer=DEMO / "tokenizer.model")
+@pytest.mark.parametrize("source", [DEMO / "tokenizer.model", METAS], ids=["demo", "128256"])
+def test_the_tokenizer_is_that_of_tokenizer_model(tmp_path, source):
+    path, oracle = tmp_path / "model.gguf", Tokenizer(source, llama_3_0=True)
+    write_gguf(path, PARAMS, tokenizer=source)
     found = Tokenizer(path, llama_3_0=True)
     assert found.model._mergeable_ranks == oracle.model._mergeable_ranks
     assert found.special_tokens == oracle.special_tokens
@@ -475,7 +477,9 @@ def test_whatever_a_header_says_is_read_or_refused_with_the_file_s_name(copy):
             data += good[length:]
         copy.write_bytes(data)
         try:
-            assert not find(copy).is_guard
+            found = find(copy)
+            assert not found.is_guard
+            CheckpointReader(found)
             Tokenizer(copy, llama_3_0=True)
         except (ValueError, OSError) as e:
             refused += 1

@@ -1,7 +1,8 @@
-"""Hugging Face's quantized weights, written by the formats' own libraries where they are installed,
-else by packers of this file, whose words are compared with known ones."""
+"""Hugging Face's quantized weights, written by compressed-tensors and bitsandbytes, and those of
+AWQ, GPTQ, modelopt and fbgemm by packers of this file, whose words are compared with known ones."""
 
-import json
+import functools
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,17 +24,19 @@ from helpers.weights import (
     loaded,
     metas_state,
 )
+from llama.checkpoint import hf_quantized
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.checkpoint.reader import CheckpointReader, bytes_of, load
+from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel
+from llama.weights.coded import Coded
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 PARAMS = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128}
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's: the neighbour that each four bits hold
-NF4 = torch.linspace(-1, 1, 16) ** 3  # some table: the file has it
 Tensors = dict[str, Tensor]
 
 
@@ -63,39 +66,50 @@ def fp8(weight: Tensor, blocks: tuple[int, int]) -> tuple[Tensors, Tensor]:
     return tensors, codes.float() * whole
 
 
-def int8(weight: Tensor) -> tuple[Tensors, Tensor]:
-    q, unit = draw(weight.shape, -128, 128), scales(len(weight), 1)
-    return {"weight": q.to(torch.int8), "weight_scale": unit}, q * unit.float()
+def by_bitsandbytes(weight: Tensor) -> tuple[Tensors, Tensor]:
+    from bitsandbytes import functional as library
+
+    q, unit, _ = library.int8_vectorwise_quant(weight.half())
+    numbers = q * (unit / 127)[:, None]
+    torch.testing.assert_close(numbers, library.int8_vectorwise_dequant(q, unit))
+    return {"weight": q, "SCB": unit, "weight_format": torch.zeros((), dtype=torch.uint8)}, numbers
 
 
-def bnb_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
-    q, unit = draw(weight.shape, -128, 128), scales(len(weight), dtype=torch.float32)
-    tensors = {
-        "weight": q.to(torch.int8),
-        "SCB": unit,
-        "weight_format": torch.zeros((), dtype=torch.uint8),
+def by_compressed_tensors(weight: Tensor, form: str, **asked: Any) -> tuple[Tensors, Tensor]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args, (n, k) = QuantizationArgs(**asked), weight.shape
+    count = {
+        "group": (n, k // 64),
+        "channel": (n, 1),
+        "tensor": (1, 1),
+        "block": (n // 64, k // 64),
     }
-    return tensors, q * (unit / 127)[:, None]
+    rows, columns = count[asked["strategy"]]
+    groups = weight.view(rows, n // rows, columns, k // columns)
+    scale, zero = calculate_qparams(groups.amin((1, 3)), groups.amax((1, 3)), args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    library = BaseCompressor.get_value_from_registry(form)
+    scale = scale.bfloat16().float()  # as files have them: each product is exact
+    plain = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    tensors = library.compress(plain, scheme)
+    numbers = library.decompress(tensors, scheme)["weight"]
+    return {**tensors, "input_scale": torch.ones(1)}, numbers
 
 
-def packed(
-    weight: Tensor, bits: int, group: int, *, symmetric: bool = True, shuffled: bool = False
-) -> tuple[Tensors, Tensor]:
+def in_another_order(weight: Tensor, bits: int, group: int) -> tuple[Tensors, Tensor]:
     (n, k), half = weight.shape, 1 << bits - 1
     q, unit = draw((n, k), -half, half), scales(n, k // group)
+    group_of = (torch.arange(k) // group)[torch.randperm(k)]
     tensors = {
         "weight_packed": words(q + half, bits),
         "weight_scale": unit,
         "weight_shape": torch.tensor([n, k]),
+        "weight_g_idx": group_of.int(),
     }
-    zero, group_of = torch.zeros(n, k // group), torch.arange(k) // group
-    if not symmetric:
-        zero = draw((n, k // group), -half, half)
-        tensors["weight_zero_point"] = words((zero + half).t(), bits).t()
-    if shuffled:
-        group_of = group_of[torch.randperm(k)]
-        tensors["weight_g_idx"] = group_of.int()
-    return tensors, (q - zero[:, group_of]) * unit.float()[:, group_of]
+    return tensors, q * unit.float()[:, group_of]
 
 
 def awq(weight: Tensor, group: int = 64) -> tuple[Tensors, Tensor]:
@@ -134,57 +148,34 @@ def gptq(
 
 
 def nf4(weight: Tensor, *, nested: bool) -> tuple[Tensors, Tensor]:
-    (n, k), table, absmax = (
-        weight.shape,
-        NF4.clone(),
-        scales(weight.numel() // 64, dtype=torch.float32),
-    )
-    q, state = draw((n, k), 0, 16), {"quant_type": "nf4", "blocksize": 64, "shape": [n, k]}
-    tensors = {
-        "weight": (q[:, ::2] << 4 | q[:, 1::2]).byte().view(-1, 1),
-        "weight.absmax": absmax,
-        "weight.quant_map": table,
-    }
-    if nested:
-        state |= {"nested_blocksize": 256, "nested_offset": 0.25}
-        codes, numbers = draw((len(absmax),), 0, 256), torch.randn(256)
-        unit = scales(-(-len(absmax) // 256), dtype=torch.float32)
-        absmax = numbers[codes] * unit.repeat_interleave(256)[: len(codes)] + 0.25
-        tensors |= {
-            "weight.absmax": codes.byte(),
-            "weight.nested_quant_map": numbers,
-            "weight.nested_absmax": unit,
-        }
-    state_bytes = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    tensors["weight.quant_state.bitsandbytes__nf4"] = state_bytes
-    return tensors, table[q] * absmax.repeat_interleave(64).view(n, k)
+    from bitsandbytes import functional as library
 
-
-def nf4_of_the_library(weight: Tensor) -> tuple[Tensors, Tensor]:
-    library = pytest.importorskip("bitsandbytes").functional
-    codes, state = library.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    codes, state = library.quantize_4bit(weight, quant_type="nf4", compress_statistics=nested)
     extra = {f"weight.{key}": x for key, x in state.as_dict(packed=True).items()}
     return {"weight": codes, **extra}, library.dequantize_4bit(codes, state)
 
 
-def compressed(bits: int) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "group_size": 64}
-    return {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"weights": weights}},
-    }
-
-
+COMPRESSED = {"quant_method": "compressed-tensors"}
+PACKED = {"form": "pack-quantized", "num_bits": 4, "strategy": "group", "group_size": 64}
+FLOAT = {"form": "float-quantized", "num_bits": 8, "type": "float"}
+BY_COMPRESSED_TENSORS: dict[str, dict[str, Any]] = {
+    "fp8": FLOAT | {"strategy": "tensor"},
+    "fp8 of rows": FLOAT | {"strategy": "channel"},
+    "fp8 of blocks": FLOAT | {"strategy": "block", "block_structure": [64, 64]},
+    "w8a8": {"form": "int-quantized", "num_bits": 8, "strategy": "channel"},
+    "w8a16": {"form": "pack-quantized", "num_bits": 8, "strategy": "channel"},
+    "w4a16": PACKED,
+    "w4a16 asym": PACKED | {"symmetric": False},
+}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        case: (functools.partial(by_compressed_tensors, **asked), COMPRESSED)
+        for case, asked in BY_COMPRESSED_TENSORS.items()
+    },
     "fp8 of a tensor": (lambda w: fp8(w, (1, 1)), {"quant_method": "modelopt"}),
-    "fp8 of rows": (lambda w: fp8(w, (len(w), 1)), {"quant_method": "fbgemm_fp8"}),
-    "fp8 of blocks": (lambda w: fp8(w, (len(w) // 64, w.shape[1] // 64)), compressed(8)),
-    "w8a8": (int8, compressed(8)),
-    "bnb int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "w4a16": (lambda w: packed(w, 4, 64), compressed(4)),
-    "w8a16": (lambda w: packed(w, 8, w.shape[1]), compressed(8)),
-    "w4a16 asym": (lambda w: packed(w, 4, 64, symmetric=False), compressed(4)),
-    "w4a16 act-order": (lambda w: packed(w, 4, 64, shuffled=True), compressed(4)),
+    "fp8 of fbgemm": (lambda w: fp8(w, (len(w), 1)), {"quant_method": "fbgemm_fp8"}),
+    "bnb int8": (by_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "w4a16 act-order": (lambda w: in_another_order(w, 4, 64), COMPRESSED),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4}),
     "gptq sym": (lambda w: gptq(w, kind="sym"), {"quant_method": "gptq", "bits": 4, "sym": True}),
@@ -195,17 +186,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "nf4": (lambda w: nf4(w, nested=False), {"quant_method": "bitsandbytes"}),
     "nf4 nested": (lambda w: nf4(w, nested=True), {"quant_method": "bitsandbytes"}),
-    "nf4 of bitsandbytes": (nf4_of_the_library, {"quant_method": "bitsandbytes"}),
 }
-EIGHT_BITS = {
-    "fp8 of a tensor",
-    "fp8 of rows",
-    "fp8 of blocks",
-    "w8a8",
-    "bnb int8",
-    "w8a16",
-    "gptq 8 bits",
-}
+EIGHT_BITS = {x for x in CASES if x.startswith(("fp8", "w8"))} | {"bnb int8", "gptq 8 bits"}
 IN_FLOATS = {"w4a16 act-order", "gptq v2 act-order"}  # their groups are not neighbours
 
 
@@ -239,11 +221,12 @@ def test_words_are_those_that_the_libraries_write():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_are_those_of_compressed_tensors(bits):
-    library = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.compressors import pack_to_int32
+
     half = 1 << bits - 1
     q = draw((16, 64), -half, half)
     for dim, codes in ((1, words(q + half, bits)), (0, words((q + half).t(), bits).t())):
-        assert torch.equal(library.pack_to_int32(q.to(torch.int8), bits, packed_dim=dim), codes)
+        assert torch.equal(pack_to_int32(q.to(torch.int8), bits, packed_dim=dim), codes)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -253,6 +236,7 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
     found = find(tmp_path)
     for rank, size in ((0, 1), (1, 2), (3, 4)):
         expect_shards(loaded(found, rank, size), state, PARAMS)
+    assert verify(tmp_path)
     if not HAS_KERNELS:
         return
     found = replace(found, in_codes=True)
@@ -338,6 +322,7 @@ def test_what_does_not_fit_is_named(tmp_path, own, tensor, message):
                 {"checkpoint_format": "marlin"},
             ],
         ),
+        ("w4a16", [{"weight_shape": torch.tensor([512, 255])}, {"weight_shape": None}]),
     ],
 )
 def test_numbers_of_another_kind_are_refused_and_not_taken_for_those_that_are_known(
@@ -376,3 +361,66 @@ def test_other_methods_are_refused_by_name(tmp_path, config):
     change_json(tmp_path / "config.json", quantization_config=config)
     with pytest.raises(ValueError, match=r"config\.json: quantization_config is of .*, and .* awq"):
         find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("gptq", {"bits": 3}, "it has 3 bits, and 2, 4 and 8 are read"),
+        ("awq", {"version": "gemv"}, "it is 'gemv' of 4 bits, not gemm of 4"),
+    ],
+)
+def test_another_variant_is_named_with_what_to_take(tmp_path, case, changes, message):
+    write(tmp_path, case)
+    change_json(tmp_path / "config.json", quantization_config=CASES[case][1] | changes)
+    with pytest.raises(ValueError, match=rf"{message}.*; take the model in .* or GGUF"):
+        CheckpointReader(find(tmp_path))
+
+
+def test_what_files_say_of_the_cache_and_of_single_modules_is_read(tmp_path):
+    """Scales of the KV cache stand beside the matrices; bits may differ from module to module."""
+    state, names = write(tmp_path, "w4a16"), ("q_scale", "k_scale", "v_scale", "k_zero_point")
+    for own in names:
+        change_safetensors(tmp_path, f"model.layers.0.self_attn.{own}", torch.ones(1))
+    asked = BY_COMPRESSED_TENSORS["w8a16"]
+    parts, numbers = by_compressed_tensors(torch.randn(256, 512), **asked)
+    for own, tensor in parts.items():
+        change_safetensors(tmp_path, f"model.layers.1.mlp.down_proj.{own}", tensor)
+    state["layers.1.feed_forward.w2.weight"] = numbers
+    expect_shards(loaded(find(tmp_path)), state, PARAMS)
+
+
+@pytest.mark.parametrize("case", ["w4a16 asym", "awq", "gptq", "nf4 nested"])
+def test_a_rank_unpacks_its_share_alone(tmp_path, case, monkeypatch):
+    write(tmp_path, case)
+    seen, read = [0], hf_quantized._Format.read
+
+    def read_and_count(of: Any, rows: slice, columns: slice, device: torch.device) -> Coded:
+        coded = read(of, rows, columns, device)
+        seen[0] += coded.codes.numel()
+        return coded
+
+    monkeypatch.setattr(hf_quantized._Format, "read", read_and_count)
+    loaded(find(tmp_path))
+    whole, seen[0] = seen[0], 0
+    loaded(find(tmp_path), 1, 2)
+    assert seen[0] == whole // 2
+
+
+def test_whatever_a_header_says_is_read_or_refused_with_the_files_name(tmp_path):
+    """Some bytes changed, among them those of shapes, types and offsets."""
+    write(tmp_path, "nf4 nested")
+    path, draw, refused = tmp_path / "model.safetensors", random.Random(0), 0
+    good = path.read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little")
+    for _ in range(120):
+        data = bytearray(good[:length])
+        for _ in range(draw.choice((1, 2, 8))):
+            data[draw.randrange(length)] = draw.choice((0, 0x7F, 0xFF, *b"0123456789[]{},:"))
+        path.write_bytes(data + good[length:])
+        try:
+            CheckpointReader(find(tmp_path))
+        except (ValueError, OSError) as e:
+            refused += 1
+            assert str(tmp_path) in str(e) and len(str(e)) < 2000, e
+    assert refused > 60

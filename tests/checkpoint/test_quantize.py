@@ -6,11 +6,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType
 from safetensors import safe_open
 
 from helpers.checkpoints import random_state, write_byte_tokenizer, write_meta
-from helpers.weights import expect_shards, loaded
+from helpers.weights import expect_shards, loaded, metas_state
 from llama import Tokenizer, weights
 from llama.checkpoint import convert as module
 from llama.checkpoint import quantize
@@ -61,6 +62,9 @@ def test_a_folder_has_the_numbers_that_quantize_gives_at_load(folder, tmp_path, 
             expected[matrix] = weights.QUANTIZED[name].pack(plain.bfloat16()).exact()
     expect_shards(model, expected, PARAMS)
     assert verify(tmp_path / "out")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    theirs(torch.tensor([[3]]))  # numbers are made of the codes when they are needed
+    expect_shards(model, metas_state(theirs), PARAMS)
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", None])

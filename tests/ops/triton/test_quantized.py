@@ -1,5 +1,6 @@
 """Products with quantized weights: the Triton kernels, interpreted, against the CPU's formats."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from helpers.gpu_weights import FILES
 from helpers.kernels import INTERPRETED, KERNELS_RUN
+from llama.loading import tell_of_plain
+from llama.model.layers import Linear
 from llama.ops.triton import linear as gpu
 from llama.ops.triton.kernels import Tile
 from llama.weights import PlainWeight, on_gpu
@@ -77,8 +80,15 @@ def test_what_the_kernels_do_not_take_becomes_bf16(changes):
     asked = {"k": 512, "group": 32, "table": torch.arange(16.0)} | changes
     codes = torch.ones(64, asked["k"], dtype=torch.uint8)
     file = Coded(codes, asked["table"], torch.ones(64, asked["k"] // asked["group"]))
-    found = on_gpu(file, None, CPU)
+    found, taken = on_gpu(file, None, CPU), Linear(512, 64)
+    taken.weight = held("Q4_K")
     assert type(found) is PlainWeight and torch.equal(found.plain(), file.plain(torch.bfloat16))
+    matrix = Linear(asked["k"], 64)
+    matrix.weight, matrix.names = found, ("layers.0.attention.wo.weight",)
+    with pytest.warns(UserWarning, match=r"^1 of 2 matrices of IQ4_NL are .* bf16.*\.0\.att.*wo"):
+        tell_of_plain([matrix, taken], "IQ4_NL")
+    with warnings.catch_warnings(action="error"):
+        tell_of_plain([taken], "IQ4_NL")
 
 
 def test_quantized_weights_have_tiles_for_more_rows():
