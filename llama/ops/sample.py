@@ -63,8 +63,8 @@ def choose_ids(
         if not any(rows):
             return sample.top_tokens(logits)[1]
         params = pack_params(rows, list(zip(seeds, positions, strict=True)))
-        has_filters = any(row is not None and row.is_filtered for row in rows)
-        return sample.choose(logits, on_device_of(logits, params), has_filters=has_filters)
+        is_filtered = any(row is not None and row.is_filtered for row in rows)
+        return sample.choose(logits, on_device_of(logits, params), is_filtered=is_filtered)
     row_max, ids = top_tokens(logits)
     if any(row is not None for row in rows):
         # Philox takes some 70 tiny operations: on the host, while the model runs.

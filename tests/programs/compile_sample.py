@@ -20,8 +20,8 @@ from llama.ops.triton import sample
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
     **dict.fromkeys(("logits", "maxima", "row_max"), "*fp32"),
-    **dict.fromkeys(("rules", "sums", "ids"), "*i64"),
-    **dict.fromkeys(("places", "bins", "slots", "firsts"), "*i32"),
+    **dict.fromkeys(("rules", "sums", "ids", "bounds", "totals"), "*i64"),
+    **dict.fromkeys(("places", "bins", "firsts"), "*i32"),
     "finishes": "*fp64",
     **dict.fromkeys(("stride", "v", "n"), "i32"),
 }
@@ -30,11 +30,9 @@ SIZES: dict = {
     "N": 128,
     "BINS": sample._BINS,
     "FILTERS": True,
-    "SLOTS": sample.SLOTS,
     "CHUNK": sample._CHUNK,
-    "ID_DIGITS": 5,
 }
-ONE_BLOCK = SIZES | {"N": 16, "ID_DIGITS": 3}  # Triton makes a constant of an argument that is 1
+ONE_BLOCK = SIZES | {"N": 16, "CHUNK": 1024}  # Triton makes a constant of an argument that is 1
 KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a tiny one
     (kernel, sizes, warps)
     for sizes in (SIZES, ONE_BLOCK | {"n": 1})
@@ -42,9 +40,9 @@ KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a 
         (sample.block_tops, 4),
         (sample.row_tops, 4),
         (sample.block_sums, 4),
-        (sample.pick_of_all, 4),
-        (sample.gather, 8),
-        (sample.pick_of_kept, 8),
+        (sample.row_bounds, 4),
+        (sample.block_races, 4),
+        (sample.pick, 16),
     )
 ]
 

@@ -1,4 +1,4 @@
-"""Kernels that read rows of logits block by block: top tokens, sums, and races without filters.
+"""Kernels that read rows of logits block by block: top tokens, sums, and bounds of what is kept.
 
 In: logits, row maxima and parameters, see sample.py, which launches them and explains the method.
 Out: maxima, sums and ids. The functions at the top are those that its own kernels share.
@@ -47,6 +47,12 @@ def filters_of(rules, row):
 
 
 @triton.jit
+def has_filters(rules, row):
+    floor, top_k, top_p = filters_of(rules, row)
+    return (floor > 0) | (top_k > 0) | (top_p < ALL)
+
+
+@triton.jit
 def is_sampled(top, rate):
     """Whether a row with this maximum and rate is sampled."""
     return (tl.abs(top) < float("inf")) & (rate > 0)  # NaN is less than nothing
@@ -77,14 +83,19 @@ def _exponential(numbers):
 
 
 @triton.jit
-def finishes_of(fixed_probs, ids, uniform):
-    """When ids of these probabilities reach the goal of the race, as in the sampler: float64."""
-    ids = ids.to(tl.int64)
-    of_group = _split_mix(uniform, (ids >> 8) + 2**32)
+def finishes_of(fixed_probs, begin, uniform):
+    """When the ids of these probabilities, from `begin` on, a multiple of GROUP, reach the goal of
+    the race, as in the sampler: float64. What a group has in common is computed once."""
+    groups = begin // GROUP + tl.arange(0, fixed_probs.shape[0] // GROUP)
+    of_group = _split_mix(uniform, groups.to(tl.int64) + 2**32)
+    nth = tl.arange(0, GROUP)
+    ids = groups[:, None].to(tl.int64) * GROUP + nth[None, :]
     after = _exponential(_split_mix(uniform, ids)) * GROUP
-    after = tl.where(((of_group >> 23) & (GROUP - 1)) == (ids & (GROUP - 1)), 0, after)
-    time = (_exponential(of_group) + after).to(tl.float64)
-    return tl.where(fixed_probs > 0, time / tl.maximum(fixed_probs, 1).to(tl.float64), float("inf"))
+    after = tl.where(((of_group >> 23) & (GROUP - 1))[:, None] == nth[None, :], 0, after)
+    time = (_exponential(of_group)[:, None] + after).to(tl.float64)
+    probs = tl.reshape(fixed_probs, ids.shape)
+    finish = tl.where(probs > 0, time / tl.maximum(probs, 1).to(tl.float64), float("inf"))
+    return tl.reshape(finish, fixed_probs.shape)
 
 
 @triton.jit
@@ -134,45 +145,47 @@ def edge_of(bins):
 
 @triton.jit
 def block_sums(
-    logits, row_max, rules, sums, maxima, bins, finishes, firsts, stride, v, BLOCK: tl.constexpr,
-    BINS: tl.constexpr, FILTERS: tl.constexpr,
+    logits, row_max, rules, sums, maxima, bins, stride, v, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """Of each block of a row that draws: without filters, who is first in the race, and when; with
-    some, the sum of probabilities, the largest as a float, and how many tokens there are in each
-    bin of probability: a quarter of what lies between two powers of 2.
-    """
+    """Of each block of a row with filters the sum of probabilities, the largest as a float, and how
+    many tokens there are in each bin of probability: a quarter of what lies between two powers of
+    2. Of other rows the largest is 1."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top, rate = tl.load(row_max + row), rate_of(rules, row)
-    if is_sampled(top, rate):
+    at = row * tl.num_programs(1) + block
+    if is_sampled(top, rate) & has_filters(rules, row):
         cols = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + cols, mask=cols < v, other=-float("inf"))
         probs = probs_of(x, top, rate)
-        at = row * tl.num_programs(1) + block
-        floor, top_k, top_p = filters_of(rules, row)
-        if (floor == 0) & (top_k == 0) & (top_p >= ALL):
-            finish = finishes_of(to_fixed(probs), cols, uniform_of(rules, row))
-            best, first = first_of(finish, cols, v)
-            tl.store(finishes + at, best)
-            tl.store(firsts + at, first)
-        elif FILTERS:
-            tl.store(sums + at, tl.sum(to_fixed(probs), 0))
-            tl.store(maxima + at, tl.max(probs, 0))
-            own = tl.maximum((probs.to(tl.int32, bitcast=True) >> 21) - FIRST_BIN, 0)
-            found = tl.histogram(own, BINS)
-            own_bins = bins + row * BINS + tl.arange(0, BINS)
-            tl.atomic_add(own_bins, found, mask=found > 0, sem="relaxed")
+        tl.store(sums + at, tl.sum(to_fixed(probs), 0))
+        tl.store(maxima + at, tl.max(probs, 0))
+        own = tl.maximum((probs.to(tl.int32, bitcast=True) >> 21) - FIRST_BIN, 0)
+        found = tl.histogram(own, BINS)
+        own_bins = bins + row * BINS + tl.arange(0, BINS)
+        tl.atomic_add(own_bins, found, mask=found > 0, sem="relaxed")
+    else:
+        tl.store(maxima + at, 1.0)
 
 
 @triton.jit
-def pick_of_all(row_max, rules, finishes, firsts, ids, v, n, N: tl.constexpr):
-    """The id of a row that draws and has no filters: of those that are first in their blocks."""
-    row = tl.program_id(0).to(tl.int64)
-    floor, top_k, top_p = filters_of(rules, row)
-    is_drawn = is_sampled(tl.load(row_max + row), rate_of(rules, row))
-    if is_drawn & (floor == 0) & (top_k == 0) & (top_p >= ALL):
+def row_bounds(rules, sums, bins, totals, bounds, n, N: tl.constexpr, BINS: tl.constexpr):
+    """Of each row the sum of all probabilities, and one of at least 1 below which no token is kept,
+    from how many each bin has.
+
+    The k-th largest is in the last bin that k tokens reach. Without min_p and top_k, the least
+    tokens that together have less than the mass beyond top_p are outside, if at their bins' ends.
+    """
+    row, bound = tl.program_id(0).to(tl.int64), tl.full((), 1, tl.int64)
+    if has_filters(rules, row):
+        floor, top_k, top_p = filters_of(rules, row)
         blocks = tl.arange(0, N)
-        at = row * n + blocks
-        finish = tl.load(finishes + at, mask=blocks < n, other=float("inf"))
-        first = tl.load(firsts + at, mask=blocks < n, other=v - 1)
-        _best, winner = first_of(finish, first, v)
-        tl.store(ids + row, winner.to(tl.int64))
+        total = tl.sum(tl.load(sums + row * n + blocks, mask=blocks < n, other=0), 0)
+        tl.store(totals + row, total)
+        nth = tl.arange(0, BINS)
+        counts = tl.load(bins + row * BINS + nth).to(tl.int64)
+        reaching = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        below = tl.cumsum(counts * edge_of(nth + 1), 0) - counts * edge_of(nth + 1)
+        least = (top_k > 0) & (reaching >= top_k)
+        least |= (top_k == 0) & (floor == 0) & (below < total - share_of(total, top_p))
+        bound = tl.maximum(tl.max(tl.where(least, edge_of(nth), 0), 0), tl.maximum(floor, 1))
+    tl.store(bounds + row, bound)

@@ -55,8 +55,8 @@ def both(logits: Tensor, rows: Seq[SamplingRow | None], rng: random.Random) -> t
     positions = [rng.getrandbits(rng.choice([4, 31])) for _ in rows]
     wanted = op.choose_ids(logits, rows, seeds, positions)
     params = torch.from_numpy(op.pack_params(rows, list(zip(seeds, positions, strict=True))))
-    has_filters = any(row is not None and row.is_filtered for row in rows)
-    found = gpu.choose(logits, params, has_filters=has_filters)
+    is_filtered = any(row is not None and row.is_filtered for row in rows)
+    found = gpu.choose(logits, params, is_filtered=is_filtered)
     return wanted.tolist(), found.tolist()
 
 
@@ -73,47 +73,71 @@ def test_ids_are_those_of_the_torch_body(vocab, spread):
     assert found == wanted
 
 
+FLAT = {
+    "normal": torch.randn(3000, generator=torch.Generator().manual_seed(3)),
+    "almost flat": torch.randn(3000, generator=torch.Generator().manual_seed(4)).bfloat16() * 0.1,
+    "ties everywhere": torch.zeros(3000),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """What pick does, in order: a token is weighed by all before it, a block races anew."""
+    found: list[str] = []
+    for name in ("_kth", "_weighed", "_race"):
+        real = getattr(gpu, name)
+
+        def noted(*args: Any, real: Any = real, name: str = name) -> Any:
+            found.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(gpu, name, noted)
+    return found
+
+
+@pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize(
-    "row",
+    ("row", "most"),
     [
-        SamplingRow(top_p=0.7),
-        SamplingRow(top_k=300, top_p=0.5),
-        SamplingRow(top_k=1500),
-        SamplingRow(min_p=0.2, top_p=0.9),
+        (SamplingRow(top_p=0.95), 1.5),
+        (SamplingRow(top_p=0.1), 5),
+        (SamplingRow(top_k=300, top_p=0.5), 4),
+        (SamplingRow(top_k=2500), 1.5),
+        (SamplingRow(min_p=0.2, top_p=0.9), 1.5),
     ],
 )
-def test_more_candidates_than_slots(monkeypatch, row):
-    """The whole row is read instead. All blocks take part: 1,100 tokens are two of them."""
-    monkeypatch.setattr(gpu, "SLOTS", 16)
-    logits = torch.randn(2, 1100, generator=torch.Generator().manual_seed(3)) * 0.1
-    logits[1] = 0.0  # ties everywhere
-    wanted, found = both(logits, [row] * 2, random.Random(4))
+def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, row, most):
+    """Of 12 draws, in three blocks and chunks; by the mass that is kept of what races."""
+    monkeypatch.setattr(gpu, "_CHUNK", 1024)
+    wanted, found = both(FLAT[name].float().repeat(12, 1), [row] * 12, random.Random(4))
     assert found == wanted
+    assert 12 <= calls.count("_weighed") <= 12 * most
+    assert calls.count("_race") <= 12 * (3 + 2 * most)
+    assert calls.count("_kth") == (12 if row.top_k else 0)
 
 
-@pytest.mark.parametrize(
-    "row", [SamplingRow(0.8, top_p=0.95), SamplingRow(1.0, top_k=300)], ids=str
-)
-def test_hardly_more_is_looked_at_than_is_kept(monkeypatch, row):
-    """Of a flat row, as at temperature 0.8: one program goes through what is gathered."""
-    ranks = torch.randperm(20_000, generator=torch.Generator().manual_seed(1)) + 1
-    logits = (-1.2 * ranks.double().log()).float()[None]
-    gathered: list[int] = []
+def test_the_token_just_behind_the_kth_is_not_kept():
+    """Though it races, and all before it weigh as much as all that is kept."""
+    logits = torch.tensor([1.0, 0.97, 0.96]).log().repeat(12, 1)
+    wanted, found = both(logits, [SamplingRow(top_k=2)] * 12, random.Random(5))
+    assert found == wanted and 2 not in found
 
-    class Noted:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*given: Any, **sizes: Any) -> None:
-                gathered.extend(given[4][:, -1].tolist())
-                kernel[grid](*given, **sizes)
 
-            return launch
+def test_blocks_without_likely_tokens_are_not_read_again(monkeypatch, calls):
+    monkeypatch.setattr(gpu, "_CHUNK", 1024)
+    logits = torch.full((1, 4000), -9.0)
+    logits[0, 1200:1300] = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    read: list[int] = []
 
-    kernel = gpu.pick_of_kept
-    monkeypatch.setattr(gpu, "pick_of_kept", Noted())
-    wanted, found = both(logits, [row], random.Random(2))
-    probs = (logits[0] / row.temperature).softmax(0).sort(descending=True).values
-    kept = row.top_k or int((probs.cumsum(0) - probs <= row.top_p).sum())
-    assert found == wanted and kept <= gathered[0] <= 1.35 * kept, (kept, gathered)
+    def chunk(*given: Any, real: Any = gpu._chunk) -> Any:
+        read.append(given[1])
+        return real(*given)
+
+    monkeypatch.setattr(gpu, "_chunk", chunk)
+    for row in (SamplingRow(top_p=0.9), SamplingRow(top_k=20)):
+        wanted, found = both(logits, [row], random.Random(2))
+        assert found == wanted
+    assert calls.count("_race") == 2 and len(read) == 1 + (3 + 1)
 
 
 def test_the_real_vocabulary(monkeypatch):
