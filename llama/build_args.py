@@ -59,8 +59,8 @@ class BuildArgs:
             as their file has them, unless "bf16" is given.
         quantize: a format that matrices are rounded to while they are loaded.
             "int8" and "fp8" take half the memory of bf16, with a scale per row; "int4" less
-            than a third, with a scale and an offset for each 32, and the output's matrix in
-            int8. The rest is bf16. The older dtype="int8" means the same.
+            than a third, with a scale and an offset for each 32. The output's matrix is in int8,
+            the rest in bf16. The older dtype="int8" means the same.
         kv_cache_memory_bytes: the size of the KV cache on each rank. Default: what is free
             beside the weights, but no more than max_batch_size x max_seq_len tokens.
         kv_cache_dtype: "int8" keeps keys and values in 8 bits, on CPU or CUDA, with a unit for

@@ -56,8 +56,8 @@ def check_quantize(name: object, dtype: torch.dtype, device: torch.device) -> st
 
 
 def of_output(quantize: str | None) -> str | None:
-    """What the output, and an embedding tied to it, are rounded to: never to less than 8 bits."""
-    return "int8" if quantize == "int4" else quantize
+    """What the output, and an embedding tied to it, are rounded to: the best of what there is."""
+    return None if quantize is None else "int8"
 
 
 def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = _CPU) -> Weight:
