@@ -9,10 +9,12 @@ their own with limits of their own, the most telling first: one that hangs or cr
 time and no more. A second run with the same DIR does what is left.
 Exit code: 0, or 1 where a section failed.
 
-A bare machine, which has torch, Triton, gcc and Python.h, lacks fairscale at the least. Here, then
-there, without a network:
+A bare machine, which has torch, Triton, gcc and Python.h, lacks fairscale at the least, and what is
+named below of a common image. Here, for the Python that is there, then there, without a network:
 
     pip wheel --no-deps -c constraints.txt -w wheels fairscale
+    pip download --no-deps --only-binary :all: --python-version 3.12 -c constraints.txt -d wheels \\
+        pydantic pydantic-core annotated-types typing-inspection regex tiktoken safetensors tqdm
     python3 -m pip install -q --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=site:. python3 scripts/gpu_check.py --out DIR --only facts,checks,decode,profile
 """
@@ -45,8 +47,10 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     from bench import gpu_sections
+    from llama.ops.triton import selfcheck
 
     if args.section:
+        selfcheck.end_with_parent()
         return max(_run_here(name, args.out, dry=args.dry) for name in args.section.split(","))
     if not args.dry and not gpu_sections.has_gpu():
         parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
@@ -105,8 +109,10 @@ def _run_here(name: str, out: Path, *, dry: bool) -> int:
 
 def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
     """Run a section, or several; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
+    from llama.ops.triton import selfcheck
+
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    env = os.environ | {"PYTHONUNBUFFERED": "1", selfcheck.PARENT: str(os.getpid())}
     if dry:  # kernels run in Triton's interpreter; what is found of them is not kept
         env |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(out / "cache")}
     with (out / "log.txt").open("a") as log:

@@ -93,6 +93,43 @@ def test_kernels_graphs_and_torch_alone_say_nearly_the_same(wide, dtype, monkeyp
         assert other == pytest.approx(scores, abs=0.15)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
+def test_quantized_weights_and_a_cache_in_8_bits_say_nearly_what_a_cpu_says(wide, quantize):
+    """The same codes on both, so that no more than the order of sums differs."""
+    found = []
+    for device in ("cuda", "cpu"):
+        llama = Llama.build(
+            wide, None, 512, 8, device=device, quantize=quantize, kv_cache_dtype="int8"
+        )
+        assert llama.model.quantization == quantize
+        scored = llama.generate([[256, *range(65, 125)]], 1, 0.0, logprobs=True, echo=True)[1]
+        assert scored is not None
+        found.append(scored[0][1:60])
+        if device == "cuda":
+            assert "linear" in llama.model.kernels.names
+            assert all(0 < len(x) <= 30 for x in llama.generate(PROMPTS, 30, 0.0)[0])
+        llama.close()
+    assert found[0] == pytest.approx(found[1], abs=0.15)
+
+
+def test_prompts_that_come_among_answers_change_none(wide):
+    """Steps of prompts and answers together, without graphs, and of answers alone, with graphs."""
+    found = []
+    for device in ("cuda", "cpu"):
+        llama = build(wide, "fp32", device)
+        engine, answers = llama.llm_engine, dict[str, list[int]]()
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        for i, prompt in enumerate(PROMPTS * 2):
+            engine.add_request(str(i), [*prompt, i], params)
+            for _ in range(3):
+                answers |= {x.request_id: x.outputs[0].token_ids for x in engine.step()}
+        while engine.has_unfinished_requests():
+            answers |= {x.request_id: x.outputs[0].token_ids for x in engine.step()}
+        found.append(answers)
+        llama.close()
+    assert found[0] == found[1] and len(found[0]) == 2 * len(PROMPTS)
+
+
 def test_two_ranks_on_one_gpu_are_one_process(make_checkpoint, tmp_path):
     folder = str(make_checkpoint(num_shards=2, **WIDE)[0])
     command = [

@@ -1,7 +1,9 @@
 """Which kernels a build uses on a simulated GPU: those that passed, on all ranks, and may."""
 
+import contextlib
 import itertools
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -270,10 +272,17 @@ class Pair(ModelParallel):
 def test_ranks_take_each_step_of_a_captured_sum_together(
     monkeypatch, fault, others, said, replays, reason
 ):
-    count = 0
+    count, on_it = 0, []
+
+    @contextlib.contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        on_it.append(device)
+        yield
+        on_it.pop()
 
     class Sums(Recorder):
         def record(self, function, inputs):
+            assert on_it == [torch.device("cpu")]  # else it would open GPU 0
             if fault == "capture":
                 raise RuntimeError("not here\nand more")
             outputs = function()
@@ -292,6 +301,7 @@ def test_ranks_take_each_step_of_a_captured_sum_together(
             pass
 
     monkeypatch.setattr(graph_check, "CudaRecorder", Sums)
+    monkeypatch.setattr(graph_check, "current", current)
     parallel: Any = Pair(others)
     model = model_with((), parallel, torch.device("cpu"))
     model.norm.weight = torch.ones(1, dtype=torch.bfloat16)

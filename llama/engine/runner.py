@@ -12,6 +12,7 @@ graphs, see `llama.engine.graphs`; all others run operator by operator.
 import contextlib
 import warnings
 from collections.abc import Callable
+from subprocess import SubprocessError
 
 import torch
 from torch import Tensor
@@ -106,7 +107,8 @@ class ModelRunner:
             try:
                 return self._start(scheduled)
             except Exception as e:
-                is_kernel = type(e).__module__.startswith("triton")  # it does not compile, or fit
+                # It does not compile, or fit: Triton says so, its driver, or a compiler.
+                is_kernel = "triton" in f"{type(e)} {e}".lower() or isinstance(e, SubprocessError)
                 if not is_kernel or self.model.parallel.size > 1:
                     raise
                 warnings.warn(f"torch runs in place of the GPU's kernels: {e}", stacklevel=2)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def facts(at: Section) -> None:
         at.say("triton", triton.__version__)
         free, total = torch.cuda.mem_get_info(at.device)
         at.say("memory free", free / 1e9, "GB", total=total / 1e9)
-        at.say("cuda", torch.version.cuda, nccl=torch.cuda.nccl.version())
+        cublas = [x.version for x in metadata.distributions() if x.name.startswith("nvidia-cublas")]
+        at.say("cuda", torch.version.cuda, nccl=torch.cuda.nccl.version(), cublas=cublas)
         for name, value in machine.gpu_state(at.device).items():
             at.say(name, value)
     at.say("read bandwidth", 1e10 if at.dry else machine.read_bandwidth(at.device), "bytes/s")
@@ -146,7 +148,7 @@ def throughput(at: Section) -> None:
             preempted = engine.core.scheduler.num_preemptions
         out = sum(n for _, n in lengths)
         at.say(what, out / seconds, "tokens/s", mode=mode, preempted=preempted)
-    del model
+    del model, engine
     _check(at, "1b")
     small = at.model("1b", 1024, 1)
     for mode in MODES:
@@ -279,6 +281,9 @@ def load(at: Section) -> None:
 
 def peers(at: Section) -> None:
     """transformers on the same shape: the step at batch 1 and 32, eager, with its own cache."""
+    if find_spec("transformers") is None:
+        at.say("peers", "transformers is not installed")
+        return
     from transformers import LlamaConfig, LlamaForCausalLM
 
     args = ModelArgs(**at.params("8b"))

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,9 +116,15 @@ def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
     monkeypatch.setattr(FileReader, "__init__", lambda self, _: start(self, torch.device(device)))
     monkeypatch.setattr(files, "_PIECE", 64)
 
+    calls: list[int] = []
+
     def watched(self: FileReader, target: Tensor, fills: Callable) -> None:
+        def counted(memory: np.ndarray, first: int) -> None:
+            calls.append(memory.nbytes)
+            fills(memory, first)
+
         by_row.append(target.nbytes * (target.dim() > 1))
-        fill(self, target, fills)
+        fill(self, target, counted)
 
     monkeypatch.setattr(FileReader, "_fill", watched)
     pieces.clear()
@@ -132,6 +139,8 @@ def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
     assert sum(pieces) + sum(by_row) == size("weight") - turned
     are_whole = (num_shards, device) == (8, "mps")  # in their file, and beside each other here
     assert sum(by_row) == (0 if are_whole else size("wo.weight", "w2.weight"))
+    # As many calls as whole tensors would take, and one for each that is smaller than a piece.
+    assert len(calls) <= 1.3 * (size("weight") - turned) / 64 + len(shards)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (8, torch.bfloat16)])

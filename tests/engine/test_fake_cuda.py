@@ -23,10 +23,14 @@ from llama.engine.graphs import DecodeGraphs, DecodeInputs
 from llama.engine.sequence import Sequence, TokenParams, Tokens
 from llama.model import Transformer
 from llama.model.args import ModelArgs
+from llama.model.layers import Matrix
 from llama.ops import sample
 from llama.ops.batch import Batch
+from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
+from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.weights.groups import GroupedWeight
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
 
@@ -165,3 +169,90 @@ def test_a_draft_model_guesses_on_its_gpu(driver, monkeypatch, in_graphs):
             core.step()
     assert core.stats.accepted_tokens == core.stats.draft_tokens > 50
     assert {(x.kv_cache.device, x.has_graphs) for x in core.runners} == {(GPU, in_graphs)}
+
+
+class Only65:
+    """A constraint: this token alone, which all tokens are here."""
+
+    failure: str | None = None
+
+    def fill_allowed(
+        self, tokens: list[int], first: int, drafts: list[int], bits: np.ndarray
+    ) -> None:
+        bits.fill(0)
+        bits[:, 65 // 32] = 1 << 65 % 32
+
+    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+        return [], False
+
+
+GREEDY = TokenParams(temperature=0.0)
+ASKED = {
+    "greedy": GREEDY,
+    "sampled": TokenParams(temperature=0.8, top_p=0.95),
+    "log-probabilities": dataclasses.replace(GREEDY, logprobs=3),
+    "penalties": dataclasses.replace(GREEDY, presence_penalty=1.0, bad_words=((7, 8),)),
+    "constrained": GREEDY,
+}
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch) -> KernelSet:
+    """Those of sampling and of products with quantized weights, without their numbers."""
+
+    def product(x: Tensor, weight: Any, tile: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype or x.dtype)
+
+    def plain(weight: Any, first: int, end: int, dtype: torch.dtype) -> Tensor:
+        return weight.values.new_empty(end - first, weight.shape[1], dtype=dtype)
+
+    def choose(logits: Tensor, rules: Tensor, *, is_filtered: bool) -> Tensor:
+        assert rules.device == logits.device == GPU
+        return logits.new_empty(len(logits), dtype=torch.int64)
+
+    monkeypatch.setattr("llama.ops.triton.linear.run", product)
+    monkeypatch.setattr("llama.ops.triton.linear.plain", plain)
+    monkeypatch.setattr("llama.ops.triton.sample.choose", choose)
+    monkeypatch.setattr(
+        "llama.ops.triton.sample.top_tokens",
+        lambda logits: (logits.new_empty(len(logits)), choose(logits, logits, is_filtered=False)),
+    )
+    return KernelSet(frozenset({"sample", "linear"}), frozenset({torch.bfloat16}))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize(("held", "cache"), [(None, None), (None, "int8"), ("int4", "int8")])
+@pytest.mark.parametrize("asked", ASKED)
+def test_answers_of_every_kind_stay_on_their_gpu(
+    driver, kernels_of_a_gpu, asked, held, cache, in_graphs
+):
+    """Prompts beside answers, step after step, ahead of the host; weights and cache in few bits."""
+    args = dataclasses.replace(
+        ARGS_8B, dim=512, n_heads=8, n_kv_heads=2, vocab_size=512, multiple_of=128
+    )
+    real = Transformer(args, dtype=torch.bfloat16, device="cpu")
+    if held is not None:
+        real.pack(quantize=held)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        model = Transformer(args, dtype=torch.bfloat16, device=GPU, kv_format=FORMATS[cache])
+        if held is not None:
+            for ours, theirs in zip(model.modules(), real.modules(), strict=True):
+                if isinstance(theirs, Matrix) and isinstance(theirs.weight, GroupedWeight):
+                    values, scales = map(same_on_gpu, (theirs.weight.values, theirs.weight.scales))
+                    ours.weight = type(theirs.weight)(
+                        theirs.weight.shape, values, scales, theirs.weight.table
+                    )
+        model.use_kernels(kernels_of_a_gpu)
+        core = EngineCore.for_model(
+            model, num_pages=100,
+            recorder_for=TapeRecorder.of_model if in_graphs else lambda model: None,
+        )  # fmt: skip
+        for length in (40, 3, 19):
+            seq = Sequence([1] * length, ASKED[asked], length + 12, length)
+            seq.constraint = Only65() if asked == "constrained" else None
+            core.add(seq)
+            core.step()
+        while core.has_unfinished():
+            core.step()
+    assert core.runner.has_graphs == in_graphs and core.runner.kv_cache.device == GPU

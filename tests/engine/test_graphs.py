@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import subprocess
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -395,11 +396,20 @@ class OutOfResources(Exception):
 
 @pytest.mark.filterwarnings("ignore:steps run without graphs")
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, graphs):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfResources("shared memory"),
+        RuntimeError("Triton Error [CUDA]: no shared memory"),
+        subprocess.CalledProcessError(1, "ptxas shared"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, error, graphs):
     """One that the check did not meet: torch's body does its work from then on."""
 
     def fails(*_: object) -> None:
-        raise OutOfResources("shared memory")
+        raise error
 
     wanted = core_of(model, 20, graphs=False, ahead=False)
     wanted.add(alone := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
@@ -409,7 +419,7 @@ def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, graphs):
     monkeypatch.setattr("llama.ops.attention.suits_gpu", lambda *_: True)
     model.use_kernels(KernelSet(frozenset({"attention"}), frozenset({torch.float32})))
     try:
-        with pytest.warns(UserWarning, match="torch runs in place of the GPU's kernels: shared"):
+        with pytest.warns(UserWarning, match="torch runs in place of the GPU's kernels: .*shared"):
             core = core_of(model, 20, graphs=graphs, ahead=True)
             core.add(seq := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
             while core.has_unfinished():

@@ -1,23 +1,32 @@
 """`scripts/gpu_check.py` without a GPU: all of it runs, so that on one it is not what fails."""
 
+import contextlib
+import functools
 import json
 import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="its kernels need Triton")
 
 import gpu_check
 
+from bench import gpu_sections
 from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS
 from helpers import warm
 from helpers.launch import REPO, environment
+from llama import gpu
 from llama.ops.cpu import native
+from llama.ops.triton import selfcheck, selfcheck_cache
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +76,55 @@ def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path, monkey
     assert "KeyError: 'nowhere'" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_section_ends_with_the_run_that_asked_for_it(tmp_path):
+    """Killed with its group, the run left it on the GPU."""
+    command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--out", str(tmp_path)]
+    orphan = environment(**{selfcheck.PARENT: "1"})
+    done = warm.run([*command, "--dry", "--section", "facts"], env=orphan, timeout=60)
+    assert done.returncode == 1 and "that asked for this check has ended" in done.stderr
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_peers_are_left_out_where_they_are_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_sections, "find_spec", lambda name: None)
+    gpu_sections.run("peers", tmp_path, dry=True)
+    (said,) = read_results(tmp_path)
+    assert said["value"] == "transformers is not installed"
+
+
+def test_what_is_timed_in_turn_is_all_captured(monkeypatch):
+    """One cache of keys and values read again and again would lie in the GPU's own cache."""
+    captured: list[int] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(gpu_sections.machine, "best_seconds", lambda *_: 42.0)
+    at: Any = SimpleNamespace(dry=False, device=None)
+    calls = [functools.partial(captured.append, i) for i in range(21)]
+    assert gpu_sections._device_seconds(at, calls) == 2.0
+    assert captured == [0, *range(21)]
+
+
+def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
+    """Of the same graphs, in the same words: else a build checks them again."""
+    keys: list[str] = []
+
+    def load_or_check(job: selfcheck.Job, program: object = ()) -> selfcheck.CheckResult:
+        keys.append(str(replace(job, device="")))
+        return selfcheck.CheckResult(dict.fromkeys(job.names))
+
+    monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
+    monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
+    at = Section("checks", tmp_path, dry=True)
+    model = at.model("8b", 64, 1)
+    monkeypatch.setattr(at, "model", lambda *_: model)
+    at.dry, at.dtype = False, torch.bfloat16
+    gpu_sections._check(at, "8b")
+    checked, keys[:] = keys[:], []
+    device = torch.device("cuda", 0)
+    gpu.kernels_for(model.params, model.parallel, device, at.dtype, gpu.asked_for())
+    assert checked == keys and len(keys) == 2
+
+
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
     for arguments, said in (
         (["--out", str(tmp_path)], "torch finds no CUDA GPU here: --dry runs all of this"),
@@ -79,12 +137,14 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
-def test_the_sections_fit_into_the_time_of_a_run():
+def test_the_sections_fit_into_the_time_of_a_run_the_most_telling_first():
+    assert list(LIMITS)[:5] == ["facts", "checks", "decode", "profile", "throughput"]
     assert sum(LIMITS.values()) <= 9.5 * 60 - gpu_check._GRACE_S
 
 
 def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
     """Dry they share a process."""
+    monkeypatch.setattr(selfcheck, "end_with_parent", lambda: None)
     given = ["gpu_check.py", "--dry", "--out", str(tmp_path), "--section", "nowhere,facts"]
     monkeypatch.setattr(sys, "argv", given)
     assert gpu_check.main() == 1

@@ -105,6 +105,12 @@ def _padded(n: int) -> int:
 
 
 @triton.jit
+def _chunk(logits, begin, v, CHUNK: tl.constexpr):
+    cols = begin + tl.arange(0, CHUNK)
+    return tl.load(logits + cols, mask=cols < v, other=-float("inf")), cols
+
+
+@triton.jit
 def _is_before(probs, ids, prob, id):
     """Which tokens come before one, from the likeliest down, of equal ones from the first up."""
     return (probs > prob) | ((probs == prob) & (ids < id))
@@ -113,8 +119,7 @@ def _is_before(probs, ids, prob, id):
 @triton.jit
 def _race(logits, block, top, rate, uniform, prob, id, v, BLOCK: tl.constexpr):
     """Of a block's tokens before a pivot: who is first, and when; infinity where there is none."""
-    cols = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + cols, mask=cols < v, other=-float("inf"))
+    x, cols = _chunk(logits, block * BLOCK, v, BLOCK)
     probs = to_fixed(probs_of(x, top, rate))
     is_in = _is_before(probs, cols, prob, id)
     return first_of(finishes_of(tl.where(is_in, probs, 0), block * BLOCK, uniform), cols, v)
@@ -156,7 +161,7 @@ def _kth(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The k-th largest probability of a row, 0 where fewer count: the bits of its float32 are found
-    from above, 11 by the bins, then 11 and 10."""
+    from above, 11 by the bins, then 7 at a time."""
     bin, k = _place_of(tl.load(bins + tl.arange(0, BINS)), k)
     bits = bin + FIRST_BIN
     if bin > 0:
@@ -177,12 +182,6 @@ def _top_of(maxima, first, n, MANY: tl.constexpr):
     """The largest probability of some blocks of a row."""
     some = first + tl.arange(0, MANY)
     return to_fixed(tl.max(tl.load(maxima + some, mask=some < n, other=0), 0))
-
-
-@triton.jit
-def _chunk(logits, begin, v, CHUNK: tl.constexpr):
-    cols = begin + tl.arange(0, CHUNK)
-    return tl.load(logits + cols, mask=cols < v, other=-float("inf")), cols
 
 
 @triton.jit
