@@ -52,7 +52,7 @@ def kernels_for(
 ) -> KernelSet:
     """The kernels that pass their check on all ranks, or have passed it before.
 
-    None off CUDA. The first time on a machine it takes a minute.
+    None off CUDA. The first time on a machine kernels are compiled: a minute of one core's time.
     """
     if device.type != "cuda":
         return TORCH_ONLY

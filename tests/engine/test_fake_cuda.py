@@ -6,6 +6,7 @@ rank of several, and that what a graph captures can be captured.
 """
 
 import contextlib
+import copy
 import dataclasses
 from typing import Any
 
@@ -132,6 +133,10 @@ def driver(monkeypatch):
         assert columns.device == GPU
         return lambda: columns
 
+    def tokens(columns: Tensor) -> Tokens:
+        n = len(columns)
+        return Tokens([65] * n, [-1.0] * n, [[(65, -1.0)]] * n)
+
     def pinned(x: np.ndarray, device: torch.device) -> Tensor:
         return torch.empty(x.shape, dtype=torch.from_numpy(x).dtype)
 
@@ -140,7 +145,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(runner, "current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(runner, "free_bytes", lambda device: 1 << 40)
     monkeypatch.setattr(runner, "_to_host", to_host)
-    monkeypatch.setattr(runner, "_tokens", lambda columns: Tokens([65] * len(columns)))
+    monkeypatch.setattr(runner, "_tokens", tokens)
     for module in (sample, graphs):
         monkeypatch.setattr(module, "pinned", pinned)
 
@@ -220,6 +225,16 @@ def kernels_of_a_gpu(monkeypatch) -> KernelSet:
     return KernelSet(frozenset({"sample", "linear"}), frozenset({torch.bfloat16}))
 
 
+def on_gpu(weight: GroupedWeight) -> GroupedWeight:
+    def all_on_gpu(held: dict[str, Any]) -> dict[str, Any]:
+        return {name: x if x is None else same_on_gpu(x) for name, x in held.items()}
+
+    moved = copy.copy(weight)
+    moved._buffers = all_on_gpu(weight._buffers)
+    moved._parameters = all_on_gpu(weight._parameters)
+    return moved
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize(("held", "cache"), [(None, None), (None, "int8"), ("int4", "int8")])
@@ -239,10 +254,7 @@ def test_answers_of_every_kind_stay_on_their_gpu(
         if held is not None:
             for ours, theirs in zip(model.modules(), real.modules(), strict=True):
                 if isinstance(theirs, Matrix) and isinstance(theirs.weight, GroupedWeight):
-                    values, scales = map(same_on_gpu, (theirs.weight.values, theirs.weight.scales))
-                    ours.weight = type(theirs.weight)(
-                        theirs.weight.shape, values, scales, theirs.weight.table
-                    )
+                    ours.weight = on_gpu(theirs.weight)
         model.use_kernels(kernels_of_a_gpu)
         core = EngineCore.for_model(
             model, num_pages=100,

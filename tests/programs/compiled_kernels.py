@@ -136,15 +136,16 @@ _FORMATS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {  # constants, typ
 
 def quantized_jobs(capability: int, *, every: bool) -> list[Job]:
     """Products of 1, 16 and 64 rows with quantized weights, and these made plain; the w2 of 8B, and
-    with `every` those of 1B and of 70B on 8 ranks too, and all tiles."""
+    with `every` each K of it, of 1B and of 70B on 8 ranks, and all tiles."""
     found = []
-    for shape, (_, k) in _WIDTHS.items() if every else [("8B", _WIDTHS["8B"])]:
+    all_widths = [(shape, k) for shape, widths in _WIDTHS.items() for k in widths]
+    for shape, k in all_widths if every else [("8B", _WIDTHS["8B"][1])]:
         for name, (constants, types) in _FORMATS.items():
             constants = constants | {"GROUP": constants["GROUP"] or k}
             for m in (1, 16, 64):
                 tiles = linear.candidates(constants["KIND"], 4096, k, m)
                 for tile in tiles:
-                    what = f"{shape}, {name}, {m} rows, {tuple(tile)}"
+                    what = f"{shape}, K {k}, {name}, {m} rows, {tuple(tile)}"
                     found.append(_product(what, capability, k, tile, m, constants, types))
             sizes = {"K": k, "COLUMNS": 128, **constants}
             found.append(
