@@ -74,9 +74,8 @@ def test_ids_are_those_of_the_torch_body(vocab, spread):
 
 
 FLAT = {
-    "normal": torch.randn(3000, generator=torch.Generator().manual_seed(3)),
-    "almost flat": torch.randn(3000, generator=torch.Generator().manual_seed(4)).bfloat16() * 0.1,
-    "ties everywhere": torch.zeros(3000),
+    "normal": torch.randn(2500, generator=torch.Generator().manual_seed(3)).bfloat16().float(),
+    "ties everywhere": torch.zeros(2500),
 }
 
 
@@ -102,18 +101,18 @@ def calls(monkeypatch) -> list[str]:
         (SamplingRow(top_p=0.95), 1.5),
         (SamplingRow(top_p=0.1), 5),
         (SamplingRow(top_k=300, top_p=0.5), 4),
-        (SamplingRow(top_k=2500), 1.5),
+        (SamplingRow(top_k=2000), 1.5),
         (SamplingRow(min_p=0.2, top_p=0.9), 1.5),
     ],
 )
 def test_where_all_tokens_are_likely_few_are_weighed(monkeypatch, calls, name, row, most):
-    """Of 12 draws, in three blocks and chunks; by the mass that is kept of what races."""
+    """Of 6 draws, in three blocks and chunks; by the mass that is kept of what races."""
     monkeypatch.setattr(gpu, "_CHUNK", 1024)
-    wanted, found = both(FLAT[name].float().repeat(12, 1), [row] * 12, random.Random(4))
+    wanted, found = both(FLAT[name].repeat(6, 1), [row] * 6, random.Random(4))
     assert found == wanted
-    assert 12 <= calls.count("_weighed") <= 12 * most
-    assert calls.count("_race") <= 12 * (3 + 2 * most)
-    assert calls.count("_kth") == (12 if row.top_k else 0)
+    assert 6 <= calls.count("_weighed") <= 6 * most
+    assert calls.count("_race") <= 6 * (3 + 2 * most)
+    assert calls.count("_kth") == (6 if row.top_k else 0)
 
 
 def test_the_token_just_behind_the_kth_is_not_kept():
