@@ -171,9 +171,10 @@ class Files:
             )
         return replace(files, quantize=None, checkpoint=replace(self.checkpoint, in_codes=False))
 
-    def formats(self) -> tuple[str | None, ...]:
-        if self.checkpoint.in_codes:
-            return None, *weights.QUANTIZED
+    def formats(self) -> tuple[str | weights.Form | None, ...]:
+        """Of weights on a GPU."""
+        if self.device.type == "cuda" and self.checkpoint.in_codes:
+            return None, *reader.forms_of(self.checkpoint, self.ranks)
         return tuple(dict.fromkeys([self.quantize, weights.of_output(self.quantize)]))
 
     def tokenizer(self, path: str | None) -> Tokenizer:

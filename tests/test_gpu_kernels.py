@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
+from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.cli import doctor
 from llama.engine import graph_check
@@ -24,7 +26,7 @@ from llama.ops.triton import kernels, selfcheck_cache
 from llama.ops.triton.kernels import KernelSet
 from llama.ops.triton.selfcheck import CheckResult, Job
 from llama.ranks.collectives import ModelParallel
-from llama.weights import QUANTIZED
+from llama.weights import Form
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
@@ -98,13 +100,18 @@ def test_graphs_are_checked_while_no_process_holds_the_gpu(gpu):
     assert jobs[1].names == ("graph",) and {*jobs[1].in_use} == ALL - {"linear", "add_norm"}
 
 
-def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu):
-    """Torch would make them plain in every step: one line says so. Graphs are tried as they are."""
-    demo, asked = find(DEMO), (ModelParallel(), ALL | {"graph"})
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_path):
+    """Torch would make them plain in every step: one line says so. Graphs are tried as they are. Of
+    a file, what is checked are its own forms: Q8_0 of the output, and Q4_0."""
+    convert(DEMO, tmp_path / "model.gguf", quantize="q4_0")
+    asked, forms = (ModelParallel(), ALL | {"graph"}), (Form(1, 0, 32, 1, 1), Form(3, -8, 32, 1, 1))
+    as_it_is = replace(find(tmp_path / "model.gguf"), in_codes=True)
     for files, held in (
-        (Files(demo, torch.bfloat16, "int8", 1, GPU), ("int8",)),
-        (Files(replace(demo, in_codes=True), torch.bfloat16, None, 1, GPU), (None, *QUANTIZED)),
+        (Files(find(DEMO), torch.bfloat16, "int8", 1, GPU), ("int8",)),
+        (Files(as_it_is, torch.bfloat16, None, 1, GPU), (None, *forms)),
     ):
+        demo = replace(files.checkpoint, in_codes=False)
         jobs = gpu({})
         jobs.clear()
         found = files.with_kernels(*asked)

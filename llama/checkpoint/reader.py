@@ -27,6 +27,7 @@ from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
 from llama.weights.coded import Coded, CodedRows, joined
+from llama.weights.groups import GroupedWeight
 
 # Computed, not learned: some files carry them.
 _HARMLESS = ("rope.freqs", "rotary_emb.inv_freq", "rope_freqs.weight")
@@ -43,7 +44,7 @@ def bytes_of(
     their file, some rows of each are read and packed.
     """
     if found.in_codes:
-        return _bytes_in_codes(found, size, dtype, device.type == "cuda")
+        return _in_codes(found, size, dtype, device.type == "cuda")[0]
     of_ends = formats.of_output(quantize)
     ends = {"output.weight": of_ends, "tok_embeddings.weight": None}
     if found.params.tied_output:
@@ -54,10 +55,17 @@ def bytes_of(
     )
 
 
-def _bytes_in_codes(found: Checkpoint, size: int, dtype: torch.dtype, is_gpu: bool) -> int:
+def forms_of(found: Checkpoint, size: int) -> list[formats.Form]:
+    """Those of the matrices that a GPU holds in the codes of their file."""
+    return sorted(_in_codes(found, size, torch.bfloat16, is_gpu=True)[1])
+
+
+def _in_codes(
+    found: Checkpoint, size: int, dtype: torch.dtype, is_gpu: bool
+) -> tuple[int, set[formats.Form]]:
     reader, parallel = CheckpointReader(found), ModelParallel(rank=0, size=size)
     model = Transformer(found.params, parallel=parallel, device="meta", dtype=dtype)
-    total = 0.0
+    total, forms = 0.0, set()
     for module, shards in model.loading_order():
         total += sum(shard.nbytes for shard in shards.values())
         for names in _matrices(module, shards):
@@ -67,7 +75,8 @@ def _bytes_in_codes(found: Checkpoint, size: int, dtype: torch.dtype, is_gpu: bo
                 thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
                 total += (held.nbytes - thin) * rows / n + thin * (rows + k) / (n + k)
                 total -= sum(shards[name].nbytes for name in names)
-    return math.ceil(total)
+                forms |= {held.form} if isinstance(held, GroupedWeight) else set()
+    return math.ceil(total), forms
 
 
 def _matrices(module: nn.Module, shards: dict[str, Tensor]) -> list[Sequence[str]]:

@@ -132,7 +132,7 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
     model = Transformer(args, dtype=dtype, device=job.device, kv_format=kv_format)
     for weight in model.parameters():
         weight.data.normal_(0, 0.02 if weight.dim() > 1 else 1.0)
-    model.pack(quantize=job.formats[-1])
+    model.pack(quantize=str(job.formats[-1]) if job.formats[-1] else None)
     model.use_kernels(KernelSet(frozenset(job.in_use), frozenset({dtype})))
     compare(model, CudaRecorder(torch.device(job.device)), job.page_size)
     return []

@@ -10,16 +10,16 @@ from torch import Tensor
 from llama.device import dtype_name
 from llama.ops.cpu import native
 from llama.weights.blocks import BlockedWeight
-from llama.weights.bytes import BytesWeight, Fp8Weight
+from llama.weights.bytes import E4M3, BytesWeight, Fp8Weight
 from llama.weights.coded import Coded, CodedRows
-from llama.weights.groups import GroupedWeight
+from llama.weights.groups import Form, GroupedWeight
 from llama.weights.nibbles import NibblesWeight, SixBitsWeight
 from llama.weights.plain import PlainWeight
 from llama.weights.weight import Weight
 
 __all__ = [
-    "FORMATS", "QUANTIZED", "PlainWeight", "Weight", "bytes_of", "check_quantize", "of_output",
-    "on_gpu", "packed",
+    "FORMATS", "QUANTIZED", "Form", "PlainWeight", "Weight", "bytes_of", "check_quantize", "like",
+    "of_output", "on_gpu", "packed",
 ]  # fmt: skip
 
 QUANTIZED: dict[str, type[BytesWeight | NibblesWeight]] = {  # by the name that `quantize=` takes
@@ -68,6 +68,17 @@ def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = 
             return held.to(device)
     plain = matrix if isinstance(matrix, Tensor) else matrix.plain(torch.bfloat16)
     return PlainWeight.pack(plain.to(device))
+
+
+def like(form: Form, n: int, k: int, device: torch.device) -> Weight:
+    """Random numbers in a form, on a GPU; plain ones where it is not for these sizes."""
+    tables = {1: torch.arange(-128.0, 128), 3: form.first + torch.arange(16.0)}
+    table = tables.get(form.kind, E4M3.float())
+    group = form.group if form.group and k % form.group == 0 else k
+    unit = (1 / 3, 2**-6, 1365 / 2**17)[form.scale_type]  # of float32, of float16, of bytes
+    scale, offset = torch.randint(1, 64, (2, n, k // group)) * unit
+    codes = torch.randint(min(len(table), 127), (n, k), dtype=torch.uint8)  # 127 is a NaN
+    return on_gpu(Coded(codes, table, scale, offset if form.per_group > 1 else None), None, device)
 
 
 def packed(

@@ -14,7 +14,7 @@ from llama.weights.blocks import N_BLOCK, in_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight, pack_extras, pack_scales
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 _ROWS = 4096  # that are rounded at once
 
 
@@ -76,20 +76,20 @@ class Fp8Weight(BytesWeight):
     """values: (N/32, K/2, 32, 2) e4m3. The kernels take 2^-8 of them, so the scales are larger."""
 
     kind = 2
-    layout = (_E4M3.dtype, 2, (N_BLOCK, 2))
+    layout = (E4M3.dtype, 2, (N_BLOCK, 2))
     in_files = "float", 8
     unit = 2**-8
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
-        return torch.equal(table.nan_to_num(), _E4M3.float().nan_to_num())
+        return torch.equal(table.nan_to_num(), E4M3.float().nan_to_num())
 
     @classmethod
     def rounded(cls, plain: Tensor) -> Coded:
         scale, units = _units(plain, 448)
         pieces = zip(plain.split(_ROWS), units.split(_ROWS), strict=True)
-        codes = torch.cat([(rows / unit).to(_E4M3.dtype) for rows, unit in pieces])
-        return Coded(codes.view(torch.uint8), _E4M3.float(), scale)
+        codes = torch.cat([(rows / unit).to(E4M3.dtype) for rows, unit in pieces])
+        return Coded(codes.view(torch.uint8), E4M3.float(), scale)
 
     def numbers(self, ids: Tensor) -> Tensor:
         return super().numbers(ids) * self.unit

@@ -8,7 +8,7 @@ packed_weight.h has the layouts.
 Shapes: N outputs, K inputs, G groups of K / G, R the rank of an adaptor.
 """
 
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,16 @@ _LEAST_GROUP = 16  # as in packed_weight.h
 _MOST_RANK = 256  # of an adaptor, as in kernels.h
 _SCALE_TYPES = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
 EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, then a byte for each
+
+
+class Form(NamedTuple):
+    """What a kernel of a GPU is compiled for, beside K. group: 0 if it is all of K."""
+
+    kind: int
+    first: int
+    group: int
+    per_group: int
+    scale_type: int
 
 
 class GroupedWeight(BlockedWeight):
@@ -86,6 +96,12 @@ class GroupedWeight(BlockedWeight):
             return cls.of(matrix.read())
         few.shape, few.values.data, few.scales = shape, values, scales
         return few
+
+    @property
+    def form(self) -> Form:
+        group = self.shape[1] // self.groups if self.groups > 1 else 0
+        scale_type = _SCALE_TYPES.index(self.scales.dtype)
+        return Form(self.kind, self.first or 0, group, self.per_group, scale_type)
 
     @classmethod
     def takes(cls, coded: Coded) -> bool:

@@ -41,11 +41,11 @@ from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
-from llama.weights import PlainWeight, Weight, packed
+from llama.weights import Form, PlainWeight, Weight, like, packed
 
 Results = tuple[Tensor, ...]
 Choice = tuple[Sizes, Tile]  # and the tile that is fastest for them
-Formats = tuple[str | None, ...]  # of weights, as `quantize=` has them
+Formats = tuple[str | Form | None, ...]  # of weights, as `quantize=` or a file has them
 
 PARENT = "LLAMA_CHECK_PARENT"  # a variable: the process that started this one
 LENGTHS = (1, 15, 16, 17, 255, 4097)
@@ -264,7 +264,10 @@ class Cases:
             (job.vocab_rows, job.dim),
         }  # fmt: skip
         for format, (n, k) in itertools.product(job.formats, sorted(shapes)):
-            weight = packed(self.normal(n, k), format, self.device)
+            if isinstance(format, Form):
+                weight = like(format, n, k, self.device)
+            else:
+                weight = packed(self.normal(n, k), format, self.device)
             for m in BUCKETS:
                 if tiles := candidates(weight.kind, n, k, m):
                     yield weight, (weight.kind, n, k, m), tiles

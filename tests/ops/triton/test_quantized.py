@@ -13,7 +13,7 @@ from llama.loading import tell_of_plain
 from llama.model.layers import Linear
 from llama.ops.triton import linear as gpu
 from llama.ops.triton.kernels import Tile
-from llama.weights import PlainWeight, on_gpu
+from llama.weights import PlainWeight, like, on_gpu
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight
 
@@ -71,6 +71,18 @@ def test_what_runs_for_how_many_rows(launches, monkeypatch):
         torch.testing.assert_close(got, x @ weight.exact().T, atol=1e-4, rtol=1e-5)
         assert launches == expected
         assert torch.equal(weight.linear(x), x @ weight.exact().T)  # torch's body
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_check_draws_weights_in_the_form_of_a_file(name):
+    """What a kernel is compiled for is the same, at other sizes."""
+    asked = held(name)
+    found = like(asked.form, 96, 1024, CPU)
+    assert isinstance(found, GroupedWeight) and found.form == asked.form
+    ours, theirs = found.blocks(), asked.blocks()
+    assert ours is not None and theirs is not None and ours.scales.dtype is theirs.scales.dtype
+    exact = found.exact()
+    assert exact.isfinite().all() and len(exact.unique()) > 500
 
 
 @pytest.mark.parametrize(

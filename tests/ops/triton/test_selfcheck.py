@@ -28,7 +28,7 @@ from llama.ops.triton import linear as products
 from llama.ops.triton import selfcheck_cache as cached
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile
 from llama.ops.triton.selfcheck import JOB, Case, Cases, Job, check_kernel
-from llama.weights import PlainWeight, Weight
+from llama.weights import Form, PlainWeight, Weight
 
 CPU = torch.device("cpu")
 TILE = [16, 32, 4, 3, True]
@@ -134,7 +134,8 @@ def test_the_head_is_checked_with_the_type_that_it_gives(monkeypatch):
 
 @pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
 @pytest.mark.parametrize("fault", [False, True])
-def test_quantized_products_are_checked(launches, monkeypatch, fault):
+@pytest.mark.parametrize("format", ["int4", Form(3, -8, 64, 1, 1)], ids=["int4", "of a file"])
+def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     """By tiles and made plain. In the interpreter, which has no bf16, the model is fp16."""
 
     def packed(plain: Tensor, name: str, device: torch.device) -> Weight:
@@ -150,7 +151,8 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault):
         "vocab_rows": 32,
         "vocab_size": 32,
     }
-    asked = replace(job("linear"), formats=("int4",), **sizes)
+    asked = replace(job("linear"), formats=(format,), **sizes)
+    assert JOB.validate_json(JOB.dump_json(asked)) == asked
     if fault:
         monkeypatch.setattr(products, "plain", lambda w, i, n, x: torch.ones(n - i, 128).to(x))
         with pytest.raises(ArithmeticError, match="2 rows times 32 x 128 of kind 3 with None"):
