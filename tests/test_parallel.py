@@ -24,6 +24,7 @@ from llama.compat.vllm import SamplingParams as VllmParams
 from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.one_shot import LARGEST, MOST_BYTES
 from llama.weights import PlainWeight
 from llama.weights.bytes import BytesWeight
 
@@ -316,11 +317,12 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
         [True, False, False],
         sums,
         [False, False, True, True, False, True, False],
-        [True, False, False],
+        [MOST_BYTES, 0, 0, LARGEST, MOST_BYTES, MOST_BYTES],  # by the switch on all ranks, or none
+        [True, True, False],
     ]
     results = [rank[6]["result"] for rank in two_ranks["samples"]]
-    assert [result[:4] for result in results] == [wanted] * 2
-    assert results[1][4].startswith(
+    assert [result[:5] for result in results] == [wanted] * 2
+    assert results[1][5].startswith(
         "the GPUs of this machine could not map each other's memory within 0.5 s, which some ranks "
         "did and others not (this one failed with OSError: no permission): "
     )

@@ -37,7 +37,7 @@ class ModelParallel:
     control: dist.ProcessGroup | None = None  # the same ranks on gloo: agreement, in host memory
     world: dist.ProcessGroup | None = None  # every rank, on gloo
     shared: SharedMemory | None = None  # of the group, where its ranks are on one machine
-    one_shot: OneShot | None = None  # small sums of its GPUs, where they can do it
+    one_shot: OneShot | None = None  # sums of its GPUs, where they can do it
     store: dist.Store | None = None  # where the ranks met
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 

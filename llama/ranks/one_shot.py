@@ -1,15 +1,15 @@
-"""Small sums between the GPUs of one machine: each rank reads the memory of all others at once.
+"""Sums between the GPUs of one machine: each rank reads the memory of all others at once, and
+larger ones are made by the switch between them.
 
-In: a group's ranks on one machine. Out: an all-reduce for tensors of at most MOST_BYTES, or None
-where these GPUs cannot do it, or did it wrongly when they were tried beside nccl. torch's kernels
-over symmetric memory do the work: one pass over the peers' buffers. A decode step makes two such
-sums a layer, of a few kilobytes.
+In: a group's ranks on one machine. Out: an all-reduce for tensors of at most MOST_BYTES, or of
+LARGEST where an NVSwitch adds up; None where these GPUs cannot do it, or did it wrongly when they
+were tried beside nccl. torch's kernels over symmetric memory do the work. A decode step makes two
+such sums a layer: of some kilobytes for a few rows, of a megabyte for 64.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,22 @@ from torch import Tensor
 
 from llama.ranks import torch_private
 from llama.ranks.errors import RankError
+from llama.ranks.torch_private import Sum
 
 MOST_BYTES = 256 << 10  # beyond, each rank reads too much: size times what a ring does
+LARGEST = 16 << 20  # beyond, nccl is as fast
 _ALIGNED = 16  # bytes that the kernels move at once
-_TRIED = (64, 4096, 16_384)  # numbers
+_TRIED, _TRIED_LARGE = (64, 4096, 16_384), (1 << 17, 1 << 19)  # numbers
 _DTYPES = (torch.bfloat16, torch.float32)  # torch's kernels have no others
 _LIMIT_S = 30.0  # for all ranks to map each other's memory: it takes milliseconds
-
-Reduce = Callable[[Tensor, Tensor], Any]  # (own part of the symmetric buffer, x) -> sums into x
 
 
 class OneShot:
     """One rank's end."""
 
-    def __init__(self, buffer: Tensor, reduce: Reduce) -> None:
-        self._buffer, self._reduce = buffer, reduce
+    def __init__(self, buffer: Tensor, reduce: Sum, in_switch: Sum | None = None) -> None:
+        self._buffer, self._reduce, self._in_switch = buffer, reduce, in_switch
+        self.most = MOST_BYTES if in_switch is None else len(buffer)  # bytes
 
     @classmethod
     def join(
@@ -45,19 +46,27 @@ class OneShot:
         prepared = None
         with contextlib.suppress(Exception):  # of torch, the driver or the machine
             if _reaches_peers(device):
-                prepared = torch_private.symmetric_buffer(MOST_BYTES, device)
+                prepared = torch_private.symmetric_buffer(LARGEST, device)
         if not _agree(control, prepared is not None) or prepared is None:
             return None
         buffer, meet = prepared
-        made = _in_time(lambda: OneShot(buffer, meet(group)), control, _LIMIT_S)
-        is_made = _agree(control, made is not None)
-        return made if is_made and made and made.self_test(group, control) else None
+        made = _in_time(lambda: OneShot(buffer, *meet(group)), control, _LIMIT_S)
+        if not _agree(control, made is not None) or made is None:
+            return None
+        if not made.self_test(group, control, _TRIED):
+            return None
+        has_switch = _agree(control, made.most > MOST_BYTES)
+        if not has_switch or not made.self_test(group, control, _TRIED_LARGE):
+            made.most = MOST_BYTES
+        return made
 
-    def self_test(self, group: dist.ProcessGroup, control: dist.ProcessGroup) -> bool:
+    def self_test(
+        self, group: dist.ProcessGroup, control: dist.ProcessGroup, counts: Sequence[int] = _TRIED
+    ) -> bool:
         """Try it: on every rank the sums that the group's backend gives, and the same bits."""
         right, device = True, self._buffer.device
         draw = torch.Generator().manual_seed(dist.get_rank(group))
-        for count in _TRIED:
+        for count in counts:
             for dtype in _DTYPES:
                 whole = torch.randint(-8, 9, (count,), generator=draw).to(device, dtype)
                 drawn = torch.randn(count, generator=draw).to(device, dtype)
@@ -74,15 +83,15 @@ class OneShot:
         return (
             x.device == self._buffer.device
             and x.dtype in _DTYPES
-            and 0 < x.nbytes <= MOST_BYTES
+            and 0 < x.nbytes <= self.most
             and x.nbytes % _ALIGNED == 0
             and x.is_contiguous()
         )
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place. The kernel ends when all ranks have read the buffer."""
-        own = self._buffer.view(x.dtype)[: x.numel()]
-        self._reduce(own, x.view(-1))
+        own, is_small = self._buffer.view(x.dtype)[: x.numel()], x.nbytes <= MOST_BYTES
+        (self._reduce if is_small or self._in_switch is None else self._in_switch)(own, x.view(-1))
 
 
 def _in_time(

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Sum = Callable[[Tensor, Tensor], Any]  # (own part of a symmetric buffer, x) -> sums into x
+
 
 def register_fake_backend() -> bool:
     """Make torch know the backend "fake". Without it: False, and a process alone takes gloo."""
@@ -44,17 +46,26 @@ def set_timeout(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 def symmetric_buffer(
     num_bytes: int, device: torch.device
-) -> tuple[Tensor, Callable[[dist.ProcessGroup], Callable[[Tensor, Tensor], Any]]]:
+) -> tuple[Tensor, Callable[[dist.ProcessGroup], tuple[Sum, Sum | None]]]:
     """Memory that other GPUs of the machine can map, and what maps it on all ranks of a group:
-    that gives (part of the buffer, x) -> the sum over the ranks into `x`, in one launch. Without
-    these names: ImportError or AttributeError, before any rank waits for another."""
+    that gives (part of the buffer, x) -> the sum over the ranks into `x`, in one launch, and the
+    same by the switch between the GPUs, None without one. Without these names: ImportError or
+    AttributeError, before any rank waits for another."""
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     op, meet = torch.ops.symm_mem.one_shot_all_reduce_copy_out, symmetric.rendezvous
+    in_place = torch.ops.symm_mem.multimem_all_reduce_
 
-    def join(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Any]:
-        meet(buffer, group)
-        name = group.group_name
-        return lambda own, x: op(own, x, "sum", name, x)
+    def join(group: dist.ProcessGroup) -> tuple[Sum, Sum | None]:
+        handle, name = meet(buffer, group), group.group_name
+
+        def in_switch(own: Tensor, x: Tensor) -> None:
+            own.copy_(x)
+            in_place(own, "sum", name)
+            x.copy_(own)
+
+        return lambda own, x: op(
+            own, x, "sum", name, x
+        ), in_switch if handle.multicast_ptr else None
 
     buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     return buffer, join

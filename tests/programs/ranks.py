@@ -210,23 +210,38 @@ def one_shot_sums(folder: str) -> list:
         tried = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), body)
         taken.append(tried.self_test(group, control))
     one_shot = OneShot(torch.empty(MOST_BYTES, dtype=torch.uint8), reduce)
-    joined = [join_one_shot(group, control, reduce, way) for way in ("", "prepare", "meet")]
+    joined = [
+        join_one_shot(group, control, (small, large), way)
+        for small, large, way in (
+            (reduce, None, ""), (reduce, None, "prepare"), (reduce, None, "meet"),
+            (reduce, reduce, ""), (reduce, [None, reduce][RANK], ""), (reduce, wrong, ""),
+        )
+    ]  # fmt: skip
+    switched = OneShot(torch.empty(4 * MOST_BYTES, dtype=torch.uint8), wrong, reduce)
+    whole = torch.ones(MOST_BYTES)
+    switched.all_reduce(whole)
     x = torch.arange(8.0).view(2, 4) + RANK
     sizes = [
         one_shot.supports(torch.empty(n)) for n in (0, 3, 4, MOST_BYTES // 4, MOST_BYTES // 4 + 4)
     ]
     sizes += [one_shot.supports(torch.empty(8, dtype=x)) for x in (torch.bfloat16, torch.float16)]
     one_shot.all_reduce(x)
-    return [taken, x.tolist(), sizes, joined, fails_in_a_rendezvous(group, control)]
+    are_summed = [
+        bool((whole == 2).all()),
+        switched.supports(whole),
+        switched.supports(whole.repeat(2)),
+    ]
+    return [taken, x.tolist(), sizes, joined, are_summed, fails_in_a_rendezvous(group, control)]
 
 
-def join_one_shot(group: Any, control: Any, reduce: Callable, fails: str) -> bool:
-    """Whether there is one, where on rank 1 no memory can be had, or no rank can map another's."""
+def join_one_shot(group: Any, control: Any, sums: tuple, fails: str) -> int:
+    """The most bytes that it takes; 0 without one, where on rank 1 no memory can be had, or no rank
+    can map another's."""
 
-    def meet(group: Any) -> Callable:
+    def meet(group: Any) -> tuple:
         if fails == "meet":
             raise RuntimeError("no permission")
-        return reduce
+        return sums
 
     def buffer(num_bytes: int, device: torch.device) -> tuple[Tensor, Callable]:
         if fails == "prepare" and RANK:
@@ -237,7 +252,8 @@ def join_one_shot(group: Any, control: Any, reduce: Callable, fails: str) -> boo
         mock.patch.object(torch_private, "symmetric_buffer", buffer),
         mock.patch.object(one_shot_module, "_reaches_peers", lambda device: True),
     ):
-        return OneShot.join(group, control, torch.device("cpu")) is not None
+        found = OneShot.join(group, control, torch.device("cpu"))
+        return 0 if found is None else found.most
 
 
 def fails_in_a_rendezvous(group: Any, control: Any) -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,30 @@ def test_each_is_there(owner, name):
     assert callable(found)
 
 
-def test_the_sum_of_symmetric_memory_is_an_operator_of_torch():
+def test_the_sums_of_symmetric_memory_are_operators_of_torch():
     assert torch.ops.symm_mem.one_shot_all_reduce_copy_out is not None
+    assert torch.ops.symm_mem.multimem_all_reduce_ is not None
+
+
+@pytest.mark.parametrize("multicast", [0, 4096])
+def test_a_switch_adds_up_what_lies_in_the_symmetric_memory(monkeypatch, multicast):
+    fake: Any = SimpleNamespace(
+        one_shot_all_reduce_copy_out=lambda own, x, how, name, out: out.mul_(3),
+        multimem_all_reduce_=lambda own, how, name: own.mul_(2),
+        empty=torch.empty,
+        rendezvous=lambda buffer, group: SimpleNamespace(multicast_ptr=multicast),
+    )
+    monkeypatch.setattr(torch.ops, "symm_mem", fake)
+    monkeypatch.setattr(importlib, "import_module", lambda name: fake)
+    buffer, join = torch_private.symmetric_buffer(64, torch.device("cpu"))
+    group: Any = SimpleNamespace(group_name="0")
+    small, large = join(group)
+    x, own = torch.ones(4), buffer.view(torch.float32)[:4]
+    small(own, x)
+    assert x.tolist() == [3.0] * 4 and (large is not None) == bool(multicast)
+    if large is not None:
+        large(own, x)
+        assert x.tolist() == [6.0] * 4
 
 
 def test_what_happens_without(monkeypatch):
