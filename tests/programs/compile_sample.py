@@ -42,7 +42,7 @@ KERNELS = [  # as `choose` launches them for a vocabulary of 128,256, and for a 
         (sample.block_sums, 4),
         (sample.row_bounds, 4),
         (sample.block_races, 4),
-        (sample.pick, 16),
+        (sample.pick, max(4, sizes["CHUNK"] // 512)),
     )
 ]
 

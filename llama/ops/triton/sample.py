@@ -79,11 +79,11 @@ def choose(logits: Tensor, rules: Tensor, *, is_filtered: bool) -> Tensor:
     finishes = logits.new_empty(b, n, dtype=torch.float64)
     firsts = logits.new_empty(b, n, dtype=torch.int32)
     sizes = {"BLOCK": block, "FILTERS": is_filtered}
+    chunk = min(max(_CHUNK, block), block * triton.next_power_of_2(n))
     block_races[b, n](*row, maxima, bounds, finishes, firsts, stride, v, **sizes)
     pick[b,](
         *row, maxima, bins, totals, finishes, firsts, ids, stride, v, n, **sizes, N=_padded(n),
-        BINS=_BINS, CHUNK=min(max(_CHUNK, block), block * triton.next_power_of_2(n)),
-        num_warps=16 if is_filtered else 4,
+        BINS=_BINS, CHUNK=chunk, num_warps=max(4, chunk // 512),
     )  # fmt: skip
     return ids
 
@@ -217,20 +217,17 @@ def pick(
             is_kept = has_filters(rules, row) == 0
             floor, top_k, top_p = filters_of(rules, row)
             has_floor = (floor > 0) | (top_k > 0)
-            logits, maxima, uniform = (
-                logits + row * stride,
-                maxima + row * n,
-                uniform_of(rules, row),
-            )
-            floor = tl.maximum(floor, 1)
+            logits, maxima = logits + row * stride, maxima + row * n
+            floor, uniform = tl.maximum(floor, 1), uniform_of(rules, row)
             if top_k > 0:
                 kth = _kth(
                     logits, maxima, bins + row * BINS, top, rate, top_k.to(tl.int32), v, n, BINS,
                     CHUNK, BLOCK,
                 )  # fmt: skip
                 floor = tl.maximum(floor, kth)
-            pivot, pivot_id = floor, v
-            while (is_kept == 0) & (best < float("inf")):
+            pivot, pivot_id, turns = floor, v, 0
+            while (is_kept == 0) & (best < float("inf")) & (turns < v):  # it ends, come what may
+                turns += 1
                 prob = to_fixed(probs_of(tl.load(logits + winner), top, rate))
                 if _is_before(prob, winner, pivot, pivot_id):
                     least = tl.where(has_floor, floor, prob)
