@@ -219,6 +219,59 @@ def test_words_are_those_that_the_libraries_write():
     assert hex(words(half, 4) - 0x11111111 & 0xFFFFFFFF) == "0x77777777"
 
 
+def int32(rows: str) -> Tensor:
+    """Words of eight hexadecimal digits, a row a line."""
+    words = [[int(word, 16) for word in row.split()] for row in rows.splitlines()]
+    return torch.tensor(words).to(torch.int32)
+
+
+def test_words_that_autoawq_has_packed():
+    """By version 0.2.9, which asks for another torch: (5 n + 3 k) % 16 over (7 n + 2 g) % 16."""
+    n, k = torch.arange(8)[:, None], torch.arange(4)
+    parts = {
+        "qweight": int32("39f5e4a0\n6c2817d3\n9f5b4a06\nc28e7d39"),
+        "qzeros": int32("1357ace0\n3579ce02"),
+        "scales": torch.full((2, 8), 0.5).half(),
+    }
+    of = hf_quantized._awq(parts, {"bits": 4, "version": "gemm"})
+    numbers = of.read(slice(0, 8), slice(0, 4), torch.device("cpu")).plain()
+    assert torch.equal(numbers, ((5 * n + 3 * k) % 16 - (7 * n + 2 * (k // 2)) % 16) * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("bits", "qweight", "v1", "v2"),
+    [
+        (
+            4,
+            "52fc9630 a741eb85 fc9630da 41eb852f 9630da74 eb852fc9 30da741e 852fc963\n"
+            "da741eb8 2fc9630d 741eb852 c9630da7 1eb852fc 630da741 b852fc96 0da741eb",
+            "4c5d6e70\n6e708192",
+            "5d6e7f81\n7f8192a3",
+        ),
+        (
+            8,
+            "09060300 0e0b0805 13100d0a 1815120f\n15120f0c 1a171411 1f1c1916 24211e1b",
+            "150e0700\n17100902",
+            "160f0801\n18110a03",
+        ),
+    ],
+)
+def test_words_that_gptqmodel_has_packed(bits, qweight, v1, v2):
+    """By version 7.7.0: (5 n + 3 k) % 2**bits over 1 + (7 n + 2 g) % (2**bits - 1)."""
+    each, most = 32 // bits, 2**bits
+    n, k = torch.arange(each)[:, None], torch.arange(2 * each)
+    zero = 1 + (7 * n + 2 * (k // each)) % (most - 1)
+    for version, qzeros in (("gptq", v1), ("gptq_v2", v2)):
+        parts = {
+            "qweight": int32(qweight),
+            "qzeros": int32(qzeros),
+            "scales": torch.full((2, each), 0.5).half(),
+        }
+        of = hf_quantized._gptq(parts, {"bits": bits, "checkpoint_format": version})
+        numbers = of.read(slice(0, each), slice(0, 2 * each), torch.device("cpu")).plain()
+        assert torch.equal(numbers, ((5 * n + 3 * k) % most - zero) * 0.5)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_are_those_of_compressed_tensors(bits):
     from compressed_tensors.compressors import pack_to_int32
