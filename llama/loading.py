@@ -158,7 +158,9 @@ class Files:
         """With a GPU's kernels for it, see `gpu.kernels_for`; and with plain weights where there is
         none for others, which each step would unpack."""
         params, place = self.checkpoint.params, (parallel, self.device, self.dtype)
-        kernels = gpu.kernels_for(params, *place, allowed, self.formats(), kv_format)
+        with parallel.agree("the weights' forms", world=True):  # one rank's file may be cut short
+            formats = self.formats()
+        kernels = gpu.kernels_for(params, *place, allowed, formats, kv_format)
         files = replace(self, kernels=kernels)
         is_plain = self.quantize is None and not self.checkpoint.in_codes
         if self.device.type != "cuda" or is_plain or "linear" in kernels.names:
@@ -172,7 +174,6 @@ class Files:
         return replace(files, quantize=None, checkpoint=replace(self.checkpoint, in_codes=False))
 
     def formats(self) -> tuple[str | weights.Form | None, ...]:
-        """Of weights on a GPU."""
         if self.device.type == "cuda" and self.checkpoint.in_codes:
             return None, *reader.forms_of(self.checkpoint, self.ranks)
         return tuple(dict.fromkeys([self.quantize, weights.of_output(self.quantize)]))

@@ -13,6 +13,7 @@ import torch
 
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import DEMO
+from llama.checkpoint import reader
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.cli import doctor
@@ -26,7 +27,7 @@ from llama.ops.triton import kernels, selfcheck_cache
 from llama.ops.triton.kernels import KernelSet
 from llama.ops.triton.selfcheck import CheckResult, Job
 from llama.ranks.collectives import ModelParallel
-from llama.weights import Form
+from llama.weights import QUANTIZED, Form
 
 GPU = torch.device("cuda", 7)
 PARAMS = ModelArgs(dim=128, n_heads=8, n_kv_heads=2, vocab_size=300)
@@ -128,6 +129,43 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
         assert {(x.dim, x.vocab_size) for x in jobs} == {(demo.params.dim, demo.params.vocab_size)}
         on_cpu = replace(files, device=torch.device("cpu"))
         assert on_cpu.with_kernels(*asked) == on_cpu
+
+
+def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
+    """Its rows are read before kernels are chosen, where the ranks would wait for one another."""
+    told: list[str] = []
+
+    class Telling(ModelParallel):
+        @contextlib.contextmanager
+        def agree(self, what: str, *, world: bool = False) -> Iterator[list[object]]:
+            try:
+                yield []
+            except ValueError as e:
+                told.append(str(e))
+                raise
+
+    def cut_short(*_: object) -> None:
+        raise ValueError("model.gguf is cut short")
+
+    jobs = gpu({})
+    monkeypatch.setattr(reader, "forms_of", cut_short)
+    files = Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, 1, GPU)
+    with pytest.raises(ValueError, match=r"model\.gguf is cut short"):
+        files.with_kernels(Telling(), ALL)
+    assert told == ["model.gguf is cut short"] and not jobs
+
+
+@pytest.mark.skipif(not KERNELS_RUN, reason="the CPU's kernels pack the weights")
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
+def test_the_output_is_rounded_to_int8(quantize):
+    """Of eight bits those that lose least."""
+    params = ModelArgs(dim=128, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256)
+    model = Transformer(params, dtype=torch.bfloat16)
+    for weight in model.parameters():
+        weight.data.normal_()
+    model.pack(quantize=quantize)
+    assert type(model.output.weight) is QUANTIZED["int8"]
+    assert type(model.blocks()[0].attention.wo.weight) is QUANTIZED[quantize]
 
 
 def test_float32_has_the_sampling_kernel_only(gpu):

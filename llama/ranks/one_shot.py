@@ -31,7 +31,7 @@ class OneShot:
     """One rank's end."""
 
     def __init__(self, buffer: Tensor, reduce: Sum, in_switch: Sum | None = None) -> None:
-        self._buffer, self._reduce, self._in_switch = buffer, reduce, in_switch
+        self._buffer, self._reduce, self._in_switch = buffer, reduce, in_switch or reduce
         self.most = MOST_BYTES if in_switch is None else len(buffer)  # bytes
 
     @classmethod
@@ -51,9 +51,8 @@ class OneShot:
             return None
         buffer, meet = prepared
         made = _in_time(lambda: OneShot(buffer, *meet(group)), control, _LIMIT_S)
-        if not _agree(control, made is not None) or made is None:
-            return None
-        if not made.self_test(group, control, _TRIED):
+        is_made = _agree(control, made is not None)
+        if not is_made or made is None or not made.self_test(group, control):
             return None
         has_switch = _agree(control, made.most > MOST_BYTES)
         if not has_switch or not made.self_test(group, control, _TRIED_LARGE):
@@ -90,8 +89,8 @@ class OneShot:
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place. The kernel ends when all ranks have read the buffer."""
-        own, is_small = self._buffer.view(x.dtype)[: x.numel()], x.nbytes <= MOST_BYTES
-        (self._reduce if is_small or self._in_switch is None else self._in_switch)(own, x.view(-1))
+        reduce = self._reduce if x.nbytes <= MOST_BYTES else self._in_switch
+        reduce(self._buffer.view(x.dtype)[: x.numel()], x.view(-1))
 
 
 def _in_time(

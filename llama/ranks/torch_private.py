@@ -52,20 +52,19 @@ def symmetric_buffer(
     same by the switch between the GPUs, None without one. Without these names: ImportError or
     AttributeError, before any rank waits for another."""
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-    op, meet = torch.ops.symm_mem.one_shot_all_reduce_copy_out, symmetric.rendezvous
-    in_place = torch.ops.symm_mem.multimem_all_reduce_
+    ops, meet = torch.ops.symm_mem, symmetric.rendezvous
+    at_once, added_up = ops.one_shot_all_reduce_copy_out, ops.multimem_all_reduce_
 
     def join(group: dist.ProcessGroup) -> tuple[Sum, Sum | None]:
         handle, name = meet(buffer, group), group.group_name
 
-        def in_switch(own: Tensor, x: Tensor) -> None:
-            own.copy_(x)
-            in_place(own, "sum", name)
-            x.copy_(own)
+        def small(own: Tensor, x: Tensor) -> None:
+            at_once(own, x, "sum", name, x)
 
-        return lambda own, x: op(
-            own, x, "sum", name, x
-        ), in_switch if handle.multicast_ptr else None
+        def large(own: Tensor, x: Tensor) -> None:
+            x.copy_(added_up(own.copy_(x), "sum", name))
+
+        return small, large if handle.multicast_ptr else None
 
     buffer = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     return buffer, join

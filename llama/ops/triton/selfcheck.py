@@ -5,8 +5,8 @@
 In: a job, as JSON. Out: for each kernel a line of JSON with the reason why it must not be used, or
 null, and the tiles that are fastest; the first that fails is the last, as it may have broken more.
 selfcheck_cache.py starts it, and sees to illegal accesses and hangs. The torch body in float64
-says what is right. Memory that a kernel should fill is filled with NaN before. Over 400 lines, as
-the kernels are checked on the same small model, in one process that starts once.
+says what is right. Memory that a kernel should fill is filled with NaN before. Over 400 lines: half
+are the cases of each kernel, and they stay beside the rule that judges them.
 
 Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary, P pages, S slots
 per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
