@@ -328,6 +328,20 @@ def test_a_one_shot_sum_is_tried_before_it_is_used(two_ranks):
     )
 
 
+def test_every_launch_of_a_rank_is_on_its_own_gpu(tmp_path):
+    """Ranks other than 0 once launched the self-test of the one-shot sums on GPU 0, as no device
+    was current: every build on two or more GPUs would hang."""
+    program = [str(PROGRAMS / "current_devices.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = warm.run([*command, *program], env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert {device for _, device in seen} == {rank}, seen
+        names = {"init_process_group", "all_reduce", "rendezvous", "one-shot kernel"}
+        assert {name for name, _ in seen} == names
+
+
 @pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 def test_one_process_has_groups_without_a_port(variables):
     """As after Meta's build: scripts that ask for their rank, or reduce over the group, go on."""

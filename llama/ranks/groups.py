@@ -57,8 +57,19 @@ def started_processes() -> int:
 def connect(
     model_parallel_size: int | None, device: torch.device, timeout_s: float
 ) -> ModelParallel:
-    """Join the process groups that torchrun's variables describe; alone, make groups of one.
-    timeout_s: of each wait. ValueError where the size does not divide the world, or differs."""
+    """Join the process groups that torchrun's variables describe, or make groups of one process.
+
+    On a GPU with several ranks, `device` becomes the current CUDA device of the calling thread.
+
+    Args:
+        model_parallel_size: Ranks that share one copy of the model; all of them by default.
+        device: The device whose tensors the groups exchange.
+        timeout_s: The limit of each wait for another rank, in seconds.
+
+    Raises:
+        ValueError: The size does not divide the number of processes, or differs between ranks.
+        RankError: A rank did not come, or the ranks cannot reach each other.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else started_processes()
     size = world_size if model_parallel_size is None else model_parallel_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:
@@ -71,6 +82,11 @@ def connect(
         _join_alone()
         return ModelParallel()
     check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
+    if device.type == "cuda":
+        # Kernels and collectives launch on the current device of their thread. torch sets it
+        # neither for a process group (`device_id=` only binds the group) nor from a tensor in the
+        # operators of symmetric memory. Meta's `build` sets it too, and scripts rely on that.
+        torch.cuda.set_device(device)
     with _loopback_if_alone():
         return _join(size, world_size, device, timeout_s)
 
