@@ -154,7 +154,7 @@ def name_findings(path: Path) -> Iterator[Finding]:
         for part in name.lower().split("_"):
             if part in BAD_NAME_PARTS:
                 rule = f"the name {name} has '{part}': write {BAD_NAME_PARTS[part]}"
-                yield Finding(path, node.lineno, rule)  # type: ignore[attr-defined]
+                yield Finding(path, node.lineno, rule)
 
 
 def prose_findings(path: Path) -> Iterator[Finding]:
