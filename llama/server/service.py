@@ -6,6 +6,7 @@ sequences that wait, a request is refused at once; the others wait in the engine
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -22,8 +23,15 @@ from llama.requests.request import Request, RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.errors import ApiError, ErrorFields, broken, shutting_down
 from llama.server.metrics import ActiveRequest, EngineMetrics, Metrics
+from llama.server.worker_pool import PoolBusyError, WorkerPool
 
-_PREPARE_S = 5.0  # for the encoding of a prompt and the compilation of a grammar
+_PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
+_GRAMMAR_THREADS = 4  # grammars compiled at the same time
+_TOO_SLOW = (
+    f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
+    "simpler form"
+)
+_POOL_BUSY = "the server is compiling the grammars of other requests: try again"
 log = logging.getLogger("llama.server")
 
 
@@ -58,8 +66,14 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     llama: Llama | None = None
     engine: AsyncLLMEngine | None = None
+    _grammar_pool: WorkerPool = field(init=False)
     _active: set[ActiveRequest] = field(default_factory=set)
     _has_told: bool = False  # that a step failed
+
+    def __post_init__(self) -> None:
+        """Make the pool of threads that compile grammars."""
+        max_waiting = self.limits.max_queue
+        self._grammar_pool = WorkerPool("llama-grammar", _GRAMMAR_THREADS, max_waiting)
 
     def start(self, llama: Llama) -> None:
         """The model is loaded: requests may come."""
@@ -107,36 +121,59 @@ class Service:
         return self.given_format or self.loaded().tool_format
 
     async def prepare(
-        self, prompt: str | list[int], params: SamplingParams, fields: ErrorFields, **more: Any
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        fields: ErrorFields,
+        *,
+        index: int = 0,
+        must_fit: bool = True,
     ) -> Request:
-        """A checked request; more: see `Preparer.prepare`. ApiError 400 names the body's field."""
+        """Return a checked request for the engine.
+
+        Args:
+            prompt: text or token ids.
+            params: parameters of all its answers.
+            fields: the body's own names, which an error uses.
+            index: position of the prompt in the body.
+            must_fit: whether `max_tokens` beyond the context is an error.
+
+        Raises:
+            ApiError: 400 names the field of the body that is at fault, or that takes too long to
+                prepare; 503 says that the server is busy or shutting down.
+        """
         tokenizer = self.loaded().tokenizer
-        if isinstance(prompt, str):  # one begin_of_text, also where a client wrote its name
-            names = {i: name for name, i in tokenizer.special_tokens.items()}
+        if isinstance(prompt, str):
+            # The engine adds begin_of_text; a client may have written its name as well.
+            names = {token: name for name, token in tokenizer.special_tokens.items()}
             prompt = prompt.removeprefix(names[tokenizer.bos_id])
-        assert self.engine is not None
         try:
-            async with asyncio.timeout(_PREPARE_S):
-                more = {"index": 0, "must_fit": True, **more}
-                return await self.engine.prepare(prompt, params, "", **more)
-        except ContextLengthError as e:
-            if e.field == "max_tokens":
-                param = fields.names.get("max_tokens", "max_tokens")
-                raise ApiError(400, str(e), param=param, code="context_length_exceeded") from None
-            if fields.too_long is None:
-                raise ApiError(400, str(e), param=fields.prompt) from None
-            raise ApiError(400, fields.too_long.format(count=e.count, most=e.most)) from None
-        except (TypeError, ValueError) as e:
-            raise fields.refusal(e) from None
+            return await self._prepare(prompt, params, index=index, must_fit=must_fit)
+        except ContextLengthError as error:
+            raise _context_error(error, fields) from None
+        except (TypeError, ValueError) as error:
+            raise fields.refusal(error) from None
+        except PoolBusyError:
+            self.metrics.refused.inc()
+            raise ApiError(503, _POOL_BUSY) from None
         except TimeoutError:
-            words = (
-                f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or "
-                "ask for a simpler form"
-            )
             field = fields.prompt if params.structured_output is None else "structured_output"
-            raise fields.refusal(FieldError(field, words)) from None
+            raise fields.refusal(FieldError(field, _TOO_SLOW)) from None
         except RuntimeError:
             raise shutting_down() from None
+
+    async def _prepare(
+        self, prompt: str | list[int], params: SamplingParams, **options: Any
+    ) -> Request:
+        """Prepare a request in the event loop or in a thread; the time is limited either way."""
+        assert self.engine is not None
+        if params.structured_output is None:
+            async with asyncio.timeout(_PREPARE_S):
+                return await self.engine.prepare(prompt, params, "", **options)
+        prepare = functools.partial(self.engine.engine.prepare, "", prompt, params, **options)
+        request = await self._grammar_pool.run(prepare, _PREPARE_S)
+        self.loaded()  # The engine may have been closed meanwhile.
+        return request
 
     def check_room(self, count: int, field: str = "prompt") -> None:
         """ApiError 503 where the queue has no room for so many sequences; 400, which names the
@@ -214,3 +251,14 @@ class Service:
         if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
             raise broken() if self.state is State.BROKEN else shutting_down()
         return output
+
+
+def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
+    """Return the error of an API for a request that exceeds the context."""
+    message = str(error)
+    if error.field == "max_tokens":
+        name = fields.names.get("max_tokens", "max_tokens")
+        return ApiError(400, message, param=name, code="context_length_exceeded")
+    if fields.too_long is None:
+        return ApiError(400, message, param=fields.prompt)
+    return ApiError(400, fields.too_long.format(count=error.count, most=error.most))

@@ -1,0 +1,70 @@
+"""A bounded pool of threads for work that may outlast the request that asked for it.
+
+In: a function that may run for seconds. Out: its result, or an exception that says whether the
+function was too slow or never began. It knows no HTTP and no model.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class PoolBusyError(Exception):
+    """The work was refused because no thread was free in time; it never began."""
+
+
+class WorkerPool:
+    """A fixed number of threads, and a bounded number of callers that wait for one of them.
+
+    A thread cannot be interrupted: work that exceeds its time limit occupies its thread until it
+    ends. It therefore runs here and not in the event loop's default executor, where it would delay
+    whatever else the server does in threads. All methods are called in one event loop.
+    """
+
+    def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
+        """Create a pool; its threads start when they are first needed.
+
+        Args:
+            name: prefix of the names of the threads.
+            num_threads: calls that run at the same time.
+            max_waiting: calls that may wait for a thread.
+        """
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._free_threads = asyncio.Semaphore(num_threads)
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    async def run(self, work: Callable[[], _T], limit_s: float) -> _T:
+        """Return what `work` returns.
+
+        Args:
+            work: the function that a thread calls.
+            limit_s: seconds to wait for a free thread, and then seconds that the work may take.
+
+        Raises:
+            PoolBusyError: no thread was free within `limit_s`, or too many calls wait already.
+            TimeoutError: the work took longer than `limit_s`; its thread goes on until it ends.
+        """
+        await self._take_thread(limit_s)
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        future.add_done_callback(lambda _: self._free_threads.release())
+        async with asyncio.timeout(limit_s):
+            # Without the shield, a time-out would mark the future as done, and so the thread as
+            # free, while the work still runs.
+            return await asyncio.shield(future)
+
+    async def _take_thread(self, limit_s: float) -> None:
+        """Wait until a thread is free, and count it as taken."""
+        if self._free_threads.locked() and self._num_waiting >= self._max_waiting:
+            raise PoolBusyError
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._free_threads.acquire()
+        except TimeoutError:
+            raise PoolBusyError from None
+        finally:
+            self._num_waiting -= 1

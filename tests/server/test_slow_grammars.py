@@ -1,0 +1,113 @@
+"""Grammars that compile without end have threads of their own; no other request waits for them."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from llama.checks import FieldError
+from llama.requests.grammar import GrammarCompiler
+from llama.server import service as service_module
+from llama.server.app import make_app
+from llama.server.service import Limits, Service
+
+SLOW = {"structured_outputs": {"regex": "slow"}}
+QUICK = {"structured_outputs": {"regex": "yes|no"}}
+NUM_SLOW = 6 + (os.cpu_count() or 1)  # more than the threads of asyncio's default executor
+LIMIT_S = 60.0  # generous: it tells a hang from an answer
+
+
+@pytest.fixture
+def is_released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make the compilation of the regex "slow" last until the event is set."""
+    event = threading.Event()
+    matcher = GrammarCompiler.matcher
+
+    def wait(self: GrammarCompiler, form: Any) -> Any:
+        if form.regex == "slow":
+            event.wait()
+            raise FieldError("structured_output", "structured_output was released")
+        return matcher(self, form)
+
+    monkeypatch.setattr(GrammarCompiler, "matcher", wait)
+    yield event
+    event.set()
+
+
+async def _ask(client: httpx.AsyncClient, **changes: Any) -> httpx.Response:
+    body = {"prompt": "Once", "max_tokens": 1, **changes}
+    return await asyncio.wait_for(client.post("/v1/completions", json=body), LIMIT_S)
+
+
+def _error(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_slow_grammars_hold_up_no_other_request(demo, is_released, monkeypatch, is_long):
+    """Six and more grammars that do not end: a request without one is answered, small or large. The
+    grammars that began get 400, others 503; later ones are compiled as ever."""
+    monkeypatch.setattr(service_module, "_PREPARE_S", 0.3)
+
+    async def run() -> None:
+        service = Service("demo", Limits())
+        service.start(demo)
+        assert service.engine is not None
+        transport = httpx.ASGITransport(make_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            try:
+                slow = await asyncio.gather(*[_ask(client, **SLOW) for _ in range(NUM_SLOW)])
+                prompt = "a cat " * 3000 if is_long else "Once"
+                small = await _ask(client, prompt=prompt)
+                late = await _ask(client, **QUICK)
+                is_released.set()
+                quick = await _ask(client, **QUICK)
+            finally:
+                is_released.set()
+                service.engine.close()
+        if is_long:
+            assert small.status_code == 400 and "max_seq_len" in _error(small)["message"]
+        else:
+            assert small.status_code == 200
+        began = [response for response in slow if response.status_code == 400]
+        refused = [response for response in slow if response.status_code == 503]
+        assert 0 < len(began) < len(slow) and len(began) + len(refused) == len(slow)
+        for response in began:
+            assert "to prepare" in _error(response)["message"]
+            assert _error(response)["param"] == "structured_outputs"
+        for response in [*refused, late]:
+            assert response.status_code == 503 and "try again" in _error(response)["message"]
+            assert int(response.headers["Retry-After"]) > 0
+        assert quick.status_code == 200
+        assert service.metrics.refused._value.get() == len(refused) + 1
+
+    asyncio.run(run())
+
+
+def test_grammars_beyond_the_queue_are_refused_at_once(demo, is_released):
+    async def run() -> None:
+        service = Service("demo", Limits(max_queue=2))
+        service.start(demo)
+        assert service.engine is not None
+        transport = httpx.ASGITransport(make_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            try:
+                num_held = service_module._GRAMMAR_THREADS + 2
+                held = [asyncio.create_task(_ask(client, **SLOW)) for _ in range(num_held + 1)]
+                done, waiting = await asyncio.wait(held, return_when=asyncio.FIRST_COMPLETED)
+                (refused,) = [task.result() for task in done]
+                assert refused.status_code == 503 and len(waiting) == num_held
+                is_released.set()
+                for response in await asyncio.gather(*waiting):
+                    assert response.status_code == 400
+                    assert "released" in _error(response)["message"]
+            finally:
+                is_released.set()
+                service.engine.close()
+
+    asyncio.run(run())
