@@ -15,7 +15,7 @@ from llama.build_args import BuildArgs, taking
 from llama.checks import FieldError, FieldTypeError, whole_number
 from llama.engine.core import EngineCore
 from llama.engine.sampler import sample_top_p
-from llama.gpu import recorder_for
+from llama.gpu.selection import recorder_for
 from llama.loading import load_model, pages_for, step_bytes
 from llama.model.transformer import Transformer
 from llama.prompts.answer import AnswerDeltas

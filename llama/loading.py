@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from llama import gpu, weights
+from llama import weights
 from llama.build_args import BuildArgs
 from llama.checkpoint import packed, reader
 from llama.checkpoint.find import Checkpoint, find
@@ -22,13 +22,13 @@ from llama.checks import brief, number, path_like
 from llama.device import dtype_name, free_bytes, pick_device, pick_dtype, set_num_threads
 from llama.engine.core import PAGE_SIZE, TOKEN_BUDGET
 from llama.engine.runner import ModelRunner
+from llama.gpu import selection, selfcheck_cache
 from llama.model.args import ModelArgs
 from llama.model.layers import Matrix
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
-from llama.ops.triton import selfcheck_cache
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
@@ -70,7 +70,7 @@ class Loaded:
             f"{device.type}, {name}, model_parallel_size={self.model.parallel.size}, "
             f"max_seq_len={params.max_seq_len}, max_batch_size={params.max_batch_size}, "
             f"KV cache {tokens}, {sequences} sequence{'s' * (sequences != 1)} of full "
-            f"length at once{gpu.describe(self.model)}" + ", CUDA graphs" * runner.has_graphs
+            f"length at once{selection.describe(self.model)}" + ", CUDA graphs" * runner.has_graphs
         )
 
 
@@ -86,7 +86,9 @@ def load_model(args: BuildArgs) -> Loaded:
         tokenizer = files.tokenizer(args.tokenizer_path)
         models = [files, *_draft_files(args, files, tokenizer)]
         longest = min(x.checkpoint.params.longest_context for x in models)
-        allowed, _ = gpu.asked_for(), native.asked_for()  # wrong names are told before weights
+        # A wrong name in a variable is an error before weights are read.
+        allowed = selection.asked_for()
+        native.asked_for()
         compared = {
             **args.shared(),
             "device": device.type,
@@ -155,12 +157,15 @@ class Files:
     def with_kernels(
         self, parallel: ModelParallel, allowed: frozenset[str], kv_format: KVFormat = AS_COMPUTED
     ) -> "Files":
-        """With a GPU's kernels for it, see `gpu.kernels_for`; and with plain weights where there is
-        none for others, which each step would unpack."""
+        """Return these files with the kernels that the GPU may run, see `selection.kernels_for`.
+
+        Weights become plain where there is no kernel for quantized ones, which each step would
+        unpack.
+        """
         params, place = self.checkpoint.params, (parallel, self.device, self.dtype)
         with parallel.agree("the weights' forms", world=True):  # one rank's file may be cut short
             formats = self.formats()
-        kernels = gpu.kernels_for(params, *place, allowed, formats, kv_format)
+        kernels = selection.kernels_for(params, *place, allowed, formats, kv_format)
         files = replace(self, kernels=kernels)
         is_plain = self.quantize is None and not self.checkpoint.in_codes
         if self.device.type != "cuda" or is_plain or "linear" in kernels.names:

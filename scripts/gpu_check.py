@@ -47,10 +47,10 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     from bench import gpu_sections
-    from llama.ops.triton import selfcheck
+    from llama.gpu import program
 
     if args.section:
-        selfcheck.end_with_parent()
+        program.end_with_parent()
         return max(_run_here(name, args.out, dry=args.dry) for name in args.section.split(","))
     if not args.dry and not gpu_sections.has_gpu():
         parser.error("torch finds no CUDA GPU here: --dry runs all of this on the CPU")
@@ -109,10 +109,10 @@ def _run_here(name: str, out: Path, *, dry: bool) -> int:
 
 def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
     """Run a section, or several; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
-    from llama.ops.triton import selfcheck
+    from llama.gpu import program
 
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
-    env = os.environ | {"PYTHONUNBUFFERED": "1", selfcheck.PARENT: str(os.getpid())}
+    env = os.environ | {"PYTHONUNBUFFERED": "1", program.PARENT: str(os.getpid())}
     if dry:  # kernels run in Triton's interpreter; what is found of them is not kept
         env |= {"TRITON_INTERPRET": "1", "XDG_CACHE_HOME": str(out / "cache")}
     with (out / "log.txt").open("a") as log:

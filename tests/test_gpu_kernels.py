@@ -17,15 +17,15 @@ from llama.checkpoint import reader
 from llama.checkpoint.convert import convert
 from llama.checkpoint.find import find
 from llama.cli import doctor
-from llama.engine import graph_check
-from llama.gpu import VARIABLE, asked_for, describe, kernels_for, recorder_for
+from llama.gpu import graph_check, selfcheck_cache
+from llama.gpu.job import CheckResult, Job
+from llama.gpu.selection import VARIABLE, asked_for, describe, kernels_for, recorder_for
 from llama.loading import Files
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
-from llama.ops.triton import kernels, selfcheck_cache
+from llama.ops.triton import kernels
 from llama.ops.triton.kernels import KernelSet
-from llama.ops.triton.selfcheck import CheckResult, Job
 from llama.ranks.collectives import ModelParallel
 from llama.weights import QUANTIZED, Form
 
@@ -230,7 +230,7 @@ class Recorder:
 
 
 def recorder(monkeypatch, parallel: ModelParallel) -> Recorder | None:
-    monkeypatch.setattr("llama.gpu.CudaRecorder", Recorder)
+    monkeypatch.setattr("llama.gpu.selection.CudaRecorder", Recorder)
     names = use(parallel, allowed=asked_for())
     return recorder_for(model_with(names, parallel))  # type: ignore[return-value]
 
@@ -256,7 +256,7 @@ def test_graphs_are_tried_with_the_kernels_that_are_in_use(gpu, monkeypatch):
     assert made is not None and made.device == GPU
     assert jobs[-1].names == ("graph",)
     assert set(jobs[-1].in_use) == ALL - {"linear"}
-    monkeypatch.setattr("llama.gpu.CudaRecorder", None)
+    monkeypatch.setattr("llama.gpu.selection.CudaRecorder", None)
     assert recorder_for(model_with(ALL, Rank())) is None  # of a model whose graphs did not pass
 
 
@@ -274,7 +274,7 @@ def test_graphs_that_fail_are_dropped_on_every_rank_with_one_warning(gpu, monkey
 def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_nccl, sums):
     gpu({})
     monkeypatch.setattr(Rank, "is_on_nccl", is_on_nccl, raising=False)
-    monkeypatch.setattr("llama.gpu.graph_check.try_collectives", lambda model: sums)
+    monkeypatch.setattr("llama.gpu.selection.graph_check.try_collectives", lambda model: sums)
     rank = Rank()
     object.__setattr__(rank, "size", 2)
     if is_on_nccl and not sums:

@@ -22,9 +22,9 @@ import torch
 import llama.device
 from llama.checkpoint.find import Checkpoint, find
 from llama.cli.ranks import global_rank
+from llama.gpu import selfcheck_cache
 from llama.loading import Files, default_batch_size, stays_in_codes
 from llama.ops.cpu import native
-from llama.ops.triton import selfcheck_cache
 from llama.ranks.groups import check_interfaces, started_processes
 from llama.weights import QUANTIZED
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from bench.shapes import SHAPES, random_model, write_tokenizer
-from llama import Tokenizer, Transformer, gpu
+from llama import Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import CudaRecorder, Outputs, Recorder
+from llama.gpu import selection
 from llama.ops.triton.kernels import KernelSet
 from llama.requests.llm_engine import LLMEngine
 
@@ -105,9 +106,9 @@ class Section:
             names = frozenset(DRY_KERNELS if has_kernels else ())
             model.use_kernels(KernelSet(names, frozenset({self.dtype})))
         else:
-            allowed = gpu.asked_for() if has_kernels else frozenset()
+            allowed = selection.asked_for() if has_kernels else frozenset()
             at = model.params, model.parallel, self.device, self.dtype
-            model.use_kernels(gpu.kernels_for(*at, allowed))
+            model.use_kernels(selection.kernels_for(*at, allowed))
         core = EngineCore.for_model(
             model,
             num_pages=-(-num_tokens // PAGE_SIZE) + 1,

@@ -35,11 +35,10 @@ from bench.shapes import (
     step_roofline,
     write_checkpoint,
 )
-from llama import Llama, ModelArgs, SamplingParams, gpu
-from llama.engine import graph_check
+from llama import Llama, ModelArgs, SamplingParams
 from llama.engine.core import PAGE_SIZE
+from llama.gpu import graph_check, selection, selfcheck_cache
 from llama.ops.batch import Batch
-from llama.ops.triton import selfcheck_cache
 from llama.ops.triton.kernels import GRAPH
 from llama.requests.llm_engine import LLMEngine
 
@@ -88,7 +87,7 @@ def checks(at: Section) -> None:
 
 def _check(at: Section, shape: str) -> None:
     model = at.model(shape, 64, 1)
-    job = gpu.job_for(model.params, model.plan, at.device, at.dtype)
+    job = selection.job_for(model.params, model.plan, at.device, at.dtype)
     if at.dry:
         job = replace(job, lengths=(1, 17), names=DRY_KERNELS)
     began = time.perf_counter()
@@ -101,7 +100,7 @@ def _check(at: Section, shape: str) -> None:
         graph_check.compare(model, Again(), PAGE_SIZE)
         reason = None
     else:
-        reason = gpu.check_graphs(job, result.passed).reasons[GRAPH]
+        reason = selection.check_graphs(job, result.passed).reasons[GRAPH]
     _say_checked(at, f"{shape} graphs", reason)
     at.say(f"{shape} check", time.perf_counter() - began, "s")
 

@@ -16,23 +16,25 @@ import torch
 
 from helpers.kernels import KERNELS_RUN
 from helpers.tape import NotCapturable, TapeRecorder
-from llama.engine import draft_model, graph_check, runner
+from llama.engine import draft_model, runner
 from llama.engine import graphs as graphs_module
 from llama.engine.core import EngineCore
 from llama.engine.draft_model import ModelDrafter
-from llama.engine.graph_check import compare
 from llama.engine.graphs import DecodeInputs, bucket_of, is_decode
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Drafter, Guess
+from llama.gpu import graph_check
+from llama.gpu.graph_check import compare
+from llama.gpu.job import JOB, Job
+from llama.gpu.program import run
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.model.layers import Linear
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS
-from llama.ops.triton import kernels, selfcheck
+from llama.ops.triton import kernels
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
-from llama.ops.triton.selfcheck import JOB, Job
 from llama.ranks.collectives import ModelParallel
 from llama.weights import packed
 
@@ -674,7 +676,7 @@ def test_the_program_tries_the_sizes_and_kernels_of_its_job(monkeypatch, capsys)
     monkeypatch.setattr(graph_check, "CudaRecorder", lambda device: None)
     for found, reason in ((wrong, "logits are off by 1"), (lambda *_: None, None)):
         monkeypatch.setattr(graph_check, "compare", found)
-        assert selfcheck.run(JOB.dump_json(job).decode(), graph_check.check_graphs) == 0
+        assert run(JOB.dump_json(job).decode(), graph_check.check_graphs) == 0
         assert json.loads(capsys.readouterr().out)["reasons"] == {"graph": reason}
     assert tried == [(4, 16, {"sample"}, PAGE)]
 

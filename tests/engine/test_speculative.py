@@ -235,7 +235,7 @@ def test_a_model_is_built_with_a_draft_model(plain, make_checkpoint, monkeypatch
     small, _, _ = make_checkpoint(seed=25, dim=128, n_layers=1)
     common: dict[str, Any] = {"device": "cpu", "dtype": "bf16", "max_seq_len": 128}
     own = {n: KernelSet(tiles={(0, n, n, 1): Tile(n, n, 1, 1)}) for n in (1, 2)}  # by n_layers
-    monkeypatch.setattr("llama.gpu.kernels_for", lambda params, *_: own[params.n_layers])
+    monkeypatch.setattr("llama.gpu.selection.kernels_for", lambda params, *_: own[params.n_layers])
     asked = list[Transformer]()
     monkeypatch.setattr("llama.generation.recorder_for", asked.append)
     monkeypatch.setattr("llama.engine.core.ModelDrafter", SomeGuesses)

@@ -11,7 +11,7 @@ from helpers.prompts import prompts_of
 from llama import Llama, SamplingParams
 from llama.engine.sequence import Sequence, TokenParams
 from llama.engine.speculative import Drafter, Guess
-from llama.ops.triton.selfcheck import numbers_of
+from llama.gpu.cases import numbers_of
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from helpers.batches import batch_of, in_8_bits
+from llama.gpu.cases import numbers_of
 from llama.ops import attention
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
-from llama.ops.triton.selfcheck import numbers_of
 
 CPU = torch.device("cpu")
 _rng = random.Random(3)

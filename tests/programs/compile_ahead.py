@@ -2,7 +2,7 @@
 
     python tests/programs/compile_ahead.py JOB THREADS
 
-JOB: of `llama.ops.triton.selfcheck`, on the device "cpu". Prints JSON: the seconds that it took and
+JOB: of `llama.gpu.selfcheck`, on the device "cpu". Prints JSON: the seconds that it took and
 those of the processor, the kernels, their launches, and what the check itself still had to compile.
 With 0 threads nothing is compiled: Triton only binds the arguments of each launch, which the
 interpreter does in another way. TRITON_INTERPRET must not be set.
@@ -19,7 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from llama.ops.triton import selfcheck
+from llama.gpu import selfcheck
+from llama.gpu.cases import Cases
+from llama.gpu.job import JOB
 from llama.ops.triton.kernels import KernelSet
 
 driver.set_active(
@@ -33,7 +35,7 @@ threads = int(sys.argv[2])
 selfcheck.available_cores = lambda: max(threads, 1)
 if not threads:
     JITFunction._do_compile = lambda *_: None
-job = selfcheck.JOB.validate_json(sys.argv[1])
+job = JOB.validate_json(sys.argv[1])
 compiled: list[str] = []
 knobs.compilation.listener = lambda src, *_, **__: compiled.append(src.name)
 began, used = time.perf_counter(), time.process_time()
@@ -50,7 +52,7 @@ def not_launched(kernel: Any, *args: Any, **options: Any) -> Any:
 
 
 JITFunction.run = not_launched
-cases = selfcheck.Cases(job)
+cases = Cases(job)
 kernels = KernelSet(frozenset(job.names), frozenset({cases.dtype}))
 for name in job.names:
     for case in getattr(cases, name)():

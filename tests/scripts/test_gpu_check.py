@@ -24,9 +24,9 @@ from bench.gpu_run import BARS, H200, MODES, Section, read_results
 from bench.gpu_sections import LIMITS
 from helpers import warm
 from helpers.launch import REPO, environment
-from llama import gpu
+from llama.gpu import program, selection, selfcheck_cache
+from llama.gpu.job import CheckResult, Job
 from llama.ops.cpu import native
-from llama.ops.triton import selfcheck, selfcheck_cache
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_section_that_hangs_or_fails_costs_its_own_time_alone(tmp_path, monkey
 def test_a_section_ends_with_the_run_that_asked_for_it(tmp_path):
     """Killed with its group, the run left it on the GPU."""
     command = [sys.executable, str(REPO / "scripts" / "gpu_check.py"), "--out", str(tmp_path)]
-    orphan = environment(**{selfcheck.PARENT: "1"})
+    orphan = environment(**{program.PARENT: "1"})
     done = warm.run([*command, "--dry", "--section", "facts"], env=orphan, timeout=60)
     assert done.returncode == 1 and "that asked for this check has ended" in done.stderr
     assert not (tmp_path / "results.jsonl").exists()
@@ -108,9 +108,9 @@ def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
     """Of the same graphs, in the same words: else a build checks them again."""
     keys: list[str] = []
 
-    def load_or_check(job: selfcheck.Job, program: object = ()) -> selfcheck.CheckResult:
+    def load_or_check(job: Job, program: object = ()) -> CheckResult:
         keys.append(str(replace(job, device="")))
-        return selfcheck.CheckResult(dict.fromkeys(job.names))
+        return CheckResult(dict.fromkeys(job.names))
 
     monkeypatch.setattr(selfcheck_cache, "load_or_check", load_or_check)
     monkeypatch.setattr(selfcheck_cache, "not_for", lambda device: None)
@@ -121,7 +121,7 @@ def test_what_a_build_asks_is_what_was_checked(tmp_path, monkeypatch):
     gpu_sections._check(at, "8b")
     checked, keys[:] = keys[:], []
     device = torch.device("cuda", 0)
-    gpu.kernels_for(model.params, model.parallel, device, at.dtype, gpu.asked_for())
+    selection.kernels_for(model.params, model.parallel, device, at.dtype, selection.asked_for())
     assert checked == keys and len(keys) == 2
 
 
@@ -144,7 +144,7 @@ def test_the_sections_fit_into_the_time_of_a_run_the_most_telling_first():
 
 def test_one_section_that_fails_is_not_all(tmp_path, monkeypatch):
     """Dry they share a process."""
-    monkeypatch.setattr(selfcheck, "end_with_parent", lambda: None)
+    monkeypatch.setattr(program, "end_with_parent", lambda: None)
     given = ["gpu_check.py", "--dry", "--out", str(tmp_path), "--section", "nowhere,facts"]
     monkeypatch.setattr(sys, "argv", given)
     assert gpu_check.main() == 1

@@ -21,13 +21,17 @@ from helpers import warm
 from helpers.kernels import KERNELS_RUN
 from helpers.launch import PROGRAMS, environment
 from llama import weights
+from llama.gpu import cases, selfcheck
+from llama.gpu import selfcheck_cache as cached
+from llama.gpu.cases import Case, Cases
+from llama.gpu.job import JOB, Job
+from llama.gpu.program import PARENT, run
+from llama.gpu.selfcheck import check_kernel
 from llama.ops.cpu import native
 from llama.ops.sample import choose_ids
-from llama.ops.triton import attention, selfcheck
+from llama.ops.triton import attention
 from llama.ops.triton import linear as products
-from llama.ops.triton import selfcheck_cache as cached
 from llama.ops.triton.kernels import NAMES, TORCH_ONLY, KernelSet, Tile
-from llama.ops.triton.selfcheck import JOB, Case, Cases, Job, check_kernel
 from llama.weights import Form, PlainWeight, Weight
 
 CPU = torch.device("cpu")
@@ -141,7 +145,7 @@ def test_quantized_products_are_checked(launches, monkeypatch, fault, format):
     def packed(plain: Tensor, name: str, device: torch.device) -> Weight:
         return weights.packed(plain.bfloat16(), name)
 
-    monkeypatch.setattr(selfcheck, "packed", packed)
+    monkeypatch.setattr(cases, "packed", packed)
     monkeypatch.setattr(products, "BUCKETS", (2,))
     monkeypatch.setattr(products, "candidates", lambda *_: [Tile(32, 128, 4, 2, True)])
     sizes: dict[str, Any] = {
@@ -184,11 +188,11 @@ def test_sampling_is_checked_for_many_rows_at_once(monkeypatch):
         asked.append((len(rows), len(set(rows)), kernels.names))
         return choose_ids(logits, rows, *seeds)
 
-    monkeypatch.setattr(selfcheck, "choose_ids", choose)
+    monkeypatch.setattr(cases, "choose_ids", choose)
     check_kernel(job("sample"), "sample")
     assert (16, 14, {"sample"}) in asked and (16, 14, frozenset()) in asked
     monkeypatch.setattr(
-        selfcheck,
+        cases,
         "choose_ids",
         lambda *x, kernels: choose(*x, kernels=kernels) + len(kernels.names),
     )
@@ -209,12 +213,12 @@ def test_a_large_cache_is_read_and_written_where_it_should_be(monkeypatch):
     for name in ("attention", "rope_and_store"):
         assert any(case.small for case in getattr(Cases(job(name)), name)())
         check_kernel(job(name), name)
-    found = selfcheck.rope_and_store
+    found = cases.rope_and_store
 
     def elsewhere(qkv, freqs, cache, slots, kernels):
         return found(qkv, freqs, cache, slots - 16 * (cache.shape[1] == 40), kernels)
 
-    monkeypatch.setattr(selfcheck, "rope_and_store", elsewhere)
+    monkeypatch.setattr(cases, "rope_and_store", elsewhere)
     with pytest.raises(ArithmeticError, match="large: result 1 is off by"):
         check_kernel(job("rope_and_store"), "rope_and_store")
 
@@ -261,7 +265,7 @@ def test_the_program_says_what_failed_and_where(monkeypatch, capsys):
     monkeypatch.setattr(Cases, "silu_mul", cases)
     asked = job("sample", "silu_mul")
     monkeypatch.setattr(Cases, "sample", lambda self: iter([]))
-    assert selfcheck.run(JOB.dump_json(asked).decode(), check_kernel) == 0
+    assert run(JOB.dump_json(asked).decode(), check_kernel) == 0
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {"reasons": {"sample": None}, "tiles": [], "is_final": True}
     assert last["reasons"]["silu_mul"].startswith("three rows: result 0 is off by 0.5 where")
@@ -269,15 +273,15 @@ def test_the_program_says_what_failed_and_where(monkeypatch, capsys):
 
 ORPHAN = """
 import os, time
-from llama.ops.triton import selfcheck
+from llama.gpu import program
 end, written = os.pipe()
 if not os.fork():  # what asked for the check
-    os.environ[selfcheck.PARENT] = str(os.getpid())
+    os.environ[program.PARENT] = str(os.getpid())
     is_ready, ready = os.pipe()
     if not os.fork():  # the check, which hangs
-        while {early} and os.getppid() == int(os.environ[selfcheck.PARENT]):
+        while {early} and os.getppid() == int(os.environ[program.PARENT]):
             time.sleep(0.01)
-        selfcheck.end_with_parent()
+        program.end_with_parent()
         os.write(ready, b"x")
         time.sleep(50)
     if not {early}:
@@ -299,7 +303,7 @@ def test_a_check_ends_with_the_process_that_asked_for_it(tmp_path, early):
 
 def test_a_child_knows_who_asked_for_it(tmp_path):
     program = tmp_path / "child.py"
-    code = f"import os, sys; sys.exit(os.environ[{selfcheck.PARENT!r}] + f' {{os.getppid()}}')"
+    code = f"import os, sys; sys.exit(os.environ[{PARENT!r}] + f' {{os.getppid()}}')"
     program.write_text(code)
     (said,) = {*cached.load_or_check(job(), [str(program)]).reasons.values()}
     assert said == f"the check ended with exit code 1: {os.getpid()} {os.getpid()}"
@@ -458,7 +462,7 @@ def test_changed_sources_or_sizes_are_measured_again(quick, tmp_path, monkeypatc
 def test_the_sources_of_all_that_checks_run_count():
     """What both programs import of this package."""
     code = (
-        "import sys, llama.engine.graph_check\n"
+        "import sys, llama.gpu.graph_check\n"
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('llama.')))"
     )
     done = subprocess.run(
@@ -526,6 +530,4 @@ def compiled_ahead(job: Job, threads: int, folder: Path) -> dict:
 
 def test_a_gpu_that_takes_no_second_process_is_named():
     with pytest.raises(SystemExit, match=r"EXCLUSIVE_PROCESS\? nvidia-smi -c DEFAULT"):
-        selfcheck.run(
-            JOB.dump_json(replace(job("silu_mul"), device="cuda:0")).decode(), check_kernel
-        )
+        run(JOB.dump_json(replace(job("silu_mul"), device="cuda:0")).decode(), check_kernel)

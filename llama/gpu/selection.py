@@ -13,16 +13,15 @@ from dataclasses import replace
 import torch
 
 from llama.device import dtype_name
-from llama.engine import graph_check
 from llama.engine.core import PAGE_SIZE
 from llama.engine.graphs import CudaRecorder, Recorder
+from llama.gpu import graph_check, selfcheck_cache
+from llama.gpu.job import CheckResult, Formats, Job
 from llama.model.args import ModelArgs
 from llama.model.plan import LayerPlan
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
-from llama.ops.triton import selfcheck_cache
 from llama.ops.triton.kernels import GRAPH, NAMES, TORCH_ONLY, KernelSet
-from llama.ops.triton.selfcheck import CheckResult, Formats, Job
 from llama.ranks.collectives import ModelParallel
 from llama.weights import QUANTIZED
 

@@ -1,8 +1,8 @@
 """Whether decode steps may be replayed as CUDA graphs on a device: a program that tries it.
 
-    python -m llama.engine.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
+    python -m llama.gpu.graph_check '{"device": "cuda:0", "dtype": "bf16", ...}'
 
-In and out: as `llama.ops.triton.selfcheck`, with "graph" for the name of a kernel. Two layers of
+In and out: as `llama.gpu.selfcheck`, with "graph" for the name of a kernel. Two layers of
 the model's sizes are run both ways, in a process of its own, as a wrong graph can hang or end it.
 What that does not show is captured collectives: ranks try those together, in their own processes,
 where each wait has a limit.
@@ -19,14 +19,15 @@ from llama.device import DTYPES, current
 from llama.engine.graphs import CudaRecorder, Decoded, DecodeGraphs, Recorder
 from llama.engine.scheduler import Scheduled
 from llama.engine.sequence import Sequence, TokenParams
+from llama.gpu.cases import filled, numbers_of
+from llama.gpu.job import Choice, Job
+from llama.gpu.program import run
 from llama.model.args import ModelArgs
 from llama.model.transformer import Transformer
 from llama.ops.kv_cache import FORMATS
-from llama.ops.triton import selfcheck
 from llama.ops.triton.kernels import KernelSet
-from llama.ops.triton.selfcheck import Choice, Job
 
-PROGRAM = ("-m", "llama.engine.graph_check")
+PROGRAM = ("-m", "llama.gpu.graph_check")
 _LENGTHS = (1, 15, 16, 17, 100, 255, 300, 1025, 1500)
 _MOST_VOCABULARY = 8192  # of the model that is tried: its matrices are not what graphs get wrong
 _TOLERANCE = 2e-2  # of float32 logits of 16-bit weights, where the library may choose other sums
@@ -39,7 +40,7 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
     draw = torch.Generator().manual_seed(0)
     every = [n for n in _LENGTHS if n <= model.params.max_seq_len]
     num_pages = sum(-(-n // page_size) for n in every)
-    kv_cache = selfcheck.filled(
+    kv_cache = filled(
         model.new_kv_cache(num_pages + 1, page_size), model.params.head_dim,
         lambda *shape: torch.randn(shape, generator=draw).to(model.norm.weight),
     )  # fmt: skip
@@ -51,11 +52,11 @@ def compare(model: Transformer, recorder: Recorder, page_size: int) -> None:
             tokens = torch.randint(model.vocab_size, (n,), generator=draw).tolist()
             asked = tokens, [-1 if i % 2 else i for i in range(n)], scheduled
             wanted = graphs.run(*asked, wants_logits=wants_logits, is_eager=True)
-            held = selfcheck.numbers_of(kv_cache[:, :, :-1])
+            held = numbers_of(kv_cache[:, :, :-1])
             kv_cache[:, :, -1] = 7.0  # nobody reads the page of rows that are not used
             found = graphs.run(*asked, wants_logits=wants_logits)
             _expect_same(n, found, wanted)
-            now = selfcheck.numbers_of(kv_cache[:, :, :-1])
+            now = numbers_of(kv_cache[:, :, :-1])
             _expect_close("keys and values", now, held)
     graphs.close()
 
@@ -139,4 +140,4 @@ def check_graphs(job: Job, _: str) -> list[Choice]:
 
 
 if __name__ == "__main__":
-    sys.exit(selfcheck.run(sys.argv[1], check_graphs))
+    sys.exit(run(sys.argv[1], check_graphs))

@@ -1,38 +1,25 @@
-"""The self-check of the GPU's kernels: a program, in a process that a wrong kernel may end.
+"""What the self-check runs: each op with inputs at a job's sizes, its kernel named with it.
 
-    python -m llama.ops.triton.selfcheck '{"device": "cuda:0", "dtype": "bf16", ...}'
-
-In: a job, as JSON. Out: for each kernel a line of JSON with the reason why it must not be used, or
-null, and the tiles that are fastest; the first that fails is the last, as it may have broken more.
-selfcheck_cache.py starts it, and sees to illegal accesses and hangs. The torch body in float64
-says what is right. Memory that a kernel should fill is filled with NaN before. Over 400 lines: half
-are the cases of each kernel, and they stay beside the rule that judges them.
+In: a `Job`. Out: for each kernel its cases, and for products the tiles that may be used. Memory of
+large caches is allocated only where the GPU has room for it.
 
 Shapes: E model dim, H query heads, K kv heads, D head dim, F ffn, V vocabulary, P pages, S slots
 per page; N outputs and K inputs of a weight, M rows. H, K and F are one rank's.
 """
 
-import contextlib
-import copy
-import ctypes
 import itertools
 import math
-import os
 import random
-import signal
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
-from llama.device import DTYPES, available_cores
+from llama.device import DTYPES
+from llama.gpu.job import Job
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import FORMATS, format_of
@@ -40,76 +27,14 @@ from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import precompute_freqs_cis, rope_and_store
 from llama.ops.sample import SamplingRow, choose_ids
 from llama.ops.swiglu import silu_mul
-from llama.ops.triton.kernels import TORCH_ONLY, KernelSet, Sizes, Tile
+from llama.ops.triton.kernels import KernelSet, Sizes, Tile
 from llama.weights import Form, PlainWeight, Weight, like, packed
 
 Results = tuple[Tensor, ...]
-Choice = tuple[Sizes, Tile]  # and the tile that is fastest for them
-Formats = tuple[str | Form | None, ...]  # of weights, as `quantize=` or a file has them
 
-PARENT = "LLAMA_CHECK_PARENT"  # a variable: the process that started this one
-LENGTHS = (1, 15, 16, 17, 255, 4097)
 _PADDING_ROWS = 2
-_PR_SET_PDEATHSIG = 1
 _ROPE_PAGES = 9  # of the cache that keys and values are stored in
 _PLANE = 2**31  # numbers of keys in a layer's cache, from which on an offset needs 64 bits
-# What rounding may do to a row, relative to its length: a few times what the torch bodies do.
-_TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8, torch.float32: 2**-18}
-_COLD_BYTES = 256 << 20  # of weights that take turns: more than a GPU's cache holds
-_GAIN = 0.97  # of cuBLAS's time that a tile must stay below, to be worth it
-
-
-@dataclass(frozen=True)
-class Job:
-    """Kernels to check by name, on one device, in one type, at the sizes of a model on one rank."""
-
-    device: str
-    dtype: str  # one of llama.device.DTYPES
-    names: tuple[str, ...]
-    dim: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    vocab_size: int
-    vocab_rows: int  # of the head on this rank
-    page_size: int
-    lengths: tuple[int, ...] = LENGTHS  # of sequences
-    in_use: tuple[str, ...] = ()  # kernels that run while something else is checked
-    formats: Formats = (None,)
-    kv_format: str | None = None  # of the KV cache
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Why each kernel that was checked must not be used, None where it may, and chosen tiles.
-
-    is_final: a later check would say the same; not so where memory was short or no child ran.
-    """
-
-    reasons: dict[str, str | None] = field(default_factory=dict)
-    tiles: list[Choice] = field(default_factory=list)
-    is_final: bool = True
-
-    @property
-    def passed(self) -> list[str]:
-        return [name for name, reason in self.reasons.items() if reason is None]
-
-    @property
-    def failed(self) -> dict[str, str]:
-        return {name: reason for name, reason in self.reasons.items() if reason is not None}
-
-    def __or__(self, other: "CheckResult") -> "CheckResult":
-        is_final = self.is_final and other.is_final
-        return CheckResult(self.reasons | other.reasons, self.tiles + other.tiles, is_final)
-
-    def kernels(self, dtype: str, names: Sequence[str]) -> KernelSet:
-        """Those of `names` that passed."""
-        passed, dtypes = frozenset(names) & set(self.passed), frozenset({DTYPES[dtype]})
-        return KernelSet(passed, dtypes, dict(self.tiles))
-
-
-JOB, RESULT = TypeAdapter(Job), TypeAdapter(CheckResult)  # to JSON and back
 
 
 class Case(NamedTuple):
@@ -306,152 +231,3 @@ def _product(
     if not weight.kind:
         weight = PlainWeight.pack(weight.plain().to(x.dtype))
     return weight.linear(x, dtype, replace(kernels, tiles=tiles))
-
-
-def check_kernel(job: Job, name: str) -> list[Choice]:
-    """An error if an op gives with its kernel something else than its torch body in any case; else
-    the tiles that are to be used with it."""
-    cases = Cases(job)
-    kernels = KernelSet(frozenset({name}), frozenset({cases.dtype}))
-    for case in getattr(cases, name)():
-        try:
-            _check_case(case, kernels, cases.dtype)
-        except (ArithmeticError, RuntimeError) as e:
-            e.args = (f"{case.what}: {e}",)  # of the same type: memory may be short only now
-            raise
-        del case  # before the next one is made: caches can be large
-    has_tiles = name == "linear" and cases.device.type == "cuda"
-    products = cases.products() if has_tiles else ()
-    found = [(sizes, fastest_tile(cases, x, sizes, tiles)) for x, sizes, tiles in products]
-    return [(sizes, tile) for sizes, tile in found if tile]
-
-
-def compile_all(job: Job) -> None:
-    """Have threads compile what the checks of the job's kernels will launch; on one core of a new
-    machine that takes a minute. What does not compile, its own check will tell."""
-    from triton import AsyncCompileMode, JITFunction
-
-    cases, launch = Cases(job), JITFunction.run
-    kernels = KernelSet(frozenset(job.names), frozenset({cases.dtype}))
-
-    def compiled(kernel: Any, *args: Any, **options: Any) -> Any:
-        return launch(kernel, *args, **options | {"warmup": True})
-
-    JITFunction.run = compiled
-    try:
-        with (
-            ThreadPoolExecutor(available_cores()) as threads,
-            AsyncCompileMode(threads, ignore_errors=True),
-        ):
-            for case in itertools.chain.from_iterable(getattr(cases, x)() for x in job.names):
-                case.op(*case.inputs, kernels=kernels)
-    finally:
-        JITFunction.run = launch
-
-
-def _check_case(case: Case, kernels: KernelSet, dtype: torch.dtype) -> None:
-    """ArithmeticError unless the kernel's results are right, row by row; ids must be equal."""
-    torch.set_deterministic_debug_mode("warn")  # fills new memory with NaN
-    try:
-        found = _results(case.op, case.inputs, kernels)
-    finally:
-        torch.set_deterministic_debug_mode("default")
-    if case.small is not None:
-        right = _results(case.op, case.small, kernels)
-    elif found[0].is_floating_point():
-        floats = [isinstance(x, Tensor) and x.is_floating_point() for x in case.inputs]
-        wide = [x.double() if i else x for x, i in zip(case.inputs, floats, strict=True)]
-        right = _results(case.op, wide)
-    else:
-        right = _results(case.op, case.inputs)
-    in_8_bits = any(isinstance(x, Tensor) and format_of(x).name for x in case.inputs)
-    allowed = _TOLERANCES[dtype] + in_8_bits * 2**-7  # or a number falls to the next unit
-    for i, (x, exact) in enumerate(zip(found, right, strict=True)):
-        if not x.is_floating_point():
-            if not torch.equal(x, exact):
-                raise ArithmeticError(f"{int((x != exact).sum())} of {x.numel()} ids differ")
-            continue
-        lengths = exact.double().norm(dim=-1).clamp(min=1e-6)
-        error = float(((x.double() - exact).norm(dim=-1) / lengths).max())
-        if not error <= allowed:  # NaN is not
-            raise ArithmeticError(f"result {i} is off by {error:.2g} where {allowed:.2g} may be")
-
-
-def _results(
-    op: Callable[..., Tensor | Results], inputs: Sequence[Any], kernels: KernelSet = TORCH_ONLY
-) -> Results:
-    results = op(*inputs, kernels=kernels)
-    return results if isinstance(results, tuple) else (results,)
-
-
-def fastest_tile(cases: Cases, weight: Weight, sizes: Sizes, tiles: Sequence[Tile]) -> Tile | None:
-    """The tile with the least time for a product; None where cuBLAS is as fast.
-
-    Each time is that of one product per weight, in a graph, so that the host's does not count.
-    """
-    from triton.testing import do_bench_cudagraph
-
-    _, n, k, m = sizes
-    x, copies = cases.normal(m, k), range(_COLD_BYTES // weight.nbytes)
-    weights = [weight, *(copy.deepcopy(weight) for _ in copies)]
-
-    def products(kernels: KernelSet) -> None:
-        for weight in weights:
-            weight.linear(x, cases.out_dtype(n), kernels)
-
-    own = KernelSet(frozenset({"linear"}), frozenset({cases.dtype}))
-    ways = [own, *(replace(own, tiles={sizes: tile}) for tile in tiles)]
-    times = [
-        do_bench_cudagraph(partial(products, way), rep=1, return_mode="median") for way in ways
-    ]
-    best = min(range(len(times)), key=times.__getitem__)
-    return tiles[best - 1] if best and times[best] < _GAIN * times[0] else None
-
-
-def run(
-    argument: str,
-    check: Callable[[Job, str], list[Choice]],
-    prepare: Callable[[Job], None] = lambda job: None,
-) -> int:
-    """The program: `check` for each of the job's names, and a line of JSON on what came of it.
-
-    prepare: on CUDA, before the first.
-    """
-    warnings.simplefilter("ignore")
-    end_with_parent()
-    job = JOB.validate_json(argument)
-    if torch.device(job.device).type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = False
-        try:
-            torch.cuda.set_device(job.device)
-            torch.zeros(1, device=job.device)
-        except Exception as e:  # the GPU is another process's alone
-            text = " ".join(str(e).split())
-            sys.exit(f"{text[:160]} (compute mode EXCLUSIVE_PROCESS? nvidia-smi -c DEFAULT)")
-        with contextlib.suppress(Exception):  # the check of a kernel will tell
-            prepare(job)
-    for name in job.names:
-        try:
-            result = CheckResult({name: None}, check(job, name))
-        except Exception as e:  # whatever it is: this kernel is not used
-            kind = "" if isinstance(e, ArithmeticError) else f"{type(e).__name__}: "
-            reason = kind + " ".join(str(e).split())[:300]
-            is_final = not isinstance(e, torch.OutOfMemoryError)
-            result = CheckResult({name: reason}, is_final=is_final)
-        print(RESULT.dump_json(result).decode(), flush=True)
-        if result.failed:
-            break
-    return 0
-
-
-def end_with_parent() -> None:
-    """Have Linux kill this process when the one that started it has ended, in whatever way: a
-    kernel that hangs would else keep the GPU for ever (prctl(2))."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
-        sys.exit("the process that asked for this check has ended")
-
-
-if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], check_kernel, compile_all))

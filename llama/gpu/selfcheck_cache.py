@@ -26,14 +26,15 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from llama.gpu.job import JOB, RESULT, CheckResult, Job
+from llama.gpu.program import PARENT
 from llama.ops.cpu import native
-from llama.ops.triton.selfcheck import JOB, PARENT, RESULT, CheckResult, Job
 
-PROGRAM = ("-m", "llama.ops.triton.selfcheck")  # what follows Python's name in a child
+PROGRAM = ("-m", "llama.gpu.selfcheck")  # what follows Python's name in a child
 LIMIT_S = 480.0  # for all of a check; the other ranks wait for 600
 CHILD_S = 300.0  # for a child: load torch, compile, compare, time products
-_PACKAGE = Path(__file__).parents[2]
-_FOLDERS = ("engine", "model", "ops", "ranks", "weights")
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = ("engine", "gpu", "model", "ops", "ranks", "weights")
 _USED = ("checks.py", "device.py", *(f"{name}/**/*.py" for name in _FOLDERS))  # by a check
 
 

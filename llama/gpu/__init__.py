@@ -1,0 +1,7 @@
+"""What a model uses on its GPU: kernels and CUDA graphs that passed a check on this machine.
+
+selection.py is the entry: a rank's device, dtype and sizes in, its `KernelSet` and its recorder of
+graphs out. The checks run in child processes: selfcheck.py tries kernels, graph_check.py graphs.
+selfcheck_cache.py starts them and stores their results. This module imports nothing, so that a
+child loads only what it tries.
+"""
