@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from bench.host import Operators
+from bench.machine import require_triton
 from bench.shapes import SHAPES, decode_bytes, step_roofline, weight_shapes
 from llama import ModelArgs, Transformer
 from llama.engine.core import PAGE_SIZE
@@ -138,5 +139,6 @@ def table() -> list[str]:
 
 
 def expected(**_: Any) -> None:
-    """What decode steps of the 8B should take on GPUs that have not been measured."""
+    """Print what decode steps of the 8B should take on GPUs that have not been measured."""
+    require_triton("expected")
     print("\n".join(table()))

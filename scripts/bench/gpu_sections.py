@@ -27,6 +27,7 @@ import torch
 
 from bench import machine
 from bench.gpu_run import DRY_KERNELS, MODES, Again, Section, read_results
+from bench.machine import NO_TRITON, has_triton
 from bench.shapes import (
     attention_flop,
     decode_bytes,
@@ -93,7 +94,8 @@ def _check(at: Section, shape: str) -> None:
     began = time.perf_counter()
     result = selfcheck_cache.load_or_check(job)
     for name in job.names:
-        _say_checked(at, f"{shape} {name}", result.reasons[name])
+        reason = result.reasons[name] if has_triton() else NO_TRITON
+        _say_checked(at, f"{shape} {name}", reason)
     for (_, n, k, m), tile in result.tiles:
         at.say(f"{shape} tile {n} x {k}, {m} rows", list(tile))
     if at.dry:
@@ -157,6 +159,9 @@ def throughput(at: Section) -> None:
 
 def sweeps(at: Section) -> None:
     """Decode attention by the number of splits: where `attention.num_splits` should lie."""
+    if not has_triton():
+        at.say("sweeps", NO_TRITON)
+        return
     from llama.ops.triton import attention
 
     args = ModelArgs(**at.params("8b"))

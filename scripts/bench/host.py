@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.machine import require_triton
 from bench.report import Column
 from bench.run import Bench, Row, whole
 from bench.shapes import write_tokenizer
 from llama import ModelArgs, SamplingParams, Tokenizer, Transformer
 from llama.engine.core import PAGE_SIZE, EngineCore
 from llama.engine.graphs import Outputs
-from llama.ops.triton import sample as gpu_sample
 from llama.ops.triton.kernels import KernelSet
 from llama.requests.llm_engine import LLMEngine
 
@@ -91,8 +91,10 @@ def host(
     "engine" is scheduling, packing and reading ids; "with text" is the public request API, which
     also makes text of them. Medians, and the least, of `steps` steps of each.
     """
+    require_triton("host")
     bench = Bench(**flags)
-    sizes, length = [whole("batches", n) for n in batches], whole("context", context[0])
+    sizes = [whole("batches", n) for n in batches]
+    length = whole("context", context[0])
     count = whole("steps", steps)
     rows = [_measure(kind, n, length, count) for n in sizes for kind in _KINDS]
     greedy = {row["batch"]: row["host_ms"] for row in rows if row["kind"] == "greedy"}
@@ -161,6 +163,8 @@ def _engine(batch: int, longest: int) -> LLMEngine:
         max_seq_len=longest, max_batch_size=batch,
     )  # fmt: skip
     model = Transformer(args)
+    from llama.ops.triton import sample as gpu_sample  # imports Triton
+
     # A GPU's path: attention in torch, and launches of the sampling kernels that do nothing.
     model.use_kernels(KernelSet(frozenset({"attention", "sample"}), frozenset()))
     ids = torch.zeros(batch, dtype=torch.int64)

@@ -11,6 +11,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,20 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+NO_TRITON = "Triton is not installed"
+
+
+def has_triton() -> bool:
+    """Return whether Triton can be imported: on a CPU it comes with the extra `test` alone."""
+    return find_spec("triton") is not None
+
+
+def require_triton(command: str) -> None:
+    """Raise ValueError where a command imitates the GPU's kernels and Triton is not installed."""
+    if not has_triton():
+        raise ValueError(
+            f"the command {command} imitates a GPU's kernels, which need Triton, and it is not "
+            "installed: pip install triton (Linux, x86-64)"
+        )

@@ -1,0 +1,61 @@
+"""A virtual environment without the extra `test`: what a user's installation has, and no more.
+
+In: a folder, and the extras to install. Out: an environment there. Its packages are links to those
+of the environment that runs the tests, so that nothing is downloaded.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from helpers.launch import REPO
+
+
+def _requirements(wanted: Requirement) -> list[Requirement]:
+    """Return what a distribution with these extras asks for on this machine."""
+    needed = map(Requirement, distribution(wanted.name).requires or [])
+    extras = [{"extra": name} for name in ("", *wanted.extras)]
+    return [x for x in needed if x.marker is None or any(map(x.marker.evaluate, extras))]
+
+
+def _closure(extras: str) -> list[Distribution]:
+    """Return the distributions that `pip install llama[EXTRAS]` would bring, without llama."""
+    todo = [Requirement(f"llama[{extras}]" if extras else "llama")]
+    seen: set[str] = set()
+    found: dict[str, Distribution] = {}
+    while todo:
+        wanted = todo.pop()
+        if str(wanted) in seen:
+            continue
+        seen.add(str(wanted))
+        try:
+            todo += _requirements(wanted)
+        except PackageNotFoundError:  # an optional wheel of another platform
+            continue
+        found[canonicalize_name(wanted.name)] = distribution(wanted.name)
+    del found["llama"]
+    return list(found.values())
+
+
+def lean_environment(folder: Path, extras: str = "") -> None:
+    """Make an environment in `folder` that has the package in this checkout with `extras`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for package in _closure(extras):
+        for file in package.files or ():
+            top = file.parts[0]
+            source = Path(str(package.locate_file(top)))
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                os.symlink(source, site / top, target_is_directory=source.is_dir())
+    (site / "checkout.pth").write_text(f"{REPO}\n")
+    command = folder / "bin" / "llama"
+    command.write_text(
+        f"#!{folder / 'bin' / 'python'}\nimport sys\nfrom llama.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    command.chmod(0o755)
