@@ -12,7 +12,6 @@ graphs, see `llama.engine.graphs`; all others run operator by operator.
 import contextlib
 import warnings
 from collections.abc import Callable
-from subprocess import SubprocessError
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from llama.engine.sequence import RowResults, Sequence, Tokens, TopLogprobs
 from llama.model.transformer import Transformer
 from llama.ops.batch import Batch
 from llama.ops.sample import on_device_of
-from llama.ops.triton.kernels import TORCH_ONLY
+from llama.ops.triton.kernels import TORCH_ONLY, kernel_errors
 
 _SCORED_ROWS = 256  # prompt rows that get logits at once: 256 x 128,256 float32 are 131 MB
 
@@ -106,10 +105,8 @@ class ModelRunner:
         with current(self.kv_cache.device):
             try:
                 return self._start(scheduled)
-            except Exception as e:
-                # It does not compile, or fit: Triton says so, its driver, or a compiler.
-                is_kernel = "triton" in f"{type(e)} {e}".lower() or isinstance(e, SubprocessError)
-                if not is_kernel or self.model.parallel.size > 1:
+            except kernel_errors() as e:
+                if self.model.parallel.size > 1:  # the other ranks do not know of it
                     raise
                 warnings.warn(f"torch runs in place of the GPU's kernels: {e}", stacklevel=2)
                 self.close()

@@ -390,34 +390,37 @@ def test_rows_that_need_the_token_before_wait_for_it_and_for_no_step(model, grap
     assert all((a + b) % 2 for a, b in itertools.pairwise(last)), last
 
 
-class OutOfResources(Exception):
-    """As Triton's, which is no RuntimeError."""
+class FailingKernel:
+    """A kernel whose launch raises an error: kernel[grid](...)."""
 
-    __module__ = "triton.runtime.errors"
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "FailingKernel":
+        return self
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise self.error
 
 
 @pytest.mark.filterwarnings("ignore:steps run without graphs")
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize(
-    "error",
-    [
-        OutOfResources("shared memory"),
-        RuntimeError("Triton Error [CUDA]: no shared memory"),
-        subprocess.CalledProcessError(1, "ptxas shared"),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, error, graphs):
+@pytest.mark.parametrize("name", ["out of resources", "driver", "disk", "C compiler"])
+def test_a_kernel_that_does_not_fit_is_done_without(model, monkeypatch, name, graphs):
     """One that the check did not meet: torch's body does its work from then on."""
-
-    def fails(*_: object) -> None:
-        raise error
-
+    triton_errors = pytest.importorskip("triton.runtime.errors")
+    error = {
+        "out of resources": triton_errors.OutOfResources(300_000, 232_448, "shared memory"),
+        "driver": RuntimeError("Triton Error [CUDA]: no shared memory"),
+        "disk": OSError("no space left for shared.cubin"),
+        "C compiler": subprocess.CalledProcessError(1, "gcc shared"),
+    }[name]
     wanted = core_of(model, 20, graphs=False, ahead=False)
     wanted.add(alone := Sequence([1, 2, 3], TokenParams(temperature=0.0), 9))
     while wanted.has_unfinished():
         wanted.step()
-    monkeypatch.setattr("llama.ops.triton.attention.paged_attention", fails)
+    for kernel in ("decode_kernel", "prefill_kernel"):
+        monkeypatch.setattr(f"llama.ops.triton.attention.{kernel}", FailingKernel(error))
     monkeypatch.setattr("llama.ops.attention.suits_gpu", lambda *_: True)
     model.use_kernels(KernelSet(frozenset({"attention"}), frozenset({torch.float32})))
     try:

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from llama.ops.batch import Batch
 from llama.ops.kv_cache import views_of
-from llama.ops.triton.kernels import Tile
+from llama.ops.triton.kernels import Tile, launcher
 
 _PROGRAMS = 1024  # of a decode launch, about: eight for each of the 132 processors of an H200
 _MAX_SPLITS = 64
 _MAX_OFFSET = 2**31  # numbers in a layer's plane of the cache, for offsets of 32 bits
 
 
+@launcher
 def paged_attention(queries: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
     """queries (T, H, D), one layer's kv_cache (2, P, S, K, W) -> (T, H, D).
 

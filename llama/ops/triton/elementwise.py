@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llama.ops.kv_cache import LEAST_UNIT, views_of
+from llama.ops.triton.kernels import launcher
 
 _LEAST_UNIT = tl.constexpr(LEAST_UNIT)
 _WHOLE = tl.constexpr(1.5 * 2**23)  # added to a float32 of up to 22 bits, it leaves a whole number
@@ -23,6 +24,7 @@ SILU_BLOCK = 1024  # numbers of a row per program
 ROPE_HEADS = 8  # heads of a token per program
 
 
+@launcher
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and delta (..., E), weight (E) -> x + delta, and its norm; or x and its norm."""
     x, width = x.contiguous(), x.shape[-1]
@@ -67,6 +69,7 @@ def norm_kernel(
     tl.store(out + at, (normed * factor).to(row.dtype), mask=is_there)
 
 
+@launcher
 def rope_and_store(qkv: Tensor, freqs_cis: Tensor, kv_cache: Tensor, slots: Tensor) -> Tensor:
     """qkv (T, H + 2K, D), one layer's kv_cache (2, P, S, K, W), slots (T) -> queries (T, H, D).
 
@@ -132,6 +135,7 @@ def rope_kernel(
     tl.store(kv_cache + cache_at[:, None] + dims[None, :], x, mask=is_stored[:, None])
 
 
+@launcher
 def silu_mul(x: Tensor) -> Tensor:
     """x (..., 2F), the gate's columns first -> silu(gate) * up (..., F)."""
     x = x.contiguous()

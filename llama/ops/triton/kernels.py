@@ -1,55 +1,105 @@
-"""Which Triton kernels the ops of one model may run: those that the self-check found right for it.
+"""The Triton kernels that the ops of one model may run, and the errors of a kernel that fails.
 
-In: names of kernels, types, and tiles of products. Out: for an op, whether it may use its kernel on
-some tensors; where it may not, it runs its torch body, which is the definition. The model holds its
-`KernelSet` and hands it to each op. Nothing here imports Triton: an op imports its kernel's module
-only after it has asked here. Tests make one for the CPU, under TRITON_INTERPRET=1.
+In: names of kernels, dtypes, and tiles of matrix products, as the self-check found them. Out: for
+an op, whether it may run its kernel on some tensors. Where it may not, it runs its torch body,
+which is its definition. The model holds its `KernelSet` and hands it to each op.
+
+Nothing here imports Triton, which takes a second and is not installed everywhere: an op imports the
+module of its kernel only after it has asked here. Tests make a set for the CPU, where
+TRITON_INTERPRET=1 runs the kernels in Triton's interpreter.
 """
 
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from subprocess import SubprocessError
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
-GRAPH = "graph"  # named beside them where decode steps may be CUDA graphs
-Sizes = tuple[int, int, int, int]  # of a product: the kind of the weight's numbers, N, K and M
-_LOGITS = torch.float32  # what "sample" takes, whatever the model's type
+GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
+Sizes = tuple[int, int, int, int]  # of a product: the weight's element format, N, K and M
+_LOGITS_DTYPE = torch.float32  # what "sample" takes, whatever the model's dtype
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class KernelError(RuntimeError):
+    """An untyped error of the compiler or the GPU's driver while a kernel was launched."""
+
+
+def launcher(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that launches kernels, so that their failures have a type.
+
+    The passes of Triton's compiler and its calls of the driver raise plain RuntimeErrors, and its
+    cache on disk OSErrors: they become a `KernelError`. Subclasses of RuntimeError, such as torch's
+    OutOfMemoryError, say something else and pass unchanged.
+    """
+
+    @functools.wraps(function)
+    def launch(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+                raise
+            raise KernelError(str(error)) from error
+
+    return launch
+
+
+def kernel_errors() -> tuple[type[Exception], ...]:
+    """Return the types of the errors of a kernel that does not compile, or does not fit the GPU.
+
+    A caller that catches them can go on with `TORCH_ONLY`. They are `KernelError`, SubprocessError
+    of the C compiler that builds a kernel's launcher, and all of Triton's own, once it is imported.
+    """
+    if "triton" not in sys.modules:
+        return (KernelError, SubprocessError)
+    from triton.errors import TritonError
+
+    return (KernelError, SubprocessError, TritonError)
 
 
 class Tile(NamedTuple):
-    """How much one program takes at a time, and how it is compiled: of a product, or of attention.
+    """The part of a product or of attention that one program computes, and its compiler options.
 
-    It holds plain numbers, so that it can be written to a file and made again from there.
+    It holds plain numbers, so that it can be written to a file as JSON and made again from there.
     """
 
-    rows: int  # of the weight, per program; or queries times G, at least 16
-    columns: int  # of the weight, per turn, K is a multiple of it; or keys
+    rows: int  # rows of the weight per program; in attention queries times G, at least 16
+    columns: int  # columns of the weight per iteration, which divide K; in attention keys
     warps: int
     stages: int
-    uses_dot: bool = True  # matrix units; without them one row of x only
+    uses_dot: bool = True  # whether matrix units multiply; if not, x has one row
 
 
 class Blocks(NamedTuple):
-    """A quantized weight, as `llama.weights.groups` has it."""
+    """A quantized weight (N, K) as the kernels read it, see `llama.weights.groups`."""
 
     values: Tensor
     scales: Tensor
     shape: tuple[int, int]  # N, K
-    kind: int  # Matrix::Numbers in kernels.h
-    first: int  # what is added to the numbers of four bits
-    group: int
-    per_group: int  # a scale, or a scale and an offset
+    kind: int  # the format of its elements, Matrix::Numbers in kernels.h
+    first: int  # the value of code 0, if elements have four bits
+    group: int  # neighbouring columns that share a scale
+    per_group: int  # 1: a scale; 2: a scale and an offset
 
 
 @dataclass(frozen=True)
 class KernelSet:
-    """dtypes: of a model's tensors; float32 is for tests, as a GPU would round products to TF32.
+    """The kernels of one model that passed their check.
 
-    tiles: the one that was fastest for M rows times a weight (N, K), with M a power of 2 up to 64,
-    to which the rows are filled up; where there is none, torch's library is faster.
+    Attributes:
+        names: Some of NAMES, and GRAPH where decode steps may be CUDA graphs.
+        dtypes: The dtypes of a model's tensors that they take. float32 is for tests: a GPU would
+            round products to TF32.
+        tiles: The fastest tile for M rows times a weight (N, K). M is a power of 2 up to 64, to
+            which the rows are filled up. Where there is no tile, torch's library is faster.
     """
 
     names: frozenset[str] = frozenset()
@@ -61,17 +111,24 @@ class KernelSet:
             raise ValueError(f"unknown kernels {sorted(unknown)}: there are {', '.join(NAMES)}")
 
     def has(self, name: str, *tensors: Tensor) -> bool:
-        """Whether the op `name` runs its kernel on these tensors, of one device and one type."""
+        """Return whether the op `name` may run its kernel on these tensors.
+
+        They must be on one device and of one dtype.
+        """
         if name not in self.names:
             return False
-        device, dtype = tensors[0].device, tensors[0].dtype
-        return (dtype is _LOGITS if name == "sample" else dtype in self.dtypes) and all(
-            x.device == device and x.dtype is dtype for x in tensors[1:]
+        first = tensors[0]
+        takes = first.dtype is _LOGITS_DTYPE if name == "sample" else first.dtype in self.dtypes
+        return takes and all(
+            x.device == first.device and x.dtype is first.dtype for x in tensors[1:]
         )
 
     def tile_for(self, kind: int, n: int, k: int, m: int) -> Tile | None:
-        """The tile for M rows times a weight (N, K); None where torch's library does it."""
-        return self.tiles.get((kind, n, k, 1 << (m - 1).bit_length())) if m else None
+        """Return the tile for M rows times a weight (N, K), or None where torch multiplies."""
+        if m == 0:
+            return None
+        padded = 1 << (m - 1).bit_length()
+        return self.tiles.get((kind, n, k, padded))
 
 
 TORCH_ONLY = KernelSet()  # every op runs its torch body

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.ops.triton.kernels import Blocks, Tile
+from llama.ops.triton.kernels import Blocks, Tile, launcher
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: one choice for each
 _LEAST_DOT = 16  # the fewest rows that a matrix unit multiplies at once
@@ -37,6 +37,7 @@ def candidates(kind: int, n: int, k: int, m: int) -> list[Tile]:
     return [x for x in tiles if k % x.columns == 0 and (x.uses_dot or m == 1)]
 
 
+@launcher
 def run(x: Tensor, weight: Tensor | Blocks, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:
     """x (..., K), weight (N, K), plain ones of the same type -> (..., N) in `dtype` or that of x.
 
@@ -55,6 +56,7 @@ def run(x: Tensor, weight: Tensor | Blocks, tile: Tile, dtype: torch.dtype | Non
     return out
 
 
+@launcher
 def plain(weight: Blocks, first: int, end: int, dtype: torch.dtype) -> Tensor:
     """Rows of a quantized weight, from a multiple of 32 on: (end - first, K)."""
     k = weight.shape[1]

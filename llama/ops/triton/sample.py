@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama.ops.triton.kernels import launcher
 from llama.ops.triton.sample_rows import (
     FIRST_BIN,
     NUM_PARAMS,
@@ -45,6 +46,7 @@ _BINS = 256  # of probability
 _CHUNK = 8192  # tokens that one program looks at together
 
 
+@launcher
 def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """(B, V) float32 -> (B) maxima, NaN where there is one, and (B) int64 first places of them, -1
     where the maximum is not finite."""
@@ -58,6 +60,7 @@ def top_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     return row_max, ids
 
 
+@launcher
 def choose(logits: Tensor, rules: Tensor, *, is_filtered: bool) -> Tensor:
     """(B, V) float32 logits, rules (B, 6) of `pack_params`, on the device -> (B) int64 ids.
 
