@@ -65,7 +65,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 def index_of(value: Any) -> int | None:
     """A whole number of Python, numpy or torch as an int, else None; True and 3.0 are none."""
     try:
-        return None if isinstance(_scalar(value), bool) else operator.index(value)
+        return None if isinstance(python_scalar(value), bool) else operator.index(value)
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
         return None
 
@@ -94,7 +94,7 @@ def whole_number(
 def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a finite float from `low`, or with `above` above it, to `high`; no bool."""
     allowed = f"a number {f'above {low} and up' if above else f'from {low}'} to {high}"
-    plain = _scalar(value)
+    plain = python_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")
     try:
@@ -152,7 +152,7 @@ def path_like(name: str, value: Any) -> str | os.PathLike[str]:
     return value
 
 
-def _scalar(value: Any) -> Any:
+def python_scalar(value: Any) -> Any:
     """The Python number in a scalar of numpy or torch; any other value as it is."""
     item = getattr(value, "item", None)
     if item is None or getattr(value, "shape", None) not in ((), (1,)):

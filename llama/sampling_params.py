@@ -1,82 +1,79 @@
-"""What one request asks of sampling, and the form that its answer must have.
+"""What one request asks of sampling, and the format that its answer must have.
 
 Text and numbers, checked once, here, and frozen: the same call has the same `repr` on every rank.
 It knows no tensor, no tokenizer and no model.
 """
 
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, get_args, get_type_hints
 
-from llama.checks import (
-    FieldError,
-    FieldTypeError,
-    brief,
-    checked_number,
-    limits_of,
-    number,
-    whole_number,
-    within,
+from pydantic import PlainValidator
+
+from llama.checks import FieldError, brief, number, whole_number
+from llama.validation import (
+    Length,
+    Range,
+    TupleOf,
+    checked_dataclass,
+    custom_error,
+    with_message,
 )
 
-_MOST = 2**31 - 1  # of token ids, and of counts that nothing else bounds
-TOKEN_IDS = (0, _MOST)
-MOST_LETTERS = 256  # of a stop string, and of a bad word
-MOST_STOPS, MOST_STOP_IDS, MOST_WORDS, MOST_BIASES = 32, 256, 256, 1024
-BIASES = (-100, 100)
-_MOST_CHARACTERS = 100_000  # of a schema, an expression or a grammar
-_MOST_CHOICES = 1024
+MAX_COUNT = 2**31 - 1  # the largest token id, and the largest count that nothing else bounds
+MAX_BIASES = 1024
+BIAS = Range(-100, 100)
+_MAX_CHARACTERS = 100_000  # of a schema, an expression or a grammar
+
+TokenId = Annotated[int, Range(0, MAX_COUNT)]
+Text = Annotated[str, Length(1, 256)]  # a stop string, or a bad word
+_LongText = Annotated[str | None, Length(1, _MAX_CHARACTERS)]
+StopTexts = TupleOf(Text, 0, 32, may_be_text=True)
+StopIds = TupleOf(TokenId, 0, 256)
+BadWords = TupleOf(Text, 0, 256)
+
+Switch = Annotated[bool, with_message("={value} must be True or False")]
+LogprobCount = Annotated[int | None, Range(0, 100)]
+Seed = Annotated[int | None, Range(0, 2**63 - 1)]
 
 
-def _wrong(name: str, value: Any, must: str) -> FieldTypeError:
-    return FieldTypeError(name, f"{name}={brief(value)} must {must}")
-
-
-def _text(name: str, value: Any, most: int = _MOST_CHARACTERS) -> str:
-    if not isinstance(value, str):
-        raise _wrong(name, value, f"be a string of 1 to {most} characters")
-    if not 1 <= len(value) <= most:
-        words = f" must have 1 to {most} characters, not {len(value)}: {brief(value)}"
-        raise FieldError.of(name, words)
-    return value
-
-
-_token_id = functools.partial(whole_number, low=TOKEN_IDS[0], high=TOKEN_IDS[1])
-_word = functools.partial(_text, most=MOST_LETTERS)
-
-
-def _tuple_of(check: Callable[[str, Any], Any], name: str, value: Any, most: int) -> tuple:
-    """The entries of a list, tuple or array, each checked, at most `most` of them."""
-    if value is None:
-        return ()
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise _wrong(name, value, f"be a list or tuple of at most {most} entries")
-    if len(value) > most:
-        raise FieldError(name, f"{name} has {len(value)} entries: it must have at most {most}")
-    return tuple(check(f"{name}[{i}]", entry) for i, entry in enumerate(value))
-
-
-def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """A mapping, or the pairs that this made of one, as pairs sorted by id."""
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Return a mapping, or the pairs that this function made of one, as pairs sorted by id."""
     if value is None:
         return ()
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
-        raise _wrong(name, value, "map token ids to numbers, or be None")
-    if len(pairs) > MOST_BIASES:
-        raise FieldError.of(name, f" has {len(pairs)} entries: it must have at most {MOST_BIASES}")
-    checked = {
-        _token_id(f"{name} id", token): number(f"{name}[{token}]", bias, *BIASES)
-        for token, bias in pairs
-    }
-    return tuple(sorted(checked.items()))
+        text = f"={brief(value)} must map token ids to numbers, or be None"
+        raise custom_error(text, is_type=True)
+    if len(pairs) > MAX_BIASES:
+        raise custom_error(f" has {len(pairs)} entries: it must have at most {MAX_BIASES}")
+    biases = {}
+    for token, bias in pairs:
+        token_id = whole_number("logit_bias id", token, 0, MAX_COUNT)
+        biases[token_id] = number(f"logit_bias[{token}]", bias, BIAS.low, BIAS.high)
+    return tuple(sorted(biases.items()))
 
 
-@dataclass(frozen=True, kw_only=True)
+def _schema(value: Any) -> str | None:
+    """Return a JSON schema as JSON: the same text for the same schema."""
+    if value is None:
+        return None
+    if value is False:
+        raise custom_error(": the schema false allows no answer")
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise custom_error(f" is not JSON: {e}") from None
+    if not isinstance(schema, dict | bool):
+        raise custom_error(f"={brief(value)} must be a JSON schema: an object", is_type=True)
+    if len(text) > _MAX_CHARACTERS:
+        allowed = f"1 to {_MAX_CHARACTERS} characters"
+        raise custom_error(f" must have {allowed}, not {len(text)}: {brief(text)}")
+    return text
+
+
+@checked_dataclass
 class StructuredOutput:
     """Exactly one of these; an answer that does not end by its length has this form.
 
@@ -90,73 +87,49 @@ class StructuredOutput:
     The names are vLLM's. A `FieldError` names the field.
     """
 
-    json: str | dict[str, Any] | bool | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    kind: str = field(init=False, repr=False, compare=False)  # the name of the one that is given
+    path_prefix = "structured_output"
+
+    json: Annotated[str | dict[str, Any] | bool | None, PlainValidator(_schema)] = None
+    json_object: Annotated[bool | None, with_message("={value} must be True or None")] = None
+    regex: _LongText = None
+    choice: Annotated[Sequence[str], TupleOf(_LongText, 1, 1024)] | None = None
+    grammar: _LongText = None
 
     def __post_init__(self) -> None:
-        if self.json is False:
-            raise FieldError.of("structured_output.json", ": the schema false allows no answer")
-        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        """Check that exactly one of the fields is given."""
+        given = [name for name in _FORMATS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            named, known = " and ".join(given) or "none", ", ".join(_FORMS)
-            raise FieldError.of("structured_output", f" must have one of {known}, got {named}")
-        name = given[0]
-        checked = _FORMS[name](f"structured_output.{name}", getattr(self, name))
-        object.__setattr__(self, name, checked)
-        object.__setattr__(self, "kind", name)
+            fields = ", ".join(_FORMATS)
+            text = f" must have one of {fields}, got {' and '.join(given) or 'none'}"
+            raise FieldError.of("structured_output", text)
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in _FORMATS if getattr(self, name) not in (None, False))
 
 
-def _schema(name: str, value: Any) -> str:
-    """The schema as JSON: the same text for the same schema."""
-    try:
-        schema = json.loads(value) if isinstance(value, str) else value
-        text = json.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise FieldError(name, f"{name} is not JSON: {e}") from None
-    if not isinstance(schema, dict | bool):
-        raise _wrong(name, value, "be a JSON schema: an object")
-    return _text(name, text)
+_FORMATS = ("json", "json_object", "regex", "choice", "grammar")
 
 
-def _is_true(name: str, value: Any) -> bool:
-    if value is not True:
-        raise _wrong(name, value, "be True or None")
-    return value
-
-
-def _choices(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise _wrong(name, value, "be a list of texts")
-    if not 1 <= len(value) <= _MOST_CHOICES:
-        raise FieldError(name, f"{name} must have 1 to {_MOST_CHOICES} entries, not {len(value)}")
-    return _tuple_of(_text, name, value, _MOST_CHOICES)
-
-
-_FORMS: dict[str, Callable[[str, Any], Any]] = {
-    "json": _schema,
-    "json_object": _is_true,
-    "regex": _text,
-    "choice": _choices,
-    "grammar": _text,
-}
-
-
-def _form(name: str, value: Any) -> StructuredOutput | None:
+def _structured_output(value: Any) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
     if not isinstance(value, Mapping):
-        raise _wrong(name, value, "be a StructuredOutput, or be None")
-    unknown = sorted(value.keys() - _FORMS.keys())
+        text = f"={brief(value)} must be a StructuredOutput, or be None"
+        raise custom_error(text, is_type=True)
+    unknown = sorted(value.keys() - set(_FORMATS))
     if unknown:
-        raise FieldError(name, f"{name} has no field {unknown[0]!r}")
+        raise custom_error(f" has no field {unknown[0]!r}")
     return StructuredOutput(**value)
 
 
-@dataclass(frozen=True, kw_only=True)
+AnswerFormat = Annotated[
+    StructuredOutput | Mapping[str, Any] | None, PlainValidator(_structured_output)
+]
+
+
+@checked_dataclass
 class SamplingParams:
     """How the tokens of one request are chosen, when they end, and what is reported.
 
@@ -191,56 +164,40 @@ class SamplingParams:
         mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
     """
 
-    max_tokens: int | None = within(16, 0, _MOST)
-    min_tokens: int = within(0, 0, _MOST)  # and at most max_tokens
-    temperature: float = within(1.0, 0, 100)
-    top_p: float = within(1.0, 0, 1)
-    top_k: int = within(0, -1, _MOST)
-    min_p: float = within(0.0, 0, 1)
-    repetition_penalty: float = within(1.0, 0.01, 10)  # nearer to 0, float32 would overflow
-    presence_penalty: float = within(0.0, -2, 2)
-    frequency_penalty: float = within(0.0, -2, 2)
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = False
-    ignore_eos: bool = False
-    seed: int | None = within(None, 0, 2**63 - 1)
-    n: int = within(1, 1, 64)
-    best_of: int | None = within(None, 1, 64)  # and at least n
-    logprobs: int | None = within(None, 0, 100)
-    prompt_logprobs: int | None = within(None, 0, 100)
-    bad_words: Sequence[str] = ()
-    prediction: str = ""
-    structured_output: StructuredOutput | Mapping[str, Any] | None = None
+    max_tokens: Annotated[int | None, Range(0, MAX_COUNT)] = 16
+    min_tokens: Annotated[int, Range(0, MAX_COUNT)] = 0  # at most max_tokens
+    temperature: Annotated[float, Range(0, 100)] = 1.0
+    top_p: Annotated[float, Range(0, 1)] = 1.0
+    top_k: Annotated[int, Range(-1, MAX_COUNT)] = 0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, Range(0.01, 10)] = 1.0  # float32 would overflow near 0
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float] | tuple[tuple[int, float], ...] | None, PlainValidator(_bias)
+    ] = ()
+    stop: Annotated[str | Sequence[str], StopTexts] = ()
+    stop_token_ids: Annotated[Sequence[int], StopIds] = ()
+    include_stop_str_in_output: Switch = False
+    skip_special_tokens: Switch = False
+    ignore_eos: Switch = False
+    seed: Seed = None
+    n: Annotated[int, Range(1, 64)] = 1
+    best_of: Annotated[int | None, Range(1, 64)] = None  # at least n
+    logprobs: LogprobCount = None
+    prompt_logprobs: LogprobCount = None
+    bad_words: Annotated[Sequence[str], BadWords] = ()
+    prediction: Annotated[str, with_message("={value} must be a string")] = ""
+    structured_output: AnswerFormat = None
 
     def __post_init__(self) -> None:
-        for name, (kind, low, high, optional) in LIMITS.items():
-            if name == "min_tokens" and self.max_tokens is not None:
-                high = self.max_tokens
-            if name == "best_of":
-                low = self.n
-            value = checked_number(name, getattr(self, name), kind, low, high, optional)
-            self._set(name, value)
-        for name in (each.name for each in fields(self) if each.type is bool):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "be True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._set("stop", _tuple_of(_word, "stop", stop, MOST_STOPS))
-        ids = _tuple_of(_token_id, "stop_token_ids", self.stop_token_ids, MOST_STOP_IDS)
-        self._set("stop_token_ids", ids)
-        self._set("bad_words", _tuple_of(_word, "bad_words", self.bad_words, MOST_WORDS))
-        if not isinstance(self.prediction, str):
-            raise _wrong("prediction", self.prediction, "be a string")
-        self._set("logit_bias", _bias("logit_bias", self.logit_bias))
-        self._set("structured_output", _form("structured_output", self.structured_output))
+        """Check the fields that depend on one another."""
+        if self.max_tokens is not None:
+            whole_number("min_tokens", self.min_tokens, 0, self.max_tokens)
+        whole_number("best_of", self.best_of, self.n, 64, optional=True)
         if self.structured_output is not None and (self.ignore_eos or self.min_tokens):
-            words = " and min_tokens cannot be used with structured_output, which ends an answer "
-            raise FieldError.of("ignore_eos", f"{words}where its form does: leave them out")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen from here on
+            text = " and min_tokens cannot be used with structured_output, which ends an answer "
+            raise FieldError.of("ignore_eos", f"{text}where its format does: leave them out")
 
     def check_vocab(self, vocab_size: int) -> None:
         """FieldError unless every id of the request is one of a vocabulary of `vocab_size`."""
@@ -251,4 +208,15 @@ class SamplingParams:
                 raise FieldError.of(name, f"{words}{vocab_size - 1}")
 
 
-LIMITS = limits_of(SamplingParams)
+def _number_types(cls: type) -> dict[str, Any]:
+    """Return the fields of a class that are numbers, each with its type without None."""
+    types: dict[str, Any] = {}
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        declared, *metadata = get_args(hint) or (hint,)
+        if metadata and isinstance(metadata[0], Range):
+            kind = float if declared is float else int
+            types[name] = Annotated[kind, metadata[0]]
+    return types
+
+
+NUMBER_TYPES = _number_types(SamplingParams)

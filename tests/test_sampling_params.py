@@ -15,7 +15,7 @@ from llama.sampling_params import SamplingParams
 OUTSIDE = [
     ("max_tokens", -1, "from 0 to 2147483647 or None"),
     ("max_tokens", 2**31, "from 0 to 2147483647 or None"),
-    ("min_tokens", -1, "from 0 to 16"),
+    ("min_tokens", -1, "from 0 to 2147483647"),
     ("min_tokens", 17, "from 0 to 16"),
     ("temperature", -0.1, "from 0 to 100"),
     ("temperature", 100.5, "from 0 to 100"),

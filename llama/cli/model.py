@@ -16,7 +16,6 @@ from typing import Any
 from llama.build_args import BuildArgs
 from llama.checkpoint.downloads import model_folder, read_ahead
 from llama.cli.flags import UsageError
-from llama.sampling_params import SamplingParams
 
 BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defaults
     "ckpt_dir": None,
@@ -42,6 +41,10 @@ def demo_dir() -> str:
 def check_sampling(options: argparse.Namespace) -> None:
     """UsageError for a flag that `SamplingParams` refuses: before minutes of loading."""
     given = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
+    if given.items() <= {**BUILD_FLAGS, **SAMPLING_FLAGS}.items():
+        return  # the defaults, which need no check and no import of pydantic
+    from llama.sampling_params import SamplingParams
+
     try:
         SamplingParams(max_tokens=given.pop("max_gen_len"), **given)
     except (TypeError, ValueError) as e:

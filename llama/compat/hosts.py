@@ -20,7 +20,7 @@ from llama.generation import Llama
 from llama.requests.async_engine import AsyncLLMEngine
 from llama.requests.llm_engine import LLMEngine
 from llama.requests.request import Request, RequestOutput
-from llama.sampling_params import LIMITS, SamplingParams
+from llama.sampling_params import NUMBER_TYPES, SamplingParams
 from llama.server.openai.answers import COUNTS, TextScores
 from llama.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ _LABELS = frozenset({
     "convert_to_compatible_format", "string_prompt", "prompt_echo_len_char", "is_reasoning_model",
     "think_start_token", "think_end_token", "use_cache",
 })  # fmt: skip
-_NUMBERS = LIMITS.keys() - {"max_tokens", "min_tokens", "prompt_logprobs"}
+_NUMBERS = NUMBER_TYPES.keys() - {"max_tokens", "min_tokens", "prompt_logprobs"}
 _OTHERS = {"prompt", "max_new_tokens", "stop", "stop_token_ids", "echo", "do_sample"}
 _MOST_TOKENS = 2**31 - 1
 # Of an answer, where a request does not say: FastChat 0.2.36, fastchat/serve/inference.py; and

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, read_as, said
+from llama.prompts.fields import Fields, read_as
 from llama.prompts.grammar import call_grammar
 from llama.prompts.tools import ToolFields, ToolFormat, Tools
 from llama.sampling_params import SamplingParams, StructuredOutput
+from llama.validation import with_message
 
 _NO_SCHEMA = " must be an object with a schema"
 
@@ -51,7 +52,7 @@ class ResponseFormat(Fields):
     """OpenAI's form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[JsonSchema, said(_NO_SCHEMA, of_parts=True)] | None = None
+    json_schema: Annotated[JsonSchema, with_message(_NO_SCHEMA, of_parts=True)] | None = None
 
     def structured_output(self) -> StructuredOutput | None:
         """FieldError where the schema is none."""
@@ -63,7 +64,7 @@ class ResponseFormat(Fields):
 
 
 ResponseFormatField = Annotated[
-    ResponseFormat, said(" must have the type text, json_object or json_schema")
+    ResponseFormat, with_message(" must have the type text, json_object or json_schema")
 ]
 
 

@@ -21,7 +21,8 @@ from pydantic import (
 from pydantic_core import from_json
 
 from llama.checks import brief
-from llama.prompts.fields import Fields, field_error, json_type, read_as, said, wrong
+from llama.prompts.fields import Fields, read_as
+from llama.validation import custom_error, field_error, json_type, with_message
 
 _CONTENT = " must be a str, or a list of parts of type text"
 _CALL = (
@@ -52,7 +53,7 @@ class TextPart(Fields):
     text: str
 
 
-Content = Annotated[str | list[TextPart], said(_CONTENT, of_parts=True)]
+Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True)]
 
 
 def _arguments(given: Any) -> Any:
@@ -63,10 +64,10 @@ def _arguments(given: Any) -> Any:
         with contextlib.suppress(ValueError):
             if isinstance(from_json(given, allow_partial=True), dict):
                 return given
-        raise wrong(f": {type(e).__name__}: {e}") from None
+        raise custom_error(f": {type(e).__name__}: {e}") from None
     check_json(arguments)
     if not isinstance(arguments, dict):
-        raise wrong(f" must be an object, got {json_type(arguments)}")
+        raise custom_error(f" must be an object, got {json_type(arguments)}")
     return arguments
 
 
@@ -89,16 +90,16 @@ def _call(value: Any, read: Any) -> ToolCall:
     try:
         return read(value)
     except ValidationError as e:
-        raise wrong(f"{_CALL} ({field_error(e, value, 'call')})") from None
+        raise custom_error(f"{_CALL} ({field_error(e, value, 'call')})") from None
 
 
-_NO_CALLS = said(" need the role assistant")
+_NO_CALLS = with_message(" need the role assistant")
 
 
 class _Labelled(Fields):
     """The fields for which the format has no place: they are taken, and change nothing."""
 
-    unknown_words: ClassVar[str] = " has unknown keys [{names}]: leave them out"
+    unknown_message: ClassVar[str] = " has unknown keys [{names}]: leave them out"
 
     name: str | None = None
     refusal: str | None = None
@@ -118,7 +119,7 @@ class AssistantMessage(_Labelled):
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[
-        list[Annotated[ToolCall, WrapValidator(_call)]], said(" must be a list of calls")
+        list[Annotated[ToolCall, WrapValidator(_call)]], with_message(" must be a list of calls")
     ] = Field(default_factory=list)
 
 
@@ -128,7 +129,7 @@ class ToolMessage(_Labelled):
     role: Literal["tool", "ipython"]
     content: Annotated[
         str | list[TextPart] | dict[str, Any] | bool | int | float,
-        said(_CONTENT, of_parts=True),
+        with_message(_CONTENT, of_parts=True),
         AfterValidator(check_json),
     ] = ""
 

@@ -19,8 +19,9 @@ from pydantic import (
 )
 
 from llama.checks import FieldError
-from llama.prompts.fields import SKIP_OTHER_TYPES, Fields, said, wrong
+from llama.prompts.fields import SKIP_OTHER_TYPES, Fields
 from llama.prompts.messages import check_json
+from llama.validation import custom_error, with_message
 
 CODE = "code_interpreter"
 SEARCHES = ("brave_search", "wolfram_alpha")  # called as brave_search.call(query="...")
@@ -29,6 +30,7 @@ _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
     "underscore"
 )
+_FUNCTIONS_ONLY = " must be 'function': other kinds of tools cannot be used"
 _SHOWN = ("name", "description", "parameters")  # to the model
 _NAMED = "{'type': 'function', 'function': {'name': ...}}"
 
@@ -115,15 +117,15 @@ def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
     """What the prompt needs to know of it; a grammar checks the rest."""
     if schema.get("type", "object") not in ("object", "dict"):
-        raise wrong(".type must be 'object'")
+        raise custom_error(".type must be 'object'")
     if not isinstance(schema.get("properties", {}), dict):
-        raise wrong(".properties must be an object")
+        raise custom_error(".properties must be an object")
     if not isinstance(schema.get("required", []), list):
-        raise wrong(".required must be a list")
+        raise custom_error(".required must be a list")
     return check_json(schema)
 
 
-ToolName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"), said(_NAME)]
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_.-]{0,63}$"), with_message(_NAME)]
 Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 
 
@@ -158,7 +160,8 @@ class Function(Fields):
 
 class Tool(Fields):
     type: Annotated[
-        Literal["function"], said(" must be 'function': other kinds of tools cannot be used")
+        Literal["function"],
+        with_message(" must be 'function': other kinds of tools cannot be used"),
     ]
     function: Function
 
@@ -177,7 +180,7 @@ def _choice(value: Any, read: Any) -> Any:
         return read(value)
     except ValidationError:
         words = _NAMED if isinstance(value, dict) else "'none', 'auto', 'required' or a function"
-        raise wrong(f" must be {words}") from None
+        raise custom_error(f" must be {words}") from None
 
 
 TOOLS: Any = Field(max_length=MOST_TOOLS, fail_fast=True)

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from llama.prompts.fields import UNUSED, Fields, said
+from llama.prompts.fields import UNUSED, Fields
+from llama.validation import with_message
 
 _NO_NUMBER = BeforeValidator(lambda x: x if isinstance(x, bool) else str(x))  # 0 is equal to False
 _IS_FALSE: Any = Annotated[Literal[False], _NO_NUMBER]
-NO_STATE = said(" cannot be used: there is no stored state, so send the dialog")
-_NOT_STORED: Any = Annotated[_IS_FALSE, said(" must be false: there is no stored state")]
+NO_STATE = with_message(" cannot be used: there is no stored state, so send the dialog")
+_NOT_STORED: Any = Annotated[_IS_FALSE, with_message(" must be false: there is no stored state")]
 _NO_LIST: Any = Annotated[list[Any], Field(max_length=0)]
 _IS_ONE: Any = Field(ge=1, le=1)
 

@@ -10,18 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
 from llama.checks import FieldError
-from llama.prompts.fields import Fields, said
+from llama.prompts.fields import Fields
 from llama.sampling_params import (
-    BIASES,
-    LIMITS,
-    MOST_BIASES,
-    MOST_LETTERS,
-    MOST_STOP_IDS,
-    MOST_STOPS,
-    MOST_WORDS,
-    TOKEN_IDS,
+    BIAS,
+    MAX_BIASES,
+    MAX_COUNT,
+    NUMBER_TYPES,
+    BadWords,
     SamplingParams,
+    StopIds,
+    StopTexts,
+    Text,
 )
+from llama.validation import with_message
 
 # Of OpenAI's own APIs: all by their names, but these three, which follow from other fields.
 _DERIVED = {"prompt_logprobs", "structured_output", "prediction"}
@@ -32,32 +33,29 @@ _NOT_SHARED = {"n", "best_of", "logprobs", "max_tokens", "max_completion_tokens"
 SHARED_NAMES = {own: name for own, name in OPENAI_NAMES.items() if own not in _NOT_SHARED}
 
 
-def _within(kind: type, low: float, high: float) -> Any:
-    """A number, both limits included."""
-    words = f"a {'whole ' if kind is int else ''}number from {low} to {high}"
-    return Annotated[kind, Field(ge=low, le=high), said("={value} must be " + words)]
+def _encodable(text: str) -> str:
+    """ValueError for half of a surrogate pair."""
+    text.encode()
+    return text
 
 
-TokenId = Annotated[int, Field(ge=TOKEN_IDS[0], le=TOKEN_IDS[1])]
-Word = Annotated[
-    str,
-    Field(min_length=1, max_length=MOST_LETTERS),
-    said(f"={{value}} must be a string of 1 to {MOST_LETTERS} characters"),
-]
-StopWords = Annotated[list[Word], Field(max_length=MOST_STOPS)]
-_Key = Annotated[str, Field(pattern="^[0-9]{1,10}$"), said(": keys must be token ids")]
-_Bias: Any = _within(float, *BIASES)
+# There may be a million ids in a prompt: pydantic checks these without a function of Python.
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Text = Annotated[Text, AfterValidator(_encodable)]
+StopList = Annotated[list[_Text], Field(max_length=StopTexts.high)]
+_Key = Annotated[str, Field(pattern="^[0-9]{1,10}$"), with_message(": keys must be token ids")]
+_Logprobs: Any = NUMBER_TYPES["logprobs"]
 _TYPES: dict[str, Any] = {
     "stop": Annotated[
-        Annotated[Word, Tag("one")] | Annotated[StopWords, Tag("list")],
+        Annotated[_Text, Tag("one")] | Annotated[StopList, Tag("list")],
         Discriminator(lambda value: "list" if isinstance(value, list) else "one"),
     ],
-    "stop_token_ids": Annotated[list[TokenId], Field(max_length=MOST_STOP_IDS)],
-    "bad_words": Annotated[list[Word], Field(max_length=MOST_WORDS)],
-    "logit_bias": Annotated[dict[_Key, _Bias], Field(max_length=MOST_BIASES)],
-    **{name: _within(kind, low, high) for name, (kind, low, high, _) in LIMITS.items()},
-    "logprobs": Annotated[  # false: as a chat has it
-        _within(int, *LIMITS["logprobs"][1:3]) | Literal[False],
+    "stop_token_ids": Annotated[list[TokenId], Field(max_length=StopIds.high)],
+    "bad_words": Annotated[list[_Text], Field(max_length=BadWords.high)],
+    "logit_bias": Annotated[dict[_Key, Annotated[float, BIAS]], Field(max_length=MAX_BIASES)],
+    **NUMBER_TYPES,
+    "logprobs": Annotated[  # false stands for none, as in a chat request
+        _Logprobs | Literal[False],
         AfterValidator(lambda value: None if value is False else value),
     ],
 }

@@ -22,7 +22,7 @@ _LONGEST = 1_000_000  # characters or ids: the answer is JSON, whose making hold
 
 
 class _Tokenize(Fields):
-    unknown_words: ClassVar[str] = "{names} cannot be used in /tokenize: leave it out"
+    unknown_message: ClassVar[str] = "{names} cannot be used in /tokenize: leave it out"
 
     model: str | None = None
     return_token_strs: bool | None = None
@@ -77,7 +77,7 @@ TokenizeBody = Annotated[
 
 
 class DetokenizeBody(Fields):
-    unknown_words: ClassVar[str] = "{names} cannot be used in /detokenize: leave it out"
+    unknown_message: ClassVar[str] = "{names} cannot be used in /detokenize: leave it out"
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

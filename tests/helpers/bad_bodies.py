@@ -90,7 +90,7 @@ IN_COMPLETIONS: Faults = [
     ({"logit_bias": {"2048": 1}}, "logit_bias", "this vocabulary's are from 0 to 2047"),
     ({"logit_bias": {"7": 101}}, "logit_bias", "logit_bias.7=101 must be"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
-    ({"stop": "y" * 5000}, "stop", "must be a string of 1 to 256 characters"),
+    ({"stop": "y" * 5000}, "stop", "must have 1 to 256 characters, not 5000"),
     ({"stop": [""]}, "stop", "stop[0]"),
     ({"stop": ["a", 7]}, "stop", "stop[1]=7 must be a string"),
     ({"stop": {"a": 1}}, "stop", "stop={'a': 1} must be a string"),

@@ -162,7 +162,7 @@ BAD: list[tuple[Any, str]] = [
     ({"json": 3}, "structured_output.json=3 must be a JSON schema"),
     ({"json": "{"}, "structured_output.json is not JSON"),
     ({"json": {"a": float("nan")}}, "structured_output.json is not JSON"),
-    ({"choice": "yes"}, "structured_output.choice='yes' must be a list of texts"),
+    ({"choice": "yes"}, "choice='yes' must be a list or tuple of 1 to 1024 entries"),
     ({"choice": []}, "must have 1 to 1024 entries, not 0"),
     ({"choice": ["a", 1]}, r"structured_output.choice[1]=1 must be a string"),
     ({"json_object": 1}, "structured_output.json_object=1 must be True or None"),

@@ -8,13 +8,13 @@ import json
 from typing import Any
 
 from llama.checks import brief
-from llama.prompts.fields import json_type
 from llama.requests.request import RequestOutput
 from llama.sampling_params import SamplingParams
 from llama.server.openai.answers import Completion, ResponseMeta
 from llama.server.openai.models import CHAT_URL, TEXT_URL, parse_body
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
+from llama.validation import json_type
 
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}

@@ -80,7 +80,8 @@ class EngineFrontend:
         kind = params.output_kind if index is None else RequestOutputKind.FINAL_ONLY
         params = replace(params, output_kind=kind)  # checked again: it may have been changed
         vocab_size = self.model_config.vocab_size  # an id beyond it never comes
-        params._set("stop_token_ids", tuple(x for x in params.stop_token_ids if x < vocab_size))
+        stop_token_ids = tuple(x for x in params.stop_token_ids if x < vocab_size)
+        params = replace(params, stop_token_ids=stop_token_ids)
         text, ids = self._encoded(prompt)
         own_name = name if index is None else ""
         request = self.llama_engine.prepare(own_name, ids, params, index=index or 0)

@@ -9,11 +9,14 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
 
 from llama.checks import brief
+from llama.sampling_params import AnswerFormat, LogprobCount, Seed, StructuredOutput, Switch
 from llama.sampling_params import SamplingParams as LlamaParams
-from llama.sampling_params import StructuredOutput
+from llama.validation import checked_dataclass, with_message
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -40,7 +43,7 @@ def refusing(
 
     def decorate(cls: _Class) -> _Class:
         plain_init = cls.__init__  # type: ignore[misc]
-        known = inspect.signature(plain_init).parameters
+        known = inspect.signature(cls).parameters
 
         @functools.wraps(plain_init)
         def init(self: Any, *args: Any, **given: Any) -> None:
@@ -63,29 +66,31 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
 
+_LogprobCount = Annotated[LogprobCount, BeforeValidator(lambda x: 1 if x is True else x)]
+_Seed = Annotated[Seed, BeforeValidator(lambda x: None if x == -1 else x)]
+
+
 @refusing(_ONLY_SAMPLING)
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass
 class SamplingParams(LlamaParams):
     """vLLM's parameters of a request; they may be changed until it is submitted. What
     `llama.SamplingParams` has means the same."""
 
-    skip_special_tokens: bool = True
-    structured_outputs: StructuredOutput | None = None  # vLLM's name of the next
+    logprobs: _LogprobCount = None
+    prompt_logprobs: _LogprobCount = None
+    seed: _Seed = None
+    skip_special_tokens: Switch = True
+    structured_outputs: AnswerFormat = None  # vLLM's name of the next
     structured_output: StructuredOutput | None = field(init=False, default=None)
-    detokenize: bool = True  # False leaves the text empty
-    spaces_between_special_tokens: bool = True  # without effect: Llama's tokens carry spaces
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    detokenize: Switch = True  # False leaves the text empty
+    spaces_between_special_tokens: Switch = True  # without effect: Llama's tokens carry spaces
+    output_kind: Annotated[
+        RequestOutputKind, with_message("={value} must be a RequestOutputKind")
+    ] = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:
-                self._set(name, 1)
-        if self.seed == -1:
-            self._set("seed", None)
-        self._set("structured_output", self.structured_outputs)
+        object.__setattr__(self, "structured_output", self.structured_outputs)
         super().__post_init__()
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind={brief(self.output_kind)} must be a RequestOutputKind")
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True: it is looked for in the text")
 

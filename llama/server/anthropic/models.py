@@ -29,7 +29,7 @@ from llama.server.openai.request import ConvertedChat, OpenAIRequest
 from llama.server.sampling import (
     SHARED_NAMES,
     SamplingFields,
-    StopWords,
+    StopList,
     TokenLimit,
     sampling_fields,
 )
@@ -150,7 +150,9 @@ _Sampling: Any = sampling_fields(
 class CountBody(AcceptedFields, SamplingFields):
     """The body of /v1/messages/count_tokens: what makes the prompt."""
 
-    unknown_words: ClassVar[str] = "{names} cannot be used in a request for messages: leave it out"
+    unknown_message: ClassVar[str] = (
+        "{names} cannot be used in a request for messages: leave it out"
+    )
 
     messages: Annotated[list[_Message], _LIST]
     system: _Text | None = None
@@ -230,7 +232,7 @@ class MessagesBody(_Sampling, CountBody):
     own_names: ClassVar[Any] = _Sampling.own_names
 
     max_tokens: TokenLimit
-    stop_sequences: StopWords | None = None
+    stop_sequences: StopList | None = None
     stream: bool | None = None
     thread: Annotated[None, NO_STATE] = None  # nor left out: what follows would lack the dialog
 

@@ -109,7 +109,7 @@ _ChatSampling: Any = sampling_fields(OPENAI_NAMES | {"top_logprobs": "logprobs"}
 class CompletionBody(_TextSampling, _Body):
     """The body of /v1/completions."""
 
-    unknown_words: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
+    unknown_message: ClassVar[str] = "{names} cannot be used in a completion request: leave it out"
 
     prompt: _Prompt
     echo: bool | None = None
@@ -146,7 +146,7 @@ class Prediction(Fields):
 class ChatBody(ToolFields, _ChatSampling, _Body):
     """The body of /v1/chat/completions. top_logprobs: how many where logprobs is true."""
 
-    unknown_words: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"
+    unknown_message: ClassVar[str] = "{names} cannot be used in a chat request: leave it out"
     own_names: ClassVar[Any] = {
         own: name for own, name in _ChatSampling.own_names.items() if own != "logprobs"
     }

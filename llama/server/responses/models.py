@@ -125,7 +125,7 @@ _Sampling: Any = sampling_fields(SHARED_NAMES | {"max_output_tokens": "max_token
 class ResponsesBody(AcceptedFields, _Sampling):
     """The body of /v1/responses."""
 
-    unknown_words: ClassVar[str] = "{names} cannot be used in a request for a response"
+    unknown_message: ClassVar[str] = "{names} cannot be used in a request for a response"
 
     input: _Input
     instructions: str | None = None
