@@ -32,6 +32,7 @@ from llama.ops.kv_cache import AS_COMPUTED, KVFormat, pick_kv_format
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.groups import connect
+from llama.ranks.placement import Placement
 from llama.tokenizer import Tokenizer
 
 MEMORY_FRACTION = 0.9  # of what is free; the allocator's slack needs the rest
@@ -81,7 +82,8 @@ def load_model(args: BuildArgs) -> Loaded:
     parallel = connect(args.model_parallel_size, device, args.timeout_s)
     with parallel.agree("the arguments of Llama.build", world=True) as must_match:
         args = args.checked()
-        files = Files.of(args, parallel.size, device)
+        # Every rank estimates what the first one of its group needs, so that all choose the same.
+        files = Files.of(args, replace(parallel.placement, rank=0), device)
         kv_format = pick_kv_format(args.kv_cache_dtype, device)
         tokenizer = files.tokenizer(args.tokenizer_path)
         models = [files, *_draft_files(args, files, tokenizer)]
@@ -114,26 +116,26 @@ def load_model(args: BuildArgs) -> Loaded:
 
 @dataclass(frozen=True)
 class Files:
-    """The weights of a model as their files have them, the format in which they are held, and by
-    how many ranks, each with such a device."""
+    """The weights of a model as their files have them, the format in which they are held, and the
+    placement and device of a rank that holds them."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
     quantize: str | None
-    ranks: int
+    placement: Placement
     device: torch.device
     kernels: KernelSet = TORCH_ONLY
 
     @classmethod
-    def of(cls, args: BuildArgs, ranks: int, device: torch.device) -> "Files":
-        """ValueError for what `ranks` ranks cannot load so; no weight is read."""
+    def of(cls, args: BuildArgs, placement: Placement, device: torch.device) -> "Files":
+        """ValueError for what ranks with such a placement cannot load so; no weight is read."""
         dtype, quantize = args.dtype, args.quantize
         if quantize is None and isinstance(dtype, str) and dtype in weights.QUANTIZED:
             dtype, quantize = None, dtype  # as it was written before there was quantize=
         chosen_dtype = pick_dtype(dtype, device)
         weights.check_quantize(quantize, chosen_dtype, device)
         checkpoint = find(path_like("ckpt_dir", args.ckpt_dir))
-        checkpoint.params.check_ranks(ranks)
+        checkpoint.params.check_ranks(placement.size)
         longest = checkpoint.params.longest_context
         if args.max_seq_len is not None and args.max_seq_len > longest:
             raise ValueError(
@@ -145,7 +147,7 @@ class Files:
         is_default = dtype in (None, "auto") and quantize is None
         if is_default and stays_in_codes(checkpoint, device):
             checkpoint = replace(checkpoint, in_codes=True)
-        return cls(checkpoint, chosen_dtype, quantize, ranks, device)
+        return cls(checkpoint, chosen_dtype, quantize, placement, device)
 
     def said(self) -> list[tuple[str, object]]:
         """What must be the same on every rank, by name."""
@@ -180,7 +182,7 @@ class Files:
 
     def formats(self) -> tuple[str | weights.Form | None, ...]:
         if self.device.type == "cuda" and self.checkpoint.in_codes:
-            return None, *reader.forms_of(self.checkpoint, self.ranks)
+            return None, *reader.forms_of(self.checkpoint, self.placement)
         return tuple(dict.fromkeys([self.quantize, weights.of_output(self.quantize)]))
 
     def tokenizer(self, path: str | None) -> Tokenizer:
@@ -191,11 +193,13 @@ class Files:
     def memory(self, free: int, batch_size: int, kv_format: KVFormat = AS_COMPUTED) -> "Memory":
         """What one of the ranks needs of `free` bytes; reads no file."""
         checkpoint = self.checkpoint
-        plan = LayerPlan.of(checkpoint.params, self.ranks, kv_format)
+        plan = LayerPlan.of(checkpoint.params, self.placement, kv_format)
         if checkpoint.packed is not None:
-            held = packed.bytes_of(checkpoint, self.ranks)
+            held = packed.bytes_of(checkpoint, self.placement)
         else:
-            held = reader.bytes_of(checkpoint, self.ranks, self.dtype, self.quantize, self.device)
+            held = reader.bytes_of(
+                checkpoint, self.placement, self.dtype, self.quantize, self.device
+            )
         reserve = step_bytes(checkpoint.params, plan, self.dtype, batch_size)
         reserve += _CUDA_RESERVE if self.device.type == "cuda" else 0
         return Memory(free, held, reserve, plan.kv_bytes_per_token(self.dtype))
@@ -256,7 +260,7 @@ def _draft_files(args: BuildArgs, model: Files, tokenizer: Tokenizer) -> list[Fi
     if path in (None, "lookup"):
         return []
     try:
-        files = Files.of(replace(args, ckpt_dir=str(path)), model.ranks, model.device)
+        files = Files.of(replace(args, ckpt_dir=str(path)), model.placement, model.device)
         other = files.tokenizer(None)
     except (OSError, ValueError) as e:
         raise ValueError(f"speculate={path!r}, neither 'lookup' nor a draft model: {e}") from e

@@ -17,6 +17,7 @@ from llama.cli import doctor
 from llama.cli.doctor import Fact, _fits, environment_facts, thread_facts
 from llama.loading import Files, Memory, choose_sizes, step_bytes
 from llama.model.plan import LayerPlan
+from llama.ranks.placement import Placement
 from llama.weights import QUANTIZED
 
 TWO_MACHINES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -86,12 +87,16 @@ def test_cores_and_threads_that_do_not_fit(cores, variables, name, told):
 def test_the_tokens_that_fit_are_those_that_build_takes():
     found = find(DEMO)
     for ranks in (1, 2):
-        plan = LayerPlan.of(found.params, ranks)
+        plan = LayerPlan.of(found.params, Placement(size=ranks))
         for quantize in (None, "int8"):
-            memory = Files(found, torch.bfloat16, quantize, ranks, CPU).memory(1 << 30, 32)
+            memory = Files(found, torch.bfloat16, quantize, Placement(size=ranks), CPU).memory(
+                1 << 30, 32
+            )
             assert memory == Memory(
                 1 << 30,
-                weights=bytes_of(found, ranks, torch.bfloat16, quantize, torch.device("cpu")),
+                weights=bytes_of(
+                    found, Placement(size=ranks), torch.bfloat16, quantize, torch.device("cpu")
+                ),
                 reserve=step_bytes(found.params, plan, torch.bfloat16, 32),
                 per_token=plan.kv_bytes_per_token(torch.bfloat16),
             )

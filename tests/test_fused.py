@@ -20,6 +20,7 @@ from llama.ops.cpu import native
 from llama.ops.kv_cache import AS_COMPUTED, FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -48,7 +49,7 @@ def make_model(
     kv_cache_dtype: str | None = None,
 ) -> Transformer:
     """With two ranks, the share of rank 1; what it would sum with its peer, it doubles."""
-    parallel = ModelParallel(rank=ranks - 1, size=ranks)
+    parallel = ModelParallel(Placement(rank=ranks - 1, size=ranks))
     if ranks > 1:
         object.__setattr__(parallel, "all_reduce", lambda x: x.mul_(2))
     kv_format = FORMATS[kv_cache_dtype] if kv_cache_dtype else AS_COMPUTED

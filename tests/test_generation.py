@@ -419,7 +419,7 @@ def test_packed_weights_say_what_unpacked_ones_do(make_checkpoint):
         model = Transformer(args, dtype=torch.bfloat16)
         source = CheckpointReader(find(folder))
         for name, slot in model.named_shards().items():
-            source.copy(name, slot, 0, 1)
+            source.copy(name, slot)
         tokens = torch.tensor(prompts_of([20, 20], seed=22))
         plain = model(tokens, 0)
         model.pack()
@@ -456,7 +456,7 @@ def test_int8_is_the_model_of_the_rounded_weights(make_checkpoint, tied):
     source = CheckpointReader(find(folder))
     for model in models:
         for name, slot in model.named_shards().items():
-            source.copy(name, slot, 0, 1)
+            source.copy(name, slot)
     small, exact = models
     for module in exact.modules():
         if isinstance(module, Linear):

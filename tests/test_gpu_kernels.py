@@ -27,6 +27,7 @@ from llama.model.transformer import Transformer
 from llama.ops.triton import kernels
 from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights import QUANTIZED, Form
 
 GPU = torch.device("cuda", 7)
@@ -70,7 +71,7 @@ def use(parallel: ModelParallel, dtype: torch.dtype = torch.bfloat16, allowed=AL
 def model_with(names, parallel: ModelParallel | None = None, device: torch.device = GPU) -> Any:
     weight = SimpleNamespace(device=device, dtype=torch.bfloat16)
     return SimpleNamespace(
-        norm=SimpleNamespace(weight=weight), params=PARAMS, plan=LayerPlan.of(PARAMS, 1),
+        norm=SimpleNamespace(weight=weight), params=PARAMS, plan=LayerPlan.of(PARAMS),
         parallel=parallel, kernels=KernelSet(frozenset(names)), modules=list,
     )  # fmt: skip
 
@@ -109,8 +110,8 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
     asked, forms = (ModelParallel(), ALL | {"graph"}), (Form(1, 0, 32, 1, 1), Form(3, -8, 32, 1, 1))
     as_it_is = replace(find(tmp_path / "model.gguf"), in_codes=True)
     for files, held in (
-        (Files(find(DEMO), torch.bfloat16, "int8", 1, GPU), ("int8",)),
-        (Files(as_it_is, torch.bfloat16, None, 1, GPU), (None, *forms)),
+        (Files(find(DEMO), torch.bfloat16, "int8", Placement(), GPU), ("int8",)),
+        (Files(as_it_is, torch.bfloat16, None, Placement(), GPU), (None, *forms)),
     ):
         demo = replace(files.checkpoint, in_codes=False)
         jobs = gpu({})
@@ -123,7 +124,7 @@ def test_without_a_kernel_for_quantized_weights_they_are_held_plain(gpu, tmp_pat
             pytest.warns(UserWarning, match="the weights are held in bf16"),
         ):
             plain = files.with_kernels(*asked)
-        assert plain == Files(demo, torch.bfloat16, None, 1, GPU, plain.kernels)
+        assert plain == Files(demo, torch.bfloat16, None, Placement(), GPU, plain.kernels)
         assert plain.kernels.names == found.kernels.names - {"linear"}
         assert [x.formats for x in jobs] == [held, ("int4",), held, (None,)]
         assert {(x.dim, x.vocab_size) for x in jobs} == {(demo.params.dim, demo.params.vocab_size)}
@@ -149,7 +150,7 @@ def test_a_file_that_one_rank_cannot_read_ends_all(gpu, monkeypatch):
 
     jobs = gpu({})
     monkeypatch.setattr(reader, "forms_of", cut_short)
-    files = Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, 1, GPU)
+    files = Files(replace(find(DEMO), in_codes=True), torch.bfloat16, None, Placement(), GPU)
     with pytest.raises(ValueError, match=r"model\.gguf is cut short"):
         files.with_kernels(Telling(), ALL)
     assert told == ["model.gguf is cut short"] and not jobs
@@ -276,7 +277,7 @@ def test_graphs_of_ranks_need_sums_that_can_be_captured(gpu, monkeypatch, is_on_
     monkeypatch.setattr(Rank, "is_on_nccl", is_on_nccl, raising=False)
     monkeypatch.setattr("llama.gpu.selection.graph_check.try_collectives", lambda model: sums)
     rank = Rank()
-    object.__setattr__(rank, "size", 2)
+    object.__setattr__(rank, "placement", Placement(size=2))
     if is_on_nccl and not sums:
         assert recorder(monkeypatch, rank) is not None
     else:
@@ -288,7 +289,7 @@ class Pair(ModelParallel):
     """One of two ranks; `others` are the other's answers each time that they agree on something."""
 
     def __init__(self, others: list[int]) -> None:
-        super().__init__(size=2)
+        super().__init__(Placement(size=2))
         self.__dict__.update(others=others, said=[])
 
     def all_reduce_min(self, value: int) -> int:
@@ -359,7 +360,7 @@ def test_no_rank_tries_sums_where_another_has_dropped_graphs(gpu, monkeypatch):
     monkeypatch.setattr(Rank, "is_on_nccl", True, raising=False)
     monkeypatch.setattr(graph_check, "try_collectives", None)
     rank = Rank(6)
-    object.__setattr__(rank, "size", 2)
+    object.__setattr__(rank, "placement", Placement(size=2))
     with pytest.warns(UserWarning, match="graph: another rank dropped it"):
         assert recorder(monkeypatch, rank) is None
 

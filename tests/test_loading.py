@@ -74,7 +74,7 @@ def test_the_reserve_is_what_a_step_holds():
     )  # fmt: skip
     gate_and_up = 2048 * 2 * args.ffn_dim * 2
     logits = 256 * 128256 * 4
-    found = step_bytes(args, LayerPlan.of(args, 1), torch.bfloat16, 256)
+    found = step_bytes(args, LayerPlan.of(args), torch.bfloat16, 256)
     assert gate_and_up + 2 * logits < found < 2 * (gate_and_up + 3 * logits)
 
 

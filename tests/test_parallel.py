@@ -25,6 +25,7 @@ from llama.model.layers import ColumnParallelLinear, RowParallelLinear, VocabPar
 from llama.ops.norm import rms_norm
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.one_shot import LARGEST, MOST_BYTES
+from llama.ranks.placement import Placement
 from llama.weights import PlainWeight
 from llama.weights.bytes import BytesWeight
 
@@ -390,15 +391,17 @@ def test_layers_split_over_ranks_are_the_whole_layer():
     weight, x, tokens = torch.randn(12, 8), torch.randn(5, 8), torch.tensor([0, 3, 7, 11, 5])
     columns, rows, embedded = [], [], []
     for rank in range(4):
-        parallel = ModelParallel(rank=rank, size=4)
+        parallel = ModelParallel(Placement(rank=rank, size=4))
         object.__setattr__(parallel, "all_reduce", lambda t: t)
-        column = ColumnParallelLinear(8, 12, parallel).to_empty(device="cpu")
+        column = ColumnParallelLinear(8, 3, parallel).to_empty(device="cpu")
         column.weight.values.copy_(weight.chunk(4)[rank])
         columns.append(column(x))
-        row = RowParallelLinear(8, 12, parallel).to_empty(device="cpu")
+        row = RowParallelLinear(2, 12, parallel).to_empty(device="cpu")
         row.weight.values.copy_(weight.chunk(4, 1)[rank])
         rows.append(row(x.chunk(4, 1)[rank]))
-        embedding = VocabParallelEmbedding(12, 8, parallel).to_empty(device="cpu")
+        embedding = VocabParallelEmbedding(parallel.placement.span(12), 8, parallel).to_empty(
+            device="cpu"
+        )
         embedding.weight.values.copy_(weight.chunk(4)[rank])
         embedded.append(embedding(tokens))
     torch.testing.assert_close(torch.cat(columns, -1), x @ weight.T)
@@ -414,12 +417,12 @@ def test_int8_shares_of_a_tied_embedding_are_the_rows_of_the_whole():
     whole = BytesWeight.pack(weight)
     embedded = []
     for rank in range(2):
-        parallel = ModelParallel(rank=rank, size=2)
+        parallel = ModelParallel(Placement(rank=rank, size=2))
         object.__setattr__(parallel, "all_reduce", lambda t: t)
-        output = ColumnParallelLinear(64, 128, parallel).to_empty(device="cpu")
+        output = ColumnParallelLinear(64, 64, parallel).to_empty(device="cpu")
         output.weight = PlainWeight.pack(weight.chunk(2)[rank].clone())
         output.pack("int8")
-        embedding = VocabParallelEmbedding(128, 64, parallel)
+        embedding = VocabParallelEmbedding(parallel.placement.span(128), 64, parallel)
         embedding.weight = output.weight
         embedded.append(embedding(tokens))
     assert torch.equal(sum(embedded), whole.exact()[tokens].bfloat16())

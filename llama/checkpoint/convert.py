@@ -30,6 +30,7 @@ from llama.checkpoint.tokenizer_files import (
 from llama.checks import brief, whole_number
 from llama.model.args import HARMLESS_PARAMS, ModelArgs
 from llama.ops.cpu import native
+from llama.ranks.placement import WHOLE, Placement
 from llama.weights import QUANTIZED, check_quantize
 
 Weights = dict[str, list[str]]  # titles of files, and the tensors of each, by Meta's names
@@ -135,7 +136,7 @@ def pack(
         else:
             files[path.name] = path
     CheckpointReader(checkpoint)  # its names and shapes are told before anything is written
-    size = bytes_of(checkpoint, 1, torch.bfloat16, quantize, torch.device("cpu"))
+    size = bytes_of(checkpoint, WHOLE, torch.bfloat16, quantize, torch.device("cpu"))
     with writing.new_folder(out_dir) as folder:
         writing.check_room(folder, size)
         packed.write(checkpoint, folder, quantize, progress)
@@ -297,7 +298,7 @@ def _write_weights(
             tensors: dict[str, Tensor] = {}
             for name in names:
                 tensor = writing.scratch(folder, shapes[name], reader.dtype(name))
-                reader.copy(name, tensor, i % ranks, ranks, layout)
+                reader.copy(name, tensor, Placement(rank=i % ranks, size=ranks), layout)
                 parts = {name_in(layout, name): tensor}
                 if rounding := reader.rounding(name):
                     parts = encoded(name_in(layout, name), tensor, rounding)

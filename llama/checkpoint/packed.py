@@ -26,6 +26,7 @@ from llama.checks import brief, torchrun_number
 from llama.model.layers import Matrix, RMSNorm
 from llama.model.transformer import Transformer
 from llama.ops.cpu import native
+from llama.ranks.placement import WHOLE, Placement
 from llama.weights import FORMATS, PlainWeight, Weight
 from llama.weights.coded import CodedRows
 
@@ -97,17 +98,18 @@ def command(source: str, quantize: str | None = None) -> str:
     return words + (f" --quantize {quantize}" if quantize else "")
 
 
-def bytes_of(checkpoint: Checkpoint, ranks: int) -> int:
-    """Bytes of memory that one of `ranks` ranks' weights take: those of this machine, and replicas,
-    share the file."""
-    sharing = max(ranks, torchrun_number("LOCAL_WORLD_SIZE"))
+def bytes_of(checkpoint: Checkpoint, placement: Placement) -> int:
+    """Bytes of memory that a rank's weights take: those of this machine, and replicas, share the
+    file."""
+    sharing = max(placement.size, torchrun_number("LOCAL_WORLD_SIZE"))
     return checkpoint.shards[0].stat().st_size // sharing
 
 
 def attach(checkpoint: Checkpoint, model: Transformer) -> dict[str, MappedTensor]:
     """Make the tensors of the file, or its rank's parts of them, the weights of a model; returns
     all. ValueError names the file, and what in it does not fit the model."""
-    (file,), is_whole = checkpoint.shards, model.parallel.size == 1
+    (file,) = checkpoint.shards
+    is_whole = model.parallel.placement == WHOLE
     whole = model if is_whole else Transformer(model.params, device="meta", dtype=torch.bfloat16)
     read_ahead(file)
     found = open_tensors(file)
@@ -151,11 +153,11 @@ def _share(
     where a format cannot be cut there."""
     above, rows, columns = 0, [], slice(0, whole.shape[1])
     for name in names:
-        group = model.parallel
-        dim, start, end = share(model.params, name, shapes[name], group.rank, group.size)
+        dim, held = share(model.params, name, model.parallel.placement)
         if dim:
-            columns, start, end = slice(start, end), 0, shapes[name][0]
-        rows.append(slice(above + start, above + end))
+            columns = slice(held.start, held.stop)
+            held = range(shapes[name][0])
+        rows.append(slice(above + held.start, above + held.stop))
         above += shapes[name][0]
     if (part := whole.part(rows, columns)) is not None:
         return part

@@ -21,11 +21,19 @@ from llama.checkpoint.downloads import broken
 from llama.checkpoint.files import FileReader, MappedTensor, open_tensors
 from llama.checkpoint.find import Checkpoint, is_tied
 from llama.checkpoint.hf_quantized import gathered
-from llama.checkpoint.table import ROTATED, name_in, shard_shapes, share, whole_shapes
+from llama.checkpoint.table import (
+    ROTATED,
+    name_in,
+    rank_shapes,
+    shard_shapes,
+    share,
+    whole_shapes,
+)
 from llama.checks import brief, errors_in
 from llama.model.layers import Matrix
 from llama.model.transformer import Transformer
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import WHOLE, Placement
 from llama.weights.coded import Coded, CodedRows, joined
 from llama.weights.groups import GroupedWeight
 
@@ -36,40 +44,44 @@ _UNPACKED = 1 << 22  # numbers that are unpacked at a time
 
 
 def bytes_of(
-    found: Checkpoint, size: int, dtype: torch.dtype, quantize: str | None, device: torch.device
+    found: Checkpoint,
+    placement: Placement,
+    dtype: torch.dtype,
+    quantize: str | None,
+    device: torch.device,
 ) -> int:
-    """Bytes of the weights that one of `size` ranks holds, told without reading them.
+    """Bytes of the weights that a rank holds, told without reading them.
 
     An untied embedding is not rounded, and neither are norms. Where matrices stay in the codes of
     their file, some rows of each are read and packed.
     """
     if found.in_codes:
-        return _in_codes(found, size, dtype, device.type == "cuda")[0]
+        return _in_codes(found, placement, dtype, device.type == "cuda")[0]
     of_ends = formats.of_output(quantize)
     ends = {"output.weight": of_ends, "tok_embeddings.weight": None}
     if found.params.tied_output:
         ends["tok_embeddings.weight"] = of_ends
-    shapes = shard_shapes(found.params, size)
+    shapes = rank_shapes(found.params, placement)
     return sum(
         formats.bytes_of(shape, dtype, ends.get(name, quantize)) for name, shape in shapes.items()
     )
 
 
-def forms_of(found: Checkpoint, size: int) -> list[formats.Form]:
-    """Those of the matrices that a GPU holds in the codes of their file."""
-    return sorted(_in_codes(found, size, torch.bfloat16, is_gpu=True)[1])
+def forms_of(found: Checkpoint, placement: Placement) -> list[formats.Form]:
+    """Those of a rank's matrices that a GPU holds in the codes of their file."""
+    return sorted(_in_codes(found, placement, torch.bfloat16, is_gpu=True)[1])
 
 
 def _in_codes(
-    found: Checkpoint, size: int, dtype: torch.dtype, is_gpu: bool
+    found: Checkpoint, placement: Placement, dtype: torch.dtype, is_gpu: bool
 ) -> tuple[int, set[formats.Form]]:
-    reader, parallel = CheckpointReader(found), ModelParallel(rank=0, size=size)
-    model = Transformer(found.params, parallel=parallel, device="meta", dtype=dtype)
+    reader = CheckpointReader(found)
+    model = Transformer(found.params, parallel=ModelParallel(placement), device="meta", dtype=dtype)
     total, forms = 0.0, set()
     for module, shards in model.loading_order():
         total += sum(shard.nbytes for shard in shards.values())
         for names in _matrices(module, shards):
-            if (coded := reader.coded(names, 0, size)) is not None:
+            if (coded := reader.coded(names, placement)) is not None:
                 (n, k), rows = coded.first.shape, coded.n
                 held = (formats.on_gpu if is_gpu else formats.packed)(coded.first)
                 thin = held.tensors().get("adaptor", torch.empty(0)).nbytes  # of (n + k, R)
@@ -120,6 +132,9 @@ class CheckpointReader:
         _check(checkpoint, shards)
         names = {name: name_in(self.layout, name) for name in self.shapes}
         self.shards = [{name: shard[there] for name, there in names.items()} for shard in shards]
+        # Shards of Meta's layout hold what equal ranks would hold.
+        count = len(shards)
+        self._placements = [Placement(rank=i, size=count) for i in range(count)]
 
     def are_equal(self, one: str, other: str) -> bool:
         """Are two tensors the same numbers in every shard? Other layouts then hold them once."""
@@ -133,26 +148,30 @@ class CheckpointReader:
         return torch.bfloat16 if tensor.quantized else tensor.data.dtype
 
     def copy(
-        self, name: str, into: Tensor, rank: int = 0, size: int = 1, layout: str = "meta"
+        self, name: str, into: Tensor, placement: Placement = WHOLE, layout: str = "meta"
     ) -> None:
-        """Fill `into`, of any float type, with what one of `size` ranks holds, in the order of
-        rows that `layout` has. On a GPU it is done in the order of the current stream."""
-        fill, shape = self._fill(name, layout), self.shapes[name]
-        dim, start, end = share(self.params, name, shape, rank, size)
+        """Fill `into`, of any float type, with what a rank holds, in the order of rows that
+        `layout` has. On a GPU it is done in the order of the current stream."""
+        fill = self._fill(name, layout)
+        dim, wanted = share(self.params, name, placement)
         if self.shards[0][name].quantized is not None:
-            for row, coded in self._unpacked(name, rank, size, into.device, fill, None):
+            for row, coded in self._unpacked(name, placement, into.device, fill, None):
                 rows = coded.plain(into.dtype)
-                into[row : row + len(rows)] = rows[:, start:end] if coded.is_rotated else rows
+                if coded.is_rotated:
+                    rows = rows[:, wanted.start : wanted.stop]
+                into[row : row + len(rows)] = rows
             return
-        here = start
-        for i, shard in enumerate(self.shards):
-            _, low, high = share(self.params, name, shape, i, len(self.shards))
-            if low <= here < min(high, end):  # the first shard that has it; replicas are skipped
-                count = min(high, end) - here
-                piece = shard[name].data.narrow(dim, here - low, count)
-                self._copy_piece(shard[name], piece, into.narrow(dim, here - start, count), fill)
+        here = wanted.start
+        for shard, shard_placement in zip(self.shards, self._placements, strict=True):
+            _, held = share(self.params, name, shard_placement)
+            end = min(held.stop, wanted.stop)
+            if held.start <= here < end:  # the first shard that has it; replicas are skipped
+                count = end - here
+                piece = shard[name].data.narrow(dim, here - held.start, count)
+                target = into.narrow(dim, here - wanted.start, count)
+                self._copy_piece(shard[name], piece, target, fill)
                 here += count
-        assert here == end, (name, rank, size)
+        assert here == wanted.stop, (name, placement)
 
     def _fill(self, name: str, layout: str) -> Fill:
         """How a tensor's rows are filled with those of the files: as they are, or turned."""
@@ -177,19 +196,19 @@ class CheckpointReader:
         if raw is not into:
             fill(into, raw)
 
-    def coded(self, names: Sequence[str], rank: int = 0, size: int = 1) -> CodedRows | None:
-        """What one of `size` ranks holds of tensors whose rows stand below one another, as the file
-        has it, read when taken; None where not all are in codes that can do so. On the CPU."""
+    def coded(self, names: Sequence[str], placement: Placement = WHOLE) -> CodedRows | None:
+        """What a rank holds of tensors whose rows stand below one another, as the file has it, read
+        when taken; None where not all are in codes that can do so. On the CPU."""
         found = [self.shards[0][name].quantized for name in names]
-        of = [x for x in found if x and not (x.is_rotated and size > 1)]
+        of = [x for x in found if x and not (x.is_rotated and placement.size > 1)]
         if len(of) < len(names):
             return None
-        shares = [self._share(name, rank, size) for name in names]
+        shares = [self._share(name, placement) for name in names]
         counts = [len(rows) for rows, _ in shares]
 
         def read(most: int | None = None) -> Coded | None:
             fills = ((name, self._fill(name, "meta")) for name in names)
-            parts = (self._unpacked(name, rank, size, _CPU, fill, most) for name, fill in fills)
+            parts = (self._unpacked(name, placement, _CPU, fill, most) for name, fill in fills)
             return joined([coded for part in parts for _, coded in part])
 
         def pack(first: Coded, kind: int, *into: Tensor) -> bool:
@@ -198,26 +217,29 @@ class CheckpointReader:
             return all(x.pack and x.pack(*own, first, kind, *part) for x, own, *part in each)
 
         own = [(x.kind, x.shape) for x in of] if all(x.pack for x in of) else names
-        if (first := self._firsts.get(alike := (rank, size, *counts, *own))) is None:
+        if (first := self._firsts.get(alike := (placement, *counts, *own))) is None:
             few = None if any(n % 32 for n in counts) else math.lcm(32, self.params.head_dim)
             first = self._firsts[alike] = read(few)
         whole = cast(Callable[[], Coded], read)  # of which the first rows have one form
         return None if first is None else CodedRows(sum(counts), first, whole, pack)
 
-    def _share(self, name: str, rank: int, size: int) -> tuple[range, slice]:
-        """The rows and columns that one of `size` ranks reads of a tensor in codes."""
-        (n, k), of = self.shapes[name], self.shards[0][name].quantized
-        dim, *ends = share(self.params, name, self.shapes[name], rank, size)
+    def _share(self, name: str, placement: Placement) -> tuple[range, slice]:
+        """The rows and columns that a rank reads of a tensor in codes."""
+        n, k = self.shapes[name]
+        dim, wanted = share(self.params, name, placement)
         if dim == 0:
-            return range(*ends), slice(0, k)
-        return range(n), slice(0, k) if of and of.is_rotated else slice(*ends)
+            return wanted, slice(0, k)
+        quantized = self.shards[0][name].quantized
+        if quantized and quantized.is_rotated:
+            return range(n), slice(0, k)
+        return range(n), slice(wanted.start, wanted.stop)
 
     def _unpacked(
-        self, name: str, rank: int, size: int, device: torch.device, fill: Fill, most: int | None
+        self, name: str, placement: Placement, device: torch.device, fill: Fill, most: int | None
     ) -> Iterator[tuple[int, Coded]]:
         """A rank's share of a tensor in codes, or its first rows: some whole heads' rows at a time,
         in their order, each with the number of its first."""
-        rows, columns = self._share(name, rank, size)
+        rows, columns = self._share(name, placement)
         unit = math.lcm(32, self.params.head_dim)  # whole heads, and whole blocks
         step = max(_UNPACKED // self.shapes[name][1] // unit, 1) * unit
         for i in range(0, len(rows[:most]), step):
@@ -228,13 +250,15 @@ class CheckpointReader:
     def _read(self, name: str, rows: slice, columns: slice, device: torch.device) -> Coded:
         """Some rows and columns of a tensor in codes, from all shards that have some."""
         parts: list[Coded] = []
-        for i, (file, _, _, quantized) in enumerate(shard[name] for shard in self.shards):
-            dim, low, high = share(self.params, name, self.shapes[name], i, len(self.shards))
+        for shard, placement in zip(self.shards, self._placements, strict=True):
+            file, _, _, quantized = shard[name]
+            dim, held = share(self.params, name, placement)
             wanted = columns if dim else rows
             here = wanted.start + sum(part.codes.shape[dim] for part in parts)
-            if quantized is None or not low <= here < min(high, wanted.stop):
+            end = min(held.stop, wanted.stop)
+            if quantized is None or not held.start <= here < end:
                 continue  # replicas are skipped
-            some = slice(here - low, min(high, wanted.stop) - low)
+            some = slice(here - held.start, end - held.start)
             with errors_in(f"{file}: {name}"):
                 coded = quantized.read(*((rows, some) if dim else (some, columns)), device)
             if not coded.is_finite():
@@ -263,7 +287,8 @@ def load(
     matrices that stay in codes, by the first of their names: those are not filled. `progress` draws
     a bar on stderr.
     """
-    device, parallel = model.norm.weight.device, model.parallel
+    device = model.norm.weight.device
+    placement = model.parallel.placement
     reader = CheckpointReader(checkpoint, device)
     total = sum(weight.nbytes for weight in model.parameters())
     bar = tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=not progress)
@@ -274,11 +299,11 @@ def load(
                 check([files[name] for files in reader.shards for name in shards])
             coded, left = {}, dict(shards)
             for names in _matrices(module, shards) if checkpoint.in_codes else ():
-                if (codes := reader.coded(names, parallel.rank, parallel.size)) is not None:
+                if (codes := reader.coded(names, placement)) is not None:
                     coded[names[0]] = codes
                     bar.update(sum(left.pop(name).nbytes for name in names))
             for name, shard in left.items():
-                reader.copy(name, shard, parallel.rank, parallel.size)
+                reader.copy(name, shard, placement)
                 bar.update(shard.nbytes)
             packing.result()
             if device.type == "cpu":  # while the next part is read

@@ -1,7 +1,8 @@
 """The tensors of a model: their names in all layouts, and the shape that each rank holds.
 
-In: a `ModelArgs`. Out: names, shapes and ranges of rows. No file is opened, and no tensor or module
-is made: shapes follow from params.json and from one table, which load, reshard and convert all use.
+In: a `ModelArgs` and a `Placement`. Out: names, shapes and ranges of rows. No file is opened, and
+no tensor or module is made: shapes follow from params.json and from one table, which load, reshard
+and convert all use.
 """
 
 import re
@@ -10,20 +11,22 @@ from typing import NamedTuple
 from torch import Size
 
 from llama.model.args import ModelArgs
+from llama.model.shares import RankShare
+from llama.ranks.placement import WHOLE, Placement
 
 
 class Entry(NamedTuple):
     hf: str  # Hugging Face's name
-    shape: str  # V vocabulary, E model dim, F ffn, K kv heads x head dim
+    shape: str  # V vocabulary, E model dim, F ffn, Q and K query and kv heads x head dim
     dim: int | None  # that the ranks of a group divide; None: each holds the whole
 
 
 TABLE = {  # by Meta's name; N is the number of a layer
     "tok_embeddings.weight": Entry("model.embed_tokens.weight", "VE", 0),
-    "layers.N.attention.wq.weight": Entry("model.layers.N.self_attn.q_proj.weight", "EE", 0),
+    "layers.N.attention.wq.weight": Entry("model.layers.N.self_attn.q_proj.weight", "QE", 0),
     "layers.N.attention.wk.weight": Entry("model.layers.N.self_attn.k_proj.weight", "KE", 0),
     "layers.N.attention.wv.weight": Entry("model.layers.N.self_attn.v_proj.weight", "KE", 0),
-    "layers.N.attention.wo.weight": Entry("model.layers.N.self_attn.o_proj.weight", "EE", 1),
+    "layers.N.attention.wo.weight": Entry("model.layers.N.self_attn.o_proj.weight", "EQ", 1),
     "layers.N.feed_forward.w1.weight": Entry("model.layers.N.mlp.gate_proj.weight", "FE", 0),
     "layers.N.feed_forward.w2.weight": Entry("model.layers.N.mlp.down_proj.weight", "EF", 1),
     "layers.N.feed_forward.w3.weight": Entry("model.layers.N.mlp.up_proj.weight", "FE", 0),
@@ -39,7 +42,6 @@ _GGUF = {  # what llama.cpp calls the parts that it does not call as Meta does
     "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up", "attention_norm": "attn_norm",
     "norm": "output_norm",
 }  # fmt: skip
-_KV = ("attention.wk.weight", "attention.wv.weight")
 
 
 def _entry(name: str) -> Entry:
@@ -60,8 +62,8 @@ def name_in(layout: str, name: str) -> str:
 
 def whole_shapes(params: ModelArgs) -> dict[str, Size]:
     """Meta's names -> shapes of the whole tensors, layer by layer; a tied output is left out."""
-    kv = params.kv_heads * params.head_dim
-    sizes = {"V": params.vocab_size, "E": params.dim, "F": params.ffn_dim, "K": kv}
+    whole_model = RankShare.of(params, WHOLE)
+    sizes = {letter: len(whole_model.rows(letter)) for letter in "VEFQK"}
     shapes = {name: Size(sizes[x] for x in entry.shape) for name, entry in TABLE.items()}
     first, *block, norm, output = shapes
     whole = {first: shapes[first]}
@@ -71,24 +73,42 @@ def whole_shapes(params: ModelArgs) -> dict[str, Size]:
     return whole if params.tied_output else whole | {output: shapes[output]}
 
 
-def share(params: ModelArgs, name: str, shape: Size, rank: int, size: int) -> tuple[int, int, int]:
-    """What one of `size` ranks holds of a tensor: a dimension, and from where to where in it. With
-    more ranks than kv heads, each is on several: for 2 heads and 4 ranks, heads 0, 0, 1 and 1."""
-    dim = _entry(name).dim
-    if dim is None:
-        return 0, 0, shape[0]
-    if size > params.kv_heads and name.endswith(_KV):
-        head = rank * params.kv_heads // size
-        return dim, head * params.head_dim, (head + 1) * params.head_dim
-    each = shape[dim] // size
-    return dim, rank * each, (rank + 1) * each
+def share(params: ModelArgs, name: str, placement: Placement) -> tuple[int, range]:
+    """Return the dimension of a tensor that ranks divide, and the rows or columns of one rank.
+
+    A tensor that every rank holds whole is given as dimension 0 with all its rows.
+    """
+    entry = _entry(name)
+    dim = entry.dim or 0
+    return dim, RankShare.of(params, placement).rows(entry.shape[dim])
 
 
-def shard_shapes(params: ModelArgs, size: int) -> dict[str, Size]:
-    """Meta's names -> the shapes that one of `size` ranks holds; ValueError if `size` cannot be."""
-    params.check_ranks(size)
-    shapes = whole_shapes(params)
-    for name, shape in shapes.items():
-        dim, start, end = share(params, name, shape, 0, size)
-        shapes[name] = Size((*shape[:dim], end - start, *shape[dim + 1 :]))
+def rank_shapes(params: ModelArgs, placement: Placement) -> dict[str, Size]:
+    """Return the shapes that one rank holds, by Meta's name, in the order of the layers."""
+    held = RankShare.of(params, placement)
+    shapes = {}
+    for name, shape in whole_shapes(params).items():
+        if not _is_held(name, held):
+            continue
+        dim, rows = share(params, name, placement)
+        shapes[name] = Size((*shape[:dim], len(rows), *shape[dim + 1 :]))
     return shapes
+
+
+def _is_held(name: str, held: RankShare) -> bool:
+    """Whether a rank's pipeline stage holds a tensor. Every stage holds the last norm."""
+    if name.startswith("layers."):
+        return int(name.split(".")[1]) in held.layers
+    if name == "tok_embeddings.weight":
+        return held.has_embedding
+    return held.has_lm_head if name == "output.weight" else True
+
+
+def shard_shapes(params: ModelArgs, count: int) -> dict[str, Size]:
+    """Return the shapes in each of `count` shards of Meta's layout, by Meta's name.
+
+    Raises:
+        ValueError: The model cannot be divided into so many shards.
+    """
+    params.check_ranks(count)
+    return rank_shapes(params, Placement(size=count))

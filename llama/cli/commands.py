@@ -111,7 +111,7 @@ def stream_continuation(
     text = parallel.broadcast_bytes(prompt).decode()
     deltas = llama.stream_text([text], *sampling, **more)
     for piece in itertools.chain((delta.text for delta in deltas), "\n"):
-        if parallel.rank == 0:
+        if parallel.is_leader:
             _write(heading + piece, parallel.watch)
         heading = ""
 

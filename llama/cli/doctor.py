@@ -26,6 +26,7 @@ from llama.gpu import selfcheck_cache
 from llama.loading import Files, default_batch_size, stays_in_codes
 from llama.ops.cpu import native
 from llama.ranks.groups import check_interfaces, started_processes
+from llama.ranks.placement import Placement
 from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -190,7 +191,8 @@ def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterat
         ways = {found.file_type or "bf16": (found, None)}
     elif stays_in_codes(found, device):
         ways = {found.file_type or "": (replace(found, in_codes=True), None), **ways}
-    held = {name: Files(x, torch.bfloat16, y, num_ranks, device) for name, (x, y) in ways.items()}
+    placement = Placement(size=num_ranks)
+    held = {name: Files(x, torch.bfloat16, y, placement, device) for name, (x, y) in ways.items()}
     needs = {name: x.memory(free, default_batch_size(device)) for name, x in held.items()}
     for name, memory in needs.items():
         room = f"KV cache {memory.kv_tokens:,} tokens" if memory.kv_tokens else "does not fit"

@@ -191,7 +191,7 @@ class DecodeGraphs:
         path = self._model.execution_path()
         is_hooked = path is None and self._kv_cache.is_cuda
         takes = not is_hooked and (not self._graphs or path is self._path)
-        if not takes and self._model.parallel.size > 1:
+        if not takes and not self._model.parallel.is_alone:
             raise RuntimeError(
                 "a hook or another change of a rank's model, whose steps are recorded: build with "
                 "LLAMA_GPU_KERNELS=none to look into the model of several ranks"
@@ -236,7 +236,7 @@ class DecodeGraphs:
             return []
         most = self._model.params.max_batch_size
         buckets = sorted({bucket_of(n + 1) for n in range(most)}, reverse=True)
-        kinds = (True, False)[: 1 + (self._model.parallel.size > 1)]
+        kinds = (True, False)[: 1 + (not self._model.parallel.is_alone)]
         return [(rows, self._most_pages, wants) for rows in buckets for wants in kinds]
 
     @torch.inference_mode()

@@ -122,7 +122,7 @@ class Speculator(Drafter):
 
     def _draft(self, guesses: list[_State], seconds: float) -> list[list[int]]:
         drafts = list[list[int]]()
-        if self.parallel.rank == 0:
+        if self.parallel.is_leader:
             rates = [self._look(state) for state in guesses]
             for state, length in zip(guesses, self.choose(rates, seconds), strict=True):
                 state.num_idle = 0 if length else state.num_idle + 1

@@ -94,7 +94,7 @@ class ModelRunner:
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         """Ranks could not all know of it, so there the error goes on."""
-        if self.model.parallel.size > 1:
+        if not self.model.parallel.is_alone:
             raise error
         warnings.warn(f"steps run without graphs from now on: {error}", stacklevel=2)
         self.close()
@@ -106,7 +106,7 @@ class ModelRunner:
             try:
                 return self._start(scheduled)
             except kernel_errors() as e:
-                if self.model.parallel.size > 1:  # the other ranks do not know of it
+                if not self.model.parallel.is_alone:  # the other ranks do not know of it
                     raise
                 warnings.warn(f"torch runs in place of the GPU's kernels: {e}", stacklevel=2)
                 self.close()
@@ -141,7 +141,7 @@ class ModelRunner:
             if not sampling:
                 return lambda: RowResults(Tokens(), scored)
             rows = hidden[: len(sampling)]
-            if self.model.parallel.size > 1 and is_greedy:
+            if not self.model.parallel.is_alone and is_greedy:
                 sampled = Sampled(top_of_ranks(self.model, rows))
             else:
                 sampled = sample_all(self.model.logits(rows))
@@ -162,7 +162,7 @@ class ModelRunner:
     ) -> Sampled | None:
         """The step by a graph; None where there are none, or not for this kind of step. A step that
         cannot be recorded, for want of memory say, is the end of graphs."""
-        graphs, is_alone = self._graphs, self.model.parallel.size == 1
+        graphs, is_alone = self._graphs, self.model.parallel.is_alone
         if graphs is None or not graphs.takes(scheduled):
             return None
         tokens = [seq.tokens[-1] for seq in sampling]

@@ -77,9 +77,9 @@ def needs_top_only(sequences: Seq[Sequence]) -> bool:
 def top_of_ranks(model: Transformer, hidden: Tensor) -> Tensor:
     """hidden (B, E) -> (B) the ids that `sample` would choose, by an exchange of 8 bytes a row. All
     ranks hold the same pairs then, and only compare them, also on unlike machines."""
-    parallel, share = model.parallel, model.logits_share(hidden)
-    own = top_of_share(share, parallel.rank * share.shape[-1], model.kernels)
-    return top_of_all(parallel.all_gather(own))
+    share = model.logits_share(hidden)
+    own = top_of_share(share, model.plan.share.vocab.start, model.kernels)
+    return top_of_all(model.parallel.all_gather(own))
 
 
 def top_of_share(logits: Tensor, first: int, kernels: KernelSet = TORCH_ONLY) -> Tensor:

@@ -93,7 +93,7 @@ class Drafter(ABC):
 
     def told_by_rank_zero(self, what: list) -> list:
         """Rank 0's list of whole numbers, or of lists of them, on every rank."""
-        if self.parallel.size == 1:
+        if self.parallel.is_alone:
             return what
         return json.loads(self.parallel.broadcast_bytes(json.dumps(what).encode()))
 

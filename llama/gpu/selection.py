@@ -55,7 +55,7 @@ def kernels_for(
     """
     if device.type != "cuda":
         return TORCH_ONLY
-    plan = LayerPlan.of(params, parallel.size, kv_format)
+    plan = LayerPlan.of(params, parallel.placement, kv_format)
     job = job_for(params, plan, device, dtype, formats)
     result = CheckResult()
     if allowed and selfcheck_cache.not_for(device) is None:
@@ -65,7 +65,7 @@ def kernels_for(
     if GRAPH in allowed:  # while no model is there: the GPU may take one process only
         held = formats if "linear" in everywhere else (None,)  # else the weights are plain
         result |= check_graphs(replace(job, formats=held), everywhere)
-        if parallel.size > 1 and not parallel.is_on_nccl:
+        if not parallel.is_alone and not parallel.is_on_nccl:
             result |= CheckResult({GRAPH: "the ranks are not on nccl"})
         everywhere += [GRAPH] * parallel.all_reduce_min(int(GRAPH in result.passed))
     dropped = [
@@ -86,7 +86,7 @@ def recorder_for(model: Transformer) -> Recorder | None:
     device, parallel = model.norm.weight.device, model.parallel
     if device.type != "cuda" or GRAPH not in model.kernels.names:
         return None
-    reason = graph_check.try_collectives(model) if parallel.size > 1 else None
+    reason = graph_check.try_collectives(model) if not parallel.is_alone else None
     if parallel.all_reduce_min(int(not reason)):
         return CudaRecorder(device)
     if parallel.global_rank == 0:
@@ -107,12 +107,11 @@ def job_for(
     formats: Formats = (None,),
 ) -> Job:  # fmt: skip
     """The check of what a rank computes with, whose share `plan` has."""
-    ranks = params.n_heads // plan.n_heads
     names = ("sample",) if dtype is torch.float32 else NAMES  # products of float32 stay with torch
     return Job(
         str(device), dtype_name(dtype), names, plan.dim, plan.n_heads,
         plan.n_kv_heads, plan.head_dim, plan.ffn_dim, vocab_size=params.vocab_size,
-        vocab_rows=params.vocab_size // ranks, page_size=PAGE_SIZE, formats=formats,
+        vocab_rows=len(plan.share.vocab), page_size=PAGE_SIZE, formats=formats,
         kv_format=plan.kv_format.name,
     )  # fmt: skip
 

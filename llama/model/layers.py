@@ -97,14 +97,13 @@ class Linear(Matrix):
 
 
 class ColumnParallelLinear(Linear):
-    """(..., in) -> (..., out / size), or with gather_output (..., out) on every rank: each holds
-    `out / size` rows of the weight."""
+    """(..., in) -> (..., n_out), this rank's rows of the weight; or with gather_output (..., out)
+    on every rank, the rows of all."""
 
     def __init__(
         self, n_in: int, n_out: int, parallel: ModelParallel, *, gather_output: bool = False
     ) -> None:
-        assert n_out % parallel.size == 0, (n_out, parallel.size)
-        super().__init__(n_in, n_out // parallel.size)
+        super().__init__(n_in, n_out)
         self.parallel = parallel
         self.gather_output = gather_output
 
@@ -113,16 +112,15 @@ class ColumnParallelLinear(Linear):
         return self.parallel.all_gather(out) if self.gather_output else out
 
     def share(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """(..., in) -> (..., out / size): this rank's part, with or without gather_output."""
+        """(..., in) -> (..., n_out): this rank's part, with or without gather_output."""
         return super().forward(x, dtype=dtype)
 
 
 class RowParallelLinear(Linear):
-    """(..., in / size) -> (..., out), summed over the ranks: each holds `in / size` columns."""
+    """(..., n_in) -> (..., out), summed over the ranks: `n_in` are the columns of this rank."""
 
     def __init__(self, n_in: int, n_out: int, parallel: ModelParallel) -> None:
-        assert n_in % parallel.size == 0, (n_in, parallel.size)
-        super().__init__(n_in // parallel.size, n_out)
+        super().__init__(n_in, n_out)
         self.parallel = parallel
 
     def forward(self, x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -130,20 +128,19 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(Matrix):
-    """(...) ids -> (..., dim): each rank holds `vocab / size` rows, and adds 0 for the rest."""
+    """(...) ids -> (..., dim): each rank holds the rows of some ids, `own`, and adds 0 for the
+    rest."""
 
-    def __init__(self, n_vocab: int, dim: int, parallel: ModelParallel) -> None:
-        assert n_vocab % parallel.size == 0, (n_vocab, parallel.size)
-        super().__init__(n_vocab // parallel.size, dim)
+    def __init__(self, own: range, dim: int, parallel: ModelParallel) -> None:
+        super().__init__(len(own), dim)
         self.parallel = parallel
-        self.num_local = n_vocab // parallel.size
-        self.first = self.num_local * parallel.rank
+        self.own = own
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.parallel.size == 1:
             return self.weight.rows(tokens)
-        local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.num_local)
+        local = tokens - self.own.start
+        elsewhere = (local < 0) | (local >= len(self.own))
         x = self.weight.rows(local.masked_fill(elsewhere, 0))
         return self.parallel.all_reduce(x.masked_fill_(elsewhere.unsqueeze(-1), 0))
 

@@ -1,7 +1,7 @@
 """What the layers of a model are, on one rank: the one description that all who run them share.
 
-In: the sizes of a model and the number of ranks that divide it. Out: a `LayerPlan`. The modules are
-built from it; the executors and the memory estimate read it. It holds no weights.
+In: the sizes of a model and a rank's `Placement`. Out: a `LayerPlan`. The modules are built from
+it; the executors and the memory estimate read it. It holds no weights.
 """
 
 from dataclasses import dataclass
@@ -9,37 +9,59 @@ from dataclasses import dataclass
 import torch
 
 from llama.model.args import ModelArgs
+from llama.model.shares import RankShare
 from llama.ops.kv_cache import AS_COMPUTED, KVFormat
+from llama.ranks.placement import WHOLE, Placement
 
 ATTENTION, FEED_FORWARD = "attention", "feed_forward"  # the names of Meta's blocks
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """dim and head_dim are the model's; heads and ffn_dim are this rank's share."""
+    """dim and head_dim are the model's; the rest is what this rank holds, its `share`."""
 
-    n_layers: int
+    share: RankShare
     dim: int
-    n_heads: int
-    n_kv_heads: int
     head_dim: int
-    ffn_dim: int
     eps: float
     kinds: tuple[str, ...] = (ATTENTION, FEED_FORWARD)  # of a layer, in order: x + kind(norm(x))
     kv_format: KVFormat = AS_COMPUTED
 
     @classmethod
-    def of(cls, args: ModelArgs, num_ranks: int, kv_format: KVFormat = AS_COMPUTED) -> "LayerPlan":
+    def of(
+        cls,
+        args: ModelArgs,
+        placement: Placement = WHOLE,
+        kv_format: KVFormat = AS_COMPUTED,
+    ) -> "LayerPlan":
+        """Plan the layers that a rank with this placement holds; by default, all of them."""
         return cls(
-            n_layers=args.n_layers,
+            share=RankShare.of(args, placement),
             dim=args.dim,
-            n_heads=args.n_heads // num_ranks,
-            n_kv_heads=max(1, args.kv_heads // num_ranks),  # replicated beyond kv_heads ranks
             head_dim=args.head_dim,
-            ffn_dim=args.ffn_dim // num_ranks,
             eps=args.norm_eps,
             kv_format=kv_format,
         )
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of this rank's pipeline stage."""
+        return len(self.share.layers)
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads of this rank."""
+        return len(self.share.heads)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads of this rank."""
+        return len(self.share.kv_heads)
+
+    @property
+    def ffn_dim(self) -> int:
+        """Feed-forward columns of this rank."""
+        return len(self.share.ffn)
 
     @property
     def qkv_dim(self) -> int:

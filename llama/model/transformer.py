@@ -57,8 +57,8 @@ class Attention(FusedBlock):
         super().__init__("wqkv", {"wq": q, "wk": kv, "wv": kv})
         self.n_heads, self.n_kv_heads = plan.n_heads, plan.n_kv_heads
         self.head_dim = plan.head_dim
-        self.wqkv = ColumnParallelLinear(plan.dim, (q + 2 * kv) * parallel.size, parallel)
-        self.wo = RowParallelLinear(q * parallel.size, plan.dim, parallel)
+        self.wqkv = ColumnParallelLinear(plan.dim, q + 2 * kv, parallel)
+        self.wo = RowParallelLinear(q, plan.dim, parallel)
 
     def forward(self, x: Tensor, freqs_cis: Tensor, batch: Batch, kv_cache: Tensor) -> Tensor:
         rows = self.wqkv(x).flatten(0, -2)
@@ -73,9 +73,8 @@ class FeedForward(FusedBlock):
 
     def __init__(self, plan: LayerPlan, parallel: ModelParallel) -> None:
         super().__init__("w13", {"w1": plan.ffn_dim, "w3": plan.ffn_dim})
-        whole = plan.ffn_dim * parallel.size
-        self.w13 = ColumnParallelLinear(plan.dim, 2 * whole, parallel)
-        self.w2 = RowParallelLinear(whole, plan.dim, parallel)
+        self.w13 = ColumnParallelLinear(plan.dim, 2 * plan.ffn_dim, parallel)
+        self.w2 = RowParallelLinear(plan.ffn_dim, plan.dim, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(silu_mul(self.w13(x), self.kernels))
@@ -103,14 +102,37 @@ class TransformerBlock(WatchedModule):
         ]
 
 
-_KINDS = TransformerBlock, Attention, FeedForward, RMSNorm, ColumnParallelLinear, RowParallelLinear
+class AbsentLayer(nn.Module):
+    """Stands where another pipeline stage holds the layer, so that Meta's numbering stays."""
+
+    def sublayers(self) -> list[SubLayer]:
+        """Return nothing: an executor skips this layer."""
+        return []
+
+
+_KINDS = (
+    TransformerBlock,
+    AbsentLayer,
+    Attention,
+    FeedForward,
+    RMSNorm,
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
 _LAYER_FORWARDS: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in _KINDS}
 
 
 class Transformer(nn.Module):
     """One rank's share of a Llama 3 model, uninitialised until `loading_order` is filled. With
-    device="meta" nothing is allocated, with fills_late no matrix of a layer before its turn."""
+    device="meta" nothing is allocated, with fills_late no matrix of a layer before its turn.
 
+    Attributes:
+        tok_embeddings: The token embedding, on the stages that hold it.
+        output: The lm_head, on the last stage.
+    """
+
+    tok_embeddings: VocabParallelEmbedding
+    output: ColumnParallelLinear
     quantization: str | None = None  # the format that the weights were rounded to, if they were
 
     def __init__(
@@ -125,20 +147,28 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         parallel = parallel or ModelParallel()
+        placement = parallel.placement
         params.check("params")
-        params.check_ranks(parallel.size)
-        self.params, self.parallel = params, parallel
-        self.plan = plan = LayerPlan.of(params, parallel.size, kv_format)
-        self.vocab_size, self.n_layers = params.vocab_size, params.n_layers
-        self.tok_embeddings = VocabParallelEmbedding(params.vocab_size, params.dim, parallel)
-        blocks = (TransformerBlock(plan, parallel) for _ in range(params.n_layers))
-        self.layers = nn.ModuleList(blocks)
+        params.check_ranks(placement.size)
+        self.params = params
+        self.parallel = parallel
+        self.plan = plan = LayerPlan.of(params, placement, kv_format)
+        self.vocab_size = params.vocab_size
+        self.n_layers = params.n_layers
+        share = plan.share
+        if share.has_embedding:
+            self.tok_embeddings = VocabParallelEmbedding(share.vocab, params.dim, parallel)
+        self.layers = nn.ModuleList(
+            TransformerBlock(plan, parallel) if i in share.layers else AbsentLayer()
+            for i in range(params.n_layers)
+        )
         self.kernels = TORCH_ONLY
         self._execution = LayerExecution(plan, self.layers, parallel, _LAYER_FORWARDS)
         self.norm = RMSNorm(params.dim, params.norm_eps)
-        self.output = ColumnParallelLinear(
-            params.dim, params.vocab_size, parallel, gather_output=True
-        )
+        if share.has_lm_head:
+            self.output = ColumnParallelLinear(
+                params.dim, len(share.vocab), parallel, gather_output=True
+            )
         late = {x for x in self.layers.modules() if fills_late and isinstance(x, PlainWeight)}
         for module in list(self.modules()):
             place = "meta" if module in late else device
@@ -163,24 +193,28 @@ class Transformer(nn.Module):
                 module.names = [f"{block}.{name}.weight".removeprefix(".") for name in rows]
 
     def blocks(self) -> list[TransformerBlock]:
-        return [cast(TransformerBlock, layer) for layer in self.layers]
+        """Return the layers that this rank's stage holds, in order."""
+        return [cast(TransformerBlock, self.layers[i]) for i in self.plan.share.layers]
 
     def loading_order(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
         """Each part of the model, and Meta's names -> the views that hold this rank's share of it:
         one after the other, so that a part can be packed before the next takes memory."""
         matrices = [module for module in self.modules() if isinstance(module, Matrix)]
         assert all(isinstance(x.weight, PlainWeight) for x in matrices), "the weights are packed"
-        embedding = self.tok_embeddings.weight.plain()
-        yield self.tok_embeddings, {"tok_embeddings.weight": embedding}
-        for i, layer in enumerate(self.blocks()):
+        share = self.plan.share
+        if share.has_embedding:
+            embedding = self.tok_embeddings.weight.plain()
+            yield self.tok_embeddings, {"tok_embeddings.weight": embedding}
+        for i, layer in zip(share.layers, self.blocks(), strict=True):
             for module in layer.modules():
                 if isinstance(module, Matrix) and module.weight.values.is_meta:
                     values = self.norm.weight.new_empty(module.weight.shape)
                     module.weight = PlainWeight.pack(values)
             yield layer, layer.state_dict(prefix=f"layers.{i}.")
         yield self.norm, {"norm.weight": self.norm.weight.data}
-        tied = self.params.tied_output
-        yield self.output, {} if tied else {"output.weight": self.output.weight.plain()}
+        if share.has_lm_head:
+            tied = self.params.tied_output
+            yield self.output, {} if tied else {"output.weight": self.output.weight.plain()}
 
     def named_shards(self) -> dict[str, Tensor]:
         """Meta's name of each weight -> the view that holds this rank's share of it."""
@@ -197,21 +231,28 @@ class Transformer(nn.Module):
         default in this machine's fastest. The views of `loading_order` are invalid afterwards.
         coded: of matrices that were not filled, by the first of their names."""
         self.quantization = quantize or self.quantization
+        lm_head = self.output if self.plan.share.has_lm_head else None
         for module in (part or self).modules():
             if isinstance(module, Matrix) and module.names[0] in coded:
                 device = self.norm.weight.device
                 module.weight = weights.packed(coded[module.names[0]], None, device)
-                if self.params.tied_output and module is self.tok_embeddings:
+                if self._is_tied and module is self.tok_embeddings:
                     self.output.weight = module.weight
             elif isinstance(module, Linear):
-                module.pack(weights.of_output(quantize) if module is self.output else quantize)
-            if module is self.output:
+                module.pack(weights.of_output(quantize) if module is lm_head else quantize)
+            if module is lm_head:
                 self.tie()
 
     def tie(self) -> None:
         """One weight for both ends, where the checkpoint has one."""
-        if self.params.tied_output:
+        if self._is_tied:
             self.tok_embeddings.weight = self.output.weight
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether this rank holds both ends, and they share one weight."""
+        share = self.plan.share
+        return self.params.tied_output and share.has_embedding and share.has_lm_head
 
     def use_kernels(self, kernels: KernelSet) -> None:
         """From now on the ops of this model run these kernels of Triton's, and no others."""
@@ -240,7 +281,7 @@ class Transformer(nn.Module):
         """tokens (T), or (B, S) with the same T tokens in all -> (T, E) or (B, S, E)."""
         h = self.tok_embeddings(tokens)
         freqs_cis = self.freqs_cis[batch.positions]
-        for layer, pages in zip(self.layers, kv_cache.unbind(), strict=True):
+        for layer, pages in zip(self.blocks(), kv_cache.unbind(), strict=True):
             h = layer(h, freqs_cis, batch, pages)
         return h
 
@@ -251,7 +292,7 @@ class Transformer(nn.Module):
     def execution_path(self) -> Executor | None:
         """What `hidden_states` runs now: None where a hook, or another forward, sees a part of it.
         The same object means the same operators on the same weights."""
-        ends = (self.tok_embeddings, self.norm, self.output)
+        ends = [module for name, module in self.named_children() if name != "layers"]
         if any(x._forward_hooks or x._forward_pre_hooks for x in ends):
             return None
         return self._execution.find()
@@ -261,7 +302,7 @@ class Transformer(nn.Module):
         return self.output(hidden, dtype=torch.float32)
 
     def logits_share(self, hidden: Tensor) -> Tensor:
-        """hidden (..., E) -> (..., V / size) float32: for the ids from rank * V / size on."""
+        """hidden (..., E) -> (..., V of this rank) float32: for the ids `plan.share.vocab`."""
         return self.output.share(hidden, dtype=torch.float32)
 
     @torch.inference_mode()

@@ -1,7 +1,8 @@
 """What the ranks of a group do together: sum, gather, broadcast, agree, compare.
 
 In: the process groups and the shared memory that groups.py made. Out: a `ModelParallel`. Only
-tensors of a fixed layout cross ranks: never pickles. It must not know how the groups came to be.
+tensors of a fixed layout cross ranks: never pickles. It must not know how the groups came to be,
+nor what part of a model a rank holds: that is its `Placement`.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from llama.ranks.errors import RankError
 from llama.ranks.one_shot import OneShot
+from llama.ranks.placement import WHOLE, Placement
 from llama.ranks.shared_memory import SharedMemory
 from llama.ranks.watch import Watch
 
@@ -26,10 +28,12 @@ _NOT_WATCHED = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """One rank among its peers; the default is a process alone, which needs no groups."""
+    """One rank among its peers; the default is a process alone, which needs no groups.
 
-    rank: int = 0
-    size: int = 1
+    `placement` says what the rank holds of a model; everything else is for communication.
+    """
+
+    placement: Placement = WHOLE
     data_rank: int = 0
     data_size: int = 1
     timeout_s: float = 600.0  # the longest wait for another rank
@@ -42,7 +46,28 @@ class ModelParallel:
     watch: Watch | None = None  # ends the job where a rank cannot go on; not for a process alone
 
     @property
+    def rank(self) -> int:
+        """This rank within its model-parallel group."""
+        return self.placement.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the model-parallel group."""
+        return self.placement.size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank decides what the ranks of one model copy do."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank holds a whole copy of the model by itself."""
+        return self.size == 1
+
+    @property
     def global_rank(self) -> int:
+        """This rank among all ranks of the job."""
         return self.data_rank * self.size + self.rank
 
     def step(self) -> contextlib.AbstractContextManager[None]:

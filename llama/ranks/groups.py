@@ -26,6 +26,7 @@ from llama.ranks.errors import RankError
 from llama.ranks.launch import STORE_FD
 from llama.ranks.one_shot import OneShot
 from llama.ranks.peers import Peers
+from llama.ranks.placement import Placement
 from llama.ranks.processes import machine_id
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.shared_memory import SharedMemory
@@ -242,8 +243,8 @@ def _make_groups(
         if is_one_machine and gpu and dist.get_backend(group) == "nccl":
             one_shot = OneShot.join(group, control, device)
     parallel = ModelParallel(
-        rank, size, data_rank, data_size, timeout_s, group, control, world, shared, one_shot,
-        store, watch,
+        Placement(rank=rank, size=size), data_rank, data_size, timeout_s, group, control, world,
+        shared, one_shot, store, watch,
     )  # fmt: skip
     weakref.finalize(parallel, watch.left_groups.extend, [control, world])
     return parallel

@@ -22,7 +22,7 @@ class AsyncLLMEngine:
 
     def __init__(self, llama: Any) -> None:
         self.engine: LLMEngine = getattr(llama, "llm_engine", llama)
-        if self.engine.parallel.size > 1 and not self.engine.is_led:
+        if not self.engine.parallel.is_alone and not self.engine.is_led:
             # Ranks must see the same requests in the same order; each event loop has its own.
             raise ValueError(
                 f"with model_parallel_size={self.engine.parallel.size}, rank 0 must lead: call "

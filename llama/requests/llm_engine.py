@@ -170,7 +170,7 @@ class LLMEngine:
         interrupt, or an exit, is an interrupt there. RuntimeError where requests are unfinished.
         RankError, on the rank that it names, where one would compute something else.
         """
-        if self.parallel.size == 1 or self.is_led:
+        if self.parallel.is_alone or self.is_led:
             return work()
         return self._ranks.lead(work, self.discard_all)
 

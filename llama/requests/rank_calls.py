@@ -50,7 +50,7 @@ class RankCalls:
     @contextlib.contextmanager
     def one_caller(self) -> Iterator[None]:
         """One thread of each rank makes all calls, unless rank 0 leads: RuntimeError in others."""
-        if self.parallel.size == 1 or self.is_led:
+        if self.parallel.is_alone or self.is_led:
             yield
             return
         with self._lock:
@@ -73,7 +73,7 @@ class RankCalls:
                 raise RuntimeError("finish or abort all requests before rank 0 leads")
         self.is_led = True
         try:
-            if self.parallel.rank == 0:
+            if self.parallel.is_leader:
                 self._leader = Leader(self.core, self.parallel)
                 return self._lead(self._leader, work, discard_all)
             self._num_calls = Follower(self.core, self.parallel).follow()

@@ -111,12 +111,12 @@ def table() -> list[str]:
     ]  # fmt: skip
     for rows, context, kv_format in _STEPS:
         contexts = [context] * rows
-        plan = LayerPlan.of(args, 1, FORMATS[kv_format])
+        plan = LayerPlan.of(args, kv_format=FORMATS[kv_format])
         held = sum(contexts) * plan.kv_bytes_per_token(torch.bfloat16)
         two, three = launches(rows, 2), launches(rows, 3)
         number = two + (three - two) * (args.n_layers - 2)
         small = (number - sum(count.values()) - args.n_layers) * _SMALL_S
-        spared = sum(contexts) * LayerPlan.of(args, 1).kv_bytes_per_token(torch.bfloat16) - held
+        spared = sum(contexts) * LayerPlan.of(args).kv_bytes_per_token(torch.bfloat16) - held
         cells, parts = [], (0.0, 0.0, 0.0)
         for gpu in GPUS:
             products = sum(

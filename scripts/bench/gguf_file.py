@@ -55,7 +55,7 @@ def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
     writer.write_ti_data_to_file()
     for name, wanted in dtypes.items():
         whole = torch.empty(weights.shapes[name], dtype=wanted)
-        weights.copy(name, whole, 0, 1)
+        weights.copy(name, whole)
         writer.write_tensor_data(_bytes(whole))
     if divisors is not None:
         writer.write_tensor_data(_bytes(divisors))

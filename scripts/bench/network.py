@@ -132,7 +132,7 @@ def step(folder: str, batch: int) -> None:
     prompts = [[256 + i, 65] for i in range(batch)]
     times = [seconds for _ in range(_TURNS) for seconds in _step_seconds(llama, prompts)]
     sums = {name: sum_us(parallel, *size) for name, size in SUMS.items()}
-    if parallel.rank == 0:
+    if parallel.is_leader:
         record = {
             "step_ms": statistics.median(times) * 1e3,
             "least_ms": min(times) * 1e3,

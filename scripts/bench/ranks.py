@@ -83,7 +83,7 @@ def ranks(
 
 
 def _path_name(parallel: ModelParallel) -> str:
-    if parallel.size == 1:
+    if parallel.is_alone:
         return "alone"
     return "gloo" if parallel.shared is None else "shared memory"
 

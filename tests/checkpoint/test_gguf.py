@@ -32,6 +32,7 @@ from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights import packed
 from llama.weights.blocks import BlockedWeight
 from llama.weights.coded import Coded, CodedRows, alike
@@ -105,7 +106,7 @@ def test_each_rank_holds_its_slices_of_what_the_file_stands_for(folder, size):
 def in_codes(path: Path, rank: int = 0, size: int = 1) -> Transformer:
     """Loaded as a build does on the CPU where nothing else is asked for."""
     found = replace(find(path), in_codes=True)
-    parallel = ModelParallel(rank=rank, size=size)
+    parallel = ModelParallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
     load(found, model, filled=model.pack)
     return model
@@ -154,14 +155,17 @@ def test_on_the_cpu_matrices_stay_as_the_file_has_them(folder, size):
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         found = replace(find(folder / "one.gguf"), in_codes=True)
         cpu, gpu = torch.device("cpu"), torch.device("cuda")  # which takes six bits as bytes
-        assert bytes_of(found, size, torch.bfloat16, None, cpu) == held
+        assert bytes_of(found, Placement(size=size), torch.bfloat16, None, cpu) == held
         more = sum(
             x.weight.values.nbytes // 3
             for x in model.modules()
             if isinstance(x, Matrix) and type(x.weight) is SixBitsWeight
         )
         if size == 1:
-            assert more and bytes_of(found, size, torch.bfloat16, None, gpu) == held + more
+            assert (
+                more
+                and bytes_of(found, Placement(size=size), torch.bfloat16, None, gpu) == held + more
+            )
 
 
 @needs_kernels
@@ -217,7 +221,13 @@ def test_a_tied_matrix_is_held_once_and_a_part_in_floats_makes_a_matrix_bf16(tmp
     assert torch.equal(block.attention.wqkv.weight.plain(), torch.cat(parts).bfloat16())
     held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     assert (
-        bytes_of(replace(find(path), in_codes=True), 1, torch.bfloat16, None, torch.device("cpu"))
+        bytes_of(
+            replace(find(path), in_codes=True),
+            Placement(),
+            torch.bfloat16,
+            None,
+            torch.device("cpu"),
+        )
         == held
     )
 

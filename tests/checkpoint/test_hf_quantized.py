@@ -32,6 +32,7 @@ from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights.coded import Coded
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
@@ -294,11 +295,13 @@ def test_each_rank_holds_its_slices_of_what_the_files_stand_for(tmp_path, case):
         return
     found = replace(found, in_codes=True)
     for rank, size in ((0, 1), (1, 2)):
-        parallel = ModelParallel(rank=rank, size=size)
+        parallel = ModelParallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(found, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        assert held == bytes_of(found, size, torch.bfloat16, None, torch.device("cpu"))
+        assert held == bytes_of(
+            found, Placement(size=size), torch.bfloat16, None, torch.device("cpu")
+        )
         kinds = set()
         for layer in model.blocks():
             for module in layer.modules():

@@ -20,6 +20,7 @@ from llama.checkpoint.find import find
 from llama.checkpoint.convert import convert, reshard
 from llama.model import Transformer
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 def anonymous():
     with open("/proc/self/status") as file:
@@ -37,7 +38,7 @@ def measure(what, layout):
     thread = threading.Thread(target=sample)
     thread.start()
     if what == "load":
-        parallel = ModelParallel(rank=1, size=2)
+        parallel = ModelParallel(Placement(rank=1, size=2))
         model = Transformer(found.params, parallel=parallel, dtype=torch.float32)
         load(found, model)
         own = sum(shard.nbytes for shard in model.named_shards().values())

@@ -39,6 +39,7 @@ from llama.model.execution import NativeLayers
 from llama.model.layers import Matrix
 from llama.ops.batch import Batch
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights.nibbles import NibblesWeight
 
 PARAMS = {
@@ -163,7 +164,7 @@ def logits(found: Checkpoint, size: int, dtype: torch.dtype) -> Tensor:
     barrier, out = threading.Barrier(size, timeout=60), {}
 
     def run(rank: int) -> None:
-        parallel = Threads(rank=rank, size=size, parts=parts, barrier=barrier)
+        parallel = Threads(Placement(rank=rank, size=size), parts=parts, barrier=barrier)
         model = Transformer(found.params, parallel=parallel, dtype=dtype)
         load(found, model, filled=model.pack)
         out[rank] = model.forward(TOKENS, 0)
@@ -238,7 +239,7 @@ def test_on_the_cpu_nothing_is_merged(folders, said, kind):
     model = Transformer(found.params, dtype=torch.bfloat16)
     load(found, model, filled=model.pack)
     held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    assert 0 <= bytes_of(found, 1, torch.bfloat16, None, torch.device("cpu")) - held < 16
+    assert 0 <= bytes_of(found, Placement(), torch.bfloat16, None, torch.device("cpu")) - held < 16
     for matrix in (x for x in model.layers.modules() if isinstance(x, Matrix)):
         weight: Any = matrix.weight
         assert type(weight) is NibblesWeight

@@ -21,6 +21,7 @@ from llama.checkpoint.verify import LoadCheck, verify
 from llama.model import Transformer
 from llama.model.layers import Matrix
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights.bytes import Fp8Weight
 
 PARAMS = {
@@ -71,11 +72,13 @@ def test_each_rank_holds_its_slices(tmp_path, load_fp8, is_column):
         if not HAS_KERNELS:
             continue
         in_codes = replace(found, in_codes=True)
-        parallel = ModelParallel(rank=rank, size=size)
+        parallel = ModelParallel(Placement(rank=rank, size=size))
         model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
         load(in_codes, model, filled=model.pack)
         held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        assert held == bytes_of(in_codes, size, torch.bfloat16, None, torch.device("cpu"))
+        assert held == bytes_of(
+            in_codes, Placement(size=size), torch.bfloat16, None, torch.device("cpu")
+        )
         modules = model.get_submodule("layers.1.feed_forward").modules()
         matrices = [x for x in modules if isinstance(x, Matrix)]
         assert all(isinstance(x.weight, Fp8Weight) for x in matrices)

@@ -29,6 +29,7 @@ from llama.cli import main
 from llama.model.layers import Linear, Matrix, RMSNorm
 from llama.ops.cpu import native
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights.blocks import BlockedWeight, workspace
 from llama.weights.groups import GroupedWeight
 
@@ -46,7 +47,7 @@ def made(tmp_path) -> Path:
 
 
 def model_of(found: Checkpoint, fill: Callable, rank: int = 0, size: int = 1) -> Transformer:
-    parallel = ModelParallel(rank=rank, size=size)
+    parallel = ModelParallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=torch.bfloat16)
     fill(found, model)
     return model
@@ -97,8 +98,8 @@ def test_the_mapped_weights_are_those_that_are_packed_at_load(params, quantize, 
     for rank, size in ((1, 2), (2, 4)):  # of four ranks, two have the same keys and values
         part = model_of(found, packed.attach, rank, size)
         for name, share in part.state_dict().items():
-            dim, first, end = shares.share(part.params, name, numbers[name].shape, rank, size)
-            assert torch.equal(share, numbers[name].narrow(dim, first, end - first)), name
+            dim, held = shares.share(part.params, name, Placement(rank=rank, size=size))
+            assert torch.equal(share, numbers[name].narrow(dim, held.start, len(held))), name
         check_products(part, found.shards[0], size == 2 and params is not ODD)
     if quantize != "int4":  # which rounds again
         part.load_state_dict(part.state_dict())  # into memory of its own
@@ -149,8 +150,8 @@ def test_codes_of_a_gguf_file_stay_codes(tmp_path):
     for rank, size in ((0, 2), (1, 2)):
         part = model_of(found, packed.attach, rank, size)
         for name, share in part.state_dict().items():
-            dim, first, end = shares.share(part.params, name, numbers[name].shape, rank, size)
-            assert torch.equal(share, numbers[name].narrow(dim, first, end - first)), name
+            dim, held = shares.share(part.params, name, Placement(rank=rank, size=size))
+            assert torch.equal(share, numbers[name].narrow(dim, held.start, len(held))), name
         check_products(part, found.shards[0], False)
     assert found.file_type == "Q4_K_M" and found.tokenizer_path().name == "tokenizer.json"
 

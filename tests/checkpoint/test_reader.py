@@ -23,6 +23,7 @@ from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -147,7 +148,7 @@ def test_each_byte_of_a_rank_is_taken_once_by_the_threads(
 def test_bytes_of_one_rank_are_told_before_loading(tmp_path, size, dtype):
     found = find(write_meta(tmp_path, PARAMS, STATE, 2))
     shards = [shard_of(name, t, PARAMS, 0, size).to(dtype) for name, t in STATE.items()]
-    assert bytes_of(found, size, dtype, None, torch.device("cpu")) == sum(
+    assert bytes_of(found, Placement(size=size), dtype, None, torch.device("cpu")) == sum(
         shard.nbytes for shard in shards
     )
 
@@ -174,7 +175,7 @@ def test_bytes_of_quantized_weights_are_what_packing_leaves(tmp_path, quantize):
     assert all(a <= n <= b for n, (a, b) in zip(counts, limits, strict=True)), counts
     assert loaded_so_far[-1] == list(whole)
     held = [x.nbytes for x in (*model.parameters(), *model.buffers())]
-    assert bytes_of(found, 1, torch.bfloat16, quantize, torch.device("cpu")) == sum(held)
+    assert bytes_of(found, Placement(), torch.bfloat16, quantize, torch.device("cpu")) == sum(held)
 
 
 def test_the_bar_is_drawn_only_where_it_is_asked_for(meta, capsys):
@@ -257,7 +258,7 @@ def test_params_of_another_model_do_not_fit(meta):
 def test_shapes_need_no_model(size, tied):
     """They follow from params.json; the Transformer is what they are compared with."""
     args = ModelArgs.from_params(PARAMS | {"tied_output": tied}, "params")
-    model = Transformer(args, parallel=ModelParallel(size=size), device="meta")
+    model = Transformer(args, parallel=ModelParallel(Placement(size=size)), device="meta")
     expected = {name: shard.shape for name, shard in model.named_shards().items()}
     assert shard_shapes(args, size) == expected
     with pytest.raises(ValueError, match="does not divide"):

@@ -19,6 +19,7 @@ from llama.checkpoint.reader import load
 from llama.checkpoint.verify import verify
 from llama.model import Transformer
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 
 def write_checklist(folder: Path) -> None:
@@ -150,7 +151,9 @@ def test_each_byte_is_checked_once_and_before_it_is_copied(meta, monkeypatch):
         before = len(done)
         check = verifying.LoadCheck(found, tells=False).check
         load(
-            found, Transformer(found.params, parallel=ModelParallel(rank=rank, size=2)), check=check
+            found,
+            Transformer(found.params, parallel=ModelParallel(Placement(rank=rank, size=2))),
+            check=check,
         )
         assert len(STATE) * 2 // 3 < len(done) - before < len(STATE) * 4 // 3
     weights = [(path.name, name) for path in found.shards

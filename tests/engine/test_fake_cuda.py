@@ -31,6 +31,7 @@ from llama.ops.kv_cache import FORMATS
 from llama.ops.sample import choose_ids
 from llama.ops.triton.kernels import KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights.groups import GroupedWeight
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
@@ -76,7 +77,7 @@ def fake_batch(starts: list[int], counts: list[int]) -> tuple[Tensor, Batch]:
 
 
 def fake_model(args: ModelArgs, dtype: torch.dtype) -> Transformer:
-    parallel = EightRanks(rank=3, size=8) if args is ARGS_70B else None
+    parallel = EightRanks(Placement(rank=3, size=8)) if args is ARGS_70B else None
     return Transformer(args, parallel=parallel, dtype=dtype, device=GPU)
 
 

@@ -36,6 +36,7 @@ from llama.ops.kv_cache import FORMATS
 from llama.ops.triton import kernels
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 from llama.weights import packed
 
 PAGE = 4
@@ -705,7 +706,7 @@ def test_no_rank_leaves_the_graphs_alone(model, monkeypatch):
     core.add(seq)
     for _ in range(3):
         core.step()
-    monkeypatch.setattr(model, "parallel", ModelParallel(size=2))
+    monkeypatch.setattr(model, "parallel", ModelParallel(Placement(size=2)))
     graphs, step = core.runner._graphs, [Scheduled(seq, 4, 1)]
     assert graphs is not None and graphs.takes(step)
     graphs._path = object()

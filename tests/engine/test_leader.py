@@ -17,6 +17,7 @@ from llama.engine.leader import MESSAGE, Follower, Leader, Message, Told
 from llama.engine.sequence import Sequence, TokenParams
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.errors import RankError
+from llama.ranks.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Ranks:
     def __init__(self, timeout_s: float = 600.0, **settings: int) -> None:
         messages: queue.Queue[bytes] = queue.Queue()
         here, there = (
-            Wire(rank=rank, size=2, timeout_s=timeout_s, messages=messages) for rank in (0, 1)
+            Wire(Placement(rank=rank, size=2), timeout_s=timeout_s, messages=messages)
+            for rank in (0, 1)
         )
         self.core, self.messages = engine(**settings), messages
         self.follower = engine(**settings)

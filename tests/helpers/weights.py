@@ -26,6 +26,7 @@ from llama.checkpoint.table import shard_shapes
 from llama.model import Transformer
 from llama.model.args import ModelArgs
 from llama.ranks.collectives import ModelParallel
+from llama.ranks.placement import Placement
 
 PARAMS = {
     "dim": 64, "n_layers": 2, "n_heads": 16, "n_kv_heads": 4, "vocab_size": 128,
@@ -45,7 +46,7 @@ STATE = random_state(PARAMS)
 def loaded(
     found: Checkpoint, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32
 ) -> Transformer:
-    parallel = ModelParallel(rank=rank, size=size)
+    parallel = ModelParallel(Placement(rank=rank, size=size))
     model = Transformer(found.params, parallel=parallel, dtype=dtype)
     for shard in model.named_shards().values():
         shard.fill_(float("nan"))

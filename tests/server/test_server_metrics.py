@@ -17,6 +17,7 @@ from helpers.waiting import wait_until
 from helpers.web import web
 from llama.ranks.collectives import ModelParallel
 from llama.ranks.peers import PeerInfo, Peers
+from llama.ranks.placement import Placement
 from llama.ranks.rendezvous import Rendezvous
 from llama.ranks.watch import Watch
 
@@ -112,7 +113,7 @@ def test_a_rank_that_left_or_was_killed_is_not_alive():
         zero.add(PeerInfo(1, own.host, os.getpid(), own.machine, 3))
         zero.add(PeerInfo(2, own.host, process.pid, own.machine, 3))
         watch = Watch(zero, range(3), Rendezvous(zero, 3, Mock(), "", 60.0))
-        parallel = ModelParallel(size=3, watch=watch)
+        parallel = ModelParallel(Placement(size=3), watch=watch)
         assert parallel.ranks_alive() == [True, True, True]
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)

@@ -1,0 +1,68 @@
+"""The dimensions of a model, and the range of each that one rank holds.
+
+In: the sizes of a model and a `Placement`. Out: a `RankShare`. The layer plan and the table of
+tensors both read it, so that modules and files agree on what a rank holds. It knows no tensor and
+no file.
+"""
+
+from dataclasses import dataclass
+
+from llama.model.args import ModelArgs
+from llama.ranks.placement import Placement
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The part of every dimension of a model that one rank holds.
+
+    Attributes:
+        layers: The layers of the rank's pipeline stage.
+        heads: The query heads.
+        kv_heads: The key-value heads; several ranks can hold the same.
+        ffn: The columns of the feed-forward block between its two matrices.
+        vocab: The rows of the embedding and of the lm_head, which are token ids.
+        has_embedding: Whether the rank's stage holds the token embedding. Where the lm_head is
+            tied to it, the last stage does too.
+        has_lm_head: Whether the rank's stage holds the lm_head.
+        head_dim: Elements of one head.
+        dim: The model dimension, which is not divided.
+    """
+
+    layers: range
+    heads: range
+    kv_heads: range
+    ffn: range
+    vocab: range
+    has_embedding: bool
+    has_lm_head: bool
+    head_dim: int
+    dim: int
+
+    @classmethod
+    def of(cls, params: ModelArgs, placement: Placement) -> "RankShare":
+        """Compute what a rank with this placement holds."""
+        heads, kv_heads = placement.heads(params.n_heads, params.kv_heads)
+        return cls(
+            layers=placement.layers(params.n_layers),
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=placement.span(params.ffn_dim),
+            vocab=placement.span(params.vocab_size),
+            has_embedding=placement.is_first or (placement.is_last and params.tied_output),
+            has_lm_head=placement.is_last,
+            head_dim=params.head_dim,
+            dim=params.dim,
+        )
+
+    def rows(self, dimension: str) -> range:
+        """Return the rows or columns of a dimension, by its letter in `llama.checkpoint.table`."""
+        if dimension == "Q":
+            return _elements(self.heads, self.head_dim)
+        if dimension == "K":
+            return _elements(self.kv_heads, self.head_dim)
+        return {"E": range(self.dim), "F": self.ffn, "V": self.vocab}[dimension]
+
+
+def _elements(heads: range, head_dim: int) -> range:
+    first = heads.start * head_dim
+    return range(first, first + len(heads) * head_dim)

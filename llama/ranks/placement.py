@@ -1,0 +1,122 @@
+"""Which part of a model one rank holds: a range of its layers, and a share of every dimension.
+
+In: the counts of a model, such as its layers, heads or vocabulary rows. Out: the ranges of them
+that belong to this rank. Everything that divides a model asks a `Placement`: the layer plan, the
+parallel layers, the names and shapes of tensors, the checkpoint reader and the memory estimate.
+It must not know of process groups, tensors or files, so that a placement can be computed for a
+rank that does not run here.
+
+Pipeline stages divide the layers. The ranks of one stage, a model-parallel group, divide heads,
+feed-forward columns and vocabulary rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The part of a model that one rank holds; the default is a rank that holds all of it.
+
+    Attributes:
+        stage: The pipeline stage of this rank. Stage 0 holds the first layers.
+        stages: The number of pipeline stages.
+        rank: This rank within the model-parallel group of its stage.
+        size: The number of ranks in that group.
+        shares: The relative share of each rank of the group, such as (3, 3, 2). Empty: all ranks
+            have equal shares.
+    """
+
+    stage: int = 0
+    stages: int = 1
+    rank: int = 0
+    size: int = 1
+    shares: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.stage < self.stages and 0 <= self.rank < self.size):
+            raise ValueError(
+                f"stage {self.stage} of {self.stages} and rank {self.rank} of {self.size} do not "
+                "exist: stages and ranks are counted from 0"
+            )
+        if self.shares and (len(self.shares) != self.size or min(self.shares) < 1):
+            raise ValueError(
+                f"shares={self.shares} must be {self.size} positive numbers, one for each rank"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage holds the first layer and the token embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage holds the last layer and the lm_head."""
+        return self.stage == self.stages - 1
+
+    def layers(self, n_layers: int) -> range:
+        """Return the layers of this stage."""
+        bounds = _bounds(n_layers, [1] * self.stages)
+        return range(bounds[self.stage], bounds[self.stage + 1])
+
+    def span(self, count: int, unit: int = 1) -> range:
+        """Return the part of a dimension that this rank holds.
+
+        Args:
+            count: The size of the whole dimension, in rows, columns or heads.
+            unit: The granularity of the shares. It divides `count`, and every bound of the result.
+        """
+        if count % unit:
+            raise ValueError(f"a dimension of {count} cannot be divided in units of {unit}")
+        bounds = _bounds(count // unit, self._weights())
+        return range(bounds[self.rank] * unit, bounds[self.rank + 1] * unit)
+
+    def heads(self, n_heads: int, n_kv_heads: int) -> tuple[range, range]:
+        """Return the query heads and the key-value heads of this rank.
+
+        A rank holds whole groups: a key-value head with all query heads that read it. Where there
+        are more ranks than key-value heads, several ranks hold the same key-value head and divide
+        its query heads. With 2 key-value heads, 4 ranks hold heads 0, 0, 1 and 1.
+        """
+        group_size = n_heads // n_kv_heads  # query heads that read one key-value head
+        if self.size <= n_kv_heads:
+            kv_heads = self.span(n_kv_heads)
+            return range(kv_heads.start * group_size, kv_heads.stop * group_size), kv_heads
+        owners = _bounds(self.size, [1] * n_kv_heads)  # ranks of each key-value head
+        kv_head = next(i for i in range(n_kv_heads) if self.rank < owners[i + 1])
+        weights = self._weights()[owners[kv_head] : owners[kv_head + 1]]
+        bounds = _bounds(group_size, weights)
+        index = self.rank - owners[kv_head]
+        first = kv_head * group_size
+        return range(first + bounds[index], first + bounds[index + 1]), range(kv_head, kv_head + 1)
+
+    def _weights(self) -> Sequence[int]:
+        return self.shares or (1,) * self.size
+
+
+def _bounds(count: int, weights: Sequence[int]) -> list[int]:
+    """Divide `count` units by weight; part i is from bound i to bound i + 1.
+
+    Every part has at least one unit. Which parts get the units that remain after rounding follows
+    from how far each is below its exact share (the largest remainder method); of equal ones, the
+    first. Whole numbers alone are compared, so that every rank computes the same bounds.
+    """
+    if count < len(weights):
+        raise ValueError(f"{count} units cannot be divided among {len(weights)} parts")
+    total = sum(weights)
+    counts = [max(1, count * weight // total) for weight in weights]
+
+    def missing(part: int) -> int:
+        """How far a part is below its exact share, in units times `total`."""
+        return count * weights[part] - counts[part] * total
+
+    parts = range(len(weights))
+    while sum(counts) < count:
+        counts[max(parts, key=missing)] += 1
+    while sum(counts) > count:  # parts that were raised to one unit took it from the others
+        counts[min((part for part in parts if counts[part] > 1), key=missing)] -= 1
+    return list(accumulate(counts, initial=0))
+
+
+WHOLE = Placement()  # a rank that holds the whole model
