@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         results.close()
         ray.shutdown()
     failed += results.failed
-    ranks.say(f"{options.out_file}: results added {written}, errors in it {failed}")
+    ranks.say(f"{options.out_file}: {written} results added, {failed} errors in the file")
     return 0
 
 

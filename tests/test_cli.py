@@ -315,14 +315,14 @@ def test_batch_writes_figures_to_stdout_and_counts_the_failed_lines(tmp_path, mo
     assert main(["batch", *files, *GREEDY]) == 0, "the line failed, and not the job"
     out, err = capfd.readouterr()
     assert out.startswith("load ") and out.endswith("| ranks 1 | float32\n")
-    assert f"\n{files[1]}: results added 2, errors in it 1\n" in "\n" + err
-    assert err.endswith("error.line and error.message say what failed\n")
+    assert f"\n{files[1]}: 2 results added, 1 errors in the file\n" in "\n" + err
+    assert err.endswith("see its error.line and error.message\n")
     assert main(["batch", *files, *GREEDY]) == 2, "files that cannot be used: 2, before any load"
     out, err = capfd.readouterr()
     assert err.startswith("error: ") and "add --resume" in err and not out
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(["batch", *files, *GREEDY]) == 0, "torchrun started it again: it resumes"
-    assert f"{files[1]}: results added 0, errors in it 1\n" in capfd.readouterr().err
+    assert f"{files[1]}: 0 results added, 1 errors in the file\n" in capfd.readouterr().err
 
 
 def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
@@ -333,7 +333,7 @@ def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr("llama.cli.batch.job.run_batch", interrupted)
     assert main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), *GREEDY]) == 130
-    assert capfd.readouterr().err.endswith("add --resume to do the rest\n")
+    assert capfd.readouterr().err.endswith("add --resume to answer the rest\n")
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_batch_tells_how_to_go_on_after_ctrl_c(tmp_path, monkeypatch, capfd):
         (["serve", "--ranks", "0"], 2, "--ranks: '0' is not a whole number from 1 to 1024"),
         (["chat", "--ranks", "2", "--url", "http://localhost:1"], 2, "leave out --ranks"),
         (["complete", "--prompt", "a"], 1, "WORLD_SIZE='x' must be a whole number from 1 to"),
-        (["chat", "--ranks", "3"], 2, "--ranks 3 starts ranks, and by WORLD_SIZE=2 torchrun has"),
+        (["chat", "--ranks", "3"], 2, "torchrun has already started some (WORLD_SIZE=2)"),
     ],
 )
 def test_a_mistake_is_one_line(words, code, told, capfd, monkeypatch):
@@ -434,7 +434,7 @@ def failing(error: BaseException) -> Callable[[], int]:
             1,
             "error: a connection between the ranks, which met at host-0:29500, is lost (recv "
             "failed): another rank, its machine, its torchrun or the network is gone; the first "
-            "message of the other machines says more\n",
+            "error message of the other machines says more\n",
         ),
     ],
 )

@@ -1,8 +1,9 @@
 """A client of a server with OpenAI's API, for `llama batch --url` and `llama chat --url`.
 
-The server may be any that speaks OpenAI's API, so nothing in an answer is sure to be there. (The
-package openai takes half a second to import.) A `Client` has an event loop of its own, which goes
-on in `run`, so it belongs to one thread. Each wait has a limit: of sending and answer together.
+The server may be any program that speaks OpenAI's API, so no field of a response can be relied on.
+(The package openai is not used because it takes half a second to import.) A `Client` has an event
+loop of its own, which runs only within `run`, so a client belongs to one thread. Every exchange has
+a time limit for the request and the response together.
 """
 
 import asyncio
@@ -18,70 +19,107 @@ import httpx2
 from llama.requests.request import Usage
 
 _CONNECT_S = 10.0
-_ANSWER_S = 3600.0  # for a whole answer: one can be slow, but not so slow
-_MAX_RETRY_AFTER_S = 60.0  # of what a server asks for
-_MAX_QUOTED = 500  # characters of an error that is not in OpenAI's form
-_TRANSIENT = {408, 429, 500, 502, 503, 504}  # another attempt, or another replica, may answer
+_ANSWER_S = 3600.0  # time limit of a whole answer, which can be slow
+_MAX_RETRY_AFTER_S = 60.0  # upper limit of what a server may ask for
+_MAX_QUOTED = 500  # characters quoted of an error that does not have OpenAI's fields
+_TRANSIENT = {408, 429, 500, 502, 503, 504}  # Another attempt, or another replica, may succeed.
 
 _T = TypeVar("_T")
 
 
 class ServerError(OSError):
-    """The server cannot be reached, or refuses. status: of HTTP, if it answered."""
+    """The server cannot be reached, or it refuses a request.
+
+    Attributes:
+        is_transient: Whether the server may answer later.
+        is_key_refused: Whether the server does not accept the API key.
+        retry_after_s: The seconds that the server asks to wait before another attempt.
+    """
 
     def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
-        # What a server said must not move the cursor of a terminal, nor colour it.
+        """Make an error.
+
+        Args:
+            message: The message. Control characters are escaped, because the text of a server must
+                not move the cursor of a terminal or change its colours.
+            status: The HTTP status, if the server answered.
+            retry_after_s: See the attribute.
+        """
         shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
         super().__init__("".join(shown))
-        self.is_transient = status is None or status in _TRANSIENT  # it may answer later
-        self.is_about_the_key = status in (401, 403)
+        self.is_transient = status is None or status in _TRANSIENT
+        self.is_key_refused = status in (401, 403)
         self.retry_after_s = retry_after_s
 
 
 class Reply(NamedTuple):
-    """A response with status 200. request_id: of the server, or ""."""
+    """A response with status 200."""
 
-    body: Any
-    request_id: str
+    body: Any  # JSON value
+    request_id: str  # empty if the server did not send one
 
 
 class Client:
-    """url: with or without /v1 at its end, or unix:PATH of a socket; else ValueError. The
-    coroutines of this class run in `run`, or beside it in what `start` began."""
+    """A connection to one server.
+
+    The coroutines of this class are awaited within `run`, or within a task that `start` made.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Make a client; nothing is sent yet.
+
+        Args:
+            url: The address of the server, with or without /v1 at its end, or unix:PATH of a
+                Unix domain socket.
+            api_key: The key that is sent with every request.
+
+        Raises:
+            ValueError: The URL or the key cannot be used.
+        """
         parts = urllib.parse.urlsplit(url)
-        uds = parts.path if parts.scheme == "unix" else None
-        if uds is None and (parts.scheme not in ("http", "https") or not parts.hostname):
+        socket_path = parts.path if parts.scheme == "unix" else None
+        if socket_path is None and (parts.scheme not in ("http", "https") or not parts.hostname):
             raise ValueError(f"--url {url} must begin with http:// or https:// and name a host")
         if parts.username or parts.query or parts.fragment:
-            raise ValueError(f"--url {url} must have no user, ? or #: a key goes into --api_key")
+            raise ValueError(
+                f"--url {url} must not have a user, a query (?) or a fragment (#): a key is given "
+                "with --api_key"
+            )
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("the key must be printable ASCII: see --api_key and LLAMA_API_KEY")
         self.url = url
         base = parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")).geturl()
-        verify: Any = ssl.create_default_context() if parts.scheme == "https" else False
-        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
         self._runner = asyncio.Runner()
-        self._http = httpx2.AsyncClient(  # proxies and keys of the environment are for others
-            base_url=base if uds is None else "http://localhost",
-            headers={"Content-Type": "application/json"} | key,
+        # Proxies and keys in the environment are meant for other servers: hence trust_env=False.
+        self._http = httpx2.AsyncClient(
+            base_url=base if socket_path is None else "http://localhost",
+            headers=headers,
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
             transport=httpx2.AsyncHTTPTransport(
-                verify=verify, trust_env=False, limits=httpx2.Limits(), uds=uds
+                verify=ssl.create_default_context() if parts.scheme == "https" else False,
+                trust_env=False,
+                limits=httpx2.Limits(),
+                uds=socket_path,
             ),
             trust_env=False,
         )
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """What the work returns; what was started goes on meanwhile, and only then."""
+        """Run a coroutine to its end and return its result.
+
+        Tasks that `start` made proceed meanwhile, and only then.
+        """
         return self._runner.run(work)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Make a task that proceeds whenever `run` is called."""
         return self._runner.get_loop().create_task(work)
 
     def close(self) -> None:
-        """Cancel what was started, and end the connections."""
+        """Cancel all tasks and close the connections."""
         self.run(self._close())
         self._runner.close()
 
@@ -93,93 +131,121 @@ class Client:
         await self._http.aclose()
 
     async def model(self, name: str | None) -> tuple[str, int | None]:
-        """The server's model of that name, or its first: its name, and its context, if known."""
-        listing = found_at((await self._reply(_CONNECT_S, "GET", "/v1/models")).body, "data")
+        """Return the name of a model of the server, and its context length if that is known.
+
+        Args:
+            name: The name of the model; by default the server's first one.
+
+        Raises:
+            ServerError: The server cannot be reached, or it refuses.
+            ValueError: The server has no model of that name, or lists none.
+        """
+        reply = await self._reply(_CONNECT_S, "GET", "/v1/models")
+        listing = json_at(reply.body, "data")
         cards = listing if isinstance(listing, list) else []
-        contexts = {str(found_at(c, "id")): found_at(c, "max_model_len") for c in cards}
+        contexts = {str(json_at(card, "id")): json_at(card, "max_model_len") for card in cards}
         if not contexts:
-            words = "it lists no models at /v1/models: is it a server of OpenAI's API?"
-            raise ValueError(f"{self.url}: {words}")
+            raise ValueError(
+                f"{self.url} lists no models at /v1/models: is it a server with OpenAI's API?"
+            )
         if name is None:
             name = next(iter(contexts))
         if name not in contexts:
             names = ", ".join(list(contexts)[:20])
-            raise ValueError(f"{self.url}: it has no model {name}: it has {names}")
+            raise ValueError(f"{self.url} has no model {name}: its models are {names}")
         context = contexts[name]
         return name, context if type(context) is int else None
 
     async def post(self, path: str, body: Any, *, request_id: str = "") -> Reply:
-        """The answer to one request. ServerError."""
+        """Send a request and return its response.
+
+        Raises:
+            ServerError: The server cannot be reached, or it refuses.
+        """
         headers = {"X-Request-Id": request_id} if request_id else {}
-        content = json.dumps(body)  # ASCII: a text may hold half of a pair of surrogates
+        content = json.dumps(body)  # ASCII, because a text may hold half of a surrogate pair
         return await self._reply(_ANSWER_S, "POST", path, content=content, headers=headers)
 
-    async def _reply(self, limit_s: float, method: str, path: str, **sent: Any) -> Reply:
-        async with self._within(limit_s):
-            response = await self._http.request(method, path, **sent)
+    async def _reply(self, limit_s: float, method: str, path: str, **arguments: Any) -> Reply:
+        async with self._exchange(limit_s):
+            response = await self._http.request(method, path, **arguments)
             await self._check(response)
         body = self._json(response.content, response.status_code)
         return Reply(body, response.headers.get("X-Request-Id", ""))
 
     async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
-        """The data of each server-sent event of a POST, up to [DONE]. ServerError."""
+        """Yield the data of each server-sent event of a POST request, up to [DONE].
+
+        Raises:
+            ServerError: The server cannot be reached, it refuses, or an event holds an error.
+        """
         async with (
-            self._within(_ANSWER_S),
+            self._exchange(_ANSWER_S),
             self._http.stream("POST", path, content=json.dumps(body)) as response,
         ):
             await self._check(response)
             rest = b""
             async for piece in response.aiter_bytes():
-                *lines, rest = (rest + piece).split(b"\n")  # JSON may hold the ends of others
+                # Only b"\n" ends a line: JSON strings may hold other line separators.
+                *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     name, _, data = line.partition(b":")
                     if name != b"data":
                         continue
                     if data.strip() == b"[DONE]":
                         return
-                    read = self._json(data)
-                    if error := found_at(read, "error"):
-                        raise ServerError(_message(error, data.decode(errors="replace")))
-                    yield read
+                    yield self._event(data)
+
+    def _event(self, data: bytes) -> Any:
+        event = self._json(data)
+        error = json_at(event, "error")
+        if error:
+            raise ServerError(_error_message(error, data.decode(errors="replace")))
+        return event
 
     async def _check(self, response: httpx2.Response) -> None:
-        """ServerError unless the status is that of an answer."""
-        status, after = response.status_code, response.headers.get("Retry-After", "")
+        """Raise ServerError unless the status is that of a success."""
+        status = response.status_code
         if status < 300:
             return
-        raw = (await response.aread()).decode(errors="replace")
+        text = (await response.aread()).decode(errors="replace")
         error = None
         with contextlib.suppress(ValueError, RecursionError):
-            error = found_at(body := json.loads(raw), "error") or body
-        message = _message(error, raw)
+            body = json.loads(text)
+            error = json_at(body, "error") or body
+        message = _error_message(error, text)
         if status in (401, 403):
             message = f"the server refuses the key: give --api_key or LLAMA_API_KEY ({message})"
-        seconds = min(float(after), _MAX_RETRY_AFTER_S) if after.isdecimal() else 0.0
-        raise ServerError(f"{self.url}: status {status}: {message}", status, seconds)
+        retry_after = response.headers.get("Retry-After", "")
+        wait_s = min(float(retry_after), _MAX_RETRY_AFTER_S) if retry_after.isdecimal() else 0.0
+        raise ServerError(f"{self.url}: status {status}: {message}", status, wait_s)
 
     @contextlib.asynccontextmanager
-    async def _within(self, limit_s: float) -> AsyncGenerator[None, None]:
-        """All of an exchange with the server, whose errors become a ServerError."""
+    async def _exchange(self, limit_s: float) -> AsyncGenerator[None, None]:
+        """Limit the time of an exchange with the server, and turn its errors into ServerError."""
         try:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError:
-            raise ServerError(f"{self.url} sent no whole answer within {limit_s:g} s") from None
+            raise ServerError(f"{self.url} sent no complete answer within {limit_s:g} s") from None
         except httpx2.HTTPError as e:
-            has_begun = not isinstance(e, httpx2.ConnectError | httpx2.ConnectTimeout)
-            what = "broke off" if has_begun else "cannot be reached"
-            raise ServerError(f"{self.url} {what}: {str(e) or type(e).__name__}") from None
+            is_connect_error = isinstance(e, httpx2.ConnectError | httpx2.ConnectTimeout)
+            problem = "cannot be reached" if is_connect_error else "lost the connection"
+            raise ServerError(f"{self.url} {problem}: {str(e) or type(e).__name__}") from None
 
     def _json(self, data: bytes, status: int | None = None) -> Any:
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
-            words = f"{self.url} answered with no JSON ({data[:80]!r})"
-            raise ServerError(f"{words}: is it a server of OpenAI's API?", status) from None
+            raise ServerError(
+                f"{self.url} did not answer with JSON ({data[:80]!r}): is it a server with "
+                "OpenAI's API?",
+                status,
+            ) from None
 
 
-def found_at(body: Any, *path: str | int) -> Any:
-    """What lies at a path of names and indices in a JSON value; None where nothing does."""
+def json_at(body: Any, *path: str | int) -> Any:
+    """Return the value at a path of names and indices in a JSON value, or None."""
     for key in path:
         try:
             body = body[key]
@@ -189,18 +255,28 @@ def found_at(body: Any, *path: str | int) -> Any:
 
 
 def usage_of(body: Any) -> Usage | None:
-    """The counts of tokens in a response or a chunk, 0 for what is missing; None if it has none."""
-    usage = found_at(body, "usage")
+    """Return the token counts of a response or a chunk; None if it has no usage.
+
+    A count that is missing is 0.
+    """
+    usage = json_at(body, "usage")
     if not isinstance(usage, dict):
         return None
-    paths = [("prompt_tokens",), ("completion_tokens",), ("prompt_tokens_details", "cached_tokens")]
-    numbers = [found_at(usage, *path) for path in paths]
-    return Usage(*(n if type(n) is int else 0 for n in numbers))
+
+    def count(*path: str) -> int:
+        value = json_at(usage, *path)
+        return value if type(value) is int else 0
+
+    return Usage(
+        prompt_tokens=count("prompt_tokens"),
+        completion_tokens=count("completion_tokens"),
+        cached_tokens=count("prompt_tokens_details", "cached_tokens"),
+    )
 
 
-def _message(error: Any, raw: str) -> str:
-    """What an error of OpenAI's form says, or else the beginning of the answer."""
-    message = found_at(error, "message") or error
+def _error_message(error: Any, text: str) -> str:
+    """Return the message of an error in OpenAI's format, or else the beginning of the answer."""
+    message = json_at(error, "message") or error
     if isinstance(message, str) and message:
         return message
-    return raw[:_MAX_QUOTED].strip() or "no message"
+    return text[:_MAX_QUOTED].strip() or "no message"

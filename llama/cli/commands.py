@@ -1,7 +1,7 @@
-"""The commands: checked flags in, an exit code out. The server's is in serve.py.
+"""The commands except the server: each takes checked flags and returns an exit code.
 
-Standard output holds answers, and for a batch the figures; all else goes to stderr. Under torchrun
-every rank comes here, and rank 0 reads and writes for all.
+Standard output holds answers, and the figures of a batch; everything else goes to stderr. Under
+torchrun every rank comes here, and rank 0 reads and writes for all. The server is in serve.py.
 """
 
 import argparse
@@ -21,16 +21,17 @@ from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import KEYED, resident_server
 from llama.ranks.signals import SIGNALS, stop_requested
 
-_OF_BATCH = ("resume", *SAMPLING_FLAGS)
-_CHAT_CONTEXT, _DEMO_CONTEXT = 4096, 512  # tokens; the demo model was trained on 512
+_BATCH_FLAGS = ("resume", *SAMPLING_FLAGS)
+_CHAT_CONTEXT = 4096  # tokens
+_DEMO_CONTEXT = 512  # tokens, the length that the demo model was trained on
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Talk in the terminal, or answer the questions of a pipe."""
+    """Chat in the terminal, or answer the questions of a pipe."""
     check_sampling(options)
     finish_on_signal()
     settings = _picked(options, "system", "seed", *SAMPLING_FLAGS)
-    if options.url or options.resident:  # without torch, which takes seconds to import
+    if options.url or options.resident:  # This avoids the import of torch, which takes seconds.
         with _server(options) as url:
             from llama.cli.chat.server_session import chat_on_server
 
@@ -47,22 +48,26 @@ def chat(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace) -> Iterator[str]:
-    """The URL of the server of --url or --resident."""
-    url, names = getattr(options, "url", None), ("ckpt_dir", *KEYED)
+    """Yield the URL of the server of --url or --resident."""
+    url = getattr(options, "url", None)
     if url and options.resident:
         raise UsageError("--url and --resident are both given: give one of them")
-    how = "--url" if url else "--resident"
-    check_client(options, how, *([] if url else names))
-    with contextlib.ExitStack() as stack, extra("client", how):
-        if not url:
-            options.api_key = None  # of another server
-            flags = {name: x for name in names if (x := getattr(options, name)) is not None}
-            url = stack.enter_context(resident_server(options, flags))
+    if url:
+        check_client(options, "--url")
+        with extra("client", "--url"):
+            yield url
+        return
+    names = ("ckpt_dir", *KEYED)
+    check_client(options, "--resident", *names)
+    options.api_key = None  # LLAMA_API_KEY is the key of another server.
+    flags = {name: getattr(options, name) for name in names}
+    given = {name: value for name, value in flags.items() if value is not None}
+    with extra("client", "--resident"), resident_server(options, given) as url:
         yield url
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Continue one text; the continuation streams to stdout as it is generated."""
+    """Continue one text. The continuation is streamed to stdout while it is generated."""
     check_sampling(options)
     prompt = read_prompt(options.prompt, options.prompt_file)
     finish_on_signal()
@@ -81,20 +86,25 @@ def _picked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) -> None:
-    from llama.cli.client import Client, found_at
+    from llama.cli.client import Client, json_at
 
     async def stream(client: Client) -> None:
         text = prompt.decode()
-        counted = (await client.post("/tokenize", {"prompt": text})).body
-        room = max(1, found_at(counted, "max_model_len") - found_at(counted, "count"))
-        most = options.max_gen_len
+        counts = (await client.post("/tokenize", {"prompt": text})).body
+        capacity = max(1, json_at(counts, "max_model_len") - json_at(counts, "count"))
+        max_tokens = capacity
+        if options.max_gen_len is not None:
+            max_tokens = min(options.max_gen_len, capacity)
         body = {
-            "prompt": text, "stream": True, "temperature": options.temperature,
-            "top_p": options.top_p, "seed": options.seed,
-            "max_tokens": room if most is None else min(most, room),
-        }  # fmt: skip
+            "prompt": text,
+            "stream": True,
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "seed": options.seed,
+            "max_tokens": max_tokens,
+        }
         async for event in client.events("/v1/completions", body):
-            _write(found_at(event, "choices", 0, "text") or "")
+            _write(json_at(event, "choices", 0, "text") or "")
         _write("\n")
 
     with contextlib.closing(Client(url)) as client:
@@ -104,8 +114,15 @@ def _complete_on_server(url: str, prompt: bytes, options: argparse.Namespace) ->
 def stream_continuation(
     llama: Any, prompt: bytes, *sampling: Any, heading: str = "", **more: Any
 ) -> None:
-    """Write the heading and the continuation of one prompt to stdout, as it is generated. Rank 0
-    has the prompt, and writes. sampling, more: as of `Llama.stream_text`."""
+    """Write a heading and the continuation of one prompt to stdout, while it is generated.
+
+    Args:
+        llama: The model.
+        prompt: The prompt in UTF-8. Rank 0's is used, and rank 0 writes.
+        sampling: Positional arguments of `Llama.stream_text`.
+        heading: A text to write before the continuation.
+        more: Keyword arguments of `Llama.stream_text`.
+    """
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "there is one prompt", "or start fewer processes")
     text = parallel.broadcast_bytes(prompt).decode()
@@ -117,8 +134,16 @@ def stream_continuation(
 
 
 def _write(piece: str, watch: Any = None) -> None:
-    """A piece of the answer, at once. OSError, which ends other ranks too; but where nobody reads
-    any more they need the steps of this one, their `watch` says."""
+    """Write a piece of the answer to stdout at once.
+
+    Args:
+        piece: The text.
+        watch: The watch of this rank, if there are several ranks. Then a reader that has left is
+            no error, because the other ranks need the further steps of this one.
+
+    Raises:
+        OSError: The text cannot be written. This ends the other ranks too.
+    """
     try:
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -131,20 +156,31 @@ def _write(piece: str, watch: Any = None) -> None:
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
-    """The prompt in UTF-8: the text, or a file's, or without either, or for "-", that of standard
-    input. A file is read without the end of its last line. Rank 0 alone gets it."""
+    """Return the prompt in UTF-8, on rank 0; the other ranks get an empty text.
+
+    Args:
+        prompt: The prompt itself.
+        prompt_file: A file that holds it. The line end of its last line is left out. Without
+            either, or with "-", standard input is read.
+
+    Raises:
+        UsageError: Both are given.
+        ValueError: The prompt is not UTF-8.
+    """
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt_file are both given: give one of them")
     if global_rank():
         return b""
     if prompt is not None:
         return prompt.encode()
-    if prompt_file not in (None, "-"):
-        source, data = prompt_file, Path(prompt_file).read_bytes()
-    else:
+    if prompt_file in (None, "-"):
+        source = "standard input"
         if sys.stdin.isatty():
-            say("type the text to continue; Ctrl-D at the beginning of a line ends it")
-        source, data = "standard input", sys.stdin.buffer.read()
+            say("type the text to continue; end it with Ctrl-D at the beginning of a line")
+        data = sys.stdin.buffer.read()
+    else:
+        source = prompt_file
+        data = Path(prompt_file).read_bytes()
     data = data.removesuffix(b"\n").removesuffix(b"\r")
     try:
         data.decode()
@@ -154,53 +190,70 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> bytes:
 
 
 def batch(options: argparse.Namespace) -> int:
-    """Answer each line of a file into another file; 0 once each line has its record, which may be
-    an error. What torchrun restarts resumes by itself."""
+    """Answer each line of a file into another file.
+
+    Returns:
+        0 once each line has its record, which may be an error. A job that torchrun has restarted
+        resumes by itself.
+    """
     check_sampling(options)
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         options.resume = True
     finish_on_signal()
+    run = _batch_on_server if options.url or options.resident else _batch_on_engine
     try:
-        is_client = options.url or options.resident
-        written, failed = (_batch_on_server if is_client else _batch_on_engine)(options)
+        written, failed = run(options)
     except KeyboardInterrupt:
-        say(f"stopped: what was finished is in {options.out_file}; add --resume to do the rest")
+        say(f"stopped: finished answers are in {options.out_file}; add --resume to answer the rest")
         raise
-    say(f"{options.out_file}: results added {written}, errors in it {failed}")
+    say(f"{options.out_file}: {written} results added, {failed} errors in the file")
     if failed:
-        say("each failed line has its record: error.line and error.message say what failed")
+        say("each failed line has a record: see its error.line and error.message")
     if stop_requested():
-        say("stopped by a signal: add --resume to do the rest")
+        say("stopped by a signal: add --resume to answer the rest")
     return 0
 
 
 def _batch_on_engine(options: argparse.Namespace) -> tuple[int, int]:
-    """Records written, and errors in the file."""
+    """Run a job on the engine; return the records written and the errors in the file."""
     from llama.cli.batch.files import check_files
     from llama.cli.batch.job import run_batch
 
-    files, model = (options.in_file, options.out_file), Path(options.ckpt_dir or demo_dir()).name
-    check_files(*files, resume=options.resume)
+    check_files(options.in_file, options.out_file, resume=options.resume)
     llama = load(options)
-    given = _picked(options, *_OF_BATCH) | {"progress": sys.stderr.isatty()}
-    report = run_batch(llama, *files, model=model, **given)
+    report = run_batch(
+        llama,
+        options.in_file,
+        options.out_file,
+        model=Path(options.ckpt_dir or demo_dir()).name,
+        progress=sys.stderr.isatty(),
+        **_picked(options, *_BATCH_FLAGS),
+    )
     if global_rank() == 0:
         print(figures(llama), flush=True)
     return report
 
 
 def _batch_on_server(options: argparse.Namespace) -> tuple[int, int]:
-    """Without torch, which takes seconds to import."""
-    names = ("seed", "api_key", "model", "concurrency", "retry_s", *_OF_BATCH)
+    """Run a job on a server; return the records written and the errors in the file.
+
+    This avoids the import of torch, which takes seconds.
+    """
+    names = ("seed", "api_key", "model", "concurrency", "retry_s", *_BATCH_FLAGS)
     with _server(options) as url, SIGNALS.taken_alone(signal.SIGTERM):
         from llama.cli.batch.server_job import run_server_batch
 
-        given = _picked(options, *names) | {"progress": sys.stderr.isatty()}
-        return run_server_batch(url, options.in_file, options.out_file, **given)
+        return run_server_batch(
+            url,
+            options.in_file,
+            options.out_file,
+            progress=sys.stderr.isatty(),
+            **_picked(options, *names),
+        )
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Print a line for each file, or fail with the first fault."""
+    """Print a line for each file, or fail at the first fault."""
     if global_rank() == 0:
         from llama.checkpoint.verify import verify as check
 
@@ -210,17 +263,18 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def reshard(options: argparse.Namespace) -> int:
-    """Write another number of shards, and say which files were written."""
+    """Write a checkpoint in another number of shards, and print which files were written."""
     from llama.checkpoint.convert import reshard as write
 
     return _write_weights(write, options, options.model_parallel_size)
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Write another layout, or packed, and say which files were written."""
-    from llama.checkpoint import convert as written_by
+    """Write a checkpoint in another layout, and print which files were written."""
+    from llama.checkpoint.convert import convert as write_layout
+    from llama.checkpoint.convert import pack
 
-    write = written_by.pack if options.packed else written_by.convert
+    write = pack if options.packed else write_layout
     return _write_weights(write, options, quantize=options.quantize)
 
 
@@ -236,7 +290,7 @@ def _write_weights(
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this machine offers; 1 if something stands in the way."""
+    """Print what this machine offers; return 1 if there is a problem."""
     from llama.cli.doctor import doctor as report
 
     return report(options)

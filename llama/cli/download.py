@@ -1,7 +1,8 @@
-"""`llama download`: a model of Hugging Face's hub, which every command then finds by its name.
+"""`llama download`: fetch a model from Hugging Face's hub.
 
-Into Hugging Face's cache come the files that the model is loaded from, and no others. A connection
-that is cut is taken up where it was; of a download that was stopped, whole files stay.
+Every command then finds the model by its name. Only the files that the model is loaded from
+are stored, in Hugging Face's cache. A connection that is cut is resumed. Of a download that was
+stopped, the complete files remain.
 """
 
 import argparse
@@ -12,77 +13,136 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 from llama.checkpoint.downloads import hub_cache, model_folder, repository
 from llama.checks import nearest
 from llama.cli.flags import UsageError, extra
 
-_BESIDE = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
-_HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|chat_template\.\w+|{_BESIDE}"
-_OF_META = r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
-_META = rf"original/({_OF_META})|{_BESIDE}"
-_PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")
-_SIZES = ["3-8B", "3-70B", "3.1-8B", "3.1-70B", "3.1-405B", "3.2-1B", "3.2-3B", "3.3-70B"]
-_NAMES = [f"{'Meta-' * size.startswith('3-')}Llama-{size}-Instruct" for size in _SIZES]
+# The files of each layout, as regular expressions.
+_CONFIG = r"(generation_|tokenizer_)?config\.json|(original/)?tokenizer\.(model|json)"
+_HUGGING_FACE = rf"model[^/]*\.safetensors(\.index\.json)?|chat_template\.\w+|{_CONFIG}"
+_META_WEIGHTS = r"consolidated\.\d+\.pth|fp8_scales_\d+\.pt|params\.json|checklist\.chk"
+_META = rf"original/({_META_WEIGHTS})|{_CONFIG}"
+_PART = re.compile(r"\d{5}(?=\\-of\\-\d{5}\\.gguf$)")  # the number of a part, in an escaped name
+_WEIGHTS = (".pth", ".safetensors", ".gguf")
+_NAMES = [
+    "Meta-Llama-3-8B-Instruct",
+    "Meta-Llama-3-70B-Instruct",
+    "Llama-3.1-8B-Instruct",
+    "Llama-3.1-70B-Instruct",
+    "Llama-3.1-405B-Instruct",
+    "Llama-3.2-1B-Instruct",
+    "Llama-3.2-3B-Instruct",
+    "Llama-3.3-70B-Instruct",
+]
 
 
 def download(options: argparse.Namespace) -> int:
-    """Fetch what is missing of a model. OSError says why not, and what to type."""
+    """Fetch the missing files of a model, and print where they are.
+
+    Raises:
+        OSError: The model cannot be downloaded; the message says why and what to type.
+        UsageError: Torchrun started this process, or a package is missing.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("one process downloads for all ranks: start it without torchrun")
     with extra("download", "llama download"):
         from huggingface_hub import errors
-    hub, repo = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), repository(options.name)
+    # The base class of the errors of huggingface_hub's HTTP library, which is not exported.
+    http_error: type[Exception] = vars(errors)["HTTPError"]
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    repo = repository(options.name)
     parts = hub_cache() / f"models--{repo.replace('/', '--')}" / "blobs"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, functools.partial(_stop, parts))
     try:
-        place = _fetch(repo, hub, options.file)
-        for part in parts.glob("*.incomplete"):  # of a process that was killed
-            if part.with_name(part.name.partition(".")[0]).exists():
-                part.unlink(missing_ok=True)
-    except (OSError, errors.HTTPError) as e:  # HTTPError: of its HTTP library
-        why = str(getattr(e, "server_message", None) or e.__cause__ or e).partition("\n")[0]
-        if isinstance(e, errors.GatedRepoError):
-            why = f"accept its licence at {hub}/{repo} and set HF_TOKEN, from {hub}/settings/tokens"
-        elif isinstance(e, errors.RepositoryNotFoundError):
-            likely = nearest(repo.rpartition("/")[2], _NAMES) or f"; of Meta's: {', '.join(_NAMES)}"
-            why = f"{hub} has none, or not without HF_TOKEN{likely}"
-        raise OSError(f"{repo} is not downloaded: {why}; then: llama download {repo}") from None
-    print(f"{place}\nnext: llama chat {shlex.quote(place) if options.file else options.name}")
+        path = _fetch(repo, hub, options.file)
+        _remove_stale(parts)
+    except (OSError, http_error) as e:
+        reason = _reason(e, repo, hub)
+        raise OSError(f"{repo} is not downloaded: {reason}; then: llama download {repo}") from None
+    print(path)
+    print(f"next: llama chat {shlex.quote(path) if options.file else options.name}")
     return 0
 
 
 def _stop(folder: Path, number: int, _: object) -> Never:
-    """At once: the package's threads would go on to the ends of their files. Nobody goes on from
-    their parts, whose names are of one process."""
+    """End the process at once, and remove the parts of files.
+
+    The threads of huggingface_hub would otherwise continue until their files are complete. Parts
+    are useless afterwards, because their names belong to one process.
+    """
     for part in folder.glob("*.incomplete"):
         part.unlink(missing_ok=True)
     os._exit(128 + number)
 
 
+def _remove_stale(folder: Path) -> None:
+    """Remove the parts that a killed process left of files that are complete by now."""
+    for part in folder.glob("*.incomplete"):
+        if part.with_name(part.name.partition(".")[0]).exists():
+            part.unlink(missing_ok=True)
+
+
+def _reason(error: Exception, repo: str, hub: str) -> str:
+    """Return why a download failed, and what to do about it."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"accept its licence at {hub}/{repo} and set HF_TOKEN, from {hub}/settings/tokens"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        suggestion = nearest(repo.rpartition("/")[2], _NAMES)
+        suggestion = suggestion or f"; Meta's models are {', '.join(_NAMES)}"
+        return f"{hub} has no such model, or shows it only with HF_TOKEN{suggestion}"
+    message = getattr(error, "server_message", None) or error.__cause__ or error
+    return str(message).partition("\n")[0]
+
+
 def _fetch(repo: str, hub: str, file: str | None) -> str:
-    """A GGUF file, or one layout: Hugging Face's, or Meta's where it is alone, or here."""
+    """Fetch a GGUF file, or one layout of a model, and return its path.
+
+    The layout is Hugging Face's. It is Meta's if the repository has no other, or if its weights
+    are in the cache already.
+    """
     import huggingface_hub
 
-    listed = huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True).siblings or []
-    sizes, here = {each.rfilename: each.size or 0 for each in listed}, model_folder(repo)
-    is_meta = any(here.glob("original/*.pth")) or "config.json" not in sizes
-    pattern = _META if is_meta else _HUGGING_FACE
-    if file is not None:  # or all of its parts
-        pattern = _PART.sub(r"\\d{5}", re.escape(file))
-    wanted = [x for x in sizes if re.fullmatch(pattern, x)]
-    if not any(x.endswith((".pth", ".safetensors", ".gguf")) for x in wanted):
-        found = ", ".join(x for x in sizes if x.endswith(".gguf"))
-        known = f"; give --file, one of {found}" if found else ""
-        raise OSError(f"it has no {file or 'model*.safetensors or original/*.pth'}{known}")
-    missing, cache = sum(sizes[x] for x in wanted if not (here / x).exists()), hub_cache()
-    cache.mkdir(parents=True, exist_ok=True)
-    if missing > (free := shutil.disk_usage(cache).free):
-        full = f"it needs {missing:,} bytes more in {cache}, where {free:,} are free"
-        raise OSError(f"{full}: make room, or set HF_HUB_CACHE to a folder elsewhere")
-    folder = huggingface_hub.snapshot_download(
-        repo, allow_patterns=wanted, cache_dir=cache, endpoint=hub
+    listing: list[Any] = (
+        huggingface_hub.HfApi(hub).model_info(repo, files_metadata=True).siblings or []
     )
-    return folder if file is None else os.path.join(folder, wanted[0])
+    sizes = {entry.rfilename: entry.size or 0 for entry in listing}
+    folder = model_folder(repo)
+    names = _wanted(sizes, folder, file)
+    cache = hub_cache()
+    cache.mkdir(parents=True, exist_ok=True)
+    needed = sum(sizes[name] for name in names if not (folder / name).exists())
+    free = shutil.disk_usage(cache).free
+    if needed > free:
+        raise OSError(
+            f"it needs {needed:,} more bytes in {cache}, where {free:,} are free: delete something "
+            "there, or set HF_HUB_CACHE to a folder elsewhere"
+        )
+    snapshot = huggingface_hub.snapshot_download(
+        repo, allow_patterns=names, cache_dir=cache, endpoint=hub
+    )
+    return snapshot if file is None else os.path.join(snapshot, names[0])
+
+
+def _wanted(sizes: dict[str, int], folder: Path, file: str | None) -> list[str]:
+    """Return the names of the files that the model is loaded from.
+
+    Args:
+        sizes: The files of the repository, with their sizes in bytes.
+        folder: The model's folder in the cache.
+        file: A GGUF file, which stands for all of its parts.
+    """
+    has_meta_weights = any(folder.glob("original/*.pth"))
+    pattern = _META if has_meta_weights or "config.json" not in sizes else _HUGGING_FACE
+    if file is not None:
+        pattern = _PART.sub(r"\\d{5}", re.escape(file))
+    names = [name for name in sizes if re.fullmatch(pattern, name)]
+    if not any(name.endswith(_WEIGHTS) for name in names):
+        others = ", ".join(name for name in sizes if name.endswith(".gguf"))
+        remedy = f"; give --file, one of {others}" if others else ""
+        raise OSError(f"it has no {file or 'model*.safetensors or original/*.pth'}{remedy}")
+    return names

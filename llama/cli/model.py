@@ -1,6 +1,7 @@
-"""From flags to a loaded `Llama`, for commands and scripts, and the line of figures at their end.
+"""Load a `Llama` from flags, for commands and scripts, and summarize its statistics in one line.
 
-It knows the demo model, which answers where no folder is given. torch is imported with the model.
+This module knows the demo model, which answers if no folder of weights is given. torch is imported
+only when a model is loaded.
 """
 
 import argparse
@@ -17,29 +18,39 @@ from llama.build_args import BuildArgs
 from llama.checkpoint.downloads import model_folder, read_ahead
 from llama.cli.flags import UsageError
 
-BUILD_FLAGS: dict[str, Any] = {  # the arguments of Llama.build, with their defaults
+# The arguments of Llama.build and of sampling, with their defaults.
+BUILD_FLAGS: dict[str, Any] = {
     "ckpt_dir": None,
     **{each.name: each.default for each in fields(BuildArgs) if each.metadata},
 }
 SAMPLING_FLAGS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "max_gen_len": None}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+# The demo model is inside the package in a wheel, and beside it in a checkout.
 DEMO_DIRS = (_PACKAGE / "data" / "demo", _PACKAGE.parent / "checkpoints" / "demo")
 
 
 def demo_dir() -> str:
-    """The folder of the demo model, in the package (a wheel) or the checkout; FileNotFoundError."""
+    """Return the folder of the demo model.
+
+    Raises:
+        FileNotFoundError: This installation has no demo model.
+    """
     for folder in DEMO_DIRS:
         if (folder / "params.json").is_file():
             return str(folder)
     raise FileNotFoundError(
         f"this installation has no demo model (looked for {' and '.join(map(str, DEMO_DIRS))}): "
-        "give the folder of other weights, or fetch a model: llama download NAME"
+        "give the folder of other weights, or fetch a model with llama download NAME"
     )
 
 
 def check_sampling(options: argparse.Namespace) -> None:
-    """UsageError for a flag that `SamplingParams` refuses: before minutes of loading."""
+    """Check the sampling flags before a model is loaded, which can take minutes.
+
+    Raises:
+        UsageError: `SamplingParams` refuses the value of a flag.
+    """
     given = {name: getattr(options, name) for name in ("seed", *SAMPLING_FLAGS)}
     if given.items() <= {**BUILD_FLAGS, **SAMPLING_FLAGS}.items():
         return  # the defaults, which need no check and no import of pydantic
@@ -51,40 +62,57 @@ def check_sampling(options: argparse.Namespace) -> None:
         raise UsageError(str(e).replace("max_tokens", "max_gen_len")) from e
 
 
-def check_client(options: argparse.Namespace, how: str, *allowed: str) -> None:
-    """UsageError for what cannot stand beside `how`, but the flags of a model that are allowed."""
-    own = {**BUILD_FLAGS, "seed": options.seed}
+def check_client(options: argparse.Namespace, flag: str, *allowed: str) -> None:
+    """Check that no flag of a model is given beside a flag that makes a server answer.
+
+    Args:
+        options: The flags.
+        flag: The flag that makes a server answer, such as --url.
+        allowed: Names of flags of a model that may be given all the same.
+
+    Raises:
+        UsageError: A flag cannot be given beside `flag`, or torchrun started several processes.
+    """
+    defaults = {**BUILD_FLAGS, "seed": options.seed}
     if options.max_batch_size == 1:  # the default of a chat
-        own["max_batch_size"] = 1
-    for name, default in own.items():
+        defaults["max_batch_size"] = 1
+    for name, default in defaults.items():
         if name not in allowed and getattr(options, name) != default:
             raise UsageError(
-                f"{name} is of a model that is loaded here, and with {how} the server's answers: "
-                f"leave out --{name} and LLAMA_{name.upper()}, or {how}"
+                f"--{name} applies to a model that is loaded here, but with {flag} a server "
+                f"answers: leave out --{name} and LLAMA_{name.upper()}, or {flag}"
             )
-    check_alone(how)
+    check_alone(flag)
 
 
-def check_alone(how: str) -> None:
+def check_alone(flag: str) -> None:
+    """Check that torchrun did not start several processes.
+
+    Raises:
+        UsageError: It did; the message names `flag`.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(f"with {how} one process is enough: start it without torchrun")
+        raise UsageError(f"{flag} needs only one process: start it without torchrun")
 
 
 def load(options: argparse.Namespace) -> Any:
-    """The `Llama` that the flags describe; what `Llama.build` prints goes to stderr."""
+    """Return the `Llama` that the flags describe. What `Llama.build` prints goes to stderr."""
     given = {name: getattr(options, name) for name in BUILD_FLAGS}
     given["ckpt_dir"] = options.ckpt_dir or demo_dir()
     read_ahead(model_folder(given["ckpt_dir"]))
     with quick_imports():
         from llama.generation import Llama
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is reserved for answers.
         return Llama.build(**{name: x for name, x in given.items() if x is not None})
 
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Python's collector looks for no garbage among what is imported, which is a third of the time,
-    nor later, which would be tenths of a second in the middle of an answer."""
+    """Keep Python's garbage collector away from the objects that imports create.
+
+    Collecting during the imports takes a third of their time. Afterwards the objects are frozen,
+    because examining them takes tenths of a second, in the middle of an answer.
+    """
     gc.disable()
     try:
         yield
@@ -94,17 +122,20 @@ def quick_imports() -> Iterator[None]:
 
 
 def figures(llama: Any) -> str:
-    """One line on a `Llama`: seconds to load, tokens per second, ranks and dtype."""
-    stats, parallel = llama.engine.stats, llama.model.parallel
-    dtype = str(llama.model.norm.weight.dtype).removeprefix("torch.")
-    prompt = _rate(stats.prompt_tokens, stats.prompt_seconds)
+    """Return one line about a `Llama`: seconds to load, tokens per second, ranks and dtype."""
+    stats = llama.engine.stats
+    parallel = llama.model.parallel
     generated = _rate(stats.generated_tokens, stats.generate_seconds)
-    ranks = parallel.size * parallel.data_size
-    drafted = f" | {stats.accepted_tokens} of {stats.draft_tokens} guessed" * bool(stats.drafts)
-    return (
-        f"load {llama.load_seconds:.2f} s | prompt {prompt} | generated {generated}{drafted} "
-        f"| ranks {ranks} | {dtype}"
-    )
+    parts = [
+        f"load {llama.load_seconds:.2f} s",
+        f"prompt {_rate(stats.prompt_tokens, stats.prompt_seconds)}",
+        f"generated {generated}",
+    ]
+    if stats.drafts:
+        parts.append(f"{stats.accepted_tokens} of {stats.draft_tokens} drafted tokens accepted")
+    parts.append(f"ranks {parallel.size * parallel.data_size}")
+    parts.append(str(llama.model.norm.weight.dtype).removeprefix("torch."))
+    return " | ".join(parts)
 
 
 def _rate(tokens: int, seconds: float) -> str:

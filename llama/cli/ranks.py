@@ -1,7 +1,7 @@
-"""How a command ends, alone and under torchrun: one message from rank 0, and one exit code.
+"""The end of a command, alone and under torchrun: one message from rank 0, and one exit code.
 
-In: the function that does the work. Out: its exit code, once the process groups are destroyed. A
-mistake of the user's is one line on stderr; a traceback is a bug of ours.
+The input is the function that does the work; the output is its exit code, once the process groups
+are destroyed. A mistake of the user is one line on stderr; a traceback is a bug of this package.
 """
 
 import argparse
@@ -19,15 +19,16 @@ from llama.ranks.launch import LAUNCHER, launch
 from llama.ranks.signals import DRAIN_S, SIGNALS
 from llama.ranks.watch import Watch
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 USAGE = 2
 
-_WAIT_S = 5.0  # torchrun ends the other ranks within a second of rank 0's end
-_WATCHED_WAIT_S = 2.0  # the same where ranks see each other: rank 0 has the same error by now
+_WAIT_S = 5.0  # torchrun ends the other ranks within a second after rank 0 has ended.
+_WATCHED_WAIT_S = 2.0  # the same if ranks watch each other: rank 0 then has the same error by now
+_POLL_S = 0.05
 
 
 def global_rank() -> int:
-    """This process among all that torchrun started; 0 for a process alone."""
+    """Return the rank of this process among all that torchrun started; 0 for a single process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return 0
     rank = os.environ.get("RANK", "0")
@@ -35,30 +36,39 @@ def global_rank() -> int:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, on rank 0 alone; whoever read it may be gone."""
+    """Write a line to stderr, on rank 0 only. It is no error if nobody reads stderr any more."""
     if global_rank() == 0:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 
 
 def start_ranks(options: argparse.Namespace) -> int | None:
-    """With --ranks: run this command line in so many processes, to their exit code. None: this one
-    is alone, or a rank. UsageError beside torchrun, or with a server."""
+    """Run this command line in the number of processes that --ranks gives.
+
+    Returns:
+        The exit code; None if this process is to do the work, alone or as a rank.
+
+    Raises:
+        UsageError: --ranks is given under torchrun, or with a server.
+    """
     count = getattr(options, "ranks", 1)
     if count == 1 or LAUNCHER in os.environ:
         return None
-    if size := os.environ.get("WORLD_SIZE"):
-        words = f"--ranks {count} starts ranks, and by WORLD_SIZE={size} torchrun has started some"
-        raise UsageError(f"{words}: leave out --ranks and LLAMA_RANKS, or unset WORLD_SIZE")
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size:
+        raise UsageError(
+            f"--ranks {count} starts ranks, but torchrun has already started some "
+            f"(WORLD_SIZE={world_size}): leave out --ranks and LLAMA_RANKS, or unset WORLD_SIZE"
+        )
     for name in ("url", "resident", "background"):
         if getattr(options, name, None):
-            raise UsageError(f"with --{name} one process is enough: leave out --ranks, LLAMA_RANKS")
+            raise UsageError(f"--{name} needs only one process: leave out --ranks and LLAMA_RANKS")
     return launch(sys.orig_argv[1:], count)
 
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
-    """A warning is one line for the user, without the line of code that gave it."""
+    """Show a warning as one line, without the line of code that gave it."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
@@ -69,57 +79,80 @@ def _short_warnings() -> Iterator[None]:
 
 @_short_warnings()
 def run(work: Callable[[], int | None], error_code: int = 1) -> int:
-    """Do the work and leave the process groups. The exit code: 0, `error_code`, 2 or 130."""
+    """Do the work, leave the process groups, and return the exit code.
+
+    Args:
+        work: Returns an exit code, or None for 0.
+        error_code: The exit code after an error.
+
+    Returns:
+        0, `error_code`, `USAGE` after a UsageError, or `INTERRUPTED` after Ctrl-C.
+    """
     try:
-        _open_closed_files()
-        try:
-            code = work() or 0
-        except HelpWanted as e:
-            code = 0
-            if global_rank() == 0:
-                print(e, end="")
-        sys.stdout.flush()
-        if code:
-            _let_rank_0_end()
-        return code
+        return _run(work)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader has what it wanted: `llama complete | head -c 10`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again
+    except BrokenPipeError:  # The reader has got what it wanted: `llama complete | head -c 10`.
+        # Python flushes stdout once more at its end, which must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError, RankError) as e:
         return _fail(e, USAGE if isinstance(e, UsageError) else error_code)
     except Exception as e:
         lost = _lost_connection(e)
         watch = Watch.of_process()
-        if watch is not None:  # a bug of ours, or no memory, or no connection: all ranks end
+        if watch is not None:  # After a bug, or without memory or a connection, all ranks end.
             watch.fail(lost or e, has_trace=lost is None)
         if lost is None:
             raise
         return _fail(lost, error_code)
-    finally:  # leave the groups, if a model was loaded: a process that only exits may abort instead
-        if groups := sys.modules.get("llama.ranks.groups"):
+    finally:
+        # Groups exist only if a model was loaded. A process that exits without leaving its groups
+        # may abort.
+        groups = sys.modules.get("llama.ranks.groups")
+        if groups:
             groups.disconnect()
 
 
+def _run(work: Callable[[], int | None]) -> int:
+    _open_closed_files()
+    try:
+        code = work() or 0
+    except HelpWanted as e:
+        code = 0
+        if global_rank() == 0:
+            print(e, end="")
+    sys.stdout.flush()
+    if code:
+        _let_rank_0_end()
+    return code
+
+
 def _open_closed_files() -> None:
-    """Standard files that a shell has closed: what is opened next must not take their place."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
+    """Open the standard files that a shell has closed.
+
+    Otherwise the next file that is opened would take their number, and receive their output.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _fail(error: Exception, code: int) -> int:
-    """Print the error once: rank 0 has the same one or a RankError, and ends the job."""
-    rank, watch = global_rank(), Watch.of_process()
-    if not isinstance(error, NotMetError):  # raised on the one rank that is to say it
+    """Print an error once for all ranks, and return the exit code.
+
+    Rank 0 has the same error or a RankError, and ends the job.
+    """
+    rank = global_rank()
+    watch = Watch.of_process()
+    if not isinstance(error, NotMetError):  # That error is raised on the one rank that reports it.
         _let_rank_0_end()
         if watch is not None:
             if rank and not watch.peers.all[0].is_over:
-                watch.fail(error, has_trace=False)  # rank 0 knows nothing of it
+                watch.fail(error, has_trace=False)  # Rank 0 does not know of the error.
             if rank or watch.is_ending:
                 return code
     origin = f"rank {rank}: " if rank else ""
@@ -128,7 +161,10 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _let_rank_0_end() -> None:
-    """torchrun ends all ranks when one fails: the one that prints must be the first."""
+    """Wait for rank 0 to end first.
+
+    torchrun ends all ranks when one of them fails, so the rank that prints must be the first.
+    """
     if not global_rank():
         return
     watch = Watch.of_process()
@@ -137,11 +173,15 @@ def _let_rank_0_end() -> None:
         return
     end = time.monotonic() + _WATCHED_WAIT_S
     while time.monotonic() < end and not (watch.peers.all[0].is_over or watch.is_ending):
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
 
 
 def finish_on_signal(drain_s: float | None = None) -> None:
-    """SIGTERM or Ctrl-C lets ranks finish what they run, in drain_s (LLAMA_DRAIN_S, else 20)."""
+    """Let SIGTERM and Ctrl-C allow ranks to finish what they run.
+
+    Args:
+        drain_s: Seconds that this may take; by default LLAMA_DRAIN_S, or 20.
+    """
     given = (os.environ.get("LLAMA_DRAIN_S") or DRAIN_S) if drain_s is None else drain_s
     with contextlib.suppress(ValueError):
         given = float(given)
@@ -149,20 +189,36 @@ def finish_on_signal(drain_s: float | None = None) -> None:
 
 
 def _lost_connection(error: Exception) -> RuntimeError | None:
-    """For torch's error of its store or a socket, one line without its stack; None for another."""
+    """Return a one-line error in place of torch's error of its store or of a socket.
+
+    Returns:
+        The error without torch's stack; None if `error` is another one.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(error, distributed.DistError):
         return None
-    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    reason = str(error).partition("\n")[0]
     return RuntimeError(
-        f"a connection between the ranks, which met at {place}, is lost "
-        f"({str(error).partition(chr(10))[0]}): another rank, its machine, its torchrun or the "
-        "network is gone; the first message of the other machines says more"
+        f"a connection between the ranks, which met at {address}, is lost ({reason}): another "
+        "rank, its machine, its torchrun or the network is gone; the first error message of the "
+        "other machines says more"
     )
 
 
-def check_one_group(groups: int, why: str, remedy: str) -> None:
-    """ValueError where a command that is for one model-parallel group has several."""
+def check_one_group(groups: int, reason: str, remedy: str) -> None:
+    """Check that there is one model-parallel group.
+
+    Args:
+        groups: Number of groups.
+        reason: Why a command cannot use several groups.
+        remedy: What to do, other than leaving out model_parallel_size.
+
+    Raises:
+        ValueError: There are several groups.
+    """
     if groups > 1:
-        words = f"there are {groups} model-parallel groups: leave model_parallel_size out"
-        raise ValueError(f"{why}, and {words}, {remedy}")
+        raise ValueError(
+            f"{reason}, and there are {groups} model-parallel groups: leave out "
+            f"model_parallel_size, {remedy}"
+        )

@@ -1,15 +1,18 @@
-"""A server that stays in the background: found, or started, at a Unix socket of this user.
+"""A server that stays in the background, at a Unix domain socket of this user.
 
-In: the flags of a model. Out: the URL of its server, once that is ready. A folder that is this
-user's alone has for each model, by a key:
+The input is the flags of a model; the output is the URL of its server, once that is ready. The
+server is found if it is running, and is started otherwise. A folder that only this user can enter
+has three files for each model, named by a key:
 
-    KEY.log    what the server writes. It holds a lock on it until its end, whatever that is: who
-               gets the lock knows that none lives, and starts one, which inherits the lock.
-    KEY.sock   where it listens; without that lock the socket is stale, and is replaced.
-    KEY.users  each client shares a lock on it. A server ends for being idle where it gets the lock
-               alone, and so never while somebody comes.
+    KEY.log    The output of the server, which holds a lock on this file until its end, however it
+               ends. A client that gets the lock knows that no server is running, and starts one,
+               which inherits the lock.
+    KEY.sock   The socket on which the server listens. If the lock is free, the socket is stale and
+               is replaced.
+    KEY.users  Every client holds a shared lock on this file. A server ends for being idle only if
+               it gets an exclusive lock, and so never while a client is there.
 
-No torch is imported.
+torch is not imported.
 """
 
 import argparse
@@ -33,54 +36,89 @@ from llama.cli.flags import FLAGS, extra, variable
 from llama.cli.model import demo_dir
 from llama.cli.ranks import say
 
-KEYED = ("device", "dtype", "quantize")  # each value of these flags has a server of its own
-LISTENER_FD = "LLAMA_LISTENER_FD"  # a variable of the server: the socket that it inherits
-_START_S = 1800.0  # for a model to be loaded
-_NOTE_S = 3.0  # then a person is told what is waited for
+KEYED = ("device", "dtype", "quantize")  # flags with a server of its own for each value
+LISTENER_FD = "LLAMA_LISTENER_FD"  # environment variable with the socket that a server inherits
+_START_S = 1800.0  # time limit of loading a model
+_NOTE_S = 3.0  # delay of the note about what is waited for
 _POLL_S = 0.05
+_BACKLOG = 2048  # connections that may wait to be accepted
+_MAX_FOLDER_BYTES = 85  # With the name of a socket that makes 107, the limit of unix(7).
 
 
 @contextlib.contextmanager
 def resident_server(
     options: argparse.Namespace, flags: dict[str, Any], *, is_new: bool = False
 ) -> Iterator[str]:
-    """The URL of a model's server, which does not end for being idle within the block. flags: of
-    `llama serve`, to start one. is_new: ValueError where one lives. OSError: it cannot start."""
+    """Yield the URL of a model's server, which does not end for being idle within the block.
+
+    Args:
+        options: The flags that identify the model.
+        flags: The flags of `llama serve`, to start a server.
+        is_new: Whether the server must be a new one.
+
+    Raises:
+        OSError: The server cannot start.
+        ValueError: `is_new` is set and a server is running.
+    """
     with extra("client", "a resident server"):
-        from llama.cli.client import Client, ServerError
-    stem, process, began = _stem(options), None, time.monotonic()
-    url, note_at = f"unix:{stem}.sock", began + _NOTE_S
+        from llama.cli.client import Client
+    stem = _stem(options)
+    url = f"unix:{stem}.sock"
     with _opened(f"{stem}.users") as users, contextlib.closing(Client(url)) as client:
-        while True:
-            is_held = _try_lock(users, fcntl.LOCK_SH)
-            if is_held and process is None:
-                os.utime(users.fileno())
-                process = _start(stem, flags)
-                if is_new and process is None:
-                    raise ValueError(f"{_described(stem)} serves this model already: end it first")
-            with contextlib.suppress(ServerError):  # it is not there yet, or loads the model
-                if is_held:
-                    client.run(client.model(None))
-                    break
-            if process is not None and process.poll() is not None:
-                lines = stem.with_suffix(".log").read_text(errors="replace").splitlines()
-                errors = [x.removeprefix("error: ") for x in lines if x.startswith("error: ")]
-                raise OSError(f"the server ended: {[*lines, *errors][-1]}")
-            if time.monotonic() > began + _START_S:
-                raise TimeoutError(f"{_described(stem)} was not ready within {_START_S:g} s")
-            if time.monotonic() > note_at:
-                say(f"waiting for {_described(stem)}")
-                note_at = float("inf")
-            time.sleep(_POLL_S)
+        process = _wait_until_ready(stem, flags, users, client, is_new=is_new)
         if process is not None:
             say(f"{_described(stem)} holds the model in memory; see llama serve --idle_minutes")
         yield url
 
 
+def _wait_until_ready(
+    stem: Path, flags: dict[str, Any], users: BinaryIO, client: Any, *, is_new: bool
+) -> "subprocess.Popen[bytes] | None":
+    """Wait for a server that answers, and start one if there is none.
+
+    Returns:
+        The process, if this call started it. `users` is locked then and otherwise.
+    """
+    from llama.cli.client import ServerError
+
+    process = None
+    began = time.monotonic()
+    note_at = began + _NOTE_S
+    while True:
+        is_locked = _try_lock(users, fcntl.LOCK_SH)
+        if is_locked and process is None:
+            os.utime(users.fileno())
+            process = _start(stem, flags)
+            if is_new and process is None:
+                raise ValueError(f"{_described(stem)} serves this model already: end it first")
+        with contextlib.suppress(ServerError):  # The server is not there yet or loads the model.
+            if is_locked:
+                client.run(client.model(None))
+                return process
+        if process is not None and process.poll() is not None:
+            raise OSError(f"the server ended: {_last_error(stem)}")
+        if time.monotonic() > began + _START_S:
+            raise TimeoutError(f"{_described(stem)} was not ready within {_START_S:g} s")
+        if time.monotonic() > note_at:
+            say(f"waiting for {_described(stem)}")
+            note_at = float("inf")
+        time.sleep(_POLL_S)
+
+
 class InheritedSocket:
-    """The server's side: its listening socket, and whether it has been idle for too long."""
+    """The listening socket of a server in the background, and the check whether it is idle.
+
+    Attributes:
+        socket: The socket, which the client has opened.
+        url: Its URL.
+    """
 
     def __init__(self, idle_minutes: int) -> None:
+        """Take the socket over.
+
+        Args:
+            idle_minutes: Minutes without a client after which the server ends; 0 for no limit.
+        """
         self.socket = socket.socket(fileno=int(os.environ.pop(LISTENER_FD)))
         path: str = self.socket.getsockname()
         self.url = f"unix:{path}"
@@ -88,70 +126,94 @@ class InheritedSocket:
         self._users = _opened(path.removesuffix("sock") + "users")
 
     def is_idle(self) -> bool:
-        """Whether nobody has come for so long; then nobody can, until this process is gone."""
+        """Return whether no client has come for so long that the server is to end.
+
+        If so, no client can come any more until this process is gone.
+        """
         if time.time() - os.fstat(self._users.fileno()).st_mtime < self._limit_s:
             return False
         if _try_lock(self._users, fcntl.LOCK_EX):
             return True
-        os.utime(self._users.fileno())  # somebody is here
+        os.utime(self._users.fileno())  # A client is there.
         return False
 
 
 def _start(stem: Path, flags: dict[str, Any]) -> "subprocess.Popen[bytes] | None":
-    """A server that begins to listen; None where one lives."""
+    """Start a server, which begins to listen. Return None if one is running."""
     with _opened(f"{stem}.log") as log:
         if not _try_lock(log, fcntl.LOCK_EX):
             return None
         log.truncate(0)
         path = stem.with_suffix(".sock")
         path.unlink(missing_ok=True)
-        words = [f"--{name}={x}" if x is not True else f"--{name}" for name, x in flags.items()]
-        own = {variable(name) for name in FLAGS}
-        variables = {name: value for name, value in os.environ.items() if name not in own}
+        arguments = [
+            f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()
+        ]
+        flag_variables = {variable(name) for name in FLAGS}
+        environment = {k: v for k, v in os.environ.items() if k not in flag_variables}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             path.chmod(0o600)
-            listener.listen(2048)
+            listener.listen(_BACKLOG)
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "llama", "serve", "--background", *words],
-                env=variables | {LISTENER_FD: str(listener.fileno())},
+                [sys.executable, "-P", "-m", "llama", "serve", "--background", *arguments],
+                env=environment | {LISTENER_FD: str(listener.fileno())},
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the client
+                start_new_session=True,  # Ctrl-C is meant for the client only.
             )
         log.write(b"process %d\n" % process.pid)
         return process
 
 
+def _last_error(stem: Path) -> str:
+    """Return the last error in a server's log, or else its last line."""
+    lines = stem.with_suffix(".log").read_text(errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return errors[-1] if errors else lines[-1]
+
+
 def _stem(options: argparse.Namespace) -> Path:
-    """The path of a model's files, without its ending."""
+    """Return the path of a model's files without its suffix."""
     model = model_folder(options.ckpt_dir or demo_dir()).resolve()
-    given = [model, llama.__version__, llama.__file__, *(getattr(options, x) for x in KEYED)]
-    return _folder() / hashlib.sha256(repr(given).encode()).hexdigest()[:16]
+    flags = [getattr(options, name) for name in KEYED]
+    identity = [model, llama.__version__, llama.__file__, *flags]
+    return _folder() / hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 def _folder() -> Path:
-    """The folder, made if it is missing. OSError where it is not this user's alone."""
+    """Return the folder, which is made if it is missing.
+
+    Raises:
+        OSError: The folder can be entered by another user, or its path is too long.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     fallback = Path(tempfile.gettempdir(), f"llama-{os.getuid()}")
     folder = Path(base, "llama") if os.path.isdir(base) else fallback
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    if not (stat.S_ISDIR(status.st_mode) and is_private):
         raise PermissionError(
             f"{folder} must be a folder that is yours and that nobody else can enter: remove it, "
             "or set XDG_RUNTIME_DIR"
         )
-    if len(os.fsencode(folder)) > 85:  # bytes; with the name of a socket 107, see unix(7)
-        raise OSError(f"{folder} is too long a path for a socket: set XDG_RUNTIME_DIR to a shorter")
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        raise OSError(
+            f"{folder} is too long a path for a socket: set XDG_RUNTIME_DIR to a shorter one"
+        )
     return folder
 
 
 def _opened(path: str) -> BinaryIO:
-    """A file to append to, which is this user's alone."""
-    return open(path, "ab", 0, opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o600))
+    """Open a file for appending that only this user can read and write."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600)
+
+    return open(path, "ab", 0, opener=opener)
 
 
 def _try_lock(file: BinaryIO, kind: int) -> bool:

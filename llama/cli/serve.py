@@ -1,4 +1,4 @@
-"""`llama serve`: the flags in, a server until a signal, an exit code out.
+"""`llama serve`: from flags to a server that runs until a signal.
 
 Under torchrun, rank 0 listens and leads; the other ranks follow.
 """
@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,24 @@ from llama.cli.ranks import check_one_group, finish_on_signal, global_rank, say
 from llama.cli.resident import LISTENER_FD, InheritedSocket, resident_server
 from llama.ranks.signals import SIGNALS
 
-NETWORK_FLAGS: dict[str, Any] = {  # with their defaults
-    "host": "127.0.0.1", "port": 8000, "api_key": None, "api_key_file": None,
-    "allow_origin": None, "max_per_address": None, "fastchat_controller": None,
+# The flags of a server on the network, with their defaults.
+NETWORK_FLAGS: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "api_key": None,
+    "api_key_file": None,
+    "allow_origin": None,
+    "max_per_address": None,
+    "fastchat_controller": None,
     "worker_address": None,
-}  # fmt: skip
-_INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's own, with its default
+}
+_INTERVAL_VARIABLE = "FASTCHAT_WORKER_HEART_BEAT_INTERVAL"  # FastChat's variable
+_INTERVAL_S = "45"  # FastChat's default
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/,\s]+")  # RFC 6454: scheme, host, port
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C; 1 after a step that failed."""
+    """Serve until SIGTERM or Ctrl-C, and return the exit code."""
     inherited = None
     if options.background:
         if LISTENER_FD not in os.environ:
@@ -35,15 +43,12 @@ def serve(options: argparse.Namespace) -> int:
         inherited = InheritedSocket(options.idle_minutes)
     with SIGNALS.taken_alone(signal.SIGTERM, is_server=True):
         name = options.served_model_name or Path(options.ckpt_dir or demo_dir()).resolve().name
-        with quick_imports():
-            from llama.checkpoint.find import find
-        found = find(options.ckpt_dir or demo_dir())  # says what is wrong, on every rank alike
-        _ = options.tokenizer_path or found.tokenizer_path()
+        _check_checkpoint(options)
         server = None if global_rank() else _listen(options, name, inherited)
         signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             finish_on_signal(options.drain_s)
-            signals = ()  # of several ranks, the watch of the ranks takes them
+            signals = ()  # With several ranks, their watch takes the signals.
         try:
             if server is not None:
                 server.start()
@@ -52,14 +57,15 @@ def serve(options: argparse.Namespace) -> int:
             llama = load(options)
             remedy = "and start a server for each replica"
             check_one_group(llama.model.parallel.data_size, "one server leads one group", remedy)
-            SIGNALS.has_begun = True  # on every rank
+            SIGNALS.has_begun = True  # Every rank sets this.
 
             def work() -> None:
                 assert server is not None
                 server.open(llama)
                 say(f"ready: {name} at {url}{'' if inherited else '/v1'}")
+                is_idle = inherited.is_idle if inherited else lambda: False
                 with SIGNALS.taken_alone(*signals):
-                    server.serve(options.drain_s, inherited.is_idle if inherited else lambda: False)
+                    server.serve(options.drain_s, is_idle)
 
             llama.lead(work)
         finally:
@@ -68,24 +74,38 @@ def serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_checkpoint(options: argparse.Namespace) -> None:
+    """Look for the weights and the tokenizer, so that every rank reports what is wrong alike."""
+    with quick_imports():
+        from llama.checkpoint.find import find
+    checkpoint = find(options.ckpt_dir or demo_dir())
+    if not options.tokenizer_path:
+        checkpoint.tokenizer_path()
+
+
 def _start_in_background(options: argparse.Namespace) -> int:
-    """Start this server as one that stays, and print its URL once it is ready."""
+    """Start a server that stays, and print its URL once it is ready."""
     check_alone("--background")
     flags = vars(options)
     for name, default in {**NETWORK_FLAGS, "ranks": 1}.items():
         if flags[name] != default:
             raise UsageError(
-                f"--background serves at a socket of this user, from one process: leave out "
+                "--background serves at a socket of this user, from one process: leave out "
                 f"--{name} and LLAMA_{name.upper()}"
             )
-    others = flags.keys() - NETWORK_FLAGS.keys() - {"background", "ranks"}
-    given = {name: x for name in others if (x := flags[name]) is not None and x is not False}
+    names = flags.keys() - NETWORK_FLAGS.keys() - {"background", "ranks"}
+    given = {}
+    for name in names:
+        value = flags[name]
+        if value is not None and value is not False:  # 0 is a value.
+            given[name] = value
     with resident_server(options, given, is_new=True) as url:
         print(url)
     return 0
 
 
 def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket | None) -> Any:
+    """Return a server that has a socket but does not accept connections yet."""
     with extra("serve", "the server"), quick_imports():
         from llama.prompts import ToolFormat
         from llama.server.process import Server, log_to_stderr
@@ -111,19 +131,19 @@ def _listen(options: argparse.Namespace, name: str, inherited: InheritedSocket |
 
 
 def _origins(options: argparse.Namespace) -> list[str]:
-    origins = options.allow_origin.split(",") if options.allow_origin else []
+    origins: list[str] = options.allow_origin.split(",") if options.allow_origin else []
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
-                f"--allow_origin {origin} is not an origin: give * for all pages, or such as "
-                "http://localhost:3000"
+                f"--allow_origin {origin} is not an origin: give * for all pages, or an origin "
+                "such as http://localhost:3000"
             )
     return origins
 
 
-def _fastchat(options: argparse.Namespace) -> Any:
-    """Makes the routes of a FastChat worker, where a controller is given."""
-    text = os.environ.get(_INTERVAL_VARIABLE, "45")
+def _fastchat(options: argparse.Namespace) -> Callable[[Any, int], Any] | None:
+    """Return a function that makes the routes of a FastChat worker, if a controller is given."""
+    text = os.environ.get(_INTERVAL_VARIABLE, _INTERVAL_S)
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"{_INTERVAL_VARIABLE}={text!r} must be a whole number of seconds")
     for name in ("fastchat_controller", "worker_address"):
@@ -134,8 +154,8 @@ def _fastchat(options: argparse.Namespace) -> Any:
         return None
     if options.host in ("", "0.0.0.0", "::") and not options.worker_address:
         raise UsageError(
-            f"--host {options.host} is every address of this machine: give the one that FastChat "
-            "reaches it by, as in --worker_address http://10.0.0.2:8000"
+            f"--host {options.host} stands for every address of this machine: give the one by "
+            "which FastChat reaches it, as in --worker_address http://10.0.0.2:8000"
         )
     from llama.compat.fastchat import FastChatWorker
 
@@ -152,13 +172,13 @@ def _url(host: str, port: int) -> str:
 
 
 def _keys(options: argparse.Namespace) -> list[str]:
-    """The key of the flag, and those of the file, one in each line."""
+    """Return the key of the flag and those of the file, which has one key per line."""
     keys = [options.api_key] if options.api_key else []
     if options.api_key_file:
         lines = Path(options.api_key_file).read_text().splitlines()
         keys += [line.strip() for line in lines if line.strip()]
         if not keys:
-            raise UsageError(f"{options.api_key_file} has no key: write one in each line")
+            raise UsageError(f"{options.api_key_file} has no key: write one key per line")
     for key in keys:
         if not (key.isascii() and key.isprintable() and key == key.strip()):
             raise UsageError(

@@ -19,7 +19,7 @@ LIMIT_S = 0.6
 MODELS = b'{"data": [{"id": "m"}]}'
 EVENTS = b"data: {}\n\n" * 20 + b"data: [DONE]\n\n"
 PAUSE_S = 3.0 / len(EVENTS)  # between two bytes of a server that sends one at a time
-LATE = f"sent no whole answer within {LIMIT_S} s"
+LATE = f"sent no complete answer within {LIMIT_S} s"
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNK = HEAD + b"Transfer-Encoding: chunked\r\n\r\n100\r\ndata: {}\n"
@@ -111,7 +111,7 @@ def test_each_wait_ends_with_an_error_that_names_the_server(tmp_path, action):
     a byte now and then would be whole after 3 s: the limit is that of the whole answer."""
     said = "status 503: no" if action == "refuses for ever" else LATE
     if "hangs up" in action:
-        said = "(broke off: .|the stream ended without its last event)"
+        said = "(lost the connection: .|the stream ended without its last event)"
     with misbehaving(action, lists_models=False) as url:
         wanted = rf"{url}:? {said}|{url}: {said}"
         with pytest.raises(ServerError, match=wanted):

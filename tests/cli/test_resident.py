@@ -24,7 +24,7 @@ from helpers.launch import environment
 from helpers.prompts import FRANCE, STORY, replies
 from helpers.waiting import wait_until
 from llama.cli import main, resident
-from llama.cli.client import Client, found_at
+from llama.cli.client import Client, json_at
 
 LIMIT_S = 60  # tells a hang from an end
 ONCE = "Once upon a time"
@@ -99,7 +99,7 @@ def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
     (tmp_path / "in").write_text("The capital of Japan is\n")
     files = [str(tmp_path / "in"), str(tmp_path / "out")]
     code, _, err = run("batch", *files, "--resident", *FLAGS, "--temperature", "0")
-    assert code == 0 and "results added 1, errors in it 0" in err
+    assert code == 0 and "1 results added, 0 errors in the file" in err
     assert process_of(log) == server and log.read_text().count("Loaded in") == 1
 
     body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -109,7 +109,7 @@ def test_clients_share_a_server_that_outlives_them(folder, demo, tmp_path):
         async for event in client.events("/v1/completions", body):
             if not reasons:
                 os.kill(server, signal.SIGTERM)
-            reasons.append(found_at(event, "choices", 0, "finish_reason"))
+            reasons.append(json_at(event, "choices", 0, "finish_reason"))
         return reasons
 
     with contextlib.closing(Client(f"unix:{stem}.sock")) as client:
@@ -242,9 +242,15 @@ def test_a_folder_that_others_can_enter_is_refused(folder, monkeypatch):
     [
         (["chat", "--resident", "--max_seq_len", "64"], "leave out --max_seq_len and LLAMA_MAX_SE"),
         (["chat", "--resident", "--url", "http://localhost:1"], "--url and --resident are both"),
-        (["complete", "--resident", "--prompt", "x", "--ranks", "2"], "--resident one process is"),
+        (
+            ["complete", "--resident", "--prompt", "x", "--ranks", "2"],
+            "--resident needs only one process: leave",
+        ),
         (["serve", "--background", "--port", "1"], "leave out --port and LLAMA_PORT"),
-        (["serve", "--background"], "one process is enough: start it without torchrun"),
+        (
+            ["serve", "--background"],
+            "--background needs only one process: start it without torchrun",
+        ),
         (["serve", "--background", "--idle_minutes", "-1"], "--idle_minutes: '-1' is not a whole"),
     ],
 )

@@ -475,8 +475,12 @@ def test_a_model_is_built_to_speculate(plain, make_checkpoint, caplog):
     assert outputs[0][0] == outputs[1][0] and outputs[0][1] < outputs[1][1] * 0.8
     right, guessed = usage.accepted_tokens, usage.draft_tokens
     assert f"60 generated ({guessed} drafted, {right} accepted), ended" in caplog.text
-    assert f"| {right} of {guessed} guessed |" in figures(fast)
-    assert TurnStats(1.0, 2.0, usage).describe(None).endswith(f" | {right} of {guessed} guessed")
+    assert f"| {right} of {guessed} drafted tokens accepted |" in figures(fast)
+    assert (
+        TurnStats(1.0, 2.0, usage)
+        .describe(None)
+        .endswith(f" | {right} of {guessed} drafted tokens accepted")
+    )
     metrics = Metrics()
     metrics.registry.register(EngineMetrics(fast, lambda: 0))
     counted = {"drafts": stats.drafts, "draft_tokens": guessed, "accepted_tokens": right}

@@ -40,7 +40,7 @@ class Session:
             preexec_fn=None if sys.platform == "linux" else self._take_terminal,  # warm.py does
         )  # fmt: skip
         self.shown = ""  # and not yet expected
-        self.expect("/bye leaves")
+        self.expect("/bye ends the chat")
 
     @staticmethod
     def _take_terminal() -> None:

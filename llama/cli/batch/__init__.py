@@ -1,1 +1,1 @@
-"""Batch files: a file of requests in, a file of results out."""
+"""Batch jobs: the input is a file of requests, the output a file of results."""

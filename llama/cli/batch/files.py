@@ -1,8 +1,9 @@
-"""The two files of a batch job: lines in, read once from the start; records out.
+"""The two files of a batch job: lines are read once from the start, and records are appended.
 
-A record is one write to a file opened for appending, so a killed process loses only the records
-that it had not written. Its id holds the number and a hash of its line: so a resumed job knows
-which lines are done, and whether its input is the same. What a line asks for is not known here.
+A record is one write to a file that is opened for appending, so a killed process loses only the
+records that it had not written. The id of a record holds the number and a hash of its line: by it a
+resumed job knows which lines are done, and whether its input is the same. This module must not know
+what a line asks for.
 """
 
 import array
@@ -26,21 +27,31 @@ from llama.cli.batch.lines import MAX_LINE, check_encoding
 _ID = "batch_req_{:012d}_{:08x}"
 _HEAD = b'{"id": "batch_req_'
 _RECORD = re.compile(re.escape(_HEAD) + rb'(\d{12})_([0-9a-f]{8})", ')
-_JOB_LOCK, _WRITE_LOCK = 0, 1  # the byte of the output that stands for each lock
+_NO_ERROR = b'"error": null}\n'  # the end of a record without an error
+# Each lock of the output file is on a byte of its own.
+_JOB_LOCK = 0  # held by all ranks of a job until its end
+_WRITE_LOCK = 1  # held by a rank while it appends a record
 
 
 class Line(NamedTuple):
     """A line that is not blank, without its line end."""
 
-    number: int  # from 1; blank lines count
-    data: bytes  # only the beginning of a line that is too long, but more than MAX_LINE bytes
+    number: int  # counted from 1, blank lines included
+    data: bytes  # only the first MAX_LINE + 2 bytes of a line that is too long
     line_hash: int  # 32 bits, never 0
 
 
 def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
-    """The lines of a binary file, one in memory at a time. `salt` is hashed with each line.
-    ValueError if the first line is not UTF-8, or the file was cut after it was opened."""
-    size = os.fstat(file.fileno()).st_size  # 0 of a pipe
+    """Yield the lines of a binary file, with one line in memory at a time.
+
+    Args:
+        file: The file, at its start.
+        salt: A text that is hashed with each line.
+
+    Raises:
+        ValueError: The first line is not UTF-8, or the file was truncated after it was opened.
+    """
+    size = os.fstat(file.fileno()).st_size  # 0 for a pipe
     salted = hashlib.blake2b(salt.encode(), digest_size=4)
     number = 0
     while piece := file.readline(MAX_LINE + 2):
@@ -49,36 +60,33 @@ def read_lines(file: BinaryIO, salt: str) -> Iterator[Line]:
         while piece and not piece.endswith(b"\n"):
             piece = file.readline(1 << 20)
         if not piece:
-            _check_not_cut(file, size)
+            _check_not_truncated(file, size)
         if number == 1:
             check_encoding(str(file.name), data)
             data = data.removeprefix(codecs.BOM_UTF8)
         if data and not data.isspace():
-            hashed = salted.copy()
-            hashed.update(data)
-            yield Line(number, data, int.from_bytes(hashed.digest()) or 1)
-    _check_not_cut(file, size)
+            hasher = salted.copy()
+            hasher.update(data)
+            yield Line(number, data, int.from_bytes(hasher.digest()) or 1)
+    _check_not_truncated(file, size)
 
 
-def _check_not_cut(file: BinaryIO, size: int) -> None:
+def _check_not_truncated(file: BinaryIO, size: int) -> None:
     if size and file.tell() < size:
         raise ValueError(
-            f"{file.name} had {size} bytes, and was cut to {file.tell()} while the job ran: "
-            "restore it, and run again with --resume to do the lines that are missing"
+            f"{file.name} had {size} bytes and was truncated to {file.tell()} while the job ran: "
+            "restore it, and run again with --resume to answer the missing lines"
         )
 
 
 def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
-    """OSError or ValueError unless the input can be read, and the output written without loss."""
-    os.stat(in_path)
-    if os.path.isfile(in_path):
-        with open(in_path, "rb") as file:
-            check_encoding(in_path, file.readline(4096))
-    elif os.path.isdir(in_path):
-        raise ValueError(f"{in_path} is a folder: name a file with a request per line")
-    elif resume:  # a pipe is not opened here: what is read from it is gone
-        raise ValueError(f"{in_path} is a stream, and cannot be read again to resume: give a file")
-    path = os.path.realpath(out_path)  # of a link, the file that it names
+    """Check that the input can be read and that the output can be written without loss.
+
+    Raises:
+        OSError, ValueError: A file cannot be used; the message names it.
+    """
+    _check_input(in_path, resume=resume)
+    path = os.path.realpath(out_path)  # A link stands for the file that it names.
     exists = os.path.lexists(path)
     if exists and not os.path.isfile(path):
         raise ValueError(f"{out_path} is a folder or a device: name a file for the results")
@@ -86,33 +94,61 @@ def check_files(in_path: str, out_path: str, *, resume: bool) -> None:
         with open(path, "r+b") if exists else tempfile.TemporaryFile(dir=os.path.dirname(path)):
             pass
     except OSError as e:
-        why = f"{e.strerror}: results cannot be written there, name another file"
-        raise OSError(e.errno, why, out_path) from None
+        message = f"{e.strerror}: results cannot be written there, name another file"
+        raise OSError(e.errno, message, out_path) from None
     if exists and os.path.getsize(path) and not resume:
         raise FileExistsError(
-            f"{out_path} has results already: add --resume to do only what is missing, "
+            f"{out_path} has results already: add --resume to answer only the missing lines, "
             "or write to another file"
         )
 
 
+def _check_input(path: str, *, resume: bool) -> None:
+    os.stat(path)
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            check_encoding(path, file.readline(4096))
+    elif os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: name a file with a request per line")
+    elif resume:  # A pipe is not opened here, because what is read from it is lost.
+        raise ValueError(f"{path} is a stream, which cannot be read again to resume: name a file")
+
+
 class Results:
-    """The output file, shared by the replicas of one job and by nobody else: the first rank of a
-    job (`first`) makes it, and sees that no other job writes to it. The other ranks open it after
-    that. max_lines: a bound on the number of lines of the input."""
+    """The output file of one job. The replicas of the job share it, and no other job writes to it.
+
+    Attributes:
+        path: The path that was given.
+        done: The hash of each line at its number; 0 if it had no record when the file was opened.
+        failed: Number of records with an error when the file was opened.
+    """
 
     def __init__(self, path: str, *, first: bool = True, max_lines: int = 0) -> None:
+        """Open the file and read its records.
+
+        Args:
+            path: The file. The first rank creates it if it does not exist.
+            first: Whether this is the first rank of the job, which checks that no other job writes
+                to the file. The other ranks open it afterwards.
+            max_lines: An upper bound of the number of lines of the input.
+
+        Raises:
+            OSError: The file cannot be opened or locked.
+            ValueError: Another job writes to the file, or it is not the output of this input.
+        """
         self.path = path
-        self.done = array.array("I", [0])  # at a line's number its hash; 0: it had no record
-        self.failed = 0  # records with an error, when the file was opened
+        self.done = array.array("I", [0])
+        self.failed = 0
         self._first = first
-        self._full_path = os.path.abspath(path)  # where it is, even after a chdir
-        if not first:  # a rank that cannot see the first's file must not make its own
+        self._full_path = os.path.abspath(path)  # remains valid after a chdir
+        if not first:  # A rank that cannot see the first rank's file must not create its own.
             os.stat(path)
         self._file = io.FileIO(path, "a+")
         try:
-            # A second job fails here: all ranks of this one hold the lock together until its end.
-            self._lock((fcntl.LOCK_EX if first else fcntl.LOCK_SH) | fcntl.LOCK_NB, _JOB_LOCK)
-            self._size = self._read(max_lines)  # whole records only; the file must not shrink below
+            # A second job fails here, because all ranks of this one hold the lock until its end.
+            kind = fcntl.LOCK_EX if first else fcntl.LOCK_SH
+            self._lock(kind | fcntl.LOCK_NB, _JOB_LOCK)
+            self._size = self._read(max_lines)  # bytes of whole records; it never decreases
             self._lock(fcntl.LOCK_SH | fcntl.LOCK_NB, _JOB_LOCK)
         except BaseException:
             self._file.close()
@@ -120,10 +156,15 @@ class Results:
 
     @property
     def num_done(self) -> int:
+        """The number of lines that had a record when the file was opened."""
         return len(self.done) - self.done.count(0)
 
     def has(self, line: Line) -> bool:
-        """Whether the line has its record. ValueError if the record is that of another line."""
+        """Return whether the line had a record when the file was opened.
+
+        Raises:
+            ValueError: The record belongs to another line or to other flags.
+        """
         line_hash = self.done[line.number] if line.number < len(self.done) else 0
         if line_hash and line_hash != line.line_hash:
             raise ValueError(
@@ -134,46 +175,55 @@ class Results:
         return line_hash != 0
 
     def append(self, line: Line, fields: dict[str, Any]) -> None:
-        """Write the record of a line: an id and `fields`. It then outlives a killed process.
-        OSError if there is no room for it, or if another program changed the file."""
+        """Write the record of a line: an id and `fields`. It survives the death of this process.
+
+        Raises:
+            OSError: The disk is full, or another program has changed the file.
+        """
         record = {"id": _ID.format(line.number, line.line_hash), **fields}
-        data = json.dumps(record).encode() + b"\n"  # ASCII: no reader sees another line end in it
+        # ASCII holds no character that another reader would take for a line end.
+        data = json.dumps(record).encode() + b"\n"
         with self._write_lock():
             self._check_same_file()
             end = self._truncate_torn()
             try:
                 if self._file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, "no room for a whole record", self.path)
+                    message = "no space left for a whole record"
+                    raise OSError(errno.ENOSPC, message, self.path)
             except BaseException:
                 self._truncate_torn()
                 raise
             self._size = end + len(data)
 
     def check_written(self, num_records: int) -> None:
-        """OSError unless so many records are in the file, and the file is still at its path."""
-        with self._write_lock():  # also makes a network file system show what others wrote
+        """Check that the file is still at its path and holds so many records.
+
+        Raises:
+            OSError: Another program has changed the file.
+        """
+        with self._write_lock():  # This also makes a network file system show others' records.
             self._check_same_file()
-            found = sum(head is not None for _, head in self._records())
-        if found != num_records:
-            raise self._changed(f"has {found} records, and {num_records} were written")
+            count = sum(head is not None for _, head in self._records())
+        if count != num_records:
+            raise self._changed(f"has {count} records instead of {num_records}")
 
     def close(self) -> None:
-        """Close the file once its content is on the disk, safe from a power failure."""
+        """Close the file once its content is on the disk and will survive a power failure."""
         os.fsync(self._file.fileno())
         self._file.close()
 
     def _check_same_file(self) -> None:
         try:
-            found = os.stat(self._full_path)
+            status = os.stat(self._full_path)
         except FileNotFoundError:
             raise self._changed("was deleted") from None
-        if not os.path.samestat(found, os.fstat(self._file.fileno())):
+        if not os.path.samestat(status, os.fstat(self._file.fileno())):
             raise self._changed("was replaced by another file")
 
-    def _changed(self, what: str) -> OSError:
+    def _changed(self, change: str) -> OSError:
         return OSError(
-            f"{self.path} {what} while the job ran, so results are lost: let no other program "
-            "change it, and run again with --resume to do what is missing"
+            f"{self.path} {change} while the job ran, so results are lost: let no other program "
+            "change it, and run again with --resume to answer the missing lines"
         )
 
     @contextmanager
@@ -185,34 +235,42 @@ class Results:
             self._lock(fcntl.LOCK_UN, _WRITE_LOCK)
 
     def _lock(self, kind: int, byte: int) -> None:
-        """ValueError where a lock that is not waited for, that of the job, is another job's."""
+        """Lock a byte of the file.
+
+        Raises:
+            OSError: The file system has no locks and there are several ranks.
+            ValueError: Another job holds the lock, and `kind` says not to wait.
+        """
         try:
             _lock_byte(self._file.fileno(), kind, byte)
         except (BlockingIOError, PermissionError):
-            words = "is being written by another job: wait until it ends, or stop it"
-            raise ValueError(f"{self.path} {words}") from None
+            raise ValueError(
+                f"{self.path} is being written by another job: wait until it ends, or stop it"
+            ) from None
         except OSError as e:
-            if not self._first:  # one rank alone can work without locks
-                why = "this file system has no locks, which several ranks need: write elsewhere"
-                raise OSError(e.errno, why, self.path) from None
+            if not self._first:  # A single rank can work without locks.
+                message = "this file system has no locks, which several ranks need: write elsewhere"
+                raise OSError(e.errno, message, self.path) from None
 
     def _records(self) -> Iterator[tuple[bytes, re.Match[bytes] | None]]:
-        """Each line of the file, and its head if it is a whole record."""
+        """Yield each line of the file, with the match of its head if it is a whole record."""
         with open(self._file.fileno(), "rb", 1 << 20, closefd=False) as reader:
             reader.seek(0)
             for record in reader:
                 yield record, _RECORD.match(record) if record.endswith(b"\n") else None
 
     def _read(self, max_lines: int) -> int:
-        """Learn which lines are done; the size of their records. ValueError if not our records."""
+        """Find the lines that are done, and return the size of their records in bytes.
+
+        Raises:
+            ValueError: The file holds something else than records of this input.
+        """
         size = 0
         for i, (record, head) in enumerate(self._records(), 1):
             number = int(head[1]) if head else 0
             if head and 0 < number <= max_lines:
-                if number >= len(self.done):
-                    self.done.frombytes(bytes((number + 1 - len(self.done)) * self.done.itemsize))
-                self.done[number] = int(head[2], 16)
-                self.failed += not record.endswith(b'"error": null}\n')
+                self._note_done(number, int(head[2], 16))
+                self.failed += not record.endswith(_NO_ERROR)
                 size += len(record)
             elif record.endswith(b"\n"):
                 raise ValueError(
@@ -223,31 +281,47 @@ class Results:
                 raise ValueError(f"{self.path} does not end in a result: is it another file?")
         return size
 
+    def _note_done(self, number: int, line_hash: int) -> None:
+        missing = number + 1 - len(self.done)
+        if missing > 0:
+            self.done.frombytes(bytes(missing * self.done.itemsize))
+        self.done[number] = line_hash
+
     def _truncate_torn(self) -> int:
-        """Cut off a last line without a line end, which a killed writer left. The size then.
-        OSError, and nothing is cut, if the records that this rank knows of are no longer there."""
-        size = end = self._file.seek(0, os.SEEK_END)
+        """Remove a last line without a line end, which a killed writer left behind.
+
+        Returns:
+            The size of the file afterwards, in bytes.
+
+        Raises:
+            OSError: Records that this rank knows of are gone; nothing is removed then.
+        """
+        size = self._file.seek(0, os.SEEK_END)
+        end = size
         while end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
             end -= 1
         if end < self._size:
-            raise self._changed(f"was cut from {self._size} to {size} bytes")
+            raise self._changed(f"was truncated from {self._size} to {size} bytes")
         if end < size:
             self._file.truncate(end)
         return end
 
 
 def _lock_byte(fd: int, kind: int, byte: int) -> None:
-    """Lock one byte of a file, as fcntl.lockf does, but for this open file, not for the process
-    (fcntl(2), open file description locks). flock locks whole files on a network file system."""
+    """Lock one byte of a file, as fcntl.lockf does, but for this open file, not for the process.
+
+    These are the open file description locks of fcntl(2). flock is not used, because on a network
+    file system it would lock the whole file.
+    """
     if sys.platform == "linux":
         types = {fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_EX: fcntl.F_WRLCK}
-        wanted = types.get(kind & ~fcntl.LOCK_NB, fcntl.F_UNLCK)
+        lock_type = types.get(kind & ~fcntl.LOCK_NB, fcntl.F_UNLCK)
         command = fcntl.F_OFD_SETLK if kind & fcntl.LOCK_NB else fcntl.F_OFD_SETLKW
-        flock = struct.pack("hhqqi4x", wanted, os.SEEK_SET, byte, 1, 0)  # struct flock, fcntl.h
+        flock = struct.pack("hhqqi4x", lock_type, os.SEEK_SET, byte, 1, 0)  # struct flock, fcntl.h
         try:
             fcntl.fcntl(fd, command, flock)
             return
         except OSError as e:
-            if e.errno != errno.EINVAL:  # a kernel without them
+            if e.errno != errno.EINVAL:  # EINVAL: the kernel does not have these locks
                 raise
     fcntl.lockf(fd, kind, 1, byte)

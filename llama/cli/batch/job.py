@@ -1,8 +1,8 @@
-"""A batch job on the engine: a file of requests in, a file of results out, and no result lost.
+"""A batch job on the engine: a file of requests becomes a file of results, and no result is lost.
 
 Under torchrun, replicas take lines from one counter and write to one file. However a job ends, the
-file holds what was finished; a resumed job does the rest. files.py knows the bytes of the files,
-loop.py the order of the work; a job on a server is in server_job.py.
+file holds all answers that were finished; a resumed job answers the rest. files.py reads and writes
+the files, loop.py decides the order of the work, and server_job.py runs a job on a server.
 """
 
 import os
@@ -11,16 +11,18 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import answer_record, read_request
-from llama.cli.batch.loop import BatchReport, Loop, Take, own_counters
+from llama.cli.batch.loop import BatchReport, Loop, Take, local_counters
 from llama.generation import Llama
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Request, RequestOutput, derived_seed
 from llama.sampling_params import SamplingParams
 from llama.server.openai.request import OpenAIRequest
+
+_REPORT = struct.Struct("qq")  # the counts of a BatchReport
 
 
 def run_batch(
@@ -35,25 +37,46 @@ def run_batch(
     model: str = "llama",
     progress: bool = False,
 ) -> BatchReport:
-    """Answer every line of a file. Another file gets one JSON record per line, in order of finish.
-    llama/cli/README.md has the forms of lines and records. temperature, top_p, max_gen_len, model:
-    for lines that do not give their own. resume: add the missing records to an output of the same
-    input and arguments, or ValueError. Every rank makes the same call, and gets the report.
-    ValueError if the input is cut, OSError if another program changes the output."""
+    """Answer every line of a file; every rank makes the same call and gets the report.
+
+    llama/cli/README.md has the format of lines and records.
+
+    Args:
+        llama: The model.
+        in_path: A file with one request per line.
+        out_path: A file that gets one JSON record per line, in the order in which answers finish.
+        temperature: Default of lines that do not give it, as are `top_p` and `max_gen_len`.
+        top_p: See `temperature`.
+        max_gen_len: See `temperature`.
+        resume: Whether to add the missing records to an output of the same input and arguments.
+        model: The name of the model in the records.
+        progress: Whether rank 0 shows a progress bar.
+
+    Raises:
+        ValueError: The input cannot be used, or it does not belong to the output.
+        OSError: A file cannot be used, or another program changes the output.
+    """
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     parallel = llama.llm_engine.parallel
     with _open_files(llama, in_path, out_path, resume) as (file, results):
         num_done = results.num_done
 
         def work() -> BatchReport:
-            take, replicas = _counters(parallel), parallel.data_size
-            shows = progress and parallel.global_rank == 0
             with closing(EngineAnswers(llama, defaults, model)) as answers:
-                loop = Loop(answers, file, results, defaults, llama.seed, take, replicas, shows)
+                loop = Loop(
+                    answers,
+                    file,
+                    results,
+                    defaults,
+                    llama.seed,
+                    take=_counters(parallel),
+                    num_replicas=parallel.data_size,
+                    shows_progress=progress and parallel.global_rank == 0,
+                )
                 return loop.run()
 
-        counts = struct.pack("qq", *(llama.lead(work) or (0, 0)))
-        report = BatchReport(*struct.unpack("qq", parallel.broadcast_bytes(counts)))
+        counts = llama.lead(work) or BatchReport(0, 0)
+        report = BatchReport(*_REPORT.unpack(parallel.broadcast_bytes(_REPORT.pack(*counts))))
         with parallel.agree("the results", world=True):
             if parallel.global_rank == 0:
                 results.check_written(num_done + report.written)
@@ -61,15 +84,16 @@ def run_batch(
 
 
 def _counters(parallel: ModelParallel) -> Take:
-    """Those of this job, in the store of all ranks."""
+    """Return the counters of this job, which are in the store of all ranks."""
     store = parallel.store
     if store is None:
-        return own_counters()
-    # All replicas make their n-th job together, so it gets the same number on each.
+        return local_counters()
+    # All replicas run their n-th job together, so it gets the same number on each of them.
     job = (store.add("batch", 1) - 1) // parallel.data_size
 
     def take(name: str, amount: int) -> int:
-        return store.add(f"batch-{job}/{name}", amount) - amount
+        total: int = store.add(f"batch-{job}/{name}", amount)
+        return total - amount
 
     return take
 
@@ -78,7 +102,10 @@ def _counters(parallel: ModelParallel) -> Take:
 def _open_files(
     llama: Llama, in_path: str, out_path: str, resume: bool
 ) -> Iterator[tuple[BinaryIO, Results]]:
-    """The first rank makes or locks the output. Then all ranks read it, before any adds to it."""
+    """Open both files on every rank.
+
+    The first rank creates or locks the output. Then all ranks read it before any rank adds to it.
+    """
     parallel = llama.llm_engine.parallel
     with ExitStack() as stack:
         with parallel.agree("the batch files", world=True) as must_match:
@@ -95,13 +122,17 @@ def _open_files(
             must_match.append(zlib.crc32(results.done))
         yield file, results
     with parallel.agree("the end", world=True):
-        pass  # no rank has the output open any more: the next job can lock it
+        pass  # No rank has the output open any more, so that the next job can lock it.
 
 
 def prepare_line(llama: Llama, line: Line, body: OpenAIRequest) -> Request:
-    """What a line asks of the engine. Without a seed it has that of its number, as if all lines
-    were one call: neither resuming nor another process changes an answer."""
-    name, engine = f"line-{line.number}", llama.llm_engine
+    """Return the engine's request for a line.
+
+    Without a seed it has the one of its line number, as if all lines were the prompts of one call:
+    neither resuming a job nor another process changes an answer.
+    """
+    name = f"line-{line.number}"
+    engine = llama.llm_engine
     if body.chat:
         prompt = body.chat_ids(llama.tokenizer, llama.tool_format)
         request = engine.prepare(name, prompt, body.chat_params(llama.tool_format))
@@ -112,44 +143,75 @@ def prepare_line(llama: Llama, line: Line, body: OpenAIRequest) -> Request:
     return request
 
 
+class _Running(NamedTuple):
+    """A line that the engine is answering."""
+
+    line: Line
+    custom_id: str
+    body: OpenAIRequest
+    request: Request
+
+
 @dataclass
 class EngineAnswers:
-    """Lines answered by the engine of this process, as many at once as its batch has room for."""
+    """Answers from the engine of this process, as many at once as its batch can hold.
+
+    Attributes:
+        llama: The model.
+        defaults: Parameters of lines that do not give their own.
+        model: The name of the model in the records.
+        running: The lines that are being answered, by request id.
+    """
 
     llama: Llama
     defaults: SamplingParams
     model: str
-    running: dict[str, tuple[Line, str, OpenAIRequest, Request]] = field(default_factory=dict)
+    running: dict[str, _Running] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens that the engine has generated."""
         return self.llama.engine.stats.generated_tokens
 
     @property
-    def has_room(self) -> bool:
-        num_answers = sum(len(request.answers) for *_, request in self.running.values())
+    def has_capacity(self) -> bool:
+        """Whether another line fits into the batch."""
+        num_answers = sum(len(entry.request.answers) for entry in self.running.values())
         return num_answers < self.llama.model.params.max_batch_size
 
     @property
     def is_idle(self) -> bool:
+        """Whether no line is being answered."""
         return not self.running
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
+        """Begin to answer a line; see `Answers.start`."""
         body = read_request(fields, self.defaults)
         request = prepare_line(self.llama, line, body)
         self.llama.llm_engine.submit([request])
-        self.running[request.request_id] = line, custom_id, body, request
+        self.running[request.request_id] = _Running(line, custom_id, body, request)
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
-        """One step of the engine. Its records are written before the next one."""
-        return [self._record(output) for output in self.llama.llm_engine.step() if output.finished]
+        """Run one step of the engine and return the records that it completed.
+
+        The loop writes them before the next step.
+        """
+        outputs = self.llama.llm_engine.step()
+        return [self._record(output) for output in outputs if output.finished]
 
     def close(self) -> None:
-        """Drop what is not finished."""
+        """Abort the requests that are not finished."""
         for request_id in self.running:
             self.llama.llm_engine.abort_request(request_id)
 
     def _record(self, output: RequestOutput) -> tuple[Line, dict[str, Any]]:
-        line, custom_id, body, _ = self.running.pop(output.request_id)
-        tokenizer = self.llama.tokenizer
-        return line, answer_record(custom_id, line.number, body, output, tokenizer, self.model)
+        entry = self.running.pop(output.request_id)
+        record = answer_record(
+            entry.custom_id,
+            entry.line.number,
+            entry.body,
+            output,
+            self.llama.tokenizer,
+            self.model,
+        )
+        return entry.line, record

@@ -1,6 +1,7 @@
-"""One line of a batch file: what it asks for, and the record of what came of it.
+"""One line of a batch file: from bytes to a checked request, and from its answer to a record.
 
-A line is in OpenAI's batch form, a plain JSON object, or bare text; a record is in OpenAI's form.
+A line is in OpenAI's batch format, a plain JSON object, or bare text; a record is in OpenAI's
+format. This module must know neither files nor the engine.
 """
 
 import codecs
@@ -18,18 +19,30 @@ from llama.validation import json_type
 
 MAX_LINE = 10_000_000  # bytes
 _ENVELOPE = {"custom_id", "method", "url", "body"}
-_MAX_MESSAGE = 1000  # characters of an error message: it may quote the line
+_MAX_MESSAGE = 1000  # characters of an error message, which may quote the line
 
 
 def check_encoding(name: str, data: bytes) -> None:
-    """ValueError if the beginning of a file shows that it is not UTF-8."""
+    """Check that the beginning of a file may be UTF-8.
+
+    Raises:
+        ValueError: The data has a null byte or the byte order mark of UTF-16.
+    """
     if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        remedy = f"convert it with iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE"
-        raise ValueError(f"{name} is not UTF-8: where it is UTF-16, {remedy}")
+        command = f"iconv -f UTF-16 -t UTF-8 {name} > NEW_FILE"
+        raise ValueError(f"{name} is not UTF-8: if it is UTF-16, convert it with {command}")
 
 
 def parse_line(data: bytes, *, jsonl: bool) -> dict[str, Any]:
-    """The fields of a line; a line of a text file is the prompt. ValueError for a bad line."""
+    """Return the fields of a line.
+
+    Args:
+        data: The line, without its line end.
+        jsonl: Whether the line is JSON. If not, the line is a prompt.
+
+    Raises:
+        ValueError: The line is too long, is not UTF-8, or is not a JSON object.
+    """
     if len(data) > MAX_LINE:
         raise ValueError(f"the line has more than {MAX_LINE} bytes: shorten it")
     try:
@@ -50,7 +63,13 @@ def parse_line(data: bytes, *, jsonl: bool) -> dict[str, Any]:
 
 
 def custom_id_of(fields: dict[str, Any], default: str) -> str:
-    """The line's custom_id. It need not be unique: the id of a record holds the line's number."""
+    """Return the custom_id of a line.
+
+    It need not be unique, because the id of a record holds the line number.
+
+    Raises:
+        TypeError: The custom_id is not a string.
+    """
     custom_id = fields.get("custom_id")
     if custom_id is None:
         return default
@@ -60,30 +79,35 @@ def custom_id_of(fields: dict[str, Any], default: str) -> str:
 
 
 def read_request(fields: dict[str, Any], defaults: SamplingParams) -> OpenAIRequest:
-    """What a line asks for. TypeError or ValueError names the field that is wrong or unknown."""
+    """Return the checked request of a line.
+
+    Raises:
+        TypeError, ValueError: A field is wrong or unknown; the message names it.
+    """
     url, body = target(fields)
     request = parse_body(body, defaults, chat=url == CHAT_URL)
     if len(request.prompts) > 1:
-        raise ValueError(f"prompt has {len(request.prompts)} entries: give each a line of its own")
+        count = len(request.prompts)
+        raise ValueError(f"prompt has {count} entries: write each entry on a line of its own")
     return request
 
 
 def target(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a line's request; most fields of the body are not checked yet.
-    TypeError or ValueError."""
+    """Return the URL path and the body of a line's request.
+
+    Most fields of the body are not checked yet.
+
+    Raises:
+        TypeError, ValueError: The line has no request, or one that a batch cannot answer.
+    """
     if fields.keys() & {"url", "body", "method"}:
-        if unknown := sorted(fields.keys() - _ENVELOPE):
-            raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
-        url, body = fields.get("url"), fields.get("body")
-        if fields.get("method", "POST") != "POST":
-            raise ValueError(f"method={fields['method']!r} must be POST")
-        if url not in (CHAT_URL, TEXT_URL):
-            raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
+        url, body = _enveloped(fields)
     else:
-        body = {name: value for name, value in fields.items() if name != "custom_id"}
-        url = CHAT_URL if "messages" in body else TEXT_URL
-        if ("messages" in body) == ("prompt" in body):
+        has_messages = "messages" in fields
+        if has_messages == ("prompt" in fields):
             raise ValueError("the line must have a prompt, messages, or a url and a body")
+        url = CHAT_URL if has_messages else TEXT_URL
+        body = {name: value for name, value in fields.items() if name != "custom_id"}
     if not isinstance(body, dict):
         raise TypeError(f"body must be an object, got {json_type(body)}")
     if body.get("stream"):
@@ -91,8 +115,29 @@ def target(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return url, body
 
 
+def _enveloped(fields: dict[str, Any]) -> tuple[str, Any]:
+    """Return the URL path and the body of a line in OpenAI's batch format."""
+    unknown = sorted(fields.keys() - _ENVELOPE)
+    if unknown:
+        raise ValueError(f"{brief(unknown[0])} cannot be used in the line, beside its body")
+    method = fields.get("method", "POST")
+    if method != "POST":
+        raise ValueError(f"method={method!r} must be POST")
+    url = fields.get("url")
+    if url not in (CHAT_URL, TEXT_URL):
+        raise ValueError(f"url={url!r} must be {CHAT_URL} or {TEXT_URL}")
+    return url, fields.get("body")
+
+
 def error_record(custom_id: str, number: int, code: str, message: str) -> dict[str, Any]:
-    """The record of line `number`, which has no answer. `code` is a word of OpenAI's API."""
+    """Return the record of a line without an answer.
+
+    Args:
+        custom_id: The custom_id of the line.
+        number: The line number.
+        code: An error code of OpenAI's API.
+        message: Why there is no answer.
+    """
     error = {"code": code, "message": message[:_MAX_MESSAGE], "line": number}
     return {"custom_id": custom_id, "response": None, "error": error}
 
@@ -105,17 +150,21 @@ def answer_record(
     tokenizer: Tokenizer,
     model: str,
 ) -> dict[str, Any]:
-    """The record of a finished request; an error record if the engine ended it with an error."""
+    """Return the record of a finished request.
+
+    It is an error record if the engine ended the request with an error.
+    """
     if output.error is not None:
         code = "server_error" if output.error_field is None else "invalid_request"
         return error_record(custom_id, number, code, output.error)
     name = model if request.model is None else request.model
-    meta = ResponseMeta(output.request_id, name, created=0)  # the same record from the same job
+    # A fixed time of creation makes the records of two equal jobs equal.
+    meta = ResponseMeta(output.request_id, name, created=0)
     body = Completion(request, tokenizer, meta).whole([output])
     return response_record(custom_id, output.request_id, body)
 
 
 def response_record(custom_id: str, request_id: str, body: Any) -> dict[str, Any]:
-    """The record of a line that was answered: `body` is that of the response."""
+    """Return the record of a line that was answered with the response `body`."""
     response = {"status_code": 200, "request_id": request_id, "body": body}
     return {"custom_id": custom_id, "response": response, "error": None}

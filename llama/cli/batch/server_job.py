@@ -1,6 +1,6 @@
 """A batch job on a server: `llama batch --url`. No model is loaded, and torch is not imported.
 
-What the server refuses for now, or loses, is sent again after waits that grow.
+Requests that the server refuses temporarily, or loses, are sent again after increasing waits.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama.cli.batch.files import Line, Results, check_files
 from llama.cli.batch.lines import error_record, response_record, target
@@ -21,8 +21,9 @@ from llama.requests.request import derived_seed
 from llama.sampling_params import SamplingParams
 
 MAX_CONCURRENCY = 1024
-_LOOK_S = 0.5  # between two looks at whether a signal came
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two attempts; doubled each time
+_POLL_S = 0.5  # interval of the checks for a signal
+_FIRST_WAIT_S = 0.5  # wait before the second attempt; each further wait is twice as long
+_MAX_WAIT_S = 30.0
 
 
 def run_server_batch(
@@ -41,12 +42,32 @@ def run_server_batch(
     resume: bool = False,
     progress: bool = False,
 ) -> BatchReport:
-    """Have every line of a file answered by a server; see `llama.cli.batch.job.run_batch`, and
-    llama/cli/README.md for what differs. max_gen_len, model: without them the server's default
-    counts, and its first model. ServerError or ValueError if the server cannot be used at all, or
-    refuses the key."""
+    """Have every line of a file answered by a server.
+
+    See `llama.cli.batch.job.run_batch` for the files; llama/cli/README.md says what differs.
+
+    Args:
+        url: The server; see `Client`.
+        in_path: A file with one request per line.
+        out_path: A file that gets one JSON record per line.
+        temperature: Default of lines that do not give it, as are `top_p` and `max_gen_len`.
+        top_p: See `temperature`.
+        max_gen_len: See `temperature`; without it the server's own default applies.
+        seed: The seed of the job, from which each line without a seed gets its own.
+        api_key: The key of the server.
+        model: One of the server's models; its first one by default.
+        concurrency: Number of requests that are sent at once.
+        retry_s: Seconds after its first failure during which a request is sent again.
+        resume: Whether to add the missing records to an output of the same input and arguments.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ServerError: The server cannot be reached, or it refuses the key.
+        ValueError: An argument, a file or the server cannot be used.
+        OSError: A file cannot be used.
+    """
     if not 1 <= concurrency <= MAX_CONCURRENCY:
-        raise ValueError(f"concurrency={concurrency} must be 1 to {MAX_CONCURRENCY}")
+        raise ValueError(f"concurrency={concurrency} must be from 1 to {MAX_CONCURRENCY}")
     check_files(in_path, out_path, resume=resume)
     defaults = SamplingParams(max_tokens=max_gen_len, temperature=temperature, top_p=top_p)
     with contextlib.closing(Client(url, api_key)) as client, open(in_path, "rb") as file:
@@ -55,14 +76,34 @@ def run_server_batch(
         size = os.fstat(file.fileno()).st_size
         with contextlib.closing(Results(out_path, max_lines=size)) as results:
             num_done = results.num_done
-            report = Loop(answers, file, results, defaults, seed, shows=progress).run()
+            loop = Loop(answers, file, results, defaults, seed, shows_progress=progress)
+            report = loop.run()
             results.check_written(num_done + report.written)
             return report
 
 
+class _Running(NamedTuple):
+    """A line that the server is answering."""
+
+    line: Line
+    custom_id: str
+
+
 @dataclass
 class ServerAnswers:
-    """Lines answered by a server, `concurrency` at once. The client's loop runs in `finished`."""
+    """Answers from a server. The client's event loop runs only within `finished`.
+
+    Attributes:
+        client: The client of the server.
+        defaults: Parameters of lines that do not give their own.
+        model: The name of the server's model.
+        seed: The seed of the job.
+        concurrency: Number of requests that are sent at once.
+        retry_s: Seconds after its first failure during which a request is sent again.
+        num_tokens: Number of tokens generated so far.
+        running: The lines that are being answered.
+        stopping: Is set once no request is to be sent again.
+    """
 
     client: Client
     defaults: SamplingParams
@@ -71,80 +112,106 @@ class ServerAnswers:
     concurrency: int
     retry_s: float
     num_tokens: int = 0
-    running: dict[asyncio.Task[Reply], tuple[Line, str]] = field(default_factory=dict)
-    stops: asyncio.Event = field(default_factory=asyncio.Event)  # no request is sent again
+    running: dict[asyncio.Task[Reply], _Running] = field(default_factory=dict)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
+        """Whether another request may be sent."""
         return len(self.running) < self.concurrency
 
     @property
     def is_idle(self) -> bool:
-        """Also where what still runs is left to a later job."""
+        """Whether nothing is running, or what still runs is left to a later job."""
         return not self.running or SIGNALS.is_time_over
 
     def start(self, line: Line, custom_id: str, fields: dict[str, Any]) -> None:
+        """Begin to answer a line; see `Answers.start`."""
         path, body = target(fields)
         seed = derived_seed(self.seed, line.number - 1)
-        body = filled(body, self.defaults, model=self.model, seed=seed)
+        body = with_defaults(body, self.defaults, model=self.model, seed=seed)
         task = self.client.start(self._reply(path, body, f"line-{line.number}"))
-        self.running[task] = line, custom_id
+        self.running[task] = _Running(line, custom_id)
 
     def finished(self) -> list[tuple[Line, dict[str, Any]]]:
-        """Wait for answers, half a second at most. ServerError where the server refuses the key."""
-        if stop_requested():
-            self.stops.set()
-        wait = asyncio.wait(self.running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-        done, _ = self.client.run(wait)
-        answers = [(*self.running.pop(task), task) for task in done]
-        return [record for answer in answers if (record := self._record(*answer)) is not None]
+        """Wait for answers, at most for `_POLL_S`, and return their records.
 
-    async def _reply(self, path: str, body: dict[str, Any], name: str) -> Reply:
-        """That of an attempt, after waits that grow, or as long as the server asks for, shortened
-        at random by up to a half. ServerError of the last attempt, if it is not transient,
-        `retry_s` is over, or `stops` is set."""
-        wait_s, end = _FIRST_WAIT_S, None
+        Raises:
+            ServerError: The server refuses the key.
+        """
+        if stop_requested():
+            self.stopping.set()
+        wait = asyncio.wait(self.running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = self.client.run(wait)
+        records: list[tuple[Line, dict[str, Any]]] = []
+        for line, custom_id, task in [(*self.running.pop(task), task) for task in done]:
+            record = self._record(line, custom_id, task)
+            if record is not None:
+                records.append((line, record))
+        return records
+
+    async def _reply(self, path: str, body: dict[str, Any], request_id: str) -> Reply:
+        """Send a request until the server answers it.
+
+        The waits between attempts increase, or are as long as the server asks for. Each is
+        shortened at random by up to a half.
+
+        Raises:
+            ServerError: The last attempt failed, and its error is not transient, `retry_s` is over,
+                or the job is stopping.
+        """
+        wait_s = _FIRST_WAIT_S
+        end = None
         while True:
             try:
-                return await self.client.post(path, body, request_id=name)
+                return await self.client.post(path, body, request_id=request_id)
             except ServerError as e:
                 now = time.monotonic()
-                end = now + self.retry_s if end is None else end
+                if end is None:
+                    end = now + self.retry_s
                 pause_s = max(e.retry_after_s, wait_s * random.uniform(0.5, 1.0))
                 if not e.is_transient or now + pause_s > end:
                     raise
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.stops.wait(), pause_s)
-                if self.stops.is_set():
+                    await asyncio.wait_for(self.stopping.wait(), pause_s)
+                if self.stopping.is_set():
                     raise
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
 
     def _record(
-        self, line: Line, custom_id: str, answer: asyncio.Task[Reply]
-    ) -> tuple[Line, dict[str, Any]] | None:
-        """None where a signal came before there was an answer: the line is done on resume."""
+        self, line: Line, custom_id: str, task: asyncio.Task[Reply]
+    ) -> dict[str, Any] | None:
+        """Return the record of a line.
+
+        It is None if a signal came before there was an answer: a resumed job answers the line.
+        """
         try:
-            reply = answer.result()
+            reply = task.result()
         except ServerError as error:
-            if error.is_about_the_key:
+            if error.is_key_refused:
                 raise
-            if error.is_transient and self.stops.is_set():
+            if error.is_transient and self.stopping.is_set():
                 return None
             code = "server_error" if error.is_transient else "invalid_request"
-            return line, error_record(custom_id, line.number, code, str(error))
+            return error_record(custom_id, line.number, code, str(error))
         usage = usage_of(reply.body)
-        self.num_tokens += usage.completion_tokens if usage else 0
+        if usage is not None:
+            self.num_tokens += usage.completion_tokens
         request_id = reply.request_id or f"line-{line.number}"
-        return line, response_record(custom_id, request_id, reply.body)
+        return response_record(custom_id, request_id, reply.body)
 
 
-def filled(
+def with_defaults(
     body: Mapping[str, Any], defaults: SamplingParams, *, model: str, seed: int
 ) -> dict[str, Any]:
-    """The body with values for what it leaves out or has as null."""
+    """Return the body with values for the fields that it leaves out or has as null."""
     given = {name: value for name, value in body.items() if value is not None}
-    wanted = {"model": model, "temperature": defaults.temperature, "top_p": defaults.top_p}
-    wanted["seed"] = seed
+    values: dict[str, Any] = {
+        "model": model,
+        "temperature": defaults.temperature,
+        "top_p": defaults.top_p,
+        "seed": seed,
+    }
     if defaults.max_tokens is not None and "max_completion_tokens" not in given:
-        wanted["max_tokens"] = defaults.max_tokens
-    return wanted | given
+        values["max_tokens"] = defaults.max_tokens
+    return values | given

@@ -1,1 +1,1 @@
-"""A chat in a terminal: what a person types in, streamed answers out."""
+"""A chat in a terminal: a person types questions, and the answers are streamed to the screen."""

@@ -1,10 +1,11 @@
-"""A chat with a `Llama` on any number of ranks, `llama chat`.
+"""A chat with a `Llama` on any number of ranks: `llama chat`.
 
-Rank 0 owns the keyboard and the screen, and leads: it decides each turn, and before each step
-whether to go on. The other ranks run its steps, and sleep in between.
+Rank 0 reads the keyboard, writes to the screen and leads: it decides what each turn does, and
+before each step whether to continue. The other ranks run its steps and sleep in between.
 """
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -13,17 +14,26 @@ from llama.cli.chat.session import Part, talk
 from llama.cli.chat.terminal import Terminal
 from llama.cli.ranks import check_one_group
 from llama.generation import Llama
+from llama.prompts import encode_chat
 from llama.ranks.signals import SIGNALS
 
 
 def chat_on_engine(llama: Llama, **settings: Any) -> None:
-    """Talk until the person leaves or input ends; every rank makes this call. settings: those of
-    `/set`. ValueError for a bad setting, and for several model-parallel groups."""
+    """Chat until the user leaves or the input ends. Every rank makes this call.
+
+    Args:
+        llama: The model.
+        settings: Initial values of the settings of `/set`, and `system`.
+
+    Raises:
+        ValueError: A setting is not allowed, or there are several model-parallel groups.
+    """
     parallel = llama.model.parallel
     check_one_group(parallel.data_size, "a chat is one conversation", "or start fewer processes")
     context = llama.model.params.max_seq_len
-    SIGNALS.has_begun = True  # on every rank
-    conversation = Conversation(llama.formatter, context, **settings)
+    SIGNALS.has_begun = True  # Every rank sets this.
+    encode = functools.partial(encode_chat, llama.tokenizer, tool_format=llama.tool_format)
+    conversation = Conversation(encode, context, **settings)
     terminal = Terminal(parallel.watch)
 
     def answers(turn: Turn) -> Generator[Part, None, None]:
@@ -37,13 +47,16 @@ def chat_on_engine(llama: Llama, **settings: Any) -> None:
                 yield Part(answer.new_text, answer.finish_reason, output.usage)
 
     def lead() -> OSError | None:
-        """Nobody reads any more, or SIGTERM's time is over: for the other ranks an end as any."""
+        """Chat, and return the error if nobody reads any more or the drain time is over.
+
+        For the other ranks that is an ordinary end, hence no exception is raised here.
+        """
         try:
             talk(answers, conversation, terminal)
         except OSError as error:
             return error
         return None
 
-    gone = llama.lead(lead)
-    if gone is not None:
-        raise gone
+    error = llama.lead(lead)
+    if error is not None:
+        raise error

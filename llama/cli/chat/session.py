@@ -1,5 +1,8 @@
-"""A chat in a terminal: turns in, answers out, of the engine (engine_session.py) or of a server
-(server_session.py). No ranks and no torch."""
+"""The loop of a chat in a terminal: it reads turns and shows answers.
+
+The answers come from the engine (engine_session.py) or from a server (server_session.py). This
+module must know neither ranks nor torch.
+"""
 
 import contextlib
 import time
@@ -12,24 +15,29 @@ from llama.requests.request import Usage
 
 
 class Part(NamedTuple):
-    """What came of an answer; without text and reason, some time without news."""
+    """A piece of an answer. A part with all defaults says that some time has passed."""
 
     new_text: str = ""
-    finish_reason: str | None = None  # OpenAI's, once it has ended
-    usage: Usage | None = None  # the tokens so far, where they are known
-    rate: float | None = None  # tokens per second, where a server says
+    finish_reason: str | None = None  # OpenAI's value, in the last part
+    usage: Usage | None = None  # token counts so far, if they are known
+    rate: float | None = None  # tokens per second, if a server reports it
 
 
-# Begins the answer to a turn, whose parts come up to one with a finish_reason. Closed, it stops the
-# answer. TypeError or ValueError for what cannot be asked, and for an answer that fails.
+# Starts the answer to a turn. The last part is the one with a finish_reason. Closing the generator
+# stops the answer. The generator raises TypeError or ValueError if the turn cannot be answered or
+# the answer fails.
 Answers = Callable[[Turn], Generator[Part, None, None]]
 
 
 def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> None:
-    """Read and answer until the end. OSError if nobody reads, or it took too long after SIGTERM."""
+    """Read questions and show answers until the chat ends.
+
+    Raises:
+        OSError: Nobody reads the output, or an answer took too long after SIGTERM.
+    """
     with terminal.open():
         if terminal.screen:
-            terminal.note("/help lists the commands, /bye leaves")
+            terminal.note("/help lists the commands, /bye ends the chat")
         while (text := _read(terminal)) is not None and not terminal.stops:
             turn = conversation.handle(text)
             if turn.note:
@@ -41,8 +49,8 @@ def talk(answers: Answers, conversation: Conversation, terminal: Terminal) -> No
 
 
 def _read(terminal: Terminal) -> str | None:
-    """The next turn; None at the end of input, or at the second Ctrl-C in a row."""
-    for left in (1, 0):
+    """Read the next turn; return None at the end of input or at the second Ctrl-C in a row."""
+    for may_repeat in (True, False):
         try:
             return read_turn(terminal.read_line)
         except EOFError:
@@ -50,16 +58,17 @@ def _read(terminal: Terminal) -> str | None:
         except KeyboardInterrupt:
             if not terminal.keyboard:
                 raise
-            if left:
-                terminal.note("Ctrl-C again, Ctrl-D or /bye to leave")
+            if may_repeat:
+                terminal.note("press Ctrl-C again or Ctrl-D, or type /bye, to end the chat")
     return None
 
 
 def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: Terminal) -> None:
-    """Show the answer as it comes, and add the turn to the conversation, if there is an answer."""
+    """Show an answer while it is generated, and add the turn to the conversation."""
     began = time.perf_counter()
-    part, text = Part(), ""
-    times: list[float] = []  # when each part came
+    part = Part()
+    text = ""
+    times: list[float] = []  # arrival time of each part, in seconds after the question
     try:
         with terminal.watch() as pressed, contextlib.closing(answers(turn)) as parts:
             while not (part.finish_reason or pressed()):
@@ -75,17 +84,22 @@ def _answer(answers: Answers, conversation: Conversation, turn: Turn, terminal: 
         terminal.note(f"error: {error}. The question was not kept.")
         return
     if not (part.finish_reason or text):
-        terminal.note("stopped before the first word: the question was not kept")
+        terminal.note("stopped before the first token: the question was not kept")
         return
     terminal.write("\n")
-    stats = TurnStats(times[0], times[-1], part.usage or Usage(0, len(times), 0), part.rate)
+    usage = part.usage or Usage(0, len(times), 0)
+    stats = TurnStats(times[0], times[-1], usage, part.rate)
     conversation.commit(turn, text, stats)
     terminal.note(_end(part, conversation.context) + stats.describe(conversation.context))
 
 
 def _end(part: Part, context: int | None) -> str:
-    """Why an answer ended where it would have gone on."""
-    if part.finish_reason == "length":
-        full = context is not None and part.usage and part.usage.total_tokens >= context
-        return "the context is full: /undo or /clear | " if full else "cut at max_gen_len | "
-    return "" if part.finish_reason else "stopped | "
+    """Return why an answer ended before the model ended it, or an empty text."""
+    if part.finish_reason is None:
+        return "stopped | "
+    if part.finish_reason != "length":
+        return ""
+    total = part.usage.total_tokens if part.usage else 0
+    if context is not None and total >= context:
+        return "the context is full: use /undo or /clear | "
+    return "cut at max_gen_len | "

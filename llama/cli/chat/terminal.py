@@ -1,7 +1,8 @@
-"""The keyboard and the screen of a chat. In: what is typed. Out: answers, and notes about them.
+"""The keyboard and the screen of a chat.
 
-While an answer is shown, Ctrl-C is read as a byte and is not a signal: torchrun's own process would
-get the signal too, and end all ranks.
+The input is what the user types; the output is answers, and notes about them. While an answer is
+shown, Ctrl-C is read as a byte instead of being a signal, because torchrun's own process would get
+the signal too and end all ranks.
 """
 
 import contextlib
@@ -20,51 +21,69 @@ from llama.ranks.signals import SIGNALS, stop_requested
 from llama.ranks.watch import Watch
 
 QUOTES = '"""'
-PROMPT, MORE = "> ", ". "
+PROMPT = "> "
+MORE = ". "  # prompt of a continuation line
 _CTRL_C = b"\x03"
 _DIM = "\x1b[2m{}\x1b[0m"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tab and newline
+_LOCAL_FLAGS = 3  # index of lflag in termios' list of attributes
+_CONTROL_CHARS = 6  # index of cc
 
 
 def read_turn(read_line: Callable[[str], str]) -> str:
-    """One text: a line, lines that a backslash continues, or the lines between two lines of quotes,
-    which are always a question. EOFError if the input has ended, and not within a text."""
-    lines = read_line(PROMPT).split("\n")  # pasted text can have several lines
-    quoted = lines[0].strip() == QUOTES
+    """Read one text.
+
+    A text is a line, lines that a backslash continues, or the lines between two lines of quotes,
+    which are always a question.
+
+    Args:
+        read_line: Reads a line after showing the prompt that it is given.
+
+    Raises:
+        EOFError: The input ended before the text began.
+    """
+    lines = read_line(PROMPT).split("\n")  # Pasted text can have several lines.
+    is_quoted = lines[0].strip() == QUOTES
     with contextlib.suppress(EOFError):
-        while quoted and (len(lines) < 2 or lines[-1].strip() != QUOTES):
+        while is_quoted and (len(lines) < 2 or lines[-1].strip() != QUOTES):
             lines += read_line(MORE).split("\n")
-        while not quoted and lines[-1].endswith("\\"):
+        while not is_quoted and lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines += read_line(MORE).split("\n")
-    if not quoted:
+    if not is_quoted:
         return "\n".join(lines)
-    inner = "\n".join(line for line in lines if line.strip() != QUOTES).strip()
-    return "/" + inner if inner.startswith("/") else inner
+    text = "\n".join(line for line in lines if line.strip() != QUOTES).strip()
+    return "/" + text if text.startswith("/") else text
 
 
 class Terminal:
-    """Standard input and output, to be used within `open`. watch: where there are several ranks."""
+    """Standard input and output of a chat, to be used within `open`."""
 
     def __init__(self, watch: Watch | None = None) -> None:
+        """Look at the standard streams.
+
+        Args:
+            watch: The watch of this rank, if there are several ranks.
+        """
         self.keyboard = sys.stdin.isatty()
         self.screen = self.keyboard and sys.stdout.isatty()
-        self._notes = sys.stdout if self.screen else sys.stderr  # for all that is not an answer
+        self._notes = sys.stdout if self.screen else sys.stderr  # receives all except answers
         self._dim_notes = self.screen and not os.environ.get("NO_COLOR")
         self._watch = watch
-        self._reading = self._pressed = False  # a line is being read; Ctrl-C was pressed
+        self._reading = False  # A line is being read.
+        self._pressed = False  # Ctrl-C was pressed.
         self._readline: ModuleType | None = None
-        self.stops = False  # SIGTERM came: nothing new is asked
+        self.stops = False  # SIGTERM has come, so that no further question is asked.
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Set the terminal up; restore its mode at the end. SIGTERM ends the chat."""
+        """Set the terminal up, and restore its mode at the end. SIGTERM ends the chat."""
         with contextlib.ExitStack() as stack:
-            if self._watch is None:  # else the watch gets the signal, and tells this rank
+            if self._watch is None:  # With several ranks the watch gets the signal.
                 stack.enter_context(SIGNALS.taken_alone(signal.SIGTERM))
             SIGNALS.on_stop = self._stop
             stack.callback(setattr, SIGNALS, "on_stop", None)
-            self.stops = stop_requested()  # it came while the model was loaded
+            self.stops = stop_requested()  # The signal may have come while the model was loaded.
             for stream in (sys.stdin, sys.stdout):
                 if isinstance(stream, io.TextIOWrapper):
                     stream.reconfigure(errors="replace")
@@ -73,14 +92,15 @@ class Terminal:
             yield
 
     def _take_keyboard(self, stack: contextlib.ExitStack) -> None:
-        before, handler = termios.tcgetattr(0), signal.signal(signal.SIGINT, self._interrupt)
+        before = termios.tcgetattr(0)
+        handler = signal.signal(signal.SIGINT, self._interrupt)
         stack.callback(signal.signal, signal.SIGINT, handler)
         stack.callback(_restore, before)
         if self._watch is not None:
-            # Where another rank fails, the watch ends this process from a thread.
+            # If another rank fails, the watch ends this process from a thread.
             self._watch.before_end.append(lambda: _restore(before))
             stack.callback(self._watch.before_end.clear)
-            _disable_signal_read_keys(lines=True)
+            _disable_signal_keys(by_line=True)
         if self.screen:
             self._readline = _load_readline()
 
@@ -90,14 +110,24 @@ class Terminal:
             raise EOFError
 
     def check_drain(self) -> None:
-        """TimeoutError where the answer takes too long after a signal; for ranks the watch does."""
+        """Check that an answer does not take too long after SIGTERM.
+
+        Raises:
+            TimeoutError: The drain time is over. With several ranks the watch ends the process.
+        """
         if self._watch is None and SIGNALS.is_time_over:
             limit_s = SIGNALS.drain_s
             raise TimeoutError(f"the answer did not finish within {limit_s:g} s: it was ended")
 
     def read_line(self, prompt: str) -> str:
-        """One line. EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
-        self._reading, self._pressed = True, False
+        """Read one line.
+
+        Raises:
+            EOFError: The input has ended.
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        self._reading = True
+        self._pressed = False
         try:
             if self.stops:
                 raise EOFError
@@ -123,14 +153,17 @@ class Terminal:
         return line
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """Ctrl-C as a signal: end the reading of a line, or let `watch` see it."""
+        """Handle Ctrl-C as a signal: end the reading of a line, or record the key for `watch`."""
         self._pressed = True
         if self._reading:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Callable[[], bool]]:
-        """While an answer is shown: yields what tells if Ctrl-C was pressed; drops other keys."""
+        """Read the keyboard while an answer is shown, and drop all keys except Ctrl-C.
+
+        Yields a function that returns whether Ctrl-C was pressed.
+        """
         if not self.keyboard:
             yield lambda: False
             return
@@ -140,11 +173,11 @@ class Terminal:
             return self._pressed
 
         before = termios.tcgetattr(0)
-        _disable_signal_read_keys(lines=False)
+        _disable_signal_keys(by_line=False)
         try:
             yield pressed
         finally:
-            pressed()  # takes the last keys
+            pressed()  # This drops the keys that were typed last.
             self._pressed = False
             _restore(before)
 
@@ -154,29 +187,36 @@ class Terminal:
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Show lines about the chat: dimmed on a screen, else on stderr."""
+        """Show lines about the chat: dimmed on a screen, and otherwise on stderr."""
         text = _CONTROL.sub("\ufffd", text)
         print(_DIM.format(text) if self._dim_notes else text, file=self._notes, flush=True)
 
 
-def _disable_signal_read_keys(*, lines: bool) -> None:
-    """Make Ctrl-C and Ctrl-Z bytes. If not `lines`, keys come at once and are not echoed."""
+def _disable_signal_keys(*, by_line: bool) -> None:
+    """Make Ctrl-C and Ctrl-Z ordinary bytes.
+
+    Args:
+        by_line: Whether keys arrive line by line and are echoed. If not, they arrive at once.
+    """
     mode = termios.tcgetattr(0)
-    off = bytes([os.fpathconf(0, "PC_VDISABLE")])
-    mode[6][termios.VINTR] = mode[6][termios.VSUSP] = off
-    if not lines:
-        mode[3] &= ~(termios.ICANON | termios.ECHO)
-        mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
+    chars = mode[_CONTROL_CHARS]
+    disabled = bytes([os.fpathconf(0, "PC_VDISABLE")])
+    chars[termios.VINTR] = disabled
+    chars[termios.VSUSP] = disabled
+    if not by_line:
+        mode[_LOCAL_FLAGS] &= ~(termios.ICANON | termios.ECHO)
+        chars[termios.VMIN] = 1
+        chars[termios.VTIME] = 0
     termios.tcsetattr(0, termios.TCSANOW, mode)
 
 
 def _restore(mode: list[Any]) -> None:
-    with contextlib.suppress(termios.error):  # the terminal is gone
+    with contextlib.suppress(termios.error):  # The terminal may be gone.
         termios.tcsetattr(0, termios.TCSANOW, mode)
 
 
 def _read_keys() -> bytes:
-    """The keys typed since the last call, without waiting. Ctrl-C if the terminal is gone."""
+    """Return the keys typed since the last call, without waiting. A lost terminal is a Ctrl-C."""
     keys = b""
     try:
         while select.select([0], [], [], 0)[0]:
@@ -190,12 +230,12 @@ def _read_keys() -> bytes:
 
 
 def _load_readline() -> ModuleType | None:
-    """Give `input` line editing, and a history in memory. None if Python has no readline."""
+    """Give `input` line editing and a history in memory. Return None if there is no readline."""
     try:
         import readline
     except ImportError:
         return None
     readline.set_auto_history(False)
-    # Where Ctrl-C is not a signal: empty the line, insert the Ctrl-C itself, and enter it.
+    # If Ctrl-C is not a signal: empty the line, insert the Ctrl-C itself, and press Enter.
     readline.parse_and_bind(r'"\C-c": "\C-a\C-k\C-v\C-c\C-m"')
     return readline

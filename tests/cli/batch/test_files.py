@@ -71,7 +71,7 @@ def test_an_output_without_permission_is_refused_before_the_model_is_loaded():
 def test_other_encodings_are_told_with_the_remedy(encoding, tmp_path):
     """Before the model is loaded; of a pipe, which is not read before, at its first line."""
     (tmp_path / "in").write_bytes("hello\nworld\n".encode(encoding))
-    message = "in is not UTF-8: where it is UTF-16, convert it with iconv -f UTF-16 -t UTF-8"
+    message = "in is not UTF-8: if it is UTF-16, convert it with iconv -f UTF-16 -t UTF-8"
     refused(ValueError, message, tmp_path / "in", tmp_path / "out")
     with (tmp_path / "in").open("rb") as file, pytest.raises(ValueError, match=message):
         list(read_lines(file, ""))
@@ -150,8 +150,8 @@ def overwrite(path: Path) -> None:
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (Path.unlink, "out was deleted while the job ran, so results are lost"),
     (replace, "out was replaced by another file while the job ran"),
-    (cut, r"out (was cut from \d+ to \d+ bytes|has 0 records, and 8 were written) while"),
-    (overwrite, r"out has \d records, and 8 were written while the job ran"),
+    (cut, r"out (was truncated from \d+ to \d+ bytes|has 0 records instead of 8) while"),
+    (overwrite, r"out has \d records instead of 8 while the job ran"),
 ]
 
 
@@ -189,7 +189,9 @@ def test_an_input_cut_while_it_is_read_is_an_error(llama, tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Results, "append", append_and_cut)
-        with pytest.raises(ValueError, match=r"had 15\d+ bytes, and was cut to 1025000 while the"):
+        with pytest.raises(
+            ValueError, match=r"had 15\d+ bytes and was truncated to 1025000 while the"
+        ):
             run_batch(llama, str(tmp_path / "in"), str(tmp_path / "out"))
     assert not llama.engine.has_unfinished()
     (tmp_path / "in").write_bytes(whole)

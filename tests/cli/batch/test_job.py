@@ -116,7 +116,7 @@ def test_a_full_disk_leaves_whole_records(llama, undisturbed):
     def run_small() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        with pytest.raises(OSError, match=r"File too large|no room"):
+        with pytest.raises(OSError, match=r"File too large|no space left"):
             job(llama, undisturbed, "full")
         assert not llama.engine.has_unfinished(), "the requests that ran beside it run on"
 
@@ -271,7 +271,7 @@ def test_the_script_and_its_exit_codes(llama, checkpoint_dir, tmp_path, capfd):
 
     done = warm.run([*command, "--resume"], env=environment())
     told = done.stdout + done.stderr
-    assert done.returncode == 0 and f"results added {90 - before}, errors in it 1" in told
+    assert done.returncode == 0 and f"{90 - before} results added, 1 errors in the file" in told
     assert "| ranks 1 | float32" in told and "Traceback" not in told
     job(llama, tmp_path, "whole")
     assert records(tmp_path / "out") == records(tmp_path / "whole")
@@ -330,7 +330,7 @@ def test_the_script_on_two_ranks_of_one_model(undisturbed, checkpoint_dir):
     words = [*map(str, program), "--temperature", "1", "--ranks", "2"]
     done = warm.run(words, env=environment(), timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "results added 90, errors in it 1" in done.stderr and "| ranks 2 |" in done.stdout
+    assert "90 results added, 1 errors in the file" in done.stderr and "| ranks 2 |" in done.stdout
     assert records(out) == records(undisturbed / "whole")
 
 

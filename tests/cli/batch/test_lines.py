@@ -151,7 +151,7 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": HELLO, "prompt": "x"}, "must have a prompt, messages, or a url and a body"),
     ({"custom_id": "me"}, "must have a prompt, messages, or a url and a body"),
     ({"prompt": "x", "custom_id": 7}, "custom_id must be a string, got a number"),
-    ({"prompt": ["a", "b"]}, "prompt has 2 entries: give each a line of its own"),
+    ({"prompt": ["a", "b"]}, "prompt has 2 entries: write each entry on a line of its own"),
     ({"prompt": [1, "b"]}, "prompt[1]='b' must be a whole number"),
     ({"prompt": "a", "stream": True}, "stream must be false: a line gets one record"),
     ({"prompt": [512]}, "holds 512"),

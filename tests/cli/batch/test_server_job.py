@@ -104,7 +104,7 @@ def test_kills_of_client_and_server_lose_and_double_nothing(demo, tmp_path):
     with run_server(*at_port):
         _, told = job.communicate(timeout=60)
         assert job.returncode == 0, told
-        assert "errors in it 2" in told
+        assert "2 errors in the file" in told
         assert outcome(of_file(out)) == wanted
 
 
@@ -195,7 +195,9 @@ def test_what_fails_for_good_is_an_error_record(tmp_path, monkeypatch):
     assert 5 < len(seen) < 100, "the waits grow"
     assert (first["error"]["code"], first["error"]["line"]) == ("invalid_request", 1)
     assert "no, xxx" in first["error"]["message"] and len(first["error"]["message"]) <= 1000
-    assert second["error"] is None and "is it a server of OpenAI" in third["error"]["message"]
+    assert (
+        second["error"] is None and "is it a server with OpenAI's API" in third["error"]["message"]
+    )
     assert (seen[0]["temperature"], seen[0]["seed"], seen[1]["model"]) == (0.6, 5, "m")
 
 
@@ -212,7 +214,10 @@ def test_a_server_that_cannot_be_used_ends_the_job(tmp_path, capsys):
     ]:
         assert main(["batch", str(tmp_path / "in"), str(tmp_path / "new"), *words]) == 2
         assert message in capsys.readouterr().err
-    with flaky() as (url, _), pytest.raises(ValueError, match="no model z: it has m, other"):
+    with (
+        flaky() as (url, _),
+        pytest.raises(ValueError, match="no model z: its models are m, other"),
+    ):
         run(tmp_path, url, ["a"], model="z")
 
 

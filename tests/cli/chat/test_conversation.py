@@ -1,5 +1,6 @@
 """A chat without a terminal: every command on the state alone, turns of input, and piped input."""
 
+import functools
 import io
 import json
 import re
@@ -14,15 +15,27 @@ import pytest
 from helpers import warm
 from helpers.launch import REPO, environment
 from helpers.prompts import FRANCE, JAPAN, STORY, replies, user
-from llama import Message
-from llama.cli.chat.conversation import COMMANDS, SETTINGS, Conversation, Turn, TurnStats
+from llama import Llama, Message
+from llama.cli.chat.conversation import (
+    COMMANDS,
+    SETTINGS,
+    Conversation,
+    DialogEncoder,
+    Turn,
+    TurnStats,
+)
 from llama.cli.chat.engine_session import chat_on_engine as chat
 from llama.cli.chat.terminal import Terminal, read_turn
+from llama.prompts import ToolFormat, encode_chat
 from llama.ranks.collectives import ModelParallel
 from llama.requests.request import Usage
 from llama.sampling_params import SamplingParams
 
 STATS = TurnStats(0.5, 2.5, Usage(prompt_tokens=30, completion_tokens=21, cached_tokens=16))
+
+
+def encoder(llama: Llama, tool_format: ToolFormat = ToolFormat.NONE) -> DialogEncoder:
+    return functools.partial(encode_chat, llama.tokenizer, tool_format=tool_format)
 
 
 def assistant(text: str) -> Message:
@@ -31,7 +44,7 @@ def assistant(text: str) -> Message:
 
 @pytest.fixture
 def conversation(shared_llama) -> Conversation:
-    return Conversation(shared_llama.formatter, 128, temperature=0.6, seed=7)
+    return Conversation(encoder(shared_llama), 128, temperature=0.6, seed=7)
 
 
 def answered(conversation: Conversation, *texts: str) -> Conversation:
@@ -52,7 +65,7 @@ def test_a_question_changes_nothing_until_its_answer_is_kept(conversation):
 
 
 def test_system_is_set_replaced_and_shown(shared_llama):
-    conversation = Conversation(shared_llama.formatter, 128, system="Be brief.")
+    conversation = Conversation(encoder(shared_llama), 128, system="Be brief.")
     answered(conversation, "one")
     assert conversation.handle("/system").note == "Be brief."
     conversation.handle("/system Be kind.\nAnd brief.")
@@ -64,7 +77,7 @@ def test_system_is_set_replaced_and_shown(shared_llama):
 def test_clear_leaves_the_system_message(conversation):
     conversation.handle("/system Be brief.")
     answered(conversation, "one", "two")
-    assert "but for the system message" in conversation.handle("/clear").note
+    assert "except the system message" in conversation.handle("/clear").note
     assert [message["role"] for message in conversation.messages] == ["system"]
     assert "write /clear" in conversation.handle("/clear some").note
     conversation.handle("/clear all")
@@ -81,7 +94,7 @@ def test_undo_and_retry(conversation):
     conversation.commit(again, "Two", STATS)
     assert conversation.messages[-1] == assistant("Two")
     assert conversation.handle("/retry").attempt == 2
-    assert conversation.handle("/undo").note == "forgotten: two"
+    assert conversation.handle("/undo").note == "removed: two"
     assert conversation.messages == [user("one"), assistant("ONE")]
     conversation.handle("/undo")
     for command in ("/undo", "/retry"):
@@ -97,7 +110,7 @@ def test_save_and_load(conversation, shared_llama, tmp_path):
     assert "été" in file.read_text() and len(file.read_text().splitlines()) > 4, "for people"
     answered(conversation, "two")
     assert "4 messages written" in conversation.handle(f"/save {file}").note, "our own file"
-    other = Conversation(shared_llama.formatter, 128)
+    other = Conversation(encoder(shared_llama), 128)
     answered(other, "another")
     assert "exists already" in other.handle(f"/save {file}").note
     assert len(json.loads(file.read_text())) == 4
@@ -156,8 +169,8 @@ def test_set(conversation):
         ("max_gen_len -1", "max_gen_len=-1 must be"),
         ("seed -1", "seed=-1 must be"),
         ("seed x", "seed='x' must be"),
-        ("top_p", "give a value too: /set top_p VALUE"),
-        ("warmth 1", "there is no setting warmth: there are temperature"),
+        ("top_p", "/set top_p needs a value: write /set top_p VALUE"),
+        ("warmth 1", "there is no setting warmth: the settings are temperature"),
         ("min_p " + "[" * 100_000, "min_p="),
     ],
 )
@@ -217,8 +230,79 @@ def test_turns_of_several_lines(lines, turns):
         read_turn(read_line)
 
 
-def test_a_dialog_that_leaves_no_room_names_the_remedy(conversation):
-    with pytest.raises(ValueError, match=r"must fit 128: /undo .* /clear .* --max_seq_len"):
+CALLS: list[dict[str, Any]] = [
+    {"role": "system", "content": "You are brief."},
+    {"role": "user", "content": [{"type": "text", "text": "How is it in Bern?"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call-1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call-1", "content": "rain"},
+    {"role": "assistant", "content": "It rains."},
+]
+
+
+def test_a_plain_dialog_has_the_ids_of_the_chat_format(shared_llama, conversation, tmp_path):
+    """Meta's `ChatFormat` is the oracle, for dialogs with every role of Meta's own messages."""
+    dialog: list[Any] = [
+        {"role": "system", "content": " Be brief.\n"},
+        user("été <|eot_id|>"),
+        assistant("ÉTÉ"),
+        {"role": "ipython", "content": ' {"a": 1} '},
+        {"role": "tool", "content": "two"},
+        assistant(""),
+    ]
+    (tmp_path / "dialog").write_text(json.dumps(dialog))
+    for text in ("", "/load " + str(tmp_path / "dialog")):
+        conversation.handle(text)
+        turn = conversation.handle("one")
+        wanted = shared_llama.formatter.encode_dialog_prompt(turn.dialog)
+        conversation.context = len(wanted) + 1
+        assert conversation.prompt(turn) == wanted
+    assert len(turn.dialog) == len(dialog) + 1
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA_3_1, ToolFormat.LLAMA_3_2])
+def test_a_dialog_with_tool_calls_is_continued(shared_llama, tmp_path, tool_format):
+    """Its ids are those of `encode_chat`, and each command takes such messages."""
+    file = tmp_path / "calls.json"
+    file.write_text(json.dumps(CALLS))
+    conversation = Conversation(encoder(shared_llama, tool_format), 4096)
+    assert conversation.handle(f"/load {file}").note == f"5 messages read from {file}"
+    turn = conversation.handle("And tomorrow?")
+    wanted = encode_chat(
+        shared_llama.tokenizer, [*CALLS, user("And tomorrow?")], tool_format=tool_format
+    )
+    assert conversation.prompt(turn) == wanted
+    assert "weather" in shared_llama.tokenizer.decode(wanted), "the call is in the prompt"
+    assert conversation.handle("/stats").note.endswith("turns 1")
+    assert conversation.handle("/system").note == "You are brief."
+    answered(conversation, "And tomorrow?")
+    assert "7 messages written" in conversation.handle(f"/save {file}").note
+    assert json.loads(file.read_text())[:5] == CALLS
+    conversation.handle("/undo")
+    assert conversation.messages == CALLS
+    assert conversation.handle("/undo").note == "removed: How is it in Bern?"
+
+
+def test_tool_calls_are_not_loaded_for_a_model_without_tools(conversation, tmp_path):
+    (tmp_path / "calls.json").write_text(json.dumps(CALLS))
+    note = conversation.handle(f"/load {tmp_path / 'calls.json'}").note
+    assert "cannot be continued with this model: message 2: tool_calls" in note
+    assert conversation.messages == []
+
+
+def test_a_dialog_that_leaves_no_space_names_the_remedy(conversation):
+    with pytest.raises(
+        ValueError, match=r"the context of 128 tokens: /undo .* /clear .* --max_seq_len"
+    ):
         conversation.prompt(conversation.handle("x" * 200))
 
 
@@ -262,10 +346,30 @@ def test_answers_are_those_of_chat_completion(demo, piped):
     assert cached and used - 17 <= int(cached[1]) < used, "all pages that the first turn filled"
 
 
+def test_a_saved_dialog_with_tool_calls_goes_on_in_the_terminal(
+    make_checkpoint, monkeypatch, capsys, tmp_path
+):
+    """The answer is that of chat_completion to the same messages."""
+    folder = make_checkpoint(use_scaled_rope=True)[0]
+    llama = Llama.build(str(folder), None, 1024, 1, device="cpu", dtype="fp32")
+    assert llama.tool_format is ToolFormat.LLAMA_3_1
+    file = tmp_path / "calls.json"
+    file.write_text(json.dumps(CALLS))
+    saved = tmp_path / "saved.json"
+    text = f"/load {file}\nAnd tomorrow?\n/save {saved}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    chat(llama, temperature=0.0, max_gen_len=12)
+    assert "error" not in capsys.readouterr().err
+    dialog = [*CALLS, user("And tomorrow?")]
+    (wanted,) = llama.chat_completion([dialog], temperature=0.0, max_gen_len=12)
+    messages = json.loads(saved.read_text())
+    assert messages == [*dialog, assistant(wanted["generation"]["content"])]
+
+
 def test_a_question_too_long_is_not_kept_and_the_chat_goes_on(demo, piped):
     out, err = piped(f"{'cat ' * 600}\n{FRANCE}\n/stats\n", temperature=0.0)
     assert out == replies(demo, FRANCE)
-    assert "must fit 512: /undo" in err and "The question was not kept." in err
+    assert "the context of 512 tokens: /undo" in err and "The question was not kept." in err
     assert "turns 1" in err
 
 
@@ -287,8 +391,8 @@ def test_an_error_in_an_answer_is_not_the_end(demo, piped, monkeypatch):
 def test_a_full_context_says_so(demo, piped):
     long = "cat " * 450
     _, err = piped(f"/set min_tokens 99\n{long}\n{FRANCE}\n/undo\n/set min_tokens 0\n{FRANCE}\n")
-    assert "the context is full: /undo or /clear" in err and "context 512 of 512" in err
-    assert "must fit 512" in err and err.count("tokens/s") == 2
+    assert "the context is full: use /undo or /clear" in err and "context 512 of 512" in err
+    assert "must fit into the context of 512 tokens" in err and err.count("tokens/s") == 2
     _, err = piped(f"{STORY}\n", max_gen_len=5)
     assert "cut at max_gen_len" in err
 

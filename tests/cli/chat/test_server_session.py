@@ -16,7 +16,7 @@ from helpers.server import RunningServer, run_server
 from helpers.terminal import CTRL_C, Session
 from helpers.waiting import wait_until
 from helpers.web import web
-from llama.cli.batch.server_job import filled
+from llama.cli.batch.server_job import with_defaults
 from llama.cli.chat.conversation import TurnStats
 from llama.cli.chat.server_session import chat_body, part_of
 from llama.cli.chat.session import Part
@@ -72,7 +72,7 @@ def test_ctrl_c_stops_the_answer_and_frees_the_server(server, demo):
         headers = {"Authorization": "Bearer k"}
         load = f"{server.url}/load"
         wait_until(lambda: web.get(load, headers=headers).json() == {"server_load": 0})
-        session.command("/clear", "forgotten")
+        session.command("/clear", "are removed")
         session.command("/set min_tokens 0", "min_tokens 0")
         assert session.ask(FRANCE) == replies(demo, FRANCE)[0]
     finally:
@@ -90,7 +90,7 @@ def test_bodies_of_the_client_are_those_that_the_server_reads():
     assert (plain["max_tokens"], plain["temperature"], plain["top_p"]) == (16, 1, 1)
     assert "max_tokens" not in chat_body(dialog, SamplingParams(max_tokens=None), model="m")
     given = {"prompt": "x", "top_p": None, "max_completion_tokens": 4}
-    body = filled(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)
+    body = with_defaults(given, SamplingParams(top_p=0.5, max_tokens=7), model="m", seed=3)
     params = parse_body(body, SamplingParams(), chat=False).params
     assert (params.top_p, params.max_tokens, params.seed) == (0.5, 4, 3)
 

@@ -28,20 +28,20 @@ def talk(session: Session, demo: Llama, folder: Path) -> None:
     france, japan = replies(demo, FRANCE, JAPAN)
     assert session.ask(FRANCE) == france
     assert session.ask(JAPAN) == japan, "it has the first question in view"
-    session.command("/undo", f"forgotten: {JAPAN}")
+    session.command("/undo", f"removed: {JAPAN}")
     session.command("/stats", "turns 1")
     assert session.ask("/retry") == france
     session.command(f"/save {folder}/talk.json", "2 messages written")
-    session.command("/clear", "forgotten")
+    session.command("/clear", "are removed")
     session.command("/hello", "there is no command /hello")
     session.command(f"/load {folder}/talk.json", "2 messages read")
     assert session.ask(JAPAN) == japan
-    session.command("/clear", "forgotten")
+    session.command("/clear", "are removed")
     session.at_prompt('"""\rAnd of\r')
     session.expect("\n. ")
     session.keys('Japan?\r"""\r')
     session.expect(replies(demo, "And of\nJapan?")[0])
-    session.command("/clear", "forgotten")
+    session.command("/clear", "are removed")
     stop(session, demo)
     assert session.ask(FRANCE) == replies(demo, FRANCE)[0]
 
@@ -65,7 +65,7 @@ def stop(session: Session, demo: Llama) -> None:
     assert "stopped | " in session.expect(FIGURES)
     session.command("/stats", "turns 1")
     session.command("/set min_tokens 0", "min_tokens 0")
-    session.command("/clear", "forgotten")
+    session.command("/clear", "are removed")
 
 
 def test_a_chat_alone(sessions, demo, tmp_path):
@@ -73,7 +73,7 @@ def test_a_chat_alone(sessions, demo, tmp_path):
     sessions.append(session)
     talk(session, demo, tmp_path)
     session.at_prompt(f"{FRANCE}{CTRL_C}")
-    session.expect("Ctrl-C again, Ctrl-D or /bye to leave")
+    session.expect("press Ctrl-C again or Ctrl-D, or type /bye")
     assert session.ask(FRANCE), "the line was dropped, and the chat goes on"
     session.at_prompt("\x1b[A\r")  # the arrow up: the last line that was entered
     session.expect(f"{FRANCE}\n")
@@ -98,7 +98,7 @@ def test_what_is_typed_during_an_answer(sessions, demo):
     session.at_prompt("/stats\r")
     session.expect("turns 1")
     session.at_prompt("/clear\r")
-    session.expect("the dialog is forgotten")
+    session.expect("all messages are removed")
     session.at_prompt("/set min_tokens 490\r")
     session.at_prompt(f"{STORY}\r")
     session.expect(begin)
@@ -130,7 +130,7 @@ def test_a_chat_on_two_ranks(sessions, demo, tmp_path):
     sessions.append(session)
     talk(session, demo, tmp_path)
     session.at_prompt(f"{FRANCE}{CTRL_C}")
-    session.expect("Ctrl-C again")
+    session.expect("press Ctrl-C again")
     session.at_prompt(CTRL_C)
     assert session.ended() == 0
 
