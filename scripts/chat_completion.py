@@ -51,7 +51,7 @@ def main(
     dtype: str | None = None,
     timeout_s: float = 600.0,
 ) -> None:
-    """Answer a few dialogs; temperature 0 is greedy, max_gen_len None is what fits."""
+    """Answer a few dialogs; temperature 0 is greedy, max_gen_len None fills the context."""
     llama = Llama.build(
         ckpt_dir or demo_dir(),
         tokenizer_path,

@@ -1,12 +1,12 @@
-"""Everything that a GPU can show of this runtime, in one command and a fixed time.
+"""Check and measure this runtime on a GPU, in one command and a fixed time.
 
     python scripts/gpu_check.py --minutes 9.5 --out DIR
     python scripts/gpu_check.py --dry --out DIR        # all of it on the CPU, with the demo shape
 
 In: a machine with a GPU, and minutes. Out: DIR/results.jsonl, one line a figure, written as they
-come; DIR/summary.txt, a table; DIR/log.txt. The sections (bench/gpu_sections.py) are processes of
-their own with limits of their own, the most telling first: one that hangs or crashes costs its own
-time and no more. A second run with the same DIR does what is left.
+come; DIR/summary.txt, a table; DIR/log.txt. Each section (bench/gpu_sections.py) is a process with
+a limit of its own, and the most informative come first: one that hangs or crashes costs its own
+time only. A second run with the same DIR does what is left.
 Exit code: 0, or 1 where a section failed.
 
 A bare machine, which has torch, Triton, gcc and Python.h, lacks fairscale at the least, and what is
@@ -33,7 +33,7 @@ SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS))
 sys.path.insert(0, str(SCRIPTS.parent))
 
-_LEAST_S = 5.0  # a section is not started with less time than this
+_MIN_S = 5.0  # a section is not started with less time than this
 _GRACE_S = 3.0  # kept at the end for the summary
 
 
@@ -72,16 +72,18 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
             print(f"{name}: done before", flush=True)
     # Dry, they share a process: nothing in them can hang a GPU, and each would load torch anew.
     for group in [todo] if dry and todo else [[name] for name in todo]:
-        left, what = until - time.monotonic(), ",".join(group)
-        if left < _LEAST_S:
+        left = until - time.monotonic()
+        what = ",".join(group)
+        if left < _MIN_S:
             print(f"{what}: no time is left for it; run the command again", flush=True)
             continue
-        began, before = time.monotonic(), len(read_results(out))
+        began = time.monotonic()
+        before = len(read_results(out))
         how = _run_child(what, out, min(sum(LIMITS[name] for name in group), left), dry=dry)
         seconds = round(time.monotonic() - began, 1)
-        said = _ended(read_results(out)[before:])  # of those that came to their ends
+        reported = _ended(read_results(out)[before:])  # sections that reached their end
         for name in group:
-            if name not in said:
+            if name not in reported:
                 _append(out, {"section": name, "ended": how, "seconds": seconds})
         print(f"{what}: {how} in {seconds} s", flush=True)
     rows = read_results(out)
@@ -93,10 +95,11 @@ def _run_all(names: list[str], out: Path, seconds: float, *, dry: bool) -> int:
 
 
 def _run_here(name: str, out: Path, *, dry: bool) -> int:
-    """Run a section in this process, and say how it ended; its exit code."""
+    """Run a section in this process, record how it ended, and return its exit code."""
     from bench import gpu_sections
 
-    began, how = time.monotonic(), "ok"
+    began = time.monotonic()
+    how = "ok"
     try:
         gpu_sections.run(name, out, dry=dry)
     except Exception:
@@ -108,7 +111,7 @@ def _run_here(name: str, out: Path, *, dry: bool) -> int:
 
 
 def _run_child(name: str, out: Path, limit_s: float, *, dry: bool) -> str:
-    """Run a section, or several; how it ended: "ok", "failed (...)" or "stopped at its limit"."""
+    """Run sections in a child; return "ok", "failed (...)" or "stopped at its limit of ..."."""
     from llama.gpu import program
 
     command = [sys.executable, __file__, "--out", str(out), "--section", name]
@@ -138,12 +141,12 @@ def _append(out: Path, row: dict[str, Any]) -> None:
 
 
 def _ended(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """How each section ended the last time."""
+    """Return how each section ended the last time."""
     return {row["section"]: row["ended"] for row in rows if "ended" in row}
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
-    """A line for each figure: the last one of each name and mode."""
+    """Return a line for each figure: the last one of each name and mode."""
     last: dict[tuple, dict[str, Any]] = {}
     for row in rows:
         if "what" in row:

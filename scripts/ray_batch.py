@@ -1,4 +1,4 @@
-"""A batch file on a Ray cluster: one actor per replica, wherever Ray finds room for it.
+"""A batch file on a Ray cluster: one actor per replica, wherever Ray places it.
 
     pip install 'llama[ray]'                      # on each machine, with this package
     ray start --head                              # machine 0; on the others: --address HOST:6379
@@ -53,7 +53,7 @@ COMMAND = Command(
 
 
 class Replica:
-    """The actor: a model, and lines of the input to their records. It knows no file but weights."""
+    """An actor that turns lines of the input into records; it opens no file but the weights."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._llama = load(options)
@@ -63,7 +63,7 @@ class Replica:
         )
 
     def answer(self, lines: list[Line], jsonl: bool) -> list[tuple[Line, dict[str, Any]]]:
-        """Each line and its record, in order; a bad line's holds its error."""
+        """Yield each line and its record, in order; a bad line's record has its error."""
         records: list[dict[str, Any]] = [{}] * len(lines)
         good = []
         for i, line in enumerate(lines):
@@ -83,7 +83,7 @@ class Replica:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where lines have an error instead; OUT holds what was finished, however this ends."""
+    """Answer a file and return 1 where a line has an error; OUT keeps the finished records."""
     check_sampling(options)
     check_files(options.in_file, options.out_file, resume=options.resume)
     import ray
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chunks(options: argparse.Namespace, results: Results) -> Iterator[tuple[list[Line], bool]]:
-    """Lines without a record, CHUNK at a time as they are wanted, and whether the file is JSONL."""
+    """Return the lines without a record, in chunks of CHUNK, and whether the file is JSONL."""
     salt = repr((options.temperature, options.top_p, options.max_gen_len, options.seed))
     with open(options.in_file, "rb") as file:
         lines = read_lines(file, salt)

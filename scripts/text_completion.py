@@ -45,7 +45,7 @@ def main(
     prompt: str | None = None,
     prompt_file: str | None = None,
 ) -> None:
-    """Continue one prompt, or a few; temperature 0 is greedy, max_gen_len None is what fits."""
+    """Continue one prompt or a few; temperature 0 is greedy, max_gen_len None fills the context."""
     has_prompt = prompt is not None or prompt_file is not None
     given = read_prompt(prompt, prompt_file) if has_prompt else b""
     llama = Llama.build(

@@ -1,4 +1,4 @@
-"""How a wheel is built: adds to the package compiled CPU kernels, and the demo model.
+"""Build a wheel: add compiled CPU kernels and the demo model to the package.
 
 In: setuptools' commands, which pyproject.toml points here. Out: on Linux x86-64 with g++, one
 library per instruction set, so that users need no compiler; elsewhere none. An editable install
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def kernel_build() -> ModuleType:
-    """llama.ops.cpu.build by its path: to import the package needs torch, which may be missing."""
+    """Load llama.ops.cpu.build by its path, since importing the package needs torch."""
     path = ROOT / "llama" / "ops" / "cpu" / "build.py"
     spec = importlib.util.spec_from_file_location("kernel_build", path)
     assert spec is not None and spec.loader is not None
@@ -34,8 +34,11 @@ COMPILER = BUILD.find_compiler() if BUILD.is_supported_system() else None
 
 
 def put_library(instruction_set: Any, path: Path) -> None:
-    """Compile to `path`, or copy what LLAMA_BUILT_KERNELS has: a folder as the cache of native.py,
-    where a name holds all that a library depends on."""
+    """Compile a library to `path`, or copy it from the folder LLAMA_BUILT_KERNELS.
+
+    That folder is a cache as native.py has it: a name contains a hash of all that the library
+    depends on.
+    """
     folder = os.environ.get("LLAMA_BUILT_KERNELS")
     kept = Path(folder or "", f"{BUILD.fingerprint(COMPILER, instruction_set)}.so")
     if folder and BUILD.is_whole(kept):
@@ -45,6 +48,8 @@ def put_library(instruction_set: Any, path: Path) -> None:
 
 
 class BuildWithData(build_py):
+    """Add the demo model and the compiled kernels to the package."""
+
     def run(self) -> None:
         super().run()
         if self.editable_mode:
@@ -60,7 +65,7 @@ class BuildWithData(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """Any Python 3 on this platform: the libraries know nothing of Python."""
+    """A wheel for any Python 3 on this platform: the libraries do not depend on Python."""
 
     def finalize_options(self) -> None:
         # setuptools does not know of our libraries: say that the package belongs to a platform.
@@ -73,7 +78,7 @@ class PlatformWheel(bdist_wheel):
 
 
 class SourceWithDemo(sdist):
-    """With what a wheel is built from, beside the package."""
+    """A source distribution with the demo model and this file, from which a wheel is built."""
 
     def add_defaults(self) -> None:
         super().add_defaults()

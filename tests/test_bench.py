@@ -70,8 +70,8 @@ def test_the_limits_of_this_machine_are_measured(monkeypatch):
         work()
         return 0.1
 
-    assert machine._MANY_CPU * 4 == 2**30, "no cache holds as much"
-    monkeypatch.setattr(machine, "_MANY_CPU", 2**16)
+    assert machine._ELEMENTS_CPU * 4 == 2**30, "no cache holds as much"
+    monkeypatch.setattr(machine, "_ELEMENTS_CPU", 2**16)
     monkeypatch.setattr(machine, "best_seconds", time_once)
     assert machine.read_bandwidth(CPU) == pytest.approx(2**18 / 0.1)
     assert machine.matrix_flops(CPU, torch.float32) == pytest.approx(2 * 512**3 / 0.1)
@@ -223,7 +223,7 @@ def test_load_reads_files_that_are_kept_and_failures_are_reported(bench, tmp_pat
     [
         ("latncy", "there is no command latncy: did you mean latency?"),
         ("latency 1b", "'1b' is one word too many"),
-        ("latency --batches 1,two", "--batches: '1,two' is not whole numbers"),
+        ("latency --batches 1,two", "--batches: '1,two' is not a list of integers"),
         ("latency --model 7b", "model='7b'"),
         ("latency --batches 0", "batches=0"),
         ("latency --busy -1", "busy=-1"),

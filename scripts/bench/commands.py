@@ -1,4 +1,4 @@
-"""How fast it is, beside this machine's roofline and beside other engines.
+"""Measure the speed of the runtime beside the machine's roofline and beside other engines.
 
     python scripts/bench latency --model 1b --batches 1,8,32 --context 512,512,64
     python scripts/bench latency --model 1b --vs transformers,llama_models --plot latency.svg
@@ -92,7 +92,7 @@ def latency(
     plot: str | None = None,
     **flags: Any,
 ) -> None:
-    """Time to the first token, and of each step after it, by batch.
+    """Measure the time to the first token, and of each step after it, by batch size.
 
     The step is the median; "host ms" is the part of it outside the model's forward. The roofline is
     the longer of two times: to read all weights and the KV cache once, and to do the operations of
@@ -151,7 +151,7 @@ def latency(
 
 
 def _compare_with_quiet(rows: list[Row]) -> None:
-    """Adds "to_quiet" to each row beside busy processes whose case was also measured without."""
+    """Add "to_quiet" to each row beside busy processes whose case was also measured without."""
     quiet = {(r["engine"], r["batch"], r["context"]): r for r in rows if r.get("busy") == 0}
     for row in rows:
         same = quiet.get((row["engine"], row["batch"], row["context"]))
@@ -160,8 +160,11 @@ def _compare_with_quiet(rows: list[Row]) -> None:
 
 
 def prefill(tokens: int = 512, repeats: int = 3, rounds: int = 1, **flags: Any) -> None:
-    """Tokens a second of one prompt, to its first token; the median of `repeats`. With --rounds all
-    engines stay loaded and take turns, and "to ours" is the median of the rounds."""
+    """Measure the tokens per second of one prompt, up to its first token.
+
+    The figure is the median of `repeats`. With --rounds all engines stay loaded and take turns, and
+    "to ours" is the median of the rounds.
+    """
     bench = Bench(**flags)
     whole("repeats", repeats)
     longest = whole("tokens", tokens) + 2
@@ -191,9 +194,9 @@ def offline(
     max_batch_size: int = 32,
     **flags: Any,
 ) -> None:
-    """All of a fixed set of requests, whose prompts and answers are of mixed lengths.
+    """Answer a fixed set of requests, whose prompts and answers have mixed lengths.
 
-    shortest, longest: tokens of a prompt, and of an answer, drawn with the seed.
+    The lengths of prompts and answers are drawn between `shortest` and `longest` with the seed.
     """
     bench = Bench(**flags)
     whole("max_batch_size", max_batch_size)
@@ -225,7 +228,7 @@ def offline(
 
 
 def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
-    """Seconds to load a checkpoint that the page cache holds, and the peak memory of the process.
+    """Measure the time to load a checkpoint from the page cache, and the peak memory.
 
     Private memory is what the process has of its own (RssAnon, sampled), resident memory counts the
     pages of mapped files too (VmHWM), and device memory is that of CUDA.
@@ -247,8 +250,11 @@ def load(max_seq_len: int = 512, max_batch_size: int = 1, **flags: Any) -> None:
 
 
 def startup(max_seq_len: int = 512, **flags: Any) -> None:
-    """Seconds from the command to the first token of a short prompt, and of its parts: imports,
-    load (in it tokenizer, reading and packing, some of which may run side by side), first pass."""
+    """Measure the seconds from the command to the first token of a short prompt, and their parts.
+
+    The parts are imports, load (in it tokenizer, reading and packing, some of which may run side by
+    side), and the first pass.
+    """
     bench = Bench(**flags)
     case = {"batch": 1, "longest": whole("max_seq_len", max_seq_len, 16)}
 
@@ -275,20 +281,24 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main() -> int:
-    """Run the command that sys.argv names. The exit code: 0, 1 failed, 2 wrong command line."""
-    name, *words = sys.argv[1:] or ["--help"]
+    """Run the command that sys.argv names and return its exit code.
+
+    The code is 0, 1 where the command failed, and 2 where the command line is wrong.
+    """
+    name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(f"{__doc__}\ncommands: {', '.join(_COMMANDS)}")
         return 0
-    return ranks.run(lambda: _run(name, words))
+    return ranks.run(lambda: _run(name, arguments))
 
 
-def _run(name: str, words: list[str]) -> None:
+def _run(name: str, arguments: list[str]) -> None:
     if name not in _COMMANDS:
         likely = nearest(name, list(_COMMANDS)) or f"; there are {', '.join(_COMMANDS)}"
         raise UsageError(f"there is no command {name}{likely}")
-    given = read(f"bench {name}", command_of(_COMMANDS[name]), words, {})
+    given = read(f"bench {name}", command_of(_COMMANDS[name]), arguments, {})
     try:
         _COMMANDS[name](**vars(given))
-    except (TypeError, ImportError) as e:  # of numbers in a folder's files; of a package
+    except (TypeError, ImportError) as e:
+        # A number in the folder's files has the wrong type, or a package is missing.
         raise ValueError(str(e)) from e

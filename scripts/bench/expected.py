@@ -1,7 +1,7 @@
-"""What a decode step should take on a GPU that nobody has measured: bytes, launches, and a sum.
+"""Estimate a decode step on GPUs that nobody has measured: bytes, launches, and their sum.
 
 Out: a table in Markdown, which README.md has. Launches are counted: a step of a small model runs
-on the CPU, with kernels that do nothing. The rest is arithmetic, from figures that are guesses
+on the CPU, with kernels that do nothing. The rest is arithmetic, from figures that are estimates
 until a GPU shows better ones: what a product of each size, and attention, reach of the bandwidth,
 and what a small kernel takes in a graph.
 """
@@ -24,8 +24,14 @@ from llama.model.plan import LayerPlan
 from llama.ops.kv_cache import FORMATS
 from llama.ops.triton.kernels import NAMES, KernelSet
 
-_SMALL_S = 2.5e-6  # of a kernel that is neither a product nor attention, with its start
-_SHARES = {"wqkv": 0.75, "wo": 0.70, "w13": 0.88, "w2": 0.85, "output": 0.90}  # of bandwidth
+_SMALL_S = 2.5e-6  # seconds of a kernel that is neither a product nor attention
+_SHARES = {
+    "wqkv": 0.75,
+    "wo": 0.70,
+    "w13": 0.88,
+    "w2": 0.85,
+    "output": 0.90,
+}  # fractions of the bandwidth
 _ATTENTION_SHARE = 0.82
 _STEPS = (  # sequences, tokens of each, format of the KV cache
     (1, 128, None), (64, 2048, None), (64, 2048, "int8"), (256, 512, None),
@@ -34,7 +40,7 @@ _STEPS = (  # sequences, tokens of each, format of the KV cache
 
 @dataclass(frozen=True)
 class Gpu:
-    """Bytes a second by its datasheet, and as a copy reads them; matrix rate as measured."""
+    """A GPU: bytes per second by datasheet and as measured by a copy, and its matrix FLOP/s."""
 
     name: str
     datasheet: float
@@ -55,7 +61,7 @@ class _NoKernel:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[list[str]]:
-    """The names of Triton's kernels that are launched, which do nothing."""
+    """Yield the names of Triton's kernels that are launched; the kernels do nothing."""
     from llama.ops.triton import attention, elementwise, sample
 
     launched: list[str] = []
@@ -69,7 +75,7 @@ def _noted() -> Iterator[list[str]]:
 
 
 class _NoRecorder:
-    """A recorder for graphs of which none is recorded."""
+    """A recorder that records no graph."""
 
     def record(self, function: Any, inputs: Any) -> Any:
         raise NotImplementedError
@@ -83,7 +89,10 @@ class _NoRecorder:
 
 @torch.inference_mode()
 def launches(rows: int, layers: int) -> int:
-    """Of a step of a model like the 8B: kernels, and torch's operators that write something."""
+    """Return the launches of a step of a model like the 8B.
+
+    They are kernels, and torch's operators that write something.
+    """
     args = ModelArgs(
         dim=256, n_layers=layers, n_heads=8, n_kv_heads=8, vocab_size=512, multiple_of=32,
         max_seq_len=64, max_batch_size=rows,
@@ -100,7 +109,7 @@ def launches(rows: int, layers: int) -> int:
 
 
 def table() -> list[str]:
-    """Lines of Markdown, one for each number of sequences."""
+    """Return lines of Markdown, one for each number of sequences."""
     args = ModelArgs(**SHAPES["8b"])
     shapes = weight_shapes(args).items()
     count = {name: 1 if name == "output" else args.n_layers for name, _ in shapes}
@@ -112,11 +121,13 @@ def table() -> list[str]:
     for rows, context, kv_format in _STEPS:
         contexts = [context] * rows
         plan = LayerPlan.of(args, kv_format=FORMATS[kv_format])
-        held = sum(contexts) * plan.kv_bytes_per_token(torch.bfloat16)
-        two, three = launches(rows, 2), launches(rows, 3)
+        kv_bytes = sum(contexts) * plan.kv_bytes_per_token(torch.bfloat16)
+        plain_kv_bytes = sum(contexts) * LayerPlan.of(args).kv_bytes_per_token(torch.bfloat16)
+        two = launches(rows, 2)
+        three = launches(rows, 3)
         number = two + (three - two) * (args.n_layers - 2)
         small = (number - sum(count.values()) - args.n_layers) * _SMALL_S
-        spared = sum(contexts) * LayerPlan.of(args).kv_bytes_per_token(torch.bfloat16) - held
+        spared = plain_kv_bytes - kv_bytes
         cells, parts = [], (0.0, 0.0, 0.0)
         for gpu in GPUS:
             products = sum(
@@ -124,13 +135,13 @@ def table() -> list[str]:
                 for x, (n, k) in shapes
                 for share in [_SHARES[x] if rows == 1 else max(_SHARES[x], 0.85)]
             )
-            parts = products, held / _ATTENTION_SHARE / gpu.bandwidth, small
+            parts = products, kv_bytes / _ATTENTION_SHARE / gpu.bandwidth, small
             if rows == 1:
-                least = decode_bytes(args, 2, contexts) / gpu.datasheet / 0.8
+                min_s = decode_bytes(args, 2, contexts) / gpu.datasheet / 0.8
             else:
-                least = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops)
-                least = (least - spared / gpu.bandwidth) / 0.85
-            cells += [f"{rows / sum(parts):,.0f}", f"{rows / least:,.0f}"]
+                min_s = step_roofline(args, 2, contexts, gpu.bandwidth, gpu.flops)
+                min_s = (min_s - spared / gpu.bandwidth) / 0.85
+            cells += [f"{rows / sum(parts):,.0f}", f"{rows / min_s:,.0f}"]
         total = (decode_bytes(args, 2, contexts) - spared) / 1e9
         what = f"{rows} x {context:,}" + (f", cache in {kv_format}" if kv_format else "")
         spent = ", ".join(f"{x * 1e3:.1f}" for x in parts)

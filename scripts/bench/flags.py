@@ -1,8 +1,8 @@
-"""The flags of the benchmark's commands: their types, and what they mean.
+"""The flags of the benchmark's commands, their types and their meaning.
 
-In: a command's function. Out: a `Command` that reads its words, as `llama` reads those of its own
-commands; every command also takes the flags of `run.Bench`. No LLAMA_* variable stands for a flag
-here: the line that a report quotes is the whole of what was asked for.
+In: a command's function. Out: a `Command` that reads its arguments, as `llama` reads those of its
+own commands; every command also takes the flags of `run.Bench`. No LLAMA_* variable stands for a
+flag here: the line that a report quotes is the whole of what was asked for.
 """
 
 import dataclasses
@@ -13,69 +13,69 @@ from bench.run import Bench
 from llama.cli.flags import Command, Flag
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """A flag with several values: "1,8" -> (1, 8)."""
+def parse_ints(text: str) -> tuple[int, ...]:
+    """Parse a flag with several values: "1,8" -> (1, 8)."""
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is not whole numbers with commas between them") from None
+        raise ValueError(f"{text!r} is not a list of integers separated by commas") from None
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """A flag with several values: "0.5,8" -> (0.5, 8.0)."""
+def parse_floats(text: str) -> tuple[float, ...]:
+    """Parse a flag with several values: "0.5,8" -> (0.5, 8.0)."""
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is not numbers with commas between them") from None
+        raise ValueError(f"{text!r} is not a list of numbers separated by commas") from None
 
 
 FLAGS = {
-    "batches": Flag(whole_numbers, "N,N", "batch sizes"),
-    "context": Flag(whole_numbers, "N,N", "prompt tokens: one number, or one per batch"),
+    "batches": Flag(parse_ints, "N,N", "batch sizes"),
+    "context": Flag(parse_ints, "N,N", "prompt tokens: one number, or one per batch"),
     "steps": Flag(int, "N", "steps that are timed"),
-    "warmup": Flag(int, "N", "steps before these"),
+    "warmup": Flag(int, "N", "warm-up steps before them"),
     "busy": Flag(int, "N", "also beside N processes that compute all the time"),
     "plot": Flag(str, "FILE", "SVG to draw", "none"),
     "tokens": Flag(int, "N", "tokens of the prompt"),
-    "temperature": Flag(float, "X", "of sampling"),
-    "texts": Flag(str, "NAMES", "of edit, quote, chat, json, random"),
+    "temperature": Flag(float, "X", "sampling temperature"),
+    "texts": Flag(str, "NAMES", "some of edit, quote, chat, json, random"),
     "speculate": Flag(str, "NAME", "lookup, or the folder of a draft model"),
-    "rounds": Flag(int, "N", "turns that all engines take, loaded all the while"),
-    "repeats": Flag(int, "N", "runs; the median counts"),
+    "rounds": Flag(int, "N", "turns that all engines take while they stay loaded"),
+    "repeats": Flag(int, "N", "runs, whose median is reported"),
     "requests": Flag(int, "N", "requests of mixed lengths"),
-    "clients": Flag(whole_numbers, "N,N", "clients at a time"),
-    "rates": Flag(numbers, "X,X", "requests per second", "none"),
-    "url": Flag(str, "URL", "a server that runs, without /v1; its model is called bench", "none"),
+    "clients": Flag(parse_ints, "N,N", "concurrent clients"),
+    "rates": Flag(parse_floats, "X,X", "requests per second", "none"),
+    "url": Flag(str, "URL", "running server, without /v1; its model is called bench", "none"),
     "shortest": Flag(int, "N", "tokens of the shortest prompt or answer"),
     "longest": Flag(int, "N", "tokens of the longest prompt or answer"),
-    "max_batch_size": Flag(int, "N", "sequences that run at once"),
-    "max_seq_len": Flag(int, "N", "most tokens of a sequence"),
-    "minutes": Flag(float, "X", "how long it runs"),
-    "sample_s": Flag(float, "S", "seconds between two looks at memory and pages"),
-    "growth_mb": Flag(float, "X", "memory that may come once all is warm"),
-    "rows": Flag(whole_numbers, "N,N", "rows (M) of the product"),
-    "formats": Flag(str, "NAMES", "of weights, with commas between them"),
-    "text": Flag(str, "FILE", "what is read"),
-    "window": Flag(int, "N", "tokens that are read in one piece"),
-    "windows": Flag(int, "N", "of these pieces"),
+    "max_batch_size": Flag(int, "N", "maximum number of sequences per step"),
+    "max_seq_len": Flag(int, "N", "maximum tokens of a sequence"),
+    "minutes": Flag(float, "X", "duration of the run"),
+    "sample_s": Flag(float, "S", "seconds between two samples of memory and pages"),
+    "growth_mb": Flag(float, "X", "permitted growth of memory after the warm-up"),
+    "rows": Flag(parse_ints, "N,N", "rows (M) of the product"),
+    "formats": Flag(str, "NAMES", "weight formats, separated by commas"),
+    "text": Flag(str, "FILE", "text to evaluate"),
+    "window": Flag(int, "N", "tokens of a window"),
+    "windows": Flag(int, "N", "number of windows"),
     "model": Flag(
         str, "NAME", "demo, 1b, 3b or 8b with random weights, a folder of weights, or a GGUF file"
     ),
     "dtype": Flag(
-        str, "NAME", "bf16, fp16, fp32; int8, fp8, int4 are of our weights, peers have bf16"
+        str, "NAME", "bf16, fp16, fp32, or int8, fp8, int4 for our weights beside peers in bf16"
     ),
-    "device": Flag(str, "NAME", "cuda, mps or cpu", "the first of these that is there"),
+    "device": Flag(str, "NAME", "cuda, mps or cpu", "the first available"),
     "threads": Flag(int, "N", "threads of every engine", "torch's choice"),
-    "vs": Flag(str, "NAMES", "peers with commas between them, each NAME or NAME:VENV", "none"),
-    "work_dir": Flag(str, "DIR", "where checkpoints are written and kept", "a folder that goes"),
-    "limit_s": Flag(int, "S", "seconds after which an engine is ended"),
-    "out": Flag(str, "FILE", "file for all that is printed", "none"),
-    "seed": Flag(int, "N", "of weights, prompts and lengths"),
+    "vs": Flag(str, "NAMES", "peers separated by commas, each NAME or NAME:VENV", "none"),
+    "work_dir": Flag(str, "DIR", "folder that keeps the checkpoints", "a temporary folder"),
+    "limit_s": Flag(int, "S", "seconds after which an engine is stopped"),
+    "out": Flag(str, "FILE", "file for the whole output", "none"),
+    "seed": Flag(int, "N", "seed of weights, prompts and lengths"),
 }
 
 
 def command_of(function: Callable[..., None]) -> Command:
-    """The flags of a function's signature, then those that every command takes."""
+    """Return a command with the flags of a function's signature and those of every command."""
     own = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in own if p.kind is not p.VAR_KEYWORD}
     shared = {f.name: f.default for f in dataclasses.fields(Bench) if f.init}

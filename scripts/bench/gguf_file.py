@@ -33,7 +33,8 @@ def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
 
     Rows of wq and wk stay in Meta's order: GGUF's llama rotates neighbours, as Meta's does.
     """
-    weights, args = CheckpointReader(found), found.params
+    weights = CheckpointReader(found)
+    args = found.params
     dtypes = {name: torch.float32 if len(shape) == 1 else dtype
               for name, shape in weights.shapes.items()}  # fmt: skip
     if "output.weight" in dtypes and weights.are_equal("output.weight", "tok_embeddings.weight"):
@@ -64,7 +65,7 @@ def write_gguf(found: Checkpoint, path: Path, dtype: torch.dtype) -> None:
 
 
 def _add_metadata(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
-    """What llama.cpp asks of a model of the architecture "llama" whose tokens are ids only."""
+    """Add the metadata that llama.cpp needs for the architecture "llama" without a vocabulary."""
     writer.add_context_length(args.longest_context)
     writer.add_embedding_length(args.dim)
     writer.add_block_count(args.n_layers)
@@ -79,7 +80,7 @@ def _add_metadata(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
 
 
 def rope_divisors(args: ModelArgs) -> Tensor:
-    """(D/2) float32: what llama.cpp divides each rotary frequency by."""
+    """Return the divisors (D/2) float32 that llama.cpp applies to the rotary frequencies."""
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.float32) / args.head_dim
     frequencies = 1.0 / args.rope_theta**exponents
     assert args.rope_factor is not None

@@ -1,4 +1,4 @@
-"""A section of `scripts/gpu_check.py`: where it runs, how large its work is, and what it says.
+"""One section of `scripts/gpu_check.py`: its device, the size of its work, and its results.
 
 In: a section's name and a folder. Out: models and engines whose steps run as a mode says, and lines
 of JSON in the folder's results.jsonl: {"section", "what", "mode", "value", "unit"}, with the "bar"
@@ -54,26 +54,29 @@ def read_results(out: Path) -> list[dict[str, Any]]:
 
 
 class Section:
-    """Where a section runs, how large its work is, and what it says."""
+    """The device of a section, the size of its work, and its results."""
 
     def __init__(self, name: str, out: Path, *, dry: bool) -> None:
-        self.name, self.out, self.dry = name, out, dry
+        self.name = name
+        self.out = out
+        self.dry = dry
         self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
         self.dtype = torch.float32 if dry else torch.bfloat16
 
     def say(self, what: str, value: Any, unit: str = "", **more: Any) -> None:
-        """One figure, on disk at once."""
+        """Write one figure to disk at once."""
         row = {"section": self.name, "what": what, "value": value, "unit": unit} | more
         if what in BARS and more.get("mode", MODES[0]) == MODES[0]:
             bar, goal, rate = BARS[what]
             scale = self.found(rate) / H200[rate] if rate else 1.0
-            row["bar"], row["goal"] = bar * scale, goal * scale
+            row["bar"] = bar * scale
+            row["goal"] = goal * scale
         with (self.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
 
     def found(self, rate: str) -> float:
-        """A rate of the machine, from the section `facts`."""
+        """Return a rate of the machine, from the section `facts`."""
         rows = [row for row in read_results(self.out) if row.get("what") == rate]
         return rows[-1]["value"] if rows else H200[rate]
 
@@ -89,8 +92,10 @@ class Section:
 
     @contextlib.contextmanager
     def engine(self, model: Transformer, mode: str, num_tokens: int) -> Iterator[LLMEngine]:
-        """A new engine over `model`, whose steps run as the mode says; at the end of the block its
-        KV cache is freed, as two of them would not fit."""
+        """Yield a new engine over `model` whose steps run in the given mode.
+
+        The KV cache is freed at the end of the block, as two of them would not fit.
+        """
         engine = self._engine(model, mode, num_tokens)
         try:
             yield engine

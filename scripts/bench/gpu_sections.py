@@ -58,13 +58,13 @@ def has_gpu() -> bool:
 
 
 def run(name: str, out: Path, *, dry: bool) -> None:
-    """Do one section, in this process."""
+    """Run one section in this process."""
     torch.manual_seed(0)
     _SECTIONS[name](Section(name, out, dry=dry))
 
 
 def facts(at: Section) -> None:
-    """The machine, and the limits that all else is compared with."""
+    """Report the machine, and the limits that all other figures are compared with."""
     for key, value in machine.facts(at.device).items():
         at.say(key, value)
     if not at.dry:
@@ -82,7 +82,7 @@ def facts(at: Section) -> None:
 
 
 def checks(at: Section) -> None:
-    """The self-check of each kernel and of graphs, at the 8B's sizes."""
+    """Run the self-check of each kernel and of graphs, at the sizes of the 8B."""
     _check(at, "8b")
 
 
@@ -112,7 +112,7 @@ def _say_checked(at: Section, what: str, reason: str | None) -> None:
 
 
 def decode(at: Section) -> None:
-    """The 8B shape, mode by mode: the step at batch 1, 32 and 64, and a prompt of 4,096."""
+    """Time the 8B shape, mode by mode: a step at batch 1, 32 and 64, and a prompt of 4,096."""
     context = at.size(2048, 20)
     steps, prompt = at.size(96, 1), at.size(4096, 18)
     model = at.model("8b", max(context + 2 * steps, prompt) + 64, at.size(64, 2))
@@ -135,8 +135,9 @@ def decode(at: Section) -> None:
 
 
 def throughput(at: Section) -> None:
-    """The 8B shape with many requests at once; the checks of the 1B shape, and it at batch 1."""
-    steps, mode = at.size(256, 1), MODES[0]
+    """Time the 8B shape with many requests; check the 1B shape, and time it at batch 1."""
+    steps = at.size(256, 1)
+    mode = MODES[0]
     model = at.model("8b", at.size(2200, 128), at.size(256, 2))
     answers = at.size(2048, 2)
     many = [(at.size(32, 5), answers)] * at.size(128, 2)
@@ -158,7 +159,7 @@ def throughput(at: Section) -> None:
 
 
 def sweeps(at: Section) -> None:
-    """Decode attention by the number of splits: where `attention.num_splits` should lie."""
+    """Time decode attention by the number of splits, to judge `attention.num_splits`."""
     if not has_triton():
         at.say("sweeps", NO_TRITON)
         return
@@ -177,7 +178,8 @@ def sweeps(at: Section) -> None:
         caches = [cache, *(cache.clone() for _ in range(cold))]  # in turn: none is in the L2
         queries = torch.randn(batch, heads, d, device=at.device, dtype=dtype)
         pages = torch.randperm(batch * width).view(batch, width).tolist()
-        starts, ones = [context - 1] * batch, [1] * batch
+        starts = [context - 1] * batch
+        ones = [1] * batch
         _, step = Batch.pack([], starts, ones, pages, PAGE_SIZE, [], at.device)
         for splits in (1, 2, 4, 8, 16, 32, 64)[: at.size(7, 1)]:
             attention.num_splits = functools.partial(_always, splits)
@@ -196,11 +198,15 @@ def _always(value: int, *_: Any) -> int:
 
 
 def _device_seconds(at: Section, calls: Sequence[Callable[[], Any]]) -> float:
-    """Of one call on the device, without the host: the median of some graphs of calls in turn."""
+    """Return the seconds of one call on the device, without the host.
+
+    They are the median of several graphs, in which the calls take turns.
+    """
     if at.dry:
         return machine.best_seconds(calls[0], at.device)
     calls[0]()
-    graph, count = torch.cuda.CUDAGraph(), max(20, len(calls))
+    graph = torch.cuda.CUDAGraph()
+    count = max(20, len(calls))
     with torch.cuda.graph(graph):
         for call in itertools.islice(itertools.cycle(calls), count):
             call()
@@ -210,8 +216,11 @@ def _device_seconds(at: Section, calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def tests(at: Section) -> None:
-    """The tests that are marked for a GPU, of files that need no more packages than a bare machine
-    has. Dry, they are collected and skipped."""
+    """Run the tests that are marked for a GPU.
+
+    The files need no more packages than a bare machine has. In a dry run they are collected and
+    skipped.
+    """
     if find_spec("pytest") is None:
         at.say("tests", "pytest is not installed")
         return
@@ -244,7 +253,7 @@ def tests(at: Section) -> None:
 
 
 def profile(at: Section) -> None:
-    """Where the device's time goes in a step at batch 1 and 64, kernel by kernel."""
+    """Report the device time of a step at batch 1 and 64, kernel by kernel."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -266,10 +275,10 @@ def profile(at: Section) -> None:
 
 
 def load(at: Section) -> None:
-    """Llama.build of the 8B shape from files that the page cache holds."""
+    """Time Llama.build of the 8B shape from files in the page cache."""
     shared = Path("/dev/shm")
-    room = shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize > 20e9
-    with tempfile.TemporaryDirectory(dir=shared if room and not at.dry else None) as scratch:
+    is_large = shared.is_dir() and os.statvfs(shared).f_bavail * os.statvfs(shared).f_frsize > 20e9
+    with tempfile.TemporaryDirectory(dir=shared if is_large and not at.dry else None) as scratch:
         params = at.params("8b")
         folder = write_checkpoint(Path(scratch, "model"), params, at.dtype)
         for _ in range(2):
@@ -284,7 +293,7 @@ def load(at: Section) -> None:
 
 
 def peers(at: Section) -> None:
-    """transformers on the same shape: the step at batch 1 and 32, eager, with its own cache."""
+    """Time transformers on the same shape at batch 1 and 32, eager, with its own cache."""
     if find_spec("transformers") is None:
         at.say("peers", "transformers is not installed")
         return
@@ -296,13 +305,14 @@ def peers(at: Section) -> None:
         num_attention_heads=args.n_heads, num_key_value_heads=args.kv_heads,
         vocab_size=args.vocab_size, max_position_embeddings=4096,
     )  # fmt: skip
-    torch.set_default_dtype(at.dtype)  # of this process, which ends with the section
+    torch.set_default_dtype(at.dtype)  # this process ends with the section
     with torch.device(at.device):
         model = LlamaForCausalLM(config).eval()
     for batch, what in ((1, "8b batch 1"), (at.size(32, 2), "8b batch 32")):
         ids = torch.randint(args.vocab_size, (batch, at.size(128, 20)), device=at.device)
         with torch.inference_mode():
-            out, times = model(ids, use_cache=True, logits_to_keep=1), []
+            out = model(ids, use_cache=True, logits_to_keep=1)
+            times = []
             for _ in range(at.size(24, 2)):
                 latest = out.logits[:, -1].argmax(-1, keepdim=True)
                 machine.wait_for(at.device)
@@ -321,7 +331,7 @@ def peers(at: Section) -> None:
 
 
 def _begin(engine: LLMEngine, batch: int, context: int, params: SamplingParams = _GREEDY) -> None:
-    """`batch` sequences, all of which decode."""
+    """Start `batch` sequences, and step until all of them decode."""
     draw = random.Random(batch)
     ids = range(engine.tokenizer.n_words - 256)
     for i in range(batch):
@@ -339,7 +349,7 @@ def _say_decode(
     at: Section, what: str, mode: str, engine: LLMEngine, batch: int, context: int, steps: int,
     params: SamplingParams = _GREEDY,
 ) -> None:  # fmt: skip
-    """Tokens a second of steps, and the fraction of what the machine's limits allow."""
+    """Report the tokens per second of steps, and their fraction of the machine's limits."""
     args = engine.core.runner.model.params
     _begin(engine, batch, context, params)
     for _ in range(at.size(2, 1)):
@@ -352,7 +362,8 @@ def _say_decode(
     step = (time.perf_counter() - began) / steps
     engine.discard_all()
     contexts = [context + steps // 2] * batch
-    bandwidth, flops = at.found("read bandwidth"), at.found("matrix rate")
+    bandwidth = at.found("read bandwidth")
+    flops = at.found("matrix rate")
     floor = step_roofline(args, at.dtype.itemsize, contexts, bandwidth, flops)
     read = decode_bytes(args, at.dtype.itemsize, contexts)
     at.say(
@@ -362,7 +373,10 @@ def _say_decode(
 
 
 def _prefill_seconds(engine: LLMEngine, tokens: int, repeats: int) -> float:
-    """Of one prompt that nothing is known of, to its first token; the least of some."""
+    """Return the seconds from a prompt without a cached prefix to its first token.
+
+    The result is the minimum of `repeats`.
+    """
     times = []
     for i in range(repeats + 1):
         draw = random.Random(1000 + i)

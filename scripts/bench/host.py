@@ -1,10 +1,10 @@
-"""The host's share of a decode step: what it would take on a GPU that computes in no time.
+"""Measure the host's share of a decode step: its time on a GPU that computes in no time.
 
 In: batch sizes. Out: a table of milliseconds and one JSON line. The engine is the real one, with
-steps of a fixed shape and a step in flight; the recorder's replays do nothing, so that scheduling,
-packing, reading and text are all that is left. What a driver takes to launch a graph and to copy
-ids, some 30 microseconds, is not in it, nor launches of the sampling kernels. What operators on
-tensors take outside the graph is told apart: a GPU would do that work, and the host launch it.
+steps of a fixed shape and a step in flight. The recorder's replays do nothing, so that scheduling,
+packing, reading and text remain. The figure excludes the time of a driver to launch a graph and to
+copy ids (some 30 microseconds), and launches of the sampling kernels. The time of operators on
+tensors outside the graph is reported separately: a GPU would do that work, and the host launch it.
 """
 
 import statistics
@@ -51,7 +51,7 @@ _COLUMNS: list[Column] = [
 
 
 class AnyToken:
-    """A constraint that costs nothing to ask: what a grammar takes, takes a thread of its own."""
+    """A constraint without cost: a real grammar runs in a thread of its own."""
 
     failure: str | None = None
 
@@ -60,12 +60,12 @@ class AnyToken:
     ) -> None:
         bits.fill(-1)
 
-    def draft(self, output: list[int], guess: list[int]) -> tuple[list[int], bool]:
+    def draft(self, output: list[int], prediction: list[int]) -> tuple[list[int], bool]:
         return [], False
 
 
 class NoDevice:
-    """A recorder whose replays do nothing: to a greedy row, token 0 is the top one for ever."""
+    """A recorder whose replays do nothing: token 0 is always the top token of a greedy row."""
 
     def record(
         self, function: Callable[[], Outputs], inputs: Any
@@ -86,10 +86,10 @@ def host(
     steps: int = 200,
     **flags: Any,
 ) -> None:
-    """What the host does in a decode step, with a device that does nothing.
+    """Measure the host's share of a decode step, with a device that does nothing.
 
     "engine" is scheduling, packing and reading ids; "with text" is the public request API, which
-    also makes text of them. Medians, and the least, of `steps` steps of each.
+    also decodes the text. The figures are the median and the minimum of `steps` steps.
     """
     require_triton("host")
     bench = Bench(**flags)
@@ -107,11 +107,12 @@ _VIEWS = ("_unsafe_view", "detach", "_reshape_alias")
 
 
 class Operators(TorchDispatchMode):
-    """Counts torch's operators, but those that write nothing, and the time in them."""
+    """Counts torch's operators that write something, and the time in all operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.seconds = 0, 0.0
+        self.count = 0
+        self.seconds = 0.0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

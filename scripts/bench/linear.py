@@ -1,4 +1,4 @@
-"""Our linear kernels beside torch's, shape by shape: what defends the C++ by figures.
+"""Compare our linear kernels with torch's, shape by shape.
 
 In: the benchmark's flags and numbers of rows. Out: a table of times per shape and kernel, and one
 JSON line. All kernels of a shape take turns, so that a busy moment of the machine meets them alike,
@@ -21,7 +21,7 @@ from bench.run import Bench, Row, whole
 from bench.shapes import weight_shapes
 from llama.weights import QUANTIZED, bytes_of, packed
 
-_COLD_BYTES = 2**28  # of weights that are read before one is read again
+_COLD_BYTES = 2**28  # bytes of weights that are read before one is read again
 _COLUMNS: list[Column] = [
     ("kernel", "kernel", ""), ("weight", "weight", ""), ("N", "n", ""), ("K", "k", ""),
     ("M", "m", ""), ("ms", "ms", ".3f"), ("least", "ms_min", ".3f"), ("GB/s", "gb_per_s", ".1f"),
@@ -31,10 +31,10 @@ Kernel = Callable[[Tensor], Tensor]  # x (M, K) -> (M, N), with a weight of its 
 
 
 def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: Any) -> None:
-    """The linear layers of a model, plain and quantized: our kernels beside torch's, by rows (M).
+    """Time the linear layers of a model, plain and quantized, beside torch's kernels, by rows (M).
 
-    Milliseconds are the median and the least of `repeats`; "to ours" compares medians with our
-    kernel of the same weight type, "to bf16" with that of bf16. GB/s is of the weight's own bytes.
+    Milliseconds are the median and the minimum of `repeats`; "to ours" divides medians by our
+    kernel's with the same weight type, "to bf16" by that of bf16. GB/s counts the weight's bytes.
     """
     bench = Bench(**flags)
     if bench.vs or bench.device_used.type != "cpu":
@@ -51,7 +51,7 @@ def linear(rows: tuple[int, ...] = (1, 8, 32, 512), repeats: int = 20, **flags: 
 
 
 def measure(m: int, n: int, k: int, repeats: int) -> list[Row]:
-    """One row per kernel, each timed `repeats` times after a warm-up."""
+    """Return a row per kernel, each timed `repeats` times after a warm-up."""
     copies = max(1, _COLD_BYTES // (n * k))
     x = torch.randn(m, k).bfloat16()
     kernels = {name: [make(m, n, k) for _ in range(copies)] for name, make in KERNELS.items()}
@@ -95,13 +95,13 @@ def _torch_linear(m: int, n: int, k: int) -> Kernel:
 
 
 def _onednn_packed(m: int, n: int, k: int) -> Kernel:
-    """oneDNN with the weight reordered once, as torch's Inductor uses it."""
+    """Return oneDNN's product with the weight reordered once, as torch's Inductor uses it."""
     weight = torch.ops.mkldnn._reorder_linear_weight(_weight(n, k), m)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 def _torch_int8(m: int, n: int, k: int) -> Kernel:
-    """torch's product of bf16 rows with int8 weights and one scale per row."""
+    """Return torch's product of bf16 rows with int8 weights and one scale per row."""
     values = (_weight(n, k).float() * 32).clamp(-127, 127).to(torch.int8)
     scales = torch.ones(n, dtype=torch.bfloat16)
     return lambda x: torch.ops.aten._weight_int8pack_mm(x, values, scales)

@@ -1,4 +1,4 @@
-"""Clients of a server: streams of OpenAI's completions, and when each part of them came.
+"""Clients of a server: streams of OpenAI's completions, and the times of their events.
 
 In: a URL, prompts as ids, how many at once or how many per second. Out: `Timing` for each request.
 It speaks HTTP over plain sockets: a client that computes much would slow the server beside it.
@@ -19,7 +19,7 @@ MODEL = "bench"  # the name that servers are started with
 
 @dataclass
 class Timing:
-    """Seconds on one clock: when it was sent, and when each event with a choice came."""
+    """The times of one request: when it was sent, and when each event with a choice came."""
 
     began: float
     events: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Timing:
 
 
 async def ask(url: str, model: str, prompt: list[int], count: int) -> Timing:
-    """One streamed request of `count` tokens. RuntimeError where it is refused or cut off."""
+    """Send one streamed request of `count` tokens; raise RuntimeError where it is refused."""
     address = urlsplit(url)
     host, port = str(address.hostname), address.port or 80
     body = {
@@ -68,11 +68,11 @@ async def ask(url: str, model: str, prompt: list[int], count: int) -> Timing:
 
 
 async def closed_loop(send: Callable[[int], Awaitable[Timing]], count: int, at_once: int) -> Any:
-    """`count` requests, by so many clients that each send the next when they have an answer."""
-    numbers = iter(range(count))
+    """Send `count` requests by `at_once` clients, each of which waits for its answers."""
+    indices = iter(range(count))
 
     async def client() -> list[Timing]:
-        return [await send(number) for number in numbers]
+        return [await send(index) for index in indices]
 
     found = await asyncio.gather(*(client() for _ in range(at_once)))
     return [timing for own in found for timing in own]
@@ -81,8 +81,9 @@ async def closed_loop(send: Callable[[int], Awaitable[Timing]], count: int, at_o
 async def open_loop(
     send: Callable[[int], Awaitable[Timing]], count: int, rate: float, seed: int
 ) -> list[Timing]:
-    """`count` requests that come as a Poisson process of `rate` per second, whatever is running."""
-    draw, sent = random.Random(seed), []
+    """Send `count` requests as a Poisson process of `rate` per second, without waiting."""
+    draw = random.Random(seed)
+    sent = []
     for number in range(count):
         sent.append(asyncio.ensure_future(send(number)))
         await asyncio.sleep(draw.expovariate(rate))
@@ -90,7 +91,7 @@ async def open_loop(
 
 
 def figures(timings: list[Timing], tokens: int) -> dict[str, float]:
-    """Rates over the whole run, which begins with the first request; times in milliseconds."""
+    """Return rates over the whole run, and percentiles of times in milliseconds."""
     seconds = max(t.events[-1] for t in timings) - min(t.began for t in timings)
     firsts = [1e3 * t.first for t in timings]
     gaps = [1e3 * gap for t in timings for gap in t.gaps] or [0.0]

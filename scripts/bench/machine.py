@@ -1,4 +1,4 @@
-"""What the machine is and can do: its name, its read bandwidth and its FLOP/s in a matrix product.
+"""Facts of the machine: its name, its read bandwidth and its FLOP/s in a matrix product.
 
 In: a device and dtypes. Out: facts as JSON has them, and rates a second, each the best that was
 seen. Nothing here knows of models.
@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from llama.device import use_huge_pages
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
-_TRIES, _PATIENCE = 5, 1.0  # runs at most, seconds after which none is added
-_MANY_CPU, _MANY_GPU = 2**28, 2**30  # float32 numbers: 1 and 4 GiB
+_MAX_RUNS = 5
+_MAX_SECONDS = 1.0  # no run is added after this time
+_ELEMENTS_CPU = 2**28  # float32: 1 GiB
+_ELEMENTS_GPU = 2**30  # float32: 4 GiB
 _LONG_ENOUGH = 0.05  # seconds of one product: a larger one would not be faster
 
 
@@ -43,7 +45,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def gpu_state(device: torch.device) -> dict[str, str]:
-    """What explains a GPU's figures beside its name; empty where nvidia-smi is missing."""
+    """Return the GPU's driver, clocks and power limit; empty where nvidia-smi is missing."""
     names = ["driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit", "ecc.mode.current"]
     command = ["nvidia-smi", "-i", str(device.index or 0), f"--query-gpu={','.join(names)}"]
     try:
@@ -57,7 +59,7 @@ def gpu_state(device: torch.device) -> dict[str, str]:
 
 
 def _cpu() -> tuple[str, set[str]]:
-    """The CPU's name and flags; without /proc, what Python knows."""
+    """Return the CPU's name and flags; without /proc, what Python reports."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor() or platform.machine(), set()
@@ -67,8 +69,11 @@ def _cpu() -> tuple[str, set[str]]:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a sum over far more than any cache holds, in large pages as weights are."""
-    buffer = torch.empty(_MANY_CPU if device.type == "cpu" else _MANY_GPU, device=device)
+    """Return the bytes per second of a sum over far more memory than any cache has.
+
+    The memory is in large pages, as weights are.
+    """
+    buffer = torch.empty(_ELEMENTS_CPU if device.type == "cpu" else _ELEMENTS_GPU, device=device)
     use_huge_pages(buffer)
     buffer.fill_(1)
     seconds = best_seconds(lambda: buffer.sum(), device)
@@ -76,7 +81,7 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square products, the second factor transposed as weights are."""
+    """Return the FLOP/s of square products, the second factor transposed as weights are."""
     best = 0.0
     for size in (512, 1024, 2048, 4096, 8192, 16384):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -88,10 +93,11 @@ def matrix_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few runs, after one that warms up."""
+    """Return the seconds of the fastest of a few runs, after a warm-up."""
     work()
-    best, until = math.inf, time.perf_counter() + _PATIENCE
-    for _ in range(_TRIES):
+    best = math.inf
+    until = time.perf_counter() + _MAX_SECONDS
+    for _ in range(_MAX_RUNS):
         wait_for(device)
         began = time.perf_counter()
         work()
@@ -104,7 +110,7 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all it was given (a sync)."""
+    """Wait until the device has finished its work (a sync)."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -40,7 +40,12 @@ _STEPS, _TURNS = 40, 4
 
 @contextlib.contextmanager
 def link(delay_s: float, bytes_per_s: float) -> Iterator[list[list[str]]]:
-    """The two prefixes, while the block runs. OSError or CalledProcessError where it cannot be."""
+    """Yield the two prefixes; the link ends with the block.
+
+    Raises:
+        OSError: There is no /dev/net/tun, or no right to use it.
+        CalledProcessError: `ip` refused a command.
+    """
     names = [f"llama-{os.getpid()}-{i}" for i in range(2)]
     with contextlib.ExitStack() as stack:
         fds = []
@@ -65,8 +70,8 @@ def link(delay_s: float, bytes_per_s: float) -> Iterator[list[list[str]]]:
         yield [["ip", "netns", "exec", name] for name in names]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
 
 
 def _tun(name: str) -> int:
@@ -76,7 +81,10 @@ def _tun(name: str) -> int:
 
 
 def carry(one: int, other: int, delay_s: float, bytes_per_s: float) -> None:
-    """Pass packets both ways until killed: each leaves when the line is free, and arrives later."""
+    """Pass packets both ways until killed.
+
+    A packet leaves when the line is free, and arrives `delay_s` later.
+    """
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_TIMERSLACK, 1)  # nanoseconds; the default is 50,000
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the link ends with who made it
@@ -100,7 +108,7 @@ def carry(one: int, other: int, delay_s: float, bytes_per_s: float) -> None:
 def on_both(
     prefixes: list[list[str]], program: list[str], timeout_s: float = 300.0, ranks: int = 1
 ) -> str:
-    """A program on so many ranks in each namespace; rank 0's standard output."""
+    """Run a program on `ranks` ranks in each namespace and return rank 0's standard output."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(
@@ -123,7 +131,7 @@ def on_both(
 
 
 def step(folder: str, batch: int) -> None:
-    """One rank: the median milliseconds of a step, and of what rank 0's sums take by size."""
+    """Print the median milliseconds of a step, and of sums by size, as one rank measures them."""
     from bench.ranks import SUMS, sum_us
     from llama import Llama
 

@@ -1,5 +1,4 @@
-"""What rounding costs a model's answers, of its weights or of its KV cache: perplexity, and the
-distance to bf16.
+"""Measure what quantized weights or a quantized KV cache cost: perplexity and distance to bf16.
 
 In: a folder with weights, formats, and a text. Out: a row a format. The text is read in windows of
 their own. "KL" is the mean over all tokens of the Kullback-Leibler divergence, in nats, of the next
@@ -24,7 +23,7 @@ from llama.ops.kv_cache import FORMATS as KV_FORMATS
 from llama.weights import QUANTIZED
 
 _TEXT = Path(__file__).resolve().parents[2] / "README.md"
-_CACHES = {f"kv_{name}": name for name in KV_FORMATS if name}  # of a model in bf16
+_CACHES = {f"kv_{name}": name for name in KV_FORMATS if name}  # the model is in bf16
 _KNOWN = (*QUANTIZED, *_CACHES)
 _COLUMNS: list[Column] = [
     ("weights", "weights", ""), ("GB", "gb", ".3f"), ("perplexity", "perplexity", ".3f"),
@@ -40,11 +39,10 @@ def quality(
     windows: int = 4,
     **flags: Any,
 ) -> None:
-    """Perplexity of a text with weights, or a KV cache (kv_int8), of several formats, and how far
-    each is from bf16.
+    """Measure the perplexity of a text by format of weights or KV cache, and the distance to bf16.
 
-    Needs a folder with weights: random ones have nothing to lose. On a CPU; all log-probabilities
-    of bf16 are kept: 2 GB for 4 windows of Llama 3.
+    It needs a folder with trained weights: random ones have no quality to lose. It runs on a CPU
+    and keeps all log-probabilities of bf16, which are 2 GB for 4 windows of Llama 3.
     """
     bench = Bench(**flags)
     if not Path(bench.model).is_dir():
@@ -53,7 +51,8 @@ def quality(
         if name not in _KNOWN:
             raise ValueError(f"formats={name!r}: give some of {', '.join(_KNOWN)}")
     sizes = whole("window", window, 2), whole("windows", windows)
-    expected, rows = None, []
+    expected = None
+    rows = []
     for name in ("bf16", *names):
         print(f"... {name}", file=sys.stderr, flush=True)
         num_bytes, ids, found = _log_probabilities(bench.model, name, Path(text), *sizes)
@@ -68,30 +67,32 @@ def quality(
 def _log_probabilities(
     folder: str, name: str, text: Path, window: int, windows: int
 ) -> tuple[int, Tensor, Tensor]:
-    """Bytes of the weights, ids (windows, window) and log-probabilities (windows, window, V)."""
+    """Return the weights' bytes, ids (windows, window), log-probabilities (windows, window, V)."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "bf16"}
     options["kv_cache_dtype"] = _CACHES.get(name)
     options["quantize"] = name if name in QUANTIZED else None
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         llama = Llama.build(folder, None, window, 1, **options)
-    each = window - 1
-    ids = llama.tokenizer.encode(text.read_text(), bos=False, eos=False)[: windows * each]
-    if len(ids) < windows * each:
+    num_new = window - 1  # the first token of a window is begin_of_text
+    ids = llama.tokenizer.encode(text.read_text(), bos=False, eos=False)[: windows * num_new]
+    if len(ids) < windows * num_new:
         raise ValueError(f"{text} has {len(ids)} tokens, fewer than {windows} windows of {window}")
     begins = torch.full((windows, 1), llama.tokenizer.bos_id)
-    tokens = torch.cat([begins, torch.tensor(ids).view(windows, each)], 1)
+    tokens = torch.cat([begins, torch.tensor(ids).view(windows, num_new)], 1)
     rows = [llama.model(row[None], 0)[0].log_softmax(-1) for row in tokens]
-    held = {x.data_ptr(): x.nbytes for m in (llama.model,) for x in (*m.parameters(), *m.buffers())}
-    return sum(held.values()), tokens, torch.stack(rows)
+    stored = {
+        x.data_ptr(): x.nbytes for m in (llama.model,) for x in (*m.parameters(), *m.buffers())
+    }
+    return sum(stored.values()), tokens, torch.stack(rows)
 
 
 def compare(ids: Tensor, expected: Tensor, found: Tensor) -> Row:
-    """ids (W, T); log-probabilities of the token after each, (W, T, V), twice -> the figures."""
-    told = found[:, :-1].gather(-1, ids[:, 1:, None]).double()
+    """Compare two sets of log-probabilities (W, T, V) of the tokens that follow ids (W, T)."""
+    logprobs = found[:, :-1].gather(-1, ids[:, 1:, None]).double()
     pairs = zip(expected.flatten(0, 1), found.flatten(0, 1), strict=True)
     kl = torch.stack([(a.exp() * (a - b)).sum() for a, b in pairs]).double()
     return {
-        "perplexity": math.exp(-told.mean()),
+        "perplexity": math.exp(-logprobs.mean()),
         "kl": kl.mean().item(),
         "kl_error": (kl.std() / math.sqrt(len(kl))).item(),
         "same_top": (expected.argmax(-1) == found.argmax(-1)).double().mean().item(),

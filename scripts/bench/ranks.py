@@ -1,4 +1,4 @@
-"""What ranks cost: a step on several ranks, and the part of it that they spend in collectives.
+"""Measure the cost of ranks: a step on several ranks, and its share of collectives.
 
 In: the flags of the command, under torchrun or alone. Out: a table, printed by rank 0; a line per
 batch and per path on which the ranks talk. The weights are random, made in each rank's memory.
@@ -30,12 +30,12 @@ _COLUMNS: list[Column] = [
     ("collectives ms", "collectives_ms", ".2f"), ("of the step", "collectives_fraction", ".0%"),
     ("4 KB us", "sum_4k_us", ".1f"), ("1 MB us", "sum_1m_us", ".1f"),
 ]  # fmt: skip
-_LIMIT_S = 300.0  # of a wait for another rank
+_LIMIT_S = 300.0  # limit of a wait for another rank
 SUMS = {"sum_4k_us": (4 << 10, 300), "sum_1m_us": (1 << 20, 30)}  # bytes, and how often
 
 
 class _Timed(ModelParallel):
-    """Counts the seconds in collectives; waiting for a slower rank is part of them."""
+    """Counts the seconds in collectives, which include waiting for a slower rank."""
 
     seconds = 0.0
 
@@ -58,10 +58,10 @@ class _Timed(ModelParallel):
 def ranks(
     batches: tuple[int, ...] = (1, 8), tokens: int = 256, steps: int = 32, **flags: Any
 ) -> None:
-    """A step on this many ranks, and the time of it in collectives: start it with torchrun.
+    """Time a step on several ranks, and its collectives: start it with torchrun.
 
-    Alone it is the one process to compare with; --threads is per rank. Where the ranks share
-    memory, each batch is run through it, and again through gloo.
+    A single process gives the figure to compare with; --threads is per rank. Where the ranks share
+    memory, each batch runs through shared memory, and again through gloo.
     """
     bench = Bench(**flags)
     longest = whole("tokens", tokens) + whole("steps", steps) + 2 * max(batches) + 2
@@ -103,7 +103,7 @@ def _random_llama(bench: Bench, parallel: ModelParallel, sizes: dict[str, int]) 
 
 
 def sum_us(parallel: ModelParallel, size: int, count: int) -> float:
-    """Median microseconds of an all-reduce of `size` bytes in bf16."""
+    """Return the median microseconds of an all-reduce of `size` bytes in bf16."""
     x = torch.zeros(size // 2, dtype=torch.bfloat16)
     seconds = []
     for _ in range(count):
@@ -114,7 +114,7 @@ def sum_us(parallel: ModelParallel, size: int, count: int) -> float:
 
 
 def _steps(llama: Llama, batch: int, tokens: int, steps: int) -> Row:
-    """Prompts of `tokens` random ids, then steps, each of which makes a token per sequence."""
+    """Time prompts of `tokens` random ids, then steps with one token per sequence."""
     engine = llama.llm_engine
     draw = torch.Generator().manual_seed(batch)
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
@@ -128,13 +128,15 @@ def _steps(llama: Llama, batch: int, tokens: int, steps: int) -> Row:
     first = time.perf_counter() - began
     seconds, collectives = [], []
     for _ in range(steps):
-        _Timed.seconds, began = 0.0, time.perf_counter()
+        _Timed.seconds = 0.0
+        began = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - began)
         collectives.append(_Timed.seconds)
     for name in range(batch):
         engine.abort_request(str(name))
-    step, together = statistics.median(seconds), statistics.median(collectives)
+    step = statistics.median(seconds)
+    together = statistics.median(collectives)
     return {
         "batch": batch, "first_ms": first * 1e3, "step_ms": step * 1e3,
         "step_ms_min": min(seconds) * 1e3, "tokens_per_s": batch / step,

@@ -1,4 +1,4 @@
-"""How the benchmark is shown: an aligned table, and a plot of throughput against latency as SVG.
+"""Show measurements: an aligned table, and a plot of throughput against latency as SVG.
 
 In: rows of plain values. Out: text. It knows nothing of what was measured.
 """
@@ -12,11 +12,14 @@ _WIDTH, _HEIGHT, _MARGIN = 720, 440, 70
 
 
 def table(columns: list[Column], rows: list[dict[str, Any]]) -> str:
-    """A line a row, a column as wide as its widest cell; "-" where a row has no value."""
+    """Return a table with a line per row and columns as wide as their widest cells.
+
+    "-" stands where a row has no value.
+    """
     cells = [[heading for heading, _, _ in columns]]
     for row in rows:
-        values = ((row.get(key), form) for _, key, form in columns)
-        cells.append(["-" if value is None else format(value, form) for value, form in values])
+        values = ((row.get(key), spec) for _, key, spec in columns)
+        cells.append(["-" if value is None else format(value, spec) for value, spec in values])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for line in cells:
@@ -27,9 +30,11 @@ def table(columns: list[Column], rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """An SVG: milliseconds a step to the right, tokens a second up, a line an engine.
+    """Return an SVG of tokens per second over milliseconds per step, with a line per engine.
 
-    rows: "engine", "batch", "step_ms" and "tokens_per_s"; a point is labelled with its batch.
+    Args:
+        rows: Rows with "engine", "batch", "step_ms" and "tokens_per_s". A point is labelled with
+            its batch size.
     """
     right = _round_up(max(row["step_ms"] for row in rows))
     top = _round_up(max(row["tokens_per_s"] for row in rows))
@@ -49,7 +54,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 
 def _axes(right: float, top: float) -> list[str]:
-    """A frame, five marks on each axis, and what the axes mean."""
+    """Return a frame, five marks on each axis, and the labels of the axes."""
     (left, bottom), (end, peak) = _point(0, 0), _point(1, 1)
     out = [f'<path d="M{left} {peak}V{bottom}H{end}" fill="none" stroke="#444"/>']
     for share in (0, 0.25, 0.5, 0.75, 1):
@@ -75,16 +80,16 @@ def _line(
 
 
 def _point(right: float, up: float) -> tuple[float, float]:
-    """Shares of the two axes -> pixels."""
+    """Return the pixel coordinates of a point given as fractions of the two axes."""
     x = _MARGIN + right * (_WIDTH - 2 * _MARGIN)
     return round(x, 1), round(_HEIGHT - _MARGIN - up * (_HEIGHT - 2 * _MARGIN), 1)
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 4, 5, 8 or 10 times a power of ten."""
+    """Return the next of 1, 2, 4, 5, 8 or 10 times a power of ten."""
     power = 10 ** (len(str(int(value))) - 1)
     return next(step * power for step in (1, 2, 4, 5, 8, 10) if value <= step * power)
 
 
-def _text(x: float, y: float, words: str, anchor: str, colour: str = "#222") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+def _text(x: float, y: float, content: str, anchor: str, colour: str = "#222") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(content)}</text>'

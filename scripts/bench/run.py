@@ -1,4 +1,4 @@
-"""Runs the benchmark's engines, each job in a process of its own, and reports what they measured.
+"""Run the benchmark's engines, each job in its own process, and report the measurements.
 
 In: the flags that all commands take, and cases. Out: rows, and on stdout the machine, its limits, a
 table and one line of JSON. What a figure means is for the command to say: see `commands.py`.
@@ -40,11 +40,12 @@ _SCRIPTS = Path(__file__).resolve().parent.parent
 
 @dataclass(kw_only=True)
 class Bench:
-    """The flags that every command takes (`flags.FLAGS` says what they mean), checked, and the
-    running of engines in turn.
+    """The checked flags that every command takes, and the run of the engines in turn.
 
-    With dtype int8, fp8 or int4, which are of our weights only, `--vs ours_bf16` runs our own in
-    bf16 beside it.
+    `flags.FLAGS` describes the flags.
+
+    The dtypes int8, fp8 and int4 concern our weights only; `--vs ours_bf16` runs our own engine in
+    bf16 beside them.
     """
 
     model: str = "demo"
@@ -75,11 +76,11 @@ class Bench:
 
     @property
     def stored(self) -> str:
-        """The dtype of the files, of the peers, and of all that is not quantized."""
+        """Return the dtype of the files, of the peers, and of everything that is not quantized."""
         return "bf16" if self.dtype in QUANTIZED else self.dtype
 
     def storage(self, job: Row) -> Row:
-        """How an engine's numbers lie in memory, for `decode_bytes`."""
+        """Return how an engine stores its weights, as arguments of `decode_bytes`."""
         if job["dtype"] == "auto":
             return {"itemsize": 2, "file_bytes": Path(self.model).stat().st_size}
         quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
@@ -87,7 +88,7 @@ class Bench:
         return {"itemsize": stored.itemsize, "quantize": quantize}
 
     def ours(self) -> Row:
-        """A job of our own engine, in this process."""
+        """Return a job of our own engine in this process."""
         folder = self.model if Path(self.model).exists() else None
         return self._job("") | {"dtype": self.dtype, "folder": folder}
 
@@ -100,12 +101,13 @@ class Bench:
         figure: str = "seconds",
         finish: Callable[[list[Row]], None] = lambda rows: None,
     ) -> list[Row]:
-        """Run every case with every engine in turn, between two looks at the machine's limits.
+        """Run every case with every engine in turn, between two measurements of the limits.
 
-        A case has "batch" and "longest" (tokens of a sequence), and what its measure needs. row_of
-        makes figures of a case, of what the worker measured, and of the limits. A row's "to_ours"
-        is its `figure`, a time, over that of our engine in the same case; of several rounds, the
-        median of the rounds' own. `finish` may add to the rows before they are reported.
+        A case has "batch" and "longest" (tokens of a sequence), and what its measure needs.
+        `row_of` computes figures from a case, the worker's measurement and the limits. A row's
+        "to_ours" is its `figure`, a time, divided by that of our engine in the same case; with
+        several rounds it is the median of the rounds' ratios. `finish` may add to the rows before
+        they are reported.
         """
         longest = max(case["longest"] for case in cases)
         if longest > self.args.longest_context:
@@ -139,7 +141,7 @@ class Bench:
         return rows
 
     def _in_turn(self, jobs: list[Row]) -> list[tuple[Row, Row]]:
-        """(job, what was measured): all engines do a job before any does the next."""
+        """Return (job, measurement) pairs; all engines finish a job before any starts the next."""
         measured: list[tuple[Row, Row]] = []
         for shared in jobs:
             if "interrupted" not in self.failed:
@@ -147,8 +149,9 @@ class Bench:
         return measured
 
     def _rounds(self, shared: Row) -> list[tuple[Row, Row]]:
-        """One job by each engine, as many rounds as it has, in which all of them stay loaded."""
-        rounds, workers = shared.get("rounds", 1), dict[str, Worker]()
+        """Run all rounds of one job with each engine; all engines stay loaded meanwhile."""
+        rounds = shared.get("rounds", 1)
+        workers: dict[str, Worker] = {}
         found: dict[str, tuple[Row, list[Row]]] = {}
         with contextlib.ExitStack() as stack, self._reported_if_interrupted():
             for turn, engine in itertools.product(range(rounds), self.pythons):
@@ -178,11 +181,11 @@ class Bench:
             self.failed["interrupted"] = "rows are missing"
 
     def _dtypes(self, engine: str) -> Row:
-        """The dtype that an engine runs with, and torch's name of the one in the files."""
+        """Return the dtype of an engine, and torch's name of the dtype in the files."""
         of_ours = {"ours": self.dtype, "ours_packed": self.dtype, "ours_bf16": "bf16"}
         dtype = of_ours.get(engine, self.stored)
         if is_gguf(self.model) and engine != "ours_bf16":
-            dtype = "auto"  # as the file has them
+            dtype = "auto"  # the formats of the file
         return {"dtype": dtype, "torch_dtype": str(DTYPES[self.stored]).removeprefix("torch.")}
 
     def _job(self, measure: str) -> Row:
@@ -196,7 +199,10 @@ class Bench:
 
     @contextlib.contextmanager
     def folders(self, measure: str) -> Iterator[Row]:
-        """Where the weights lie: "folder" for ours (None: made in memory), "meta", "hf", "gguf"."""
+        """Yield the paths of the weights: "folder" for ours, and "meta", "hf", "gguf".
+
+        "folder" is None where the weights are made in memory.
+        """
         if is_gguf(self.model):
             yield {"folder": self.model, "gguf": self.model}
             return
@@ -218,7 +224,7 @@ class Bench:
                 out = once(work / f"packed-{self.dtype}", write, find(folder).folder)
                 others["packed"] = str(out)
             if "llama_cpp" in peers:
-                from bench.gguf_file import write_gguf  # needs a package that nothing else needs
+                from bench.gguf_file import write_gguf  # imports the package gguf
 
                 others["gguf"] = str(once(work / "model.gguf", write_gguf, find(folder), dtype))
             yield {"folder": str(folder) if on_disk else None, **others}
@@ -232,8 +238,10 @@ class Bench:
         return Worker(command, job, self._environment(engine), self.limit_s)
 
     def _ask(self, engine: str, worker: "Worker") -> Row | None:
-        """What an engine measured in its next round; None where it is skipped or fails, which is
-        noted."""
+        """Return the measurement of an engine's next round.
+
+        The result is None where the engine is skipped or fails; `skipped` and `failed` say why.
+        """
         try:
             row = worker.measure()
         except (RuntimeError, TimeoutError) as e:
@@ -247,7 +255,7 @@ class Bench:
         return {"engine": engine, **row}
 
     def _environment(self, engine: str) -> dict[str, str]:
-        """The worker finds `bench` and `llama` where neither is installed, and has our threads."""
+        """Return an environment in which a worker finds `bench`, `llama` and our thread count."""
         paths = [str(_SCRIPTS), str(_SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
         venv = Path(self.pythons[engine]).parent.parent
         return {
@@ -304,7 +312,7 @@ class Limits:
 
     @property
     def flops(self) -> float:
-        """Of the dtype or of float32: the limit is the best that the machine showed."""
+        """Return the best rate that the machine showed, in the dtype or in float32."""
         return max(self.flops_by_dtype.values())
 
     def as_json(self) -> Row:
@@ -317,12 +325,14 @@ class Limits:
 
 
 class Worker:
-    """One engine in a process of its own, see worker.py, which ends with the block."""
+    """One engine in its own process (see worker.py), which ends with the block."""
 
     def __init__(
         self, command: list[str], job: Row, environment: dict[str, str], limit_s: int
     ) -> None:
-        self._next, self._limit_s, self._is_late = json.dumps(job), limit_s, False
+        self._next = json.dumps(job)
+        self._limit_s = limit_s
+        self._is_late = False
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.began = time.monotonic()  # a clock that processes share
         self._process = subprocess.Popen(
@@ -339,8 +349,12 @@ class Worker:
         self._errors.close()
 
     def measure(self) -> Row:
-        """One round. RuntimeError with its last words if it ends instead, TimeoutError if it is
-        ended for want of an answer."""
+        """Run one round and return its measurement.
+
+        Raises:
+            RuntimeError: The process ended instead; the message is the last line of its stderr.
+            TimeoutError: There was no answer within the limit.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         limit = threading.Timer(self._limit_s, self._end)
         limit.start()
@@ -365,7 +379,7 @@ class Worker:
 
 
 def _joined(rows: list[Row]) -> Row:
-    """What was measured in all rounds: "rounds" has the median of each."""
+    """Join the measurements of all rounds; "rounds" has the median of each."""
     joined = rows[-1] | rows[0]
     for key in {"steps", "prefills"} & joined.keys():
         joined[key] = [seconds for row in rows for seconds in row[key]]
@@ -374,7 +388,7 @@ def _joined(rows: list[Row]) -> Row:
 
 
 def _read_once(paths: set[str]) -> None:
-    """Into the page cache: what lay there may have been dropped since it was written."""
+    """Read the files into the page cache, which may have dropped them since they were written."""
     for path in map(Path, paths):
         found = [path] if path.is_file() else path.iterdir()
         for file in filter(Path.is_file, found):
@@ -383,15 +397,15 @@ def _read_once(paths: set[str]) -> None:
                     pass
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """A flag that counts something; ValueError names it."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: give a whole number from {least}")
+def whole(name: str, value: Any, min_value: int = 1) -> int:
+    """Return an integer flag, or raise a ValueError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < min_value:
+        raise ValueError(f"{name}={value!r}: give an integer of at least {min_value}")
     return value
 
 
 def _pythons(vs: str) -> dict[str, str]:
-    """The interpreter of each peer in "name,name:VENV"; ValueError names what is wrong."""
+    """Return the interpreter of each peer in "name,name:VENV"; ValueError names a wrong one."""
     found = {}
     for peer in filter(None, vs.split(",")):
         name, _, venv = peer.partition(":")

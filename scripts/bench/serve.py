@@ -1,4 +1,4 @@
-"""`bench serve`: servers under load, and what HTTP, JSON and scheduling add to the engine's work.
+"""Measure servers under load, and what HTTP, JSON and scheduling add to the engine's work.
 
 In: a model and numbers of clients, or rates of arrival. Out: a row for each server and case, and
 one for the same requests through the engine in this process. Servers are asked in turn; all of them
@@ -48,18 +48,19 @@ def serve(
     url: str | None = None,
     **flags: Any,
 ) -> None:
-    """Throughput, time to the first token and between tokens, of servers with OpenAI's API.
+    """Measure throughput, time to the first token and time between tokens of OpenAI servers.
 
-    clients: so many at a time, each sends its next request when it has an answer (closed loop).
-    rates: requests per second that come by chance, as a Poisson process (open loop). A request has
-    `context` prompt tokens and `steps` tokens of answer. "in process" is the same number of
-    requests through the engine, without a server: "over engine" is how much longer the server took.
-    --vs vllm:VENV starts vLLM's server on the same weights; --url asks one that runs.
+    With `clients`, each client sends its next request when it has an answer (closed loop). With
+    `rates`, requests per second arrive as a Poisson process (open loop). A request has `context`
+    prompt tokens and `steps` tokens of answer. "in process" is the same number of requests through
+    the engine without a server, and "over engine" says how much longer the server took.
+    --vs vllm:VENV starts vLLM's server on the same weights; --url uses a running server.
     """
     bench = Bench(**flags)
     if bench.pythons.keys() - {"ours", "vllm"}:
         raise ValueError(f"vs={bench.vs!r}: of the peers, vllm has a server; see also --url")
-    tokens, batch = whole("context", context[0]), max(*clients, 32)
+    tokens = whole("context", context[0])
+    batch = max(*clients, 32)
     cases: list[Row] = [{"clients": whole("clients", n)} for n in clients]
     cases += [{"rate": float(rate)} for rate in rates]
     job = {"longest": tokens + whole("steps", steps) + 1, "batch": batch}
@@ -97,15 +98,15 @@ async def _case(send: Any, case: Row, requests: int, steps: int) -> Row:
 
 
 def _prompts(bench: Bench, count: int, tokens: int) -> list[list[int]]:
-    """New ones each time: what an earlier case left in a cache must not help. Ordinary ids."""
+    """Return new prompts of ordinary ids, so that no prefix cache of an earlier case helps."""
     bench.seed += 1
     draw = random.Random(bench.seed)
-    most = bench.params["vocab_size"] - 256
-    return [[draw.randrange(most) for _ in range(tokens)] for _ in range(count)]
+    vocab_size = bench.params["vocab_size"] - 256
+    return [[draw.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]
 
 
 class _Engine:
-    """The engine in this process: the same requests, as many at a time."""
+    """The engine in this process, with the same requests and the same concurrency."""
 
     def __init__(self, bench: Bench, job: Row) -> None:
         sizes = {"max_seq_len": job["longest"], "max_batch_size": job["batch"]}
@@ -114,7 +115,8 @@ class _Engine:
 
     def run(self, prompts: list[list[int]], steps: int, at_once: int) -> Row:
         params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True)
-        began, waiting = time.perf_counter(), iter(enumerate(prompts))
+        began = time.perf_counter()
+        waiting = iter(enumerate(prompts))
         running = 0
         while True:
             while running < at_once and (each := next(waiting, None)) is not None:
@@ -168,7 +170,7 @@ def _vllm(bench: Bench, job: Row) -> Iterator[str]:
 def _running(
     command: list[str], bench: Bench, extra: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The process and its output so far; it is ended with the block."""
+    """Yield the process and its output so far; the process ends with the block."""
     import torch
 
     paths = [str(_SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]

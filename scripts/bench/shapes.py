@@ -1,4 +1,4 @@
-"""The benchmark's models: shapes, random weights, files of them, and the least that a step costs.
+"""The benchmark's models: shapes, random weights, files of them, and the rooflines of a step.
 
 In: a name of `SHAPES` or a folder with weights. Out: params, filled tensors, a checkpoint in Meta's
 layout with a made-up tokenizer, and rooflines from bytes and operations. Nothing is timed here.
@@ -42,8 +42,11 @@ _NOISE = 2**22 - 3  # prime: repeated down a matrix, it makes no two rows alike
 
 
 def params_of(model: str) -> dict[str, Any]:
-    """The params of a shape, or of the checkpoint in a folder or a GGUF file; ValueError names what
-    is allowed."""
+    """Return the params of a shape, or of the checkpoint in a folder or a GGUF file.
+
+    Raises:
+        ValueError: The name is none of these.
+    """
     if model in SHAPES:
         return dict(SHAPES[model])
     if not Path(model).is_dir() and not is_gguf(model):
@@ -57,21 +60,22 @@ def params_of(model: str) -> dict[str, Any]:
 
 
 def is_gguf(model: str) -> bool:
-    """Whether it names a GGUF file, which our engine and llama.cpp run as it is."""
+    """Return whether `model` names a GGUF file, which our engine and llama.cpp run directly."""
     return Path(model).suffix == ".gguf" and Path(model).is_file()
 
 
 def random_model(params: dict[str, Any], dtype: torch.dtype, device: str) -> Transformer:
-    """A Transformer of random weights, made in its own memory; the same ones for the same shape."""
+    """Return a Transformer with random weights, the same ones for the same shape."""
     model = Transformer(ModelArgs(**params), dtype=dtype, device=device)
     fill(model.named_shards())
     return model
 
 
 def fill(weights: dict[str, Tensor], seed: int = 0) -> None:
-    """Norms become ones, all else normal with std 0.02, which depends on seed, order and size.
+    """Fill norms with ones, and all other weights with normal values of std 0.02.
 
-    The numbers are one block, repeated: to draw a billion would take longer than the benchmark.
+    The values depend on seed, order and size. They repeat one block: to draw a billion of them
+    would take longer than the benchmark.
     """
     draw = torch.Generator().manual_seed(seed)
     first = next(iter(weights.values()))
@@ -88,7 +92,7 @@ def fill(weights: dict[str, Tensor], seed: int = 0) -> None:
 
 
 def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -> Path:
-    """Write `random_model`'s weights in Meta's layout, once: a folder that is there is kept."""
+    """Write `random_model`'s weights in Meta's layout, unless the folder exists already."""
     file_params = {key: value for key, value in params.items() if key != "tied_output"}
     if folder.exists():
         if json.loads((folder / "params.json").read_text()) != file_params:
@@ -108,7 +112,7 @@ def write_checkpoint(folder: Path, params: dict[str, Any], dtype: torch.dtype) -
 
 
 def layouts(found: Checkpoint, work_dir: Path) -> dict[str, str]:
-    """A checkpoint as every engine reads it: {"meta": one shard, "hf": safetensors}."""
+    """Return a checkpoint in every layout: {"meta": one shard, "hf": safetensors}."""
     folders = {found.layout: found.folder}
     if found.layout == "hf":
         folders["meta"] = once(work_dir / "meta", convert, found.folder)
@@ -120,16 +124,18 @@ def layouts(found: Checkpoint, work_dir: Path) -> dict[str, str]:
 
 
 def once(out: Path, write: Callable, source: Any, *more: Any) -> Path:
-    """`out`, which write(source, out, *more) makes if it is not there."""
+    """Return `out`, which write(source, out, *more) makes where it does not exist."""
     if not out.exists():
         write(source, out, *more)
     return out
 
 
 def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """A tokenizer.model of that vocabulary: all bytes, then all pairs, then triples as needed."""
+    """Write a tokenizer.model of that size: all bytes, then all pairs, then triples as needed."""
     if vocab_size < 512:
-        raise ValueError(f"vocab_size={vocab_size} leaves no room for 256 bytes and 256 specials")
+        raise ValueError(
+            f"vocab_size={vocab_size} is too small for 256 bytes and 256 special tokens"
+        )
     spellings = (bytes(t) for length in (1, 2, 3) for t in product(range(256), repeat=length))
     tokens = islice(spellings, vocab_size - _NUM_SPECIAL)
     lines = (f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
@@ -137,7 +143,7 @@ def write_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def random_lengths(count: int, shortest: int, longest: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt, answer) tokens of each of `count` requests."""
+    """Return the (prompt, answer) tokens of each of `count` requests."""
     draw = random.Random(seed)
     return [
         (draw.randint(shortest, longest), draw.randint(shortest, longest)) for _ in range(count)
@@ -145,13 +151,13 @@ def random_lengths(count: int, shortest: int, longest: int, seed: int) -> list[t
 
 
 def block_matrix_size(args: ModelArgs) -> int:
-    """Numbers in the matrices of one layer."""
+    """Return the number of elements in the matrices of one layer."""
     qkv_rows = (args.n_heads + 2 * args.kv_heads) * args.head_dim
     return args.dim * (qkv_rows + args.dim + 3 * args.ffn_dim)
 
 
 def weight_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
-    """(N, K) of each different weight of a model, as it is fused at load."""
+    """Return (N, K) of each different weight of a model, as it is fused at load."""
     return {
         "wqkv": ((args.n_heads + 2 * args.kv_heads) * args.head_dim, args.dim),
         "wo": (args.dim, args.dim),
@@ -169,11 +175,18 @@ def decode_bytes(
     quantize: str | None = None,
     file_bytes: int = 0,
 ) -> int:
-    """Bytes that one step must read: all weights once, with one embedding row a sequence, and the
-    keys and values of each sequence's context.
+    """Return the bytes that one step must read.
 
-    quantize: what the matrices are rounded to; the rest is as `itemsize` says. file_bytes: of a
-    file whose weights are read as they are, in the place of both.
+    These are all weights once, one embedding row per sequence, and the keys and values of each
+    sequence's context.
+
+    Args:
+        args: The model's sizes.
+        itemsize: Bytes of an element that is not quantized.
+        contexts: Tokens of each sequence.
+        quantize: The format of the quantized matrices.
+        file_bytes: The size of a file whose weights are read in the formats of the file; it
+            replaces the computed size of the weights.
     """
 
     def of_matrix(name: str, shape: tuple[int, int]) -> int:
@@ -190,17 +203,20 @@ def decode_bytes(
 
 
 def prefill_flop(args: ModelArgs, tokens: int, prompts: int = 1) -> int:
-    """Two a parameter and token; the output matrix for the last token of a prompt only.
+    """Return two operations per parameter and token; lm_head counts once per prompt.
 
-    Attention is apart, in attention_flop().
+    Attention is counted by attention_flop().
     """
     layers = args.n_layers * block_matrix_size(args)
     return 2 * tokens * layers + 2 * prompts * args.vocab_size * args.dim
 
 
 def attention_flop(args: ModelArgs, tokens: int) -> int:
-    """Of one prompt: four for each number of a query and each token that it sees. For the 1B shape
-    that is 2 % of its operations at 512 tokens, and 12 at 4,096."""
+    """Return the operations of attention over one prompt.
+
+    They are four per element of a query and visible token. For the 1B shape that is 2 % of all
+    operations at 512 tokens, and 12 % at 4,096.
+    """
     return 2 * tokens * (tokens + 1) * args.n_layers * args.n_heads * args.head_dim
 
 
@@ -212,8 +228,11 @@ def step_roofline(
     flops: float,
     **storage: Any,
 ) -> float:
-    """Seconds of one decode step at the roofline (Williams et al., 2009): the longer of reading
-    its bytes at `bandwidth` bytes per second and doing its operations at `flops` FLOP/s."""
+    """Return the seconds of one decode step at the roofline (Williams et al., 2009).
+
+    They are the longer of reading its bytes at `bandwidth` bytes per second and doing its
+    operations at `flops` FLOP/s.
+    """
     reading = decode_bytes(args, itemsize, contexts, **storage) / bandwidth
     return max(reading, prefill_flop(args, len(contexts), len(contexts)) / flops)
 
@@ -226,8 +245,10 @@ def offline_roofline(
     flops: float,
     **storage: Any,
 ) -> float:
-    """Seconds: all prompts at `flops` operations per second, then one step per token, with all
-    requests that are not finished in one batch."""
+    """Return the seconds of all prompts at `flops` FLOP/s, then of one step per token.
+
+    All requests that are not finished share the batch of a step.
+    """
     seconds = prefill_flop(args, sum(p for p, _ in lengths), len(lengths)) / flops
     for done in range(1, max(answer for _, answer in lengths)):
         contexts = [prompt + done for prompt, answer in lengths if answer > done]

@@ -1,4 +1,4 @@
-"""Random requests for as long as asked: does memory grow, and does every page come back?
+"""Run random requests for a given time and check that memory is stable and pages are freed.
 
 In: minutes, a seed and the benchmark's flags. Out: a table of samples, one JSON line, and exit
 code 1 where memory grew or pages were lost. Speed is not judged: the requests are drawn to differ.
@@ -36,11 +36,11 @@ def soak(
     growth_mb: float = 8,
     **flags: Any,
 ) -> None:
-    """Random requests with aborts and too few pages: fails where memory grows or pages are lost.
+    """Run random requests with aborts and too few pages; fail where memory grows or pages leak.
 
-    Every sample_s seconds all requests are brought to their end, pages are counted, and private
-    memory (RssAnon) is read. growth_mb: how much of it may come between a third of the time, when
-    all is warm, and the end.
+    Every `sample_s` seconds all requests are finished, pages are counted, and private memory
+    (RssAnon) is read. Memory may grow by `growth_mb` between a third of the time, when the process
+    is warm, and the end.
     """
     bench = Bench(**flags)
     for name, value in (("minutes", minutes), ("sample_s", sample_s), ("growth_mb", growth_mb)):
@@ -62,14 +62,14 @@ def soak(
 
 
 def note_growth(rows: list[Row], seconds: float) -> None:
-    """Memory beyond that of the sample after a third of `seconds`, or of the last but one."""
+    """Add the growth of memory since a third of `seconds`, or since the last sample but one."""
     warm = next((row for row in rows[:-1] if row["second"] >= seconds / 3), rows[-2])
     for row in rows[rows.index(warm) :]:
         row["growth_mb"] = row["private_mb"] - warm["private_mb"]
 
 
 def faults(rows: list[Row], growth_mb: float) -> dict[str, str]:
-    """What is wrong with the samples of a run."""
+    """Return what is wrong with the samples of a run."""
     grown, lost = rows[-1]["growth_mb"], max(row["pages"] for row in rows)
     problems = {}
     if grown > growth_mb:
@@ -109,7 +109,7 @@ class Traffic:
         )
 
     def sample(self, until: float) -> Row:
-        """Add requests until that moment, at least once, and run all to their end."""
+        """Add requests until that moment, at least once, and run all of them to the end."""
         self._add()
         while time.monotonic() < until or self.engine.has_unfinished_requests():
             if time.monotonic() < until:

@@ -1,11 +1,11 @@
-"""What guessing tokens ahead gains: the same requests with it and without it, in turn.
+"""Measure the gain of speculative decoding: the same requests with and without it, in turn.
 
-In: a folder with weights that were trained, and batch sizes. Out: a row for each kind of text and
-batch: tokens per second both ways, by the processor's time, steps, and guesses that were right.
-Every answer must be the same both ways.
+In: a folder with trained weights, and batch sizes. Out: a row for each kind of text and batch size
+with the tokens per second both ways (by processor time), the steps, and the accepted drafts. Every
+answer must be the same both ways.
 
-A time with random weights says nothing here, as they repeat nothing, or themselves; but that random
-words cost nothing shows on a shape, too.
+Random weights show no gain, as their answers repeat nothing, or only themselves. That speculation
+costs nothing on random tokens can be shown with a shape.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from llama import Llama, SamplingParams
 
 _COLUMNS: list[Column] = [
     ("text", "kind", ""), ("batch", "batch", ""), ("without", "plain", ".1f"),
-    ("with", "guessing", ".1f"), ("gain", "gain", ".3f"), ("+-", "error", ".3f"),
+    ("with", "speculating", ".1f"), ("gain", "gain", ".3f"), ("+-", "error", ".3f"),
     ("by the clock", "wall_gain", ".3f"), ("tokens", "tokens", ""),
-    ("steps without", "plain_steps", ""), ("with", "steps", ""), ("guessed", "drafted", ""),
+    ("steps without", "plain_steps", ""), ("with", "steps", ""), ("drafted", "drafted", ""),
     ("right", "accepted", ""),
 ]  # fmt: skip
 _CODE = '''def read_rows(path, limit):
@@ -69,7 +69,7 @@ customs house has shown how the coal was loaded. Last year 41,000 people came to
 _TEXTS = "edit", "quote", "chat", "json", "random"
 _KEYS = "name_of_the_harbour", "year_it_was_built_in", "goods_it_was_loading_then", \
     "year_of_the_great_storm", "number_of_visitors_last_year"  # fmt: skip
-_FORM = {"type": "object", "required": [*_KEYS], "additionalProperties": False, "properties": {
+_SCHEMA = {"type": "object", "required": [*_KEYS], "additionalProperties": False, "properties": {
     key: {"type": "string", "maxLength": 30} if i % 2 == 0 and i < 4 else {
         "type": "integer", "minimum": 0, "maximum": 99_999}
     for i, key in enumerate(_KEYS)
@@ -110,9 +110,12 @@ def speculate(
     speculate: str = "lookup",
     **flags: Any,
 ) -> None:
-    """A file edited in one name, sentences quoted, questions answered, an object of a schema with
-    long keys, random words; for each, the median of pairs of runs in turn, and its standard error.
-    steps: without guesses, one a token of each answer."""
+    """Measure the gain of speculative decoding by kind of text and batch size.
+
+    The kinds are a file edited in one name, quoted sentences, answered questions, an object of a
+    schema with long keys, and random words. Each figure is the median of pairs of runs in turn,
+    with its standard error. Without drafts, a step makes one token of each answer.
+    """
     bench = Bench(**flags)
     is_shape = not Path(bench.model).is_dir()
     if is_shape and (texts, speculate) != ("random", "lookup"):
@@ -142,7 +145,7 @@ def speculate(
         asked = SamplingParams(
             max_tokens=whole("steps", steps), ignore_eos=kind != "json", seed=bench.seed,
             temperature=temperature if kind != "random" else 10.0,
-            structured_output={"json": _FORM} if kind == "json" else None,
+            structured_output={"json": _SCHEMA} if kind == "json" else None,
         )  # fmt: skip
         prompts = [kinds[kind](i + bench.seed) for i in range(batch)]
         rows.append({"kind": kind, "batch": batch} | _measure(llama, prompts, asked, repeats))
@@ -157,8 +160,8 @@ def _measure(
     answers: list[list[list[int]]] = []
     counts: Row = {}
     for i in range(whole("repeats", repeats) + 1):  # the first is a warm-up, and reads the prompts
-        for guesses in ((False, True), (True, False))[i % 2]:
-            core.drafter = drafter if guesses else None
+        for is_drafting in ((False, True), (True, False))[i % 2]:
+            core.drafter = drafter if is_drafting else None
             stats = core.stats
             before = stats.steps, stats.draft_tokens, stats.accepted_tokens
             requests = [
@@ -166,9 +169,9 @@ def _measure(
             ]
             began, spent = time.perf_counter(), time.process_time()
             outputs = llama.llm_engine.run(requests)
-            found[guesses].append((time.process_time() - spent, time.perf_counter() - began))
+            found[is_drafting].append((time.process_time() - spent, time.perf_counter() - began))
             answers.append([output.outputs[0].token_ids for output in outputs])
-            if guesses:
+            if is_drafting:
                 steps, drafted, accepted = (
                     now - old
                     for now, old in zip(
@@ -182,7 +185,7 @@ def _measure(
                 counts["plain_steps"] = stats.steps - before[0]
     core.drafter = drafter
     if any(answer != answers[0] for answer in answers):
-        raise RuntimeError("an answer depends on guesses")
+        raise RuntimeError("an answer depends on the drafts")
     num = sum(map(len, answers[0]))
     pairs = list(zip(found[False][1:], found[True][1:], strict=True))
     gains = [a[0] / b[0] for a, b in pairs]
@@ -190,7 +193,7 @@ def _measure(
         **counts,
         "tokens": num,
         "plain": num / statistics.median(a[0] for a, _ in pairs),
-        "guessing": num / statistics.median(b[0] for _, b in pairs),
+        "speculating": num / statistics.median(b[0] for _, b in pairs),
         "gain": statistics.median(gains),
         # Of a median of n normal numbers: sqrt(pi / 2) of that of their mean.
         "error": 1.25 * statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None,

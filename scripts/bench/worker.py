@@ -30,7 +30,7 @@ _NUM_SPECIAL = 256  # the last ids of a vocabulary, not for prompts
 
 
 def random_prompts(lengths: list[int], job: Job, seed: int) -> list[list[int]]:
-    """Ids below the special ones, the same for every engine; no two begin alike, to be reused."""
+    """Return prompts of ordinary ids, the same for every engine, without common prefixes."""
     draw = random.Random(seed)
     ids = range(job["params"]["vocab_size"] - _NUM_SPECIAL)
     return [draw.choices(ids, k=length) for length in lengths]
@@ -56,9 +56,10 @@ while os.getppid() == int(sys.argv[1]):
 
 @contextlib.contextmanager
 def busy_processes(count: int, cores: set[int]) -> Iterator[list[subprocess.Popen]]:
-    """`count` processes that compute all the time, of this one's niceness; they end with the block.
+    """Yield `count` processes that compute all the time; they end with the block.
 
-    They may use all `cores` (none: as this thread): some engines bind the thread that starts them.
+    They have this process's niceness and may use all `cores` (an empty set: those of this thread),
+    since some engines bind the thread that starts them.
     """
     command = [sys.executable, "-c", _BUSY, str(os.getpid()), ",".join(map(str, cores))]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
@@ -74,11 +75,10 @@ def busy_processes(count: int, cores: set[int]) -> Iterator[list[subprocess.Pope
 
 
 def latency(engine: Engine, job: Job) -> Iterator[Row]:
-    """Seconds to the first token of all, then of each step, after one prompt as a warm-up. Further
-    rounds are further steps of the same sequences.
+    """Yield the seconds to the first token of all prompts, then of each step, after a warm-up.
 
-    Beside `busy` processes, if the job has that, from the warm-up on; busy_s is the CPU time that
-    they had.
+    Further rounds are further steps of the same sequences. If the job has `busy`, that many
+    processes compute from the warm-up on, and busy_s is the CPU time that they had.
     """
     rounds = job.get("rounds", 1)
     for turn in range(rounds):
@@ -113,7 +113,7 @@ def _steps(engine: Engine, job: Job) -> Row:
 
 
 def prefill(engine: Engine, job: Job) -> Iterator[Row]:
-    """Seconds to the first token of one prompt: all repeats of a round, after a warm-up."""
+    """Yield the seconds to the first token of one prompt: all repeats of a round."""
     for turn in range(job.get("rounds", 1)):
         seconds = []
         for i in range(job["repeats"] + 1):
@@ -133,8 +133,10 @@ def offline(engine: Engine, job: Job) -> Iterator[Row]:
 
 
 def startup(engine: Engine, job: Job) -> Iterator[Row]:
-    """The moment of the first token, on a clock that the parent process shares, and the seconds of
-    the pass that made it."""
+    """Yield the time of the first token and the seconds of the pass that made it.
+
+    The time is on a clock that the parent process shares.
+    """
     seconds, _ = seconds_of(partial(engine.start, random_prompts([8], job, job["seed"])))
     yield {"first_token_at": time.monotonic(), "first": seconds}
 
@@ -149,7 +151,7 @@ MEASURES: dict[str, Callable[[Engine, Job], Iterator[Row]]] = {
 
 
 class PeakMemory:
-    """Watches this process from a thread: bytes that are its own, without the files it maps."""
+    """A thread that records the peak of this process's private memory, without mapped files."""
 
     def __enter__(self) -> "PeakMemory":
         self.private = 0
@@ -171,14 +173,14 @@ class PeakMemory:
 
 
 def memory(key: str) -> int:
-    """A line of /proc/self/status, in bytes; 0 where the system has none."""
+    """Return a line of /proc/self/status in bytes, or 0 where the system has none."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
 
 
 def _device_memory(device: str) -> int:
-    """The most bytes of CUDA memory that torch had at once."""
+    """Return the peak of CUDA memory that torch allocated."""
     if device != "cuda":
         return 0
     import torch
@@ -187,7 +189,7 @@ def _device_memory(device: str) -> int:
 
 
 def _version(module: str) -> str:
-    """Of the package that it is from, which may have another name than the module."""
+    """Return the version of the module's package, whose name may differ from the module's."""
     package = module.partition(".")[0]
     if package == "llama":
         return "this tree"
@@ -195,8 +197,7 @@ def _version(module: str) -> str:
 
 
 def measure(name: str, job: Job) -> Iterator[Row]:
-    """Import, load, and do what the job says, round by round; {"skipped": why} where a module is
-    missing."""
+    """Import, load and run the job, round by round; yield {"skipped": why} without its modules."""
     kind, modules, _, importing = ENGINES[name]
     missing = [m for m in modules if "." not in m and importlib.util.find_spec(m) is None]
     if missing:

@@ -441,10 +441,10 @@ def fact_turns(rng: random.Random, fact: Fact) -> list[Turn]:
 def story_turns(rng: random.Random) -> list[Turn]:
     if rng.random() < 0.4:
         return [("user", rng.choice(STORY_REQUESTS)), ("assistant", tell(rng, cast(rng)))]
-    words = cast(rng, rng.choice(KINDS))
-    named = words | {"one": with_article(words["kind"])}
+    names = cast(rng, rng.choice(KINDS))
+    named = names | {"one": with_article(names["kind"])}
     request = rng.choice(KIND_REQUESTS).format_map(named)
-    return [("user", request), ("assistant", tell(rng, words))]
+    return [("user", request), ("assistant", tell(rng, names))]
 
 
 def name_turns(rng: random.Random) -> list[Turn]:
@@ -463,9 +463,9 @@ def name_turns(rng: random.Random) -> list[Turn]:
 def repeat_turns(rng: random.Random) -> list[Turn]:
     """Random words to say again: what teaches a small model soonest to copy, names too."""
     known = [word for word, _ in pairs(OPPOSITES) + pairs(FRENCH)] + KINDS + BOYS + GIRLS
-    words = " ".join(rng.choice(known) for _ in range(rng.randint(1, 10)))
+    phrase = " ".join(rng.choice(known) for _ in range(rng.randint(1, 10)))
     asked = rng.choice(("Repeat: {}", "Repeat after me: {}", "Say this again: {}"))
-    return [("user", asked.format(words)), ("assistant", words)]
+    return [("user", asked.format(phrase)), ("assistant", phrase)]
 
 
 def capital_turns(rng: random.Random, known: list[Fact]) -> list[Turn]:

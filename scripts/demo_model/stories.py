@@ -340,15 +340,15 @@ def cast(rng: random.Random, kind: str | None = None) -> dict[str, str]:
     }
 
 
-def tell(rng: random.Random, words: dict[str, str]) -> str:
+def tell(rng: random.Random, names: dict[str, str]) -> str:
     """Tell one story about this cast."""
     beats = (OPENINGS, *rng.choice(PLOTS), ENDINGS)
-    return " ".join(rng.choice(beat) for beat in beats).format_map(words)
+    return " ".join(rng.choice(beat) for beat in beats).format_map(names)
 
 
 def stories(rng: random.Random, count: int = 1000) -> list[str]:
-    """So many stories, all different."""
-    told: dict[str, None] = {}  # a dict keeps the order; a set would not
-    while len(told) < count:
-        told[tell(rng, cast(rng))] = None
-    return list(told)
+    """Return `count` different stories."""
+    unique: dict[str, None] = {}  # a dict keeps the order; a set would not
+    while len(unique) < count:
+        unique[tell(rng, cast(rng))] = None
+    return list(unique)

@@ -19,14 +19,14 @@ ENGINES = {
 }
 _NEEDED = {"ours", "vllm", "llama_cpp"}
 _WIDTH, _PANEL, _LABEL, _BAR, _TOP = 860, 400, 96, 22, 66
-_THEMES = {  # words, faint words, this engine, the others
+_THEMES = {  # text, faint text, this engine, the others
     "light": ("#1f2328", "#59636e", "#1f6feb", "#c4ccd4"),
     "dark": ("#e6edf3", "#9198a1", "#4493f8", "#4b535d"),
 }
 
 
 def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """The newest result of this kind, latency or prefill, that has all engines needed."""
+    """Return the newest result of this kind, latency or prefill, with all engines needed."""
     for path in sorted(folder.glob(f"*-1b-{kind}.txt"), reverse=True):
         result: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
         if {row["engine"] for row in result["rows"]} >= _NEEDED:
@@ -35,11 +35,11 @@ def newest(kind: str, folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def panels(latency: dict[str, Any], prefill: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
-    """A title and the tokens a second of each engine, for each case."""
+    """Return a title and the tokens per second of each engine, for each case."""
     found: dict[str, dict[str, float]] = {}
     for row in latency["rows"]:
-        words = f"{row['batch']} sequences" if row["batch"] > 1 else "1 sequence"
-        case = f"Writing, {words} (context {row['context']})"
+        load = f"{row['batch']} sequences" if row["batch"] > 1 else "1 sequence"
+        case = f"Writing, {load} (context {row['context']})"
         found.setdefault(case, {})[row["engine"]] = row["tokens_per_s"]
     for row in prefill["rows"]:
         case = f"Reading a prompt of {row['tokens']} tokens"
@@ -48,7 +48,7 @@ def panels(latency: dict[str, Any], prefill: dict[str, Any]) -> list[tuple[str, 
 
 
 def draw(latency: dict[str, Any], prefill: dict[str, Any], theme: str) -> str:
-    """The bars in the colours of a theme; each panel has a scale of its own."""
+    """Return the bars in the colours of a theme; each panel has its own scale."""
     strong, faint, own, other = _THEMES[theme]
     cases = panels(latency, prefill)
     step = 34 + _BAR * max(len(rates) for _, rates in cases)
@@ -69,9 +69,9 @@ def draw(latency: dict[str, Any], prefill: dict[str, Any], theme: str) -> str:
         order = sorted(rates, key=list(ENGINES).index)
         for k, engine in enumerate(order):
             colour = own if engine == "ours" else other
-            words = (strong, faint)[engine != "ours"]
+            shade = (strong, faint)[engine != "ours"]
             share = rates[engine] / max(rates.values())
-            body += _bar(x, y + 18 + _BAR * k, engine, rates[engine], share, colour, words)
+            body += _bar(x, y + 18 + _BAR * k, engine, rates[engine], share, colour, shade)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
@@ -85,18 +85,18 @@ def draw(latency: dict[str, Any], prefill: dict[str, Any], theme: str) -> str:
 
 
 def _bar(
-    x: int, y: int, engine: str, rate: float, share: float, colour: str, words: str
+    x: int, y: int, engine: str, rate: float, share: float, colour: str, shade: str
 ) -> list[str]:
-    """A name, a bar and its value."""
+    """Return a name, a bar and its value as SVG."""
     long = (_PANEL - _LABEL - 50) * share
     value = f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
     weight = ' font-weight="600"' if engine == "ours" else ""
     return [
-        f'<text x="{x + _LABEL - 8}" y="{y + 13}" text-anchor="end" fill="{words}"{weight}>'
+        f'<text x="{x + _LABEL - 8}" y="{y + 13}" text-anchor="end" fill="{shade}"{weight}>'
         f"{escape(ENGINES[engine])}</text>",
         f'<rect x="{x + _LABEL}" y="{y + 1}" width="{long:.1f}" height="16" rx="3" '
         f'fill="{colour}"/>',
-        f'<text x="{x + _LABEL + long + 6:.1f}" y="{y + 13}" fill="{words}"{weight}>{value}</text>',
+        f'<text x="{x + _LABEL + long + 6:.1f}" y="{y + 13}" fill="{shade}"{weight}>{value}</text>',
     ]
 
 

@@ -49,7 +49,7 @@ def make(folder: Path) -> None:
 
 
 def _chat(page: Any) -> None:
-    """Ask, and look at a token of the answer."""
+    """Ask a question and open a token of the answer."""
     page.wait_for_selector("#state.ready")
     page.click("#settings-button")
     page.fill("#temperature", "0")
@@ -65,7 +65,7 @@ def _chat(page: Any) -> None:
 
 @contextmanager
 def _server() -> Iterator[str]:
-    """`llama serve` with the demo model: its URL, once it is ready."""
+    """Yield the URL of `llama serve` with the demo model, once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

@@ -43,7 +43,7 @@ white-space:pre;fill:#d7dde5}
 
 @dataclass
 class Cell:
-    """A character on the screen, and when it came, in seconds."""
+    """A character on the screen and the second at which it appeared."""
 
     text: str = " "
     is_dim: bool = False
@@ -52,7 +52,7 @@ class Cell:
 
 @dataclass
 class Screen:
-    """What a terminal shows, of the few codes that a shell and `llama chat` send."""
+    """A terminal's screen, for the few codes that a shell and `llama chat` send."""
 
     columns: int = COLUMNS
     rows: int = ROWS
@@ -66,7 +66,7 @@ class Screen:
         self.cells = [[Cell() for _ in range(self.columns)] for _ in range(self.rows)]
 
     def feed(self, text: str, now: float) -> None:
-        """Show what came from the terminal. ValueError where the session does not fit."""
+        """Show output of the terminal; raise ValueError where the session does not fit."""
         for token in _TOKEN.finditer(text):
             if token[2] == "m":
                 self.is_dim = token[1] == "2"
@@ -90,7 +90,7 @@ class Screen:
             self.column += 1
 
     def line(self) -> str:
-        """The text of the cursor's line."""
+        """Return the text of the cursor's line."""
         if self.row >= self.rows:
             return ""
         return "".join(cell.text for cell in self.cells[self.row]).rstrip()
@@ -119,7 +119,7 @@ class Recorder:
             self._read_for(self._dice.uniform(0.03, 0.09))
 
     def wait_for(self, line: str) -> None:
-        """Until the cursor stands in a line of just this text. TimeoutError after two minutes."""
+        """Wait until the cursor's line has just this text; TimeoutError after two minutes."""
         end = time.monotonic() + _LIMIT_S
         while self.screen.line() != line:
             if time.monotonic() > end:
@@ -128,7 +128,7 @@ class Recorder:
         self._read_for(_LONGEST_WAIT_S)
 
     def close(self) -> float:
-        """End the shell. The seconds that the recording lasts."""
+        """End the shell and return the seconds that the recording lasts."""
         os.kill(self._shell, signal.SIGKILL)
         os.waitpid(self._shell, 0)
         os.close(self._terminal)
@@ -143,7 +143,7 @@ class Recorder:
             self.screen.feed(text, self._now())
 
     def _now(self) -> float:
-        """Seconds since the start, without what is more than a second between two of these."""
+        """Return the seconds since the start, with each wait shortened to one second."""
         now = time.monotonic()
         self._cut += max(0.0, now - self._last - _LONGEST_WAIT_S)
         self._last = now
@@ -151,7 +151,7 @@ class Recorder:
 
 
 def record() -> tuple[Screen, float]:
-    """Hold the session. Its screen, and the seconds that it lasts."""
+    """Run the session and return its screen and its length in seconds."""
     recorder = Recorder()
     recorder.wait_for("$")
     recorder.type(COMMAND)
@@ -163,7 +163,7 @@ def record() -> tuple[Screen, float]:
 
 
 def draw(screen: Screen, seconds: float) -> str:
-    """The SVG of a recording."""
+    """Return the SVG of a recording."""
     total = seconds + _LAST_S
     used = 1 + max(i for i, row in enumerate(screen.cells) if any(c.text != " " for c in row))
     width = round(2 * _LEFT + _ADVANCE * screen.columns)
@@ -192,14 +192,14 @@ def draw(screen: Screen, seconds: float) -> str:
             f'<text class="title" x="{width / 2}" y="24" text-anchor="middle">llama chat</text>',
             *filter(None, body),
             f'<rect id="cursor" x="{_LEFT}" y="{_TOP - 15}" width="8" height="18" fill="#d7dde5" '
-            f'opacity=".6" transform="{_place(*screen.cursor[-1][1:])}"/>',
+            f'opacity=".6" transform="{_translate(*screen.cursor[-1][1:])}"/>',
             "</svg>\n",
         ]
     )  # fmt: skip
 
 
 def _row(cells: list[Cell], index: int, names: dict[float, str]) -> str:
-    """A line of the screen, in pieces that came together."""
+    """Return a line of the screen, in pieces that appeared together."""
     text = "".join(cell.text for cell in cells).rstrip()
     if not text:
         return ""
@@ -213,7 +213,7 @@ def _row(cells: list[Cell], index: int, names: dict[float, str]) -> str:
 
 
 def _moves(screen: Screen, total: float) -> str:
-    """Where the cursor stands, from when on: keyframes."""
+    """Return keyframes of the cursor's position."""
 
     def steps() -> Iterator[str]:
         for since, row, column in screen.cursor:
@@ -223,7 +223,7 @@ def _moves(screen: Screen, total: float) -> str:
     return "".join(steps())
 
 
-def _place(row: int, column: int) -> str:
+def _translate(row: int, column: int) -> str:
     return f"translate({_ADVANCE * column:.1f} {_LINE * row:g})"
 
 

@@ -19,7 +19,10 @@ Job = dict[str, Any]
 
 
 class Engine(Protocol):
-    """Greedy decoding, no stop token. Ids on the host end a call, so the device is waited for."""
+    """An engine that decodes greedily and has no stop token.
+
+    Each call returns ids on the host, so it includes the wait for the device.
+    """
 
     def __init__(self, job: Job) -> None: ...
 
@@ -40,7 +43,7 @@ class Peer(NamedTuple):
     """How an engine is made, and what its process needs before that."""
 
     kind: type[Engine]
-    modules: tuple[str, ...]  # that take long to import; the last is of the package itself
+    modules: tuple[str, ...]  # slow imports that are timed; the last is the package itself
     environment: Callable[[Path], dict[str, str]] = lambda venv: {}
     importing: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -54,8 +57,8 @@ def _as_our_commands_do() -> AbstractContextManager[None]:
 _OURS = Peer(Ours, ("torch", "llama.generation"), importing=_as_our_commands_do)
 ENGINES = {
     "ours": _OURS,
-    "ours_bf16": _OURS,  # what it is beside, where --dtype is another
-    "ours_packed": _OURS,  # from a folder of packed weights
+    "ours_bf16": _OURS,  # the comparison where --dtype is another
+    "ours_packed": _OURS,  # reads a folder of packed weights
     "transformers": Peer(
         Transformers, ("torch", "transformers", "transformers.models.llama.modeling_llama")
     ),

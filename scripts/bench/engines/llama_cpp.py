@@ -14,13 +14,18 @@ _UBATCH = 512  # tokens that go through the model at once: llama.cpp's own defau
 
 
 class LlamaCpp:
+    """llama.cpp with one slot per sequence."""
+
     def __init__(self, job: dict[str, Any]) -> None:
         import llama_cpp
         import numpy
 
-        self.api, self.numpy, self.vocab_size = llama_cpp, numpy, job["params"]["vocab_size"]
+        self.api = llama_cpp
+        self.numpy = numpy
+        self.vocab_size = job["params"]["vocab_size"]
         llama_cpp.llama_backend_init()
-        path, params = str(Path(job["gguf"])).encode(), llama_cpp.llama_model_default_params()
+        path = str(Path(job["gguf"])).encode()
+        params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = os.environ.get(_REPACK) != "0"
         self.model = llama_cpp.llama_model_load_from_file(path, params)
         self.context = self.model and llama_cpp.llama_init_from_model(
@@ -29,16 +34,19 @@ class LlamaCpp:
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot load {job['gguf']}")
         self.memory = llama_cpp.llama_get_memory(self.context)
-        self.room = llama_cpp.llama_batch_init(self.num_batch, 0, 1)
+        self.batch = llama_cpp.llama_batch_init(self.num_batch, 0, 1)
         self.lengths = [0] * job["batch"]  # tokens that each slot holds
         self.latest: dict[int, int] = {}  # slot -> its newest id, which is not yet computed
 
     def _settings(self, job: dict[str, Any]) -> Any:
-        """Flash attention is llama.cpp's own choice ("auto"), and on; 16 bits of keys and values
-        as in every engine, 32 where the weights have them."""
+        """Return the parameters of the context.
+
+        Flash attention stays at llama.cpp's default ("auto"), which turns it on. Keys and values
+        have 16 bits as in every engine, and 32 where the weights have them.
+        """
         settings = self.api.llama_context_default_params()
-        each = -(-job["longest"] // 256) * 256  # what the cache is padded to anyway
-        self.num_batch = job["batch"] * each
+        padded = -(-job["longest"] // 256) * 256  # llama.cpp pads the cache to this anyway
+        self.num_batch = job["batch"] * padded
         settings.n_ctx = settings.n_batch = self.num_batch
         settings.n_ubatch = min(_UBATCH, self.num_batch)
         settings.n_seq_max = settings.n_outputs_max = job["batch"]
@@ -77,19 +85,21 @@ class LlamaCpp:
                 del left[slot]
 
     def _compute(self, rows: dict[int, list[int]]) -> None:
-        """Run the new tokens of these slots in one batch; `latest` is what follows each."""
-        room, count = self.room, 0
+        """Run the new tokens of these slots in one batch, and keep each slot's next id."""
+        batch = self.batch
+        count = 0
         for slot, tokens in rows.items():
             for token in tokens:
-                room.token[count] = token
-                room.pos[count] = self.lengths[slot]
-                room.n_seq_id[count], room.seq_id[count][0] = 1, slot
-                room.logits[count] = False
+                batch.token[count] = token
+                batch.pos[count] = self.lengths[slot]
+                batch.n_seq_id[count] = 1
+                batch.seq_id[count][0] = slot
+                batch.logits[count] = False
                 self.lengths[slot] += 1
                 count += 1
-            room.logits[count - 1] = True
-        room.n_tokens = count
-        if error := self.api.llama_decode(self.context, room):
+            batch.logits[count - 1] = True
+        batch.n_tokens = count
+        if error := self.api.llama_decode(self.context, batch):
             raise RuntimeError(f"llama_decode returned {error}")
         logits = self.api.llama_get_logits(self.context)  # waits until all is computed
         shape = (len(rows), self.vocab_size)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HOST_STEPS = 8  # how many are run again, with the model's forward timed apart
+HOST_STEPS = 8  # steps that are run again with the model's forward timed separately
 
 
 class Ours:
@@ -54,10 +54,14 @@ class Ours:
             self.engine.step()
 
     def host_overhead(self) -> float:
-        """Median seconds of a step outside the model: scheduling, packing, sampling, decoding."""
+        """Return the median seconds of a step outside the model.
+
+        They go into scheduling, packing, sampling and decoding text.
+        """
         from bench.machine import wait_for
 
-        model, spent = self.llama.model, 0.0
+        model = self.llama.model
+        spent = 0.0
         device = model.norm.weight.device
 
         def timed(forward: Callable) -> Callable:
@@ -75,7 +79,8 @@ class Ours:
             setattr(model, name, timed(getattr(model, name)))
         seconds = []
         for _ in range(HOST_STEPS):
-            spent, began = 0.0, time.perf_counter()
+            spent = 0.0
+            began = time.perf_counter()
             self.step()
             seconds.append(time.perf_counter() - began - spent)
         return sorted(seconds)[len(seconds) // 2]
@@ -83,18 +88,20 @@ class Ours:
 
 @contextlib.contextmanager
 def timed_parts() -> Iterator[dict[str, float]]:
-    """Seconds in the parts of a load, by name, of whatever is loaded in the block. Where they run
-    beside one another, together they are more than the load."""
+    """Yield the seconds that parts of a load take, by name, for all loads in the block.
+
+    Parts that run side by side add up to more than the load.
+    """
     from llama import loading
     from llama.checkpoint.reader import CheckpointReader
     from llama.model.transformer import Transformer
 
-    places: dict[str, tuple[Any, str]] = {
+    methods: dict[str, tuple[Any, str]] = {
         "tokenizer": (loading, "load_tokenizer"),
         "read": (CheckpointReader, "copy"),
         "pack": (Transformer, "pack"),
     }
-    spent = dict.fromkeys(places, 0.0)
+    spent = dict.fromkeys(methods, 0.0)
 
     def timed(name: str, work: Callable) -> Callable:
         def run(*args: Any, **more: Any) -> Any:
@@ -107,7 +114,7 @@ def timed_parts() -> Iterator[dict[str, float]]:
         return run
 
     with contextlib.ExitStack() as stack:
-        for name, (owner, method) in places.items():
+        for name, (owner, method) in methods.items():
             work = getattr(owner, method)
             stack.callback(setattr, owner, method, work)
             setattr(owner, method, timed(name, work))
@@ -115,7 +122,7 @@ def timed_parts() -> Iterator[dict[str, float]]:
 
 
 def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
-    """What `Llama.build` makes, of a folder or of weights that were never in a file."""
+    """Return a Llama for a folder of weights, or for random weights that were never in a file."""
     from bench.shapes import DTYPES, random_model, write_tokenizer
     from llama import Llama, Tokenizer
     from llama.weights import QUANTIZED
@@ -125,7 +132,7 @@ def our_llama(job: dict[str, Any], sizes: dict[str, Any]) -> Any:
     quantize = job["dtype"] if job["dtype"] in QUANTIZED else None
     dtype = DTYPES["bf16" if quantize else job["dtype"]]
     model = random_model(job["params"] | sizes, dtype, job["device"])
-    model.pack(quantize=quantize)  # as `Llama.build` does
+    model.pack(quantize=quantize)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "tokenizer.model")
         write_tokenizer(path, job["params"]["vocab_size"])

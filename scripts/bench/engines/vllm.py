@@ -9,12 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-_BLOCK = 128  # slots: vLLM's own choice on a CPU; no page of it is larger elsewhere
+_BLOCK = 128  # slots: vLLM's default on a CPU; its pages are not larger elsewhere
 
 
 def vllm_environment(venv: Path) -> dict[str, str]:
-    """What must be set before the process begins: no network, no process of its own, and the two
-    libraries that its documentation wants loaded first on a CPU, where the environment has them."""
+    """Return the variables that must be set before vLLM's process begins.
+
+    They turn off the network and the separate engine process, and preload the two libraries that
+    vLLM's documentation recommends on a CPU, where the environment has them.
+    """
     wanted = ("libtcmalloc_minimal.so*", "libiomp5.so")
     found = (sorted((venv / "lib").glob(name))[:1] for name in wanted)
     preloaded = ":".join(str(path) for paths in found for path in paths)
@@ -81,8 +84,10 @@ class Vllm:
 
 
 def _cache_bytes(job: dict[str, Any]) -> int:
-    """Keys and values of all that run, each in whole blocks, and some blocks to spare."""
+    """Return the bytes of the KV cache of all sequences, in whole blocks, with some to spare."""
     config = json.loads(Path(job["hf"], "config.json").read_text())
-    numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    num_elements = (
+        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    )
     blocks = job["batch"] * (-(-job["longest"] // _BLOCK) + 1) + 8
-    return numbers * (4 if job["dtype"] == "fp32" else 2) * _BLOCK * blocks
+    return num_elements * (4 if job["dtype"] == "fp32" else 2) * _BLOCK * blocks
