@@ -16,6 +16,7 @@ from torch import Tensor
 from llama.checkpoint.downloads import broken
 from llama.checkpoint.gguf import Kind, TensorInfo
 from llama.ops.cpu import native
+from llama.ops.cpu.constants import PackState
 from llama.weights.coded import Coded
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -124,11 +125,18 @@ def pack(
     sizes = len(rows), k, like.group, 1 if like.offset is None else 2
     with file.open("rb") as source:
         place = source.fileno(), of.offset + rows.start * stride + at, stride
-        codes = [*_FORMATS].index(kind.name), len(numbers), held, int(like.table[0])
+        codes = _native_type(kind.name), len(numbers), held, int(like.table[0])
         native.call("pack_gguf", *to, table, state, *place, *sizes, *codes)
-    if state > 1:
+    if state == PackState.FILE_TOO_SHORT:
         raise broken(file, "became shorter while it was read")
     return not state
+
+
+def _native_type(name: str) -> int:
+    """Return the number by which the CPU kernels know a type of blocks."""
+    number = native.call("gguf_type", name)
+    assert number >= 0, name
+    return number
 
 
 def _unpack(rows: Tensor, kind: Kind) -> Coded:
@@ -136,8 +144,8 @@ def _unpack(rows: Tensor, kind: Kind) -> Coded:
     blocks = rows.reshape(-1, kind.num_bytes).contiguous()
     if rows.device.type == "cpu" and native.kernels() is not None:
         parts = [x.new_empty(len(blocks), x.shape[1]) for x in unpack(blocks[:1]) if x is not None]
-        place = [*_FORMATS].index(kind.name)
-        native.call("unpack_gguf", blocks, *parts[:2], parts[-1], place, len(blocks))
+        number = _native_type(kind.name)
+        native.call("unpack_gguf", blocks, *parts[:2], parts[-1], number, len(blocks))
     else:
         parts = [x for x in unpack(blocks) if x is not None]
     codes, scale, *offset = (x.view(len(rows), -1) for x in parts)

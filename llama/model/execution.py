@@ -24,7 +24,8 @@ from llama.model.plan import ATTENTION, LayerPlan
 from llama.ops.attention import paged_attention
 from llama.ops.batch import Batch
 from llama.ops.cpu import native
-from llama.ops.kv_cache import MAX_HEAD_DIM, NATIVE
+from llama.ops.cpu.constants import MAX_HEAD_DIM
+from llama.ops.kv_cache import NATIVE
 from llama.ops.norm import add_norm, rms_norm
 from llama.ops.rope import rope_and_store
 from llama.ops.swiglu import silu_mul

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.cpu.constants import MAX_HEAD_DIM, KvFormat
 
-MAX_HEAD_DIM = 256  # of the CPU's kernels, which keep a block of rows on their stack
 LEAST_UNIT = 2.0**-100  # also of a row of zeros
-NATIVE = {torch.bfloat16: 0, torch.int8: 1}  # KvFormat in kernels.h
+NATIVE = {torch.bfloat16: KvFormat.BF16.value, torch.int8: KvFormat.INT8.value}
 
 
 @dataclass(frozen=True)

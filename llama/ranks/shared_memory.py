@@ -23,12 +23,15 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import build, native
+from llama.ops.cpu.constants import MAX_RANKS, ChannelState, SumType
 from llama.ranks.errors import RankError
 from llama.ranks.processes import machine_id
 
-_DONE, _PENDING, _MISMATCH = 0, 1, 2  # what the kernels return; 3: another operation was broken off
-_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # that can be summed
-_MAX_RANKS = 64
+_SUM_TYPES = {
+    torch.bfloat16: SumType.BF16.value,
+    torch.float16: SumType.FP16.value,
+    torch.float32: SumType.FP32.value,
+}
 _TENSOR_BYTES = 1 << 18  # of a buffer: half of it and its peer's fit the second cache
 _RING_BYTES = 1 << 16
 _FRAME_BYTES = 1 << 14  # the longest piece of a message
@@ -95,11 +98,11 @@ class SharedMemory:
 
     @staticmethod
     def can_sum(x: Tensor) -> bool:
-        return x.dtype in _TYPES
+        return x.dtype in _SUM_TYPES
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum over the ranks, in place: in float32 and in the order of the ranks."""
-        self._in_place("shared_all_reduce", x, _TYPES[x.dtype])
+        self._in_place("shared_all_reduce", x, _SUM_TYPES[x.dtype])
 
     def all_gather(self, x: Tensor) -> Tensor:
         """(..., N) on each rank -> (..., N * size), in the order of the ranks."""
@@ -152,16 +155,16 @@ class SharedMemory:
         out of step; a second one at once. While no message has come, nothing is under way.
         """
         code = native.call(name, channel, *args)
-        if code == _DONE:
+        if code == ChannelState.DONE:
             return
         limit = self.timeout_s if has_limit else math.inf
         began, interrupt = time.monotonic(), None
-        while code != _DONE:
+        while code != ChannelState.DONE:
             try:
-                if code != _PENDING:
+                if code != ChannelState.PENDING:
                     raise RankError(_describe(code, name))
                 code = native.call(name, channel, *args)
-                if code == _PENDING:
+                if code == ChannelState.PENDING:
                     self._check(name, channel, time.monotonic() - began, limit)
             except KeyboardInterrupt as e:
                 if interrupt is not None or name in ("shared_send", "shared_receive"):
@@ -172,7 +175,7 @@ class SharedMemory:
 
     def _check(self, name: str, channel: Tensor, waited: float, limit: float) -> None:
         """RankError where what is waited for will not come."""
-        what = _describe(_PENDING, name)
+        what = _describe(ChannelState.PENDING, name)
         if self._is_ending():
             raise RankError(
                 f"another rank failed, while rank {self._names[self.rank]} waited in {what}: the "
@@ -196,9 +199,9 @@ class SharedMemory:
 
 def _describe(code: int, name: str) -> str:
     what = name.removeprefix("shared_").replace("_", "-")
-    if code == _PENDING:
+    if code == ChannelState.PENDING:
         return {"send": "a message", "receive": "a message"}.get(what, what)
-    if code == _MISMATCH:
+    if code == ChannelState.MISMATCH:
         return (
             f"another rank exchanges other tensors than this one in {what}: every rank of a group "
             "must make the same calls with the same arguments"
@@ -230,7 +233,7 @@ def _create(ranks: int) -> int | None:
     """The file descriptor of a new segment. Sealed: a smaller file would be a fault (SIGBUS)."""
     import fcntl  # Linux has it; this module is imported everywhere
 
-    if ranks > _MAX_RANKS:
+    if ranks > MAX_RANKS:
         return None
     with contextlib.suppress(OSError), contextlib.ExitStack() as failed:
         fd = os.memfd_create("llama-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama.device import dtype_name
 from llama.ops.cpu import native
+from llama.ops.cpu.constants import ElementFormat, ScaleFormat
 from llama.weights.blocks import BlockedWeight
 from llama.weights.bytes import E4M3, BytesWeight, Fp8Weight
 from llama.weights.coded import Coded, CodedRows
@@ -72,10 +73,19 @@ def on_gpu(matrix: _Matrix, quantize: str | None = None, device: torch.device = 
 
 def like(form: Form, n: int, k: int, device: torch.device) -> Weight:
     """Random numbers in a form, on a GPU; plain ones where it is not for these sizes."""
-    tables = {1: torch.arange(-128.0, 128), 3: form.first + torch.arange(16.0)}
-    table = tables.get(form.kind, E4M3.float())
+    tables = {
+        ElementFormat.INT8: torch.arange(-128.0, 128),
+        ElementFormat.FP8: E4M3.float(),
+        ElementFormat.NIBBLES: form.first + torch.arange(16.0),
+    }
+    table = tables[ElementFormat(form.kind)]
     group = form.group if form.group and k % form.group == 0 else k
-    unit = (1 / 3, 2**-6, 1365 / 2**17)[form.scale_type]  # of float32, of float16, of bytes
+    units = {  # such that scales need this format
+        ScaleFormat.FLOAT32: 1 / 3,
+        ScaleFormat.FLOAT16: 2**-6,
+        ScaleFormat.EIGHTS: 1365 / 2**17,
+    }
+    unit = units[ScaleFormat(form.scale_type)]
     scale, offset = torch.randint(1, 64, (2, n, k // group)) * unit
     codes = torch.randint(min(len(table), 127), (n, k), dtype=torch.uint8)  # 127 is a NaN
     return on_gpu(Coded(codes, table, scale, offset if form.per_group > 1 else None), None, device)

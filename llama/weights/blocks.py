@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.ops.cpu import native
+from llama.ops.cpu.constants import N_BLOCK
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 from llama.weights.weight import Weight
 
-N_BLOCK = 32  # rows of a weight that are packed together, as in packed_weight.h
 INFINITY = 0x7F80  # in bf16
 
 

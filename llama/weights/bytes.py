@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.weights.blocks import N_BLOCK, in_blocks, workspace
+from llama.ops.cpu.constants import N_BLOCK, ElementFormat
+from llama.weights.blocks import in_blocks, workspace
 from llama.weights.coded import Coded
 from llama.weights.groups import GroupedWeight, pack_extras, pack_scales
 
@@ -21,7 +22,7 @@ _ROWS = 4096  # that are rounded at once
 class BytesWeight(GroupedWeight):
     """values: (N/32, K/2, 32, 2) int8."""
 
-    kind = 1
+    kind = ElementFormat.INT8.value
     layout = (torch.int8, 2, (N_BLOCK, 2))
     in_files = "int", 8
     unit = 1.0  # of the scales
@@ -75,7 +76,7 @@ class BytesWeight(GroupedWeight):
 class Fp8Weight(BytesWeight):
     """values: (N/32, K/2, 32, 2) e4m3. The kernels take 2^-8 of them, so the scales are larger."""
 
-    kind = 2
+    kind = ElementFormat.FP8.value
     layout = (E4M3.dtype, 2, (N_BLOCK, 2))
     in_files = "float", 8
     unit = 2**-8

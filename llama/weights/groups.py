@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 from llama.device import use_huge_pages
 from llama.ops.cpu import native
+from llama.ops.cpu.constants import MAX_RANK, MIN_GROUP, N_BLOCK, ElementFormat, ScaleFormat
 from llama.ops.linear import linear
 from llama.ops.triton.kernels import TORCH_ONLY, Blocks, KernelSet
-from llama.weights.blocks import N_BLOCK, BlockedWeight, can_pack, in_blocks
+from llama.weights.blocks import BlockedWeight, can_pack, in_blocks
 from llama.weights.coded import Coded, CodedRows, hadamard
 from llama.weights.weight import Weight
 
 _PLAIN = 1 << 26  # numbers that are made plain at once
-_LEAST_GROUP = 16  # as in packed_weight.h
-_MOST_RANK = 256  # of an adaptor, as in kernels.h
-_SCALE_TYPES = (torch.float32, torch.float16, torch.uint8)  # in the order of ParameterType
+_SCALE_FORMATS = {
+    torch.float32: ScaleFormat.FLOAT32.value,
+    torch.float16: ScaleFormat.FLOAT16.value,
+    torch.uint8: ScaleFormat.EIGHTS.value,
+}
+_TABLE_FORMATS = (ElementFormat.NIBBLES, ElementFormat.SIX_BITS)  # codes are looked up in a table
 EIGHT = 10 * N_BLOCK  # bytes of a block's scales of 8 groups: a float16 a row, then a byte for each
 
 
@@ -62,11 +66,12 @@ class GroupedWeight(BlockedWeight):
             self.register_buffer(name, held, persistent=False)
         _, self.groups, self.per_group, _ = _unpack_scales(scales[:1]).shape
         self.rank = 0 if adaptor is None else adaptor.numel() // sum(shape)
-        self.table, self.first = torch.zeros(16), None if self.kind > 2 else 0
+        self.table, self.first = torch.zeros(16), None if self.kind in _TABLE_FORMATS else 0
         if table is not None:
             self.table[: len(table)] = table.bfloat16()
-            if self.kind == 3 and torch.equal(table, int(table[0]) + torch.arange(len(table))):
-                self.first = int(table[0])  # whole numbers that follow one another
+            consecutive = int(table[0]) + torch.arange(len(table))
+            if self.kind == ElementFormat.NIBBLES and torch.equal(table, consecutive):
+                self.first = int(table[0])
 
     @classmethod
     def can_hold(cls, table: Tensor) -> bool:
@@ -100,17 +105,17 @@ class GroupedWeight(BlockedWeight):
     @property
     def form(self) -> Form:
         group = self.shape[1] // self.groups if self.groups > 1 else 0
-        scale_type = _SCALE_TYPES.index(self.scales.dtype)
+        scale_type = _SCALE_FORMATS[self.scales.dtype]
         return Form(self.kind, self.first or 0, group, self.per_group, scale_type)
 
     @classmethod
     def takes(cls, coded: Coded) -> bool:
         """Whether it can hold these very weights, and the CPU's kernels read them."""
         (n, k), is_here = coded.shape, coded.codes.device.type == "cpu" and native.kernels()
-        fits = n % N_BLOCK == 0 and k % 8 == 0 and coded.group % _LEAST_GROUP == 0
+        fits = n % N_BLOCK == 0 and k % 8 == 0 and coded.group % MIN_GROUP == 0
         thin = [x for x in (coded.down, coded.up) if x is not None]
         fits = fits and all(torch.equal(x.bfloat16().float(), x) for x in thin)
-        fits = fits and (not thin or len(thin[0]) <= _MOST_RANK)
+        fits = fits and (not thin or len(thin[0]) <= MAX_RANK)
         return bool(fits and is_here) and cls.can_hold(coded.table)
 
     @classmethod
@@ -182,9 +187,9 @@ class GroupedWeight(BlockedWeight):
         n, k = self.shape
         rows = _unpack_scales(self.scales[:1]).shape[-1]
         fits = len(self.scales) == n // N_BLOCK and rows == N_BLOCK and self.per_group in (1, 2)
-        fits = fits and k % (self.groups * _LEAST_GROUP) == 0 and self.scales.dtype in _SCALE_TYPES
+        fits = fits and k % (self.groups * MIN_GROUP) == 0 and self.scales.dtype in _SCALE_FORMATS
         if (x := self.adaptor) is not None:
-            fits = fits and self.rank in range(N_BLOCK, _MOST_RANK + 1, N_BLOCK)
+            fits = fits and self.rank in range(N_BLOCK, MAX_RANK + 1, N_BLOCK)
             fits = fits and (x.dtype, x.shape) == (torch.bfloat16, (self.rank * (n + k),))
         is_odd = self.rotated is not None and (k & (k - 1) or k % N_BLOCK)
         return fits and not is_odd and super().is_whole()
@@ -204,7 +209,7 @@ class GroupedWeight(BlockedWeight):
 
     def native_matrix(self) -> list[int]:
         addresses = [x.data_ptr() for x in (self.values, self.scales, self.table)]
-        scale_type = _SCALE_TYPES.index(self.scales.dtype)
+        scale_type = _SCALE_FORMATS[self.scales.dtype]
         numbers = [self.kind, scale_type, self.per_group, self.shape[1] // self.groups]
         adaptor = 0 if self.adaptor is None else self.adaptor.data_ptr()
         more = [self.rotated is not None, adaptor, self.rank]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from llama.ops.cpu import native
-from llama.weights.blocks import INFINITY, N_BLOCK
+from llama.ops.cpu.constants import N_BLOCK, ElementFormat
+from llama.weights.blocks import INFINITY
 from llama.weights.bytes import BytesWeight
 from llama.weights.coded import Coded
 from llama.weights.groups import EIGHT, GroupedWeight
@@ -22,7 +23,7 @@ _GROUP = 32  # of a matrix that is rounded, as in pack.cpp
 class NibblesWeight(GroupedWeight):
     """values: (N/32, K/8, 32) int32."""
 
-    kind = 3
+    kind = ElementFormat.NIBBLES.value
     layout = (torch.int32, 8, (N_BLOCK,))
     in_files, pack_codes = ("int", 4), "pack_nibbles"
 
@@ -74,7 +75,7 @@ class NibblesWeight(GroupedWeight):
 class SixBitsWeight(GroupedWeight):
     """values: (N/32, K/16, 3, 32) int32; the first of the numbers is table[0]."""
 
-    kind = 4
+    kind = ElementFormat.SIX_BITS.value
     layout = (torch.int32, 16, (3, N_BLOCK))
     pack_codes = "pack_six_bits"
 

@@ -11,6 +11,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from llama.ops.cpu.constants import ElementFormat
 from llama.ops.triton.kernels import TORCH_ONLY, KernelSet
 
 
@@ -21,7 +22,7 @@ class Weight(nn.Module):
     """
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of matrices that it can be made from
-    kind: ClassVar[int] = 0  # of quantized numbers, Matrix::Numbers in kernels.h
+    kind: ClassVar[int] = ElementFormat.BF16.value  # the format of its elements for kernels
     values: nn.Parameter
     is_finite: bool = True  # False where packing it came upon NaN or infinity
     has_empty_row: bool = False  # where it came upon a row of zeros

@@ -1,11 +1,13 @@
 """Kernels are compiled once, kept whole and safe; without a compiler torch does the work."""
 
+import ctypes
 import errno
 import mmap
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from helpers.kernels import HAS_KERNELS, SUPPORTED
 from llama import device
-from llama.ops.cpu import build, native
+from llama.ops.cpu import build, constants, native
 from llama.weights import PlainWeight, packed
 from llama.weights.blocks import BlockedWeight
 
@@ -30,6 +32,7 @@ def stub(tmp_path, monkeypatch) -> Path:
     (tmp_path / "sources").mkdir()
     monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
     (build.FOLDER / "stub.cpp").write_text(STUB)
+    monkeypatch.setattr(native, "checked", lambda library: library)  # it has no constants
     return tmp_path / "cache"
 
 
@@ -196,6 +199,51 @@ def test_a_folder_that_cannot_be_made_is_done_without(stub):
     for folder in (stub, Path("no/home")):
         with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
             assert native.load(folder, AVX2) is not None
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "swapped, name",
+    [
+        (("NIBBLES", "SIX_BITS"), "ElementFormat::NIBBLES"),
+        (("FLOAT32", "FLOAT16"), "ScaleFormat::FLOAT32"),
+        (("PENDING", "MISMATCH"), "ChannelState::PENDING"),
+        (("MAX_RANK = 256", "MAX_RANK = 128"), "MAX_RANK"),
+    ],
+    ids=str,
+)
+def test_a_library_with_other_constants_is_refused(tmp_path, swapped, name):
+    """A format that is another one in C++ would be read as garbage, without an error."""
+    header = (build.FOLDER / "constants.h").read_text()
+    first, second = swapped
+    assert first in header
+    changed = header.replace(first, "?").replace(second, first).replace("?", second)
+    (tmp_path / "constants.h").write_text(changed)
+    (tmp_path / "constants.cpp").write_text((build.FOLDER / "constants.cpp").read_text())
+    library = tmp_path / "constants.so"
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", tmp_path / "constants.cpp", "-o", library]
+    subprocess.run(command, check=True, timeout=60)
+    with pytest.raises(RuntimeError, match=f"compiled with {name}=.* and this package has"):
+        native.checked(ctypes.CDLL(str(library)))
+
+
+@needs_kernels
+def test_every_constant_of_the_sources_is_compared():
+    """Both ways: what Python lists the library knows, and each enumerator is listed."""
+    header = (build.FOLDER / "constants.h").read_text()
+    names = set(re.findall(r"^constexpr \w+ (\w+) =", header, re.M))
+    for enum, members in re.findall(r"^enum class (\w+) : int64_t {(.*)};", header, re.M):
+        names |= {f"{enum}::{member.strip()}" for member in members.split(",")}
+    assert names == constants.ALL.keys()
+    assert native.call("constant_value", "nowhere") == -1
+    for name, value in constants.ALL.items():
+        assert native.call("constant_value", name) == value
+
+
+@needs_kernels
+def test_types_of_gguf_are_known_by_name():
+    assert native.call("gguf_type", "Q4_K") >= 0
+    assert native.call("gguf_type", "Q9_9") == -1
 
 
 @needs_kernels

@@ -83,7 +83,7 @@ inline void fetch(const char* from, long bytes, bool is_near) {
 template <class Kind, bool HAS_GROUPS>
 void widen_as(const Weight& weight, const Parameters& parameters, const char* from, uint16_t* to,
               long begin, long count, const char* next, bool is_near) {
-  alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK : 1] = {};
+  alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / MIN_GROUP + 1) * 2 * N_BLOCK : 1] = {};
   const float* of = scales;
   const char* start = from;
   const Kind kind(weight.table);
@@ -212,7 +212,7 @@ struct PackedX {
         k(weight.k),
         height(std::clamp(m, 1L, TILE_ROWS)),  // none would be a fault
         tiles(Parts(m, TILE_ROWS).count),
-        depth(tiles > 2 || weight.numbers != Matrix::BF16 ? TILE_K_BLOCK : k) {}
+        depth(tiles > 2 || weight.format != ElementFormat::BF16 ? TILE_K_BLOCK : k) {}
   long k_blocks() const { return (k + depth - 1) / depth; }
   long count_k(long begin) const { return std::min(k - begin, depth); }
   long at(long tile, long begin) const {
@@ -338,7 +338,7 @@ struct FewRows {
 template <class Kind, bool HAS_GROUPS, int R>
 void few_sums(const float* x, const Weight& weight, long block, float* out) {
   constexpr long STEP_K = 2 * Kind::PAIRS;
-  alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK : 1] = {};
+  alignas(64) float scales[HAS_GROUPS ? (TILE_K_BLOCK / MIN_GROUP + 1) * 2 * N_BLOCK : 1] = {};
   const Parameters parameters(weight, block);
   const Kind kind(weight.table);
   const char* w = weight.block(block);
@@ -351,12 +351,12 @@ void few_sums(const float* x, const Weight& weight, long block, float* out) {
       parameters.unpack(first, (end - 1) / width + 1, scales);
     }
     Floats sums[R][2][2] = {};  // of the first outputs and the second, over even k and odd
-    for (long i = k; i < k + TILE_K; i += LEAST_GROUP) {
+    for (long i = k; i < k + TILE_K; i += MIN_GROUP) {
       Floats parts[4];
       const float* of = scales + (HAS_GROUPS ? (i / width - first) * 2 * N_BLOCK : 0);
       for (int p = 0; p < 4 && HAS_GROUPS; p++) parts[p] = load<Floats>(of + p * LANES);
 #pragma GCC unroll 2
-      for (long step = 0; step < LEAST_GROUP; step += STEP_K, w += Kind::STEP) {
+      for (long step = 0; step < MIN_GROUP; step += STEP_K, w += Kind::STEP) {
         fetch(w + PREFETCH_BYTES<Bf16>, Kind::STEP, true);
 #pragma GCC unroll 4
         for (int j = 0; j < Kind::PAIRS; j++, x += 2 * R)

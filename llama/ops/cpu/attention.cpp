@@ -24,7 +24,6 @@ namespace {
 
 constexpr long SPLIT = 256;   // keys of a part of the context
 constexpr long M_BLOCK = 56;  // rows that go over the keys together
-constexpr long MAX_HEAD_DIM = 256;  // as in attention.py
 constexpr int KEYS = 2 * LANES;
 constexpr long PREFETCH_KEYS = 64;  // without prefetch it took twice as long (Zen 4, from memory)
 constexpr double MIN_PARALLEL_WORK = 3e5;  // multiplications; below, waking threads takes longer
@@ -81,7 +80,7 @@ void find_keys(const Call& call, const Block& block, long begin, long end, long*
                long* units) {
   const long rows = call.page_size * call.kv_heads, head = block.kv_head;
   const long page_bytes = rows * kv_row_bytes(call.dim, call.kv_format);
-  const long row_bytes = call.dim * kv_number_bytes(call.kv_format);
+  const long row_bytes = call.dim * kv_element_bytes(call.kv_format);
   const int64_t* pages = call.table + block.seq * call.pages_each;
   while (begin < end) {
     const long slot = begin % call.page_size, page = pages[begin / call.page_size] * page_bytes;
@@ -259,7 +258,7 @@ template <class Row>
 void attend_to(const Call& call, const Block& block, const Pair* queries, long split, float* out) {
   const long dim = call.dim, begin = split * SPLIT;
   const long end = std::min(begin + SPLIT, num_visible(call, block, block.rows - 1));
-  const long count = end - begin, row_bytes = dim * kv_number_bytes(call.kv_format);
+  const long count = end - begin, row_bytes = dim * kv_element_bytes(call.kv_format);
   const Parts tiles(block.rows, ROWS);
   long offsets[SPLIT], unit_offsets[Row::HAS_UNIT ? SPLIT : 1];
   alignas(64) float scores[M_BLOCK * SPLIT], units[Row::HAS_UNIT ? SPLIT : 1] = {};
@@ -359,7 +358,7 @@ void compute_item(const Call& call, const Item& item, float* sums) {
   const Block& block = item.block;
   Pair queries[M_BLOCK * MAX_HEAD_DIM / 2];
   pack_rows(call, block, queries);
-  const auto attend_to = call.kv_format == KV_INT8 ? ::attend_to<Int8Row> : ::attend_to<Bf16Row>;
+  const auto attend_to = call.kv_format == KvFormat::INT8 ? ::attend_to<Int8Row> : ::attend_to<Bf16Row>;
   if (item.split >= 0) return attend_to(call, block, queries, item.split, sums);
   alignas(64) float next[MAX_SUMS];
   clear(sums, block.rows, call.dim);

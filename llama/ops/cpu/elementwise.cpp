@@ -39,7 +39,6 @@ __attribute__((noinline)) void apply_rope(const uint16_t* heads, const float* fr
   }
 }
 
-constexpr long MAX_HEAD_DIM = 256;  // as in attention.py
 
 // D bf16 -> whole numbers from -127 to 127, and the unit that they count, a bf16. The largest
 // magnitude is found among bits, where NaN is above all.
@@ -134,12 +133,12 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
   const long q = heads.queries * heads.dim, kv = heads.kv * heads.dim;
   const long rows = heads.page_size * heads.kv, page = slot / heads.page_size;
   const long page_bytes = rows * kv_row_bytes(heads.dim, heads.kv_format);
-  const long row_bytes = heads.dim * kv_number_bytes(heads.kv_format);
+  const long row_bytes = heads.dim * kv_element_bytes(heads.kv_format);
   slot %= heads.page_size, pages += page * page_bytes;
   char *keys = pages + slot * heads.kv * row_bytes, *units = pages + rows * row_bytes;
   char* values = keys + heads.num_pages * page_bytes;
   apply_rope(qkv, freqs_cis, queries, heads.queries, heads.dim);
-  if (heads.kv_format == KV_BF16) {
+  if (heads.kv_format == KvFormat::BF16) {
     apply_rope(qkv + q, freqs_cis, (uint16_t*)keys, heads.kv, heads.dim);
     std::memcpy(values, qkv + q + kv, kv * 2);
     return;

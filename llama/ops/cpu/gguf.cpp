@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 
 #include "codes.h"
 
@@ -148,15 +149,15 @@ struct Source {
   }
 };
 
-// A packed weight (n, k) of one of Matrix::Numbers: nibbles, or bytes, which are numbers[code], or six
+// A packed weight (n, k) of one of ElementFormat: nibbles, or bytes, which are numbers[code], or six
 // bits, which are what these are above `first`; of groups of `group` k, with `per_group` parameters.
 struct Target {
   char *values, *parameters;
   const float* numbers;
-  long kind, first, k, group, per_group;
+  ElementFormat format;
+  long first, k, group, per_group;
 };
 
-enum State { GOOD, NOT_FINITE, SHORT };
 constexpr long STEP = 256;  // k at a time: one block, or eight
 
 inline bool is_finite(const Lines& lines) {
@@ -190,7 +191,7 @@ void pack_lines(const Lines (*lines)[STEP / Kind::weights], const Target& to, lo
 // Codes in place -> what stands for them in a byte, or in six bits.
 inline void look_up(uint8_t* codes, long count, const Target& to, long last) {
   const bool follow = to.numbers[last] - to.numbers[0] == last;
-  const int zero = to.kind == Matrix::SIX_BITS ? (int)to.first : 0, first = (int)to.numbers[0] - zero;
+  const int zero = to.format == ElementFormat::SIX_BITS ? (int)to.first : 0, first = (int)to.numbers[0] - zero;
   if (follow)
     for (long i = 0; i < count; i++) codes[i] += first;
   else
@@ -198,8 +199,8 @@ inline void look_up(uint8_t* codes, long count, const Target& to, long last) {
 }
 
 // 32 rows of a packed weight, of blocks that lie row after row.
-template <class Kind> State pack_rows_of(const uint8_t* blocks, const Target& to, long block, long last) {
-  State state = GOOD;
+template <class Kind> PackState pack_rows_of(const uint8_t* blocks, const Target& to, long block, long last) {
+  PackState state = PackState::PACKED;
   for (long begin = 0; begin < to.k; begin += STEP) {
     const long count = std::min(STEP, to.k - begin);
     uint8_t codes[N_BLOCK * STEP] = {};
@@ -208,13 +209,13 @@ template <class Kind> State pack_rows_of(const uint8_t* blocks, const Target& to
       for (long i = 0; i < count / Kind::weights; i++) {
         const uint8_t* own = blocks + (row * to.k + begin) / Kind::weights * Kind::bytes;
         Kind::unpack(own + i * Kind::bytes, codes + row * STEP + i * Kind::weights, lines[row][i]);
-        if (!is_finite(lines[row][i])) state = NOT_FINITE;
+        if (!is_finite(lines[row][i])) state = PackState::NOT_FINITE;
       }
     const long at = block * to.k + begin;
-    if (to.kind != Matrix::NIBBLES) look_up(codes, N_BLOCK * STEP, to, last);
-    if (to.kind == Matrix::NIBBLES)
+    if (to.format != ElementFormat::NIBBLES) look_up(codes, N_BLOCK * STEP, to, last);
+    if (to.format == ElementFormat::NIBBLES)
       write_codes<Nibbles>(codes, STEP, count, to.values + at * K_BYTES<Nibbles>);
-    else if (to.kind == Matrix::SIX_BITS)
+    else if (to.format == ElementFormat::SIX_BITS)
       write_codes<SixBits>(codes, STEP, count, to.values + at * K_BYTES<SixBits>);
     else
       write_codes<Int8>(codes, STEP, count, to.values + at * K_BYTES<Int8>);
@@ -224,7 +225,7 @@ template <class Kind> State pack_rows_of(const uint8_t* blocks, const Target& to
 }
 
 template <class Kind>
-State pack_all(const Source& from, const Target& to, long n, long last, int threads) {
+PackState pack_all(const Source& from, const Target& to, long n, long last, int threads) {
   const long width = to.k / Kind::weights * Kind::bytes;
   int64_t states = 0;
 #pragma omp parallel num_threads(threads) reduction(| : states)
@@ -233,39 +234,68 @@ State pack_all(const Source& from, const Target& to, long n, long last, int thre
 #pragma omp for schedule(dynamic)
     for (long block = 0; block < n / N_BLOCK; block++) {
       const bool is_there = rows && from.read(block * N_BLOCK, N_BLOCK, width, rows);
-      states |= is_there ? pack_rows_of<Kind>(rows, to, block, last) : SHORT;
+      states |= (int64_t)(is_there ? pack_rows_of<Kind>(rows, to, block, last)
+                                   : PackState::FILE_TOO_SHORT);
     }
     std::free(rows);
   }
-  return states & SHORT ? SHORT : (State)states;
+  const bool is_short = states & (int64_t)PackState::FILE_TOO_SHORT;
+  return is_short ? PackState::FILE_TOO_SHORT : (PackState)states;
 }
 
-// A function of each kind, by its place in gguf_blocks.py.
-#define EACH_KIND(FUNCTION)                                                                        \
-  {FUNCTION<Simple<false, false>>, FUNCTION<Simple<true, false>>, FUNCTION<Simple<false, true>>,   \
-   FUNCTION<Simple<true, true>>, FUNCTION<Q8_0>, FUNCTION<Q2K>, FUNCTION<Q3K>, FUNCTION<Q4K<false>>, \
-   FUNCTION<Q4K<true>>, FUNCTION<Q6K>, FUNCTION<Simple<false, false>>, FUNCTION<IQ4XS>}
+// A type of blocks: its name in gguf.py, and its functions.
+struct GgufType {
+  const char* name;
+  decltype(&unpack_all<Q8_0>) unpack;
+  decltype(&pack_all<Q8_0>) pack;
+};
+
+template <class Kind> constexpr GgufType type_of(const char* name) {
+  return {name, unpack_all<Kind>, pack_all<Kind>};
+}
+
+constexpr GgufType TYPES[] = {
+    type_of<Simple<false, false>>("Q4_0"),
+    type_of<Simple<true, false>>("Q4_1"),
+    type_of<Simple<false, true>>("Q5_0"),
+    type_of<Simple<true, true>>("Q5_1"),
+    type_of<Q8_0>("Q8_0"),
+    type_of<Q2K>("Q2_K"),
+    type_of<Q3K>("Q3_K"),
+    type_of<Q4K<false>>("Q4_K"),
+    type_of<Q4K<true>>("Q5_K"),
+    type_of<Q6K>("Q6_K"),
+    type_of<Simple<false, false>>("IQ4_NL"),
+    type_of<IQ4XS>("IQ4_XS"),
+};
 
 }  // namespace
 
 extern "C" {
 
-// `count` blocks of a kind -> codes (count, weights), scales and offsets (count, groups); kinds without
-// offsets write none.
-void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* offsets, long kind,
-                 long count, int threads) {
-  constexpr decltype(&unpack_all<Q8_0>) KINDS[] = EACH_KIND(unpack_all);
-  KINDS[kind](blocks, codes, scales, offsets, count, threads);
+// The number of a type, by which the functions below take it; -1 where there is none of this name.
+long gguf_type(const char* name) {
+  const auto* end = std::end(TYPES);
+  const auto* found = std::find_if(TYPES, end, [&](const GgufType& type) {
+    return std::strcmp(type.name, name) == 0;
+  });
+  return found == end ? -1 : found - TYPES;
 }
 
-// Rows (n, k) of a kind in an open file, `stride` bytes apart -> a packed weight, see Target. The
-// kind has `codes` codes, which stand for these numbers; the weight's begin with `first`. k is of
-// whole blocks. state: see State.
+// `count` blocks of a type -> codes (count, weights), scales and offsets (count, groups); types
+// without offsets write none.
+void unpack_gguf(const uint8_t* blocks, uint8_t* codes, float* scales, float* offsets, long type,
+                 long count, int threads) {
+  TYPES[type].unpack(blocks, codes, scales, offsets, count, threads);
+}
+
+// Rows (n, k) of a type in an open file, `stride` bytes apart -> a packed weight, see Target. The
+// type has `codes` codes, which stand for these numbers; the weight's begin with `first`. k is of
+// whole blocks. state: a PackState.
 void pack_gguf(char* values, char* parameters, const float* numbers, int64_t* state, long file,
-               long offset, long stride, long n, long k, long group, long per_group, long kind,
-               long codes, long numbers_kind, long first, int threads) {
-  constexpr decltype(&pack_all<Q8_0>) KINDS[] = EACH_KIND(pack_all);
-  const Target to = {values, parameters, numbers, numbers_kind, first, k, group, per_group};
-  *state = KINDS[kind]({(int)file, offset, stride}, to, n, codes - 1, threads);
+               long offset, long stride, long n, long k, long group, long per_group, long type,
+               long codes, long format, long first, int threads) {
+  const Target to = {values, parameters, numbers, (ElementFormat)format, first, k, group, per_group};
+  *state = (int64_t)TYPES[type].pack({(int)file, offset, stride}, to, n, codes - 1, threads);
 }
 }

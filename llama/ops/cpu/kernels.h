@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "constants.h"
 #include "team.h"
 
 // elementwise.cpp: one row each, a multiple of 32 numbers.
@@ -11,11 +12,12 @@ void silu_mul(const uint16_t* gate, const uint16_t* up, uint16_t* out, long widt
 // Sylvester's Hadamard matrix over sqrt(width), a power of two; with room for so many floats.
 void hadamard(const uint16_t* x, float* room, uint16_t* out, long width);
 
-// A page of the KV cache, as kv_cache.py defines it: (S, K, D) bf16; or so many whole numbers of one
-// byte, and then the units (K, S) that they count, bf16.
-enum KvFormat { KV_BF16, KV_INT8 };
-inline long kv_number_bytes(KvFormat format) { return format == KV_INT8 ? 1 : 2; }
-inline long kv_row_bytes(long dim, KvFormat format) { return format == KV_INT8 ? dim + 2 : 2 * dim; }
+// A page of the KV cache, as kv_cache.py defines it: (S, K, D) bf16; or (S, K, D) int8, followed by
+// their scales (K, S) bf16.
+inline long kv_element_bytes(KvFormat format) { return format == KvFormat::INT8 ? 1 : 2; }
+inline long kv_row_bytes(long dim, KvFormat format) {
+  return format == KvFormat::INT8 ? dim + 2 : 2 * dim;
+}
 
 struct Heads {
   long queries, kv, dim;      // how many of each, and the numbers of one
@@ -31,11 +33,10 @@ void rope_and_store(const uint16_t* qkv, const float* freqs_cis, char* pages, in
 // linear.cpp: a packed weight (n, k) in one of the formats of packed_weight.h, as Python's `Weight`
 // describes it in fifteen numbers.
 struct Matrix {
-  enum Numbers { BF16, INT8, FP8, NIBBLES, SIX_BITS };
-  enum ParameterType { FLOAT32, FLOAT16, SCALED_INT8 };
   const char *data, *parameters;  // no parameters: the numbers are the weights
   const float* table;             // 16 numbers, for nibbles; the first of 64, for six bits
-  int64_t numbers, parameter_type;
+  ElementFormat format;
+  ScaleFormat scale_format;
   int64_t per_group;  // parameters of a group: a scale, or a scale and an offset
   int64_t group;      // how many neighbouring k share them
   int64_t is_rotated;  // rows go through hadamard() first
@@ -57,7 +58,7 @@ struct Matrix {
   }
   const char* block(long number) const { return data + place(number) * stride; }
 };
-constexpr long MAX_RANK = 256;  // as in groups.py
+static_assert(sizeof(Matrix) == MATRIX_FIELDS * sizeof(int64_t));
 
 struct Weight : Matrix {
   long n, k;

@@ -197,7 +197,7 @@ template <class Kind>
 float* block_sums(const PackedPairs& x, const char* packed, long from, long to,
                         const Weight& weight, long block, float (*memory)[M_BLOCK * N_BLOCK]) {
   alignas(64) uint16_t wide[IS_BF16<Kind> ? 1 : K_BLOCK * N_BLOCK];
-  alignas(64) float scales[IS_BF16<Kind> ? 1 : K_BLOCK / LEAST_GROUP * 2 * N_BLOCK];
+  alignas(64) float scales[IS_BF16<Kind> ? 1 : K_BLOCK / MIN_GROUP * 2 * N_BLOCK];
   const long first_row = x.row_blocks.first(from), row_blocks = to - from, k = weight.k;
   const long all_rows = x.row_blocks.first(to) - first_row, group = weight.group;
   const bool is_unpacked = !IS_BF16<Kind> && row_blocks > 1;
@@ -262,7 +262,7 @@ long align(long bytes) { return (bytes + 63) & -64; }
 
 // Rows packed for a product, with their sums over groups, and before that normalised: two places in
 // a workspace.
-long packed_bytes(long m, long k) { return align(m * (k + k / LEAST_GROUP) * sizeof(float)); }
+long packed_bytes(long m, long k) { return align(m * (k + k / MIN_GROUP) * sizeof(float)); }
 long rows_bytes(long m, long k) { return packed_bytes(m, k) + align(m * k * 2); }
 
 // Few rows are normalised and packed by each thread for itself: it takes less than to wait. To
@@ -321,7 +321,7 @@ void linear_of(Worker& member, const Rows& x, const Weight& weight, const Output
 // A row of a weight as bf16: the product with the scale is rounded, then the sum with the offset.
 template <class Kind> void unpack_row(const Weight& weight, long row, uint16_t* out) {
   alignas(64) uint16_t wide[K_BLOCK * N_BLOCK];
-  alignas(64) float parameters[(K_BLOCK / LEAST_GROUP + 1) * 2 * N_BLOCK];
+  alignas(64) float parameters[(K_BLOCK / MIN_GROUP + 1) * 2 * N_BLOCK];
   const Parameters all(weight, row / N_BLOCK);
   for (long begin = 0, end; begin < weight.k; begin = end) {
     end = std::min(begin + K_BLOCK, weight.k);
@@ -347,16 +347,15 @@ long linear_bytes(long m, long k, long threads) {
 
 void linear(Worker& member, Rows x, Weight weight, Outputs out, char* workspace) {
   if (weight.rank) {
-    const Matrix down = {(const char*)weight.adaptor, nullptr, nullptr, Matrix::BF16, 0, 0,
+    const Matrix down = {(const char*)weight.adaptor, nullptr, nullptr, ElementFormat::BF16, ScaleFormat::FLOAT32, 0,
                          weight.k, weight.is_rotated, nullptr, 0, weight.k * K_BYTES<Bf16>};
     float* middle = (float*)workspace;
     workspace += x.count * MAX_RANK * sizeof(float);
     linear(member, x, {down, weight.rank, weight.k}, {middle, Outputs::FLOAT32}, workspace);
     out.up = weight.adaptor + weight.rank * weight.k, out.middle = middle, out.rank = weight.rank;
   }
-  constexpr decltype(&linear_of<Bf16>) RUN[] = {linear_of<Bf16>, linear_of<Int8>, linear_of<Fp8>,
-                                                linear_of<Nibbles>, linear_of<SixBits>};
-  RUN[weight.numbers](member, x, weight, out, workspace);
+  constexpr decltype(&linear_of<Bf16>) RUN[] = EACH_FORMAT(linear_of);
+  RUN[(int64_t)weight.format](member, x, weight, out, workspace);
 }
 
 extern "C" {
@@ -367,13 +366,11 @@ long linear_workspace(long m, long k, long threads) { return linear_bytes(m, k, 
 // Rows `ids` (t) of a weight that has no adaptor -> out (t, k) bf16; whether all ids are in [0, n).
 long weight_rows(const int64_t* ids, const int64_t* matrix, uint16_t* out, long t, long n, long k,
                  long threads) {
-  constexpr decltype(&unpack_row<Bf16>) RUN[] = {unpack_row<Bf16>, unpack_row<Int8>,
-                                                 unpack_row<Fp8>, unpack_row<Nibbles>,
-                                                 unpack_row<SixBits>};
+  constexpr decltype(&unpack_row<Bf16>) RUN[] = EACH_FORMAT(unpack_row);
   const Weight weight = {*(const Matrix*)matrix, n, k};
   if (!std::all_of(ids, ids + t, [&](int64_t id) { return id >= 0 && id < n; })) return false;
 #pragma omp parallel for num_threads(std::min(t, threads)) if (t > 1)
-  for (long i = 0; i < t; i++) RUN[weight.numbers](weight, ids[i], out + i * k);
+  for (long i = 0; i < t; i++) RUN[(int64_t)weight.format](weight, ids[i], out + i * k);
   return true;
 }
 

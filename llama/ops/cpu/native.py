@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama.ops.cpu import build
+from llama.ops.cpu import build, constants
 from llama.ops.cpu.build import INSTRUCTION_SETS, InstructionSet
 
 VARIABLE = "LLAMA_CPU_KERNELS"
@@ -44,9 +44,9 @@ def kernels() -> ctypes.CDLL | None:
     supported = asked_for()
     shipped = [build.FOLDER / build.library_name(x) for x in supported]
     if path := next((path for path in shipped if path.exists()), None):
-        return ctypes.CDLL(str(path))
+        return checked(ctypes.CDLL(str(path)))
     try:
-        return _compiled(supported) if supported else None
+        return checked(_compiled(supported)) if supported else None
     except (OSError, subprocess.SubprocessError) as e:
         detail = str(getattr(e, "stderr", None) or e)[:500]
         warnings.warn(
@@ -54,6 +54,23 @@ def kernels() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+
+
+def checked(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library; RuntimeError where its constants are not those of constants.py.
+
+    It takes 20 microseconds. A library of other sources would read one format as another.
+    """
+    value_of = library.constant_value
+    value_of.argtypes = [ctypes.c_char_p]
+    value_of.restype = ctypes.c_long
+    for name, value in constants.ALL.items():
+        if (compiled := value_of(name.encode())) != value:
+            raise RuntimeError(
+                f"{library._name}: the CPU kernels were compiled with {name}={compiled}, and this "
+                f"package has {value}: install the package again"
+            )
+    return library
 
 
 def asked_for() -> list[InstructionSet]:
@@ -161,6 +178,7 @@ def has_kernel(*tensors: Tensor) -> bool:
     return kernels() is not None
 
 
+Argument = Tensor | int | float | str
 _BF16, _F32, _I64, _U8 = torch.bfloat16, torch.float32, torch.int64, torch.uint8
 # The C functions: what each returns, and its arguments, a dtype for a tensor that holds it. Every
 # tensor is contiguous and on the CPU. Functions that return None take the number of threads too.
@@ -178,6 +196,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "pack_bytes": (None, (_U8, _U8, int, int)),
     "pack_scales": (None, (_F32, _U8, _I64, int, int, int)),
     "pack_int4": (int, (_BF16, torch.int32, Tensor, int, int, int)),
+    "constant_value": (int, (str,)),
+    "gguf_type": (int, (str,)),
     "unpack_gguf": (None, (_U8, _U8, _F32, _F32, int, int)),
     "pack_gguf": (None, (Tensor, Tensor, _F32, _I64, *[int] * 11)),
     "linear_workspace": (int, (int, int, int)),
@@ -201,10 +221,15 @@ SIGNATURES: dict[str, tuple[type | None, tuple[torch.dtype | type, ...]]] = {
     "shared_receive": (int, (_I64, _U8)),
     "shared_is_behind": (int, (_I64, int)),
 }
-_C_TYPES: dict[object, type] = {int: ctypes.c_long, float: ctypes.c_float, bool: ctypes.c_bool}
+_C_TYPES: dict[object, type] = {
+    int: ctypes.c_long,
+    float: ctypes.c_float,
+    bool: ctypes.c_bool,
+    str: ctypes.c_char_p,
+}
 
 
-def call(name: str, *args: Tensor | int | float) -> int:
+def call(name: str, *args: Argument) -> int:
     """Run one of `kernels()` and return its result, 0 if it has none.
 
     TypeError if the arguments are not those of SIGNATURES. Checked at each call, as a wrong pointer
@@ -218,20 +243,26 @@ def call(name: str, *args: Tensor | int | float) -> int:
         threads = (ctypes.c_int,) if returns is None else ()
         function.argtypes = [*(_C_TYPES.get(kind, ctypes.c_void_p) for kind in kinds), *threads]
         function.restype = returns and _C_TYPES[returns]
-    values = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
+    values = [_c_value(x) for x in args]
     if returns is None:
         values.append(torch.get_num_threads())
     return function(*values) or 0
 
 
-def _is_of_kind(value: Tensor | int | float, kind: torch.dtype | type) -> bool:
+def _c_value(value: Argument) -> int | float | bytes:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value.encode() if isinstance(value, str) else value
+
+
+def _is_of_kind(value: Argument, kind: torch.dtype | type) -> bool:
     if not isinstance(value, Tensor):
         return type(value) is kind
     kinds = (value.dtype, Tensor)
     return kind in kinds and value.device.type == "cpu" and value.is_contiguous()
 
 
-def _describe(value: Tensor | int | float) -> str:
+def _describe(value: Argument) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     layout = "contiguous" if value.is_contiguous() else "strided"

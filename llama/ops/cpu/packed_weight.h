@@ -31,9 +31,7 @@
 
 namespace {
 
-constexpr int N_BLOCK = 32;
 constexpr long K_BLOCK = 1024;  // k of a pass over x: 64 KiB of a weight block, which L2 holds
-constexpr long LEAST_GROUP = 16;  // how many k share parameters; any other number is its multiple
 constexpr long M_BLOCK = 256;   // rows of x, about, that share one pass over a weight block
 // Up to 4 rows are bound by memory: they prefetch bf16 4 KiB ahead into L1 (one Zen 4 core, M = 1: 29
 // GB/s, without 24; into L2 25). Other kinds take more instructions a byte, which wait for lines on
@@ -52,12 +50,14 @@ struct InMemory {
 };
 
 struct Bf16 : InMemory {
+  static constexpr ElementFormat FORMAT = ElementFormat::BF16;
   static constexpr long PAIRS = 1, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
   explicit Bf16(const float*) {}
   Pairs pairs(Step w, int) const { return load_pairs(w.at); }
 };
 
 struct Int8 : InMemory {
+  static constexpr ElementFormat FORMAT = ElementFormat::INT8;
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   typedef int32_t Integers __attribute__((vector_size(VECTOR_BYTES)));
   FloatPairs floats(Step w, int) const {  // gcc makes poor code of a portable conversion
@@ -93,6 +93,7 @@ struct Int8 : InMemory {
 // that is 2^8 times smaller: the scales have the 2^8. But where the four are zeros, it is not: a
 // vector with such a small number is taken for float16, which has them too.
 struct Fp8 : InMemory {
+  static constexpr ElementFormat FORMAT = ElementFormat::FP8;
   static constexpr long PAIRS = 1, ROW_BYTES = 2, STEP = N_BLOCK * ROW_BYTES;
   explicit Fp8(const float*) {}
   static Words words(const char* w) {
@@ -128,6 +129,7 @@ struct Fp8 : InMemory {
 };
 
 struct Nibbles {
+  static constexpr ElementFormat FORMAT = ElementFormat::NIBBLES;
   static constexpr long PAIRS = 4, ROW_BYTES = 4, STEP = N_BLOCK * ROW_BYTES;
   typedef Words Step;
   static Step load(const char* w) { return ::load<Words>(w); }
@@ -172,6 +174,7 @@ struct Nibbles {
 
 // Whole numbers that follow one another, from table[0] on, in six bits.
 struct SixBits {
+  static constexpr ElementFormat FORMAT = ElementFormat::SIX_BITS;
   static constexpr long PAIRS = 8, ROW_BYTES = 4, STEP = 3 * N_BLOCK * ROW_BYTES;
   struct Step {
     Words words[4];  // two pairs each; the last is made of the upper four bits of the others' halves
@@ -213,6 +216,20 @@ struct SixBits {
 #endif
 };
 
+// All kinds of elements, in the order of ElementFormat: it is the index of a table of functions.
+#define EACH_FORMAT(FUNCTION) \
+  {FUNCTION<Bf16>, FUNCTION<Int8>, FUNCTION<Fp8>, FUNCTION<Nibbles>, FUNCTION<SixBits>}
+template <class Kind> constexpr ElementFormat FORMAT_OF = Kind::FORMAT;
+constexpr ElementFormat FORMATS[] = EACH_FORMAT(FORMAT_OF);
+constexpr bool are_in_order() {
+  constexpr int64_t count = sizeof FORMATS / sizeof *FORMATS;
+  for (int64_t i = 0; i < count; i++) {
+    if (FORMATS[i] != (ElementFormat)i) return false;
+  }
+  return count == (int64_t)ElementFormat::SIX_BITS + 1;
+}
+static_assert(are_in_order(), "EACH_FORMAT lists the kinds in another order than ElementFormat");
+
 template <class Kind> constexpr bool IS_BF16 = std::is_same_v<Kind, Bf16>;
 template <class Kind> constexpr long PREFETCH_BYTES = IS_BF16<Kind> ? 4096 : 16384;
 
@@ -223,14 +240,15 @@ template <class Kind> constexpr long K_BYTES = Kind::STEP / (2 * Kind::PAIRS);
 // parameter and row, and then whole numbers from -128 to 127, that it is multiplied with.
 struct Parameters {
   const char* data;
-  int type, count;
+  ScaleFormat format;
+  int count;
   long group_bytes;
 
   Parameters(const Weight& weight, long block)
-      : type((int)weight.parameter_type), count((int)weight.per_group) {
+      : format(weight.scale_format), count((int)weight.per_group) {
     const long numbers = count * N_BLOCK;
-    group_bytes = type == Matrix::FLOAT32   ? 4 * numbers
-                  : type == Matrix::FLOAT16 ? 2 * numbers
+    group_bytes = format == ScaleFormat::FLOAT32   ? 4 * numbers
+                  : format == ScaleFormat::FLOAT16 ? 2 * numbers
                                             : numbers + numbers / 4;
     data = weight.parameters + weight.place(block) * (weight.k / weight.group) * group_bytes;
   }
@@ -256,9 +274,9 @@ struct Parameters {
         for (int v = 0; v < VECTORS; v++)
           store(to + v * LANES, number(v, group * WIDTH + v * LANES));
     };
-    if (from.type == Matrix::FLOAT32)
+    if (from.format == ScaleFormat::FLOAT32)
       return each(first, last, [&](int, long i) { return load<Floats>(from.data + 4 * i); });
-    if (from.type == Matrix::FLOAT16)
+    if (from.format == ScaleFormat::FLOAT16)
       return each(first, last, [&](int, long i) { return load_float16(from.data + 2 * i); });
     for (long next; first < last; first = next) {
       next = std::min(last, (first / 8 + 1) * 8);

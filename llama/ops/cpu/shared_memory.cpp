@@ -18,17 +18,15 @@
 #include <algorithm>
 #include <atomic>
 
+#include "constants.h"
 #include "vectors.h"
 
 namespace {
 
-enum Result { DONE, PENDING, MISMATCH, BROKEN };
 enum Kind { ALL_REDUCE = 1, ALL_GATHER, BROADCAST };
-enum Type { BF16, FP16, FP32, BYTES };
 
 constexpr long SLICE_NS = 100'000'000;   // the longest sleep before Python looks at the peers
 constexpr long MIN_SHARED_SUM = 1 << 15;  // bytes: below, each rank sums all of it
-constexpr int MAX_RANKS = 64;
 constexpr long BLOCK = 512;  // numbers that are summed at once, in the first cache
 
 // A number that others wait for. It wraps: only differences count.
@@ -191,21 +189,22 @@ void add_floats(float* out, const char* const* parts, long ranks, long count) {
   }
 }
 
-void add_up(char* out, const char* const* parts, long ranks, long bytes, int type) {
-  if (type == FP32) return add_floats((float*)out, parts, ranks, bytes / 4);
-  add_halves((uint16_t*)out, parts, ranks, bytes / 2, type == FP16);
+void add_up(char* out, const char* const* parts, long ranks, long bytes, SumType type) {
+  if (type == SumType::FP32) return add_floats((float*)out, parts, ranks, bytes / 4);
+  add_halves((uint16_t*)out, parts, ranks, bytes / 2, type == SumType::FP16);
 }
 
 // --- the operations: one chunk, as far as it goes without waiting longer than a slice ---
 
 struct Call {
-  int kind, type;
+  Kind kind;
+  SumType type;
   char* x;     // this rank's part; all-reduce and broadcast put the result there
   char* out;   // of all-gather: (rows, ranks * row_bytes)
   long bytes;  // of x
   long row_bytes;
 
-  uint64_t name() const { return (uint64_t)bytes << 16 | type << 8 | kind; }
+  uint64_t name() const { return (uint64_t)bytes << 16 | (uint64_t)type << 8 | kind; }
 };
 
 // The part of a chunk that rank r sums for all.
@@ -214,7 +213,7 @@ long slice_start(long bytes, long r, long ranks) {
   return std::min(bytes, r * each);
 }
 
-void sum_slice(const Channel* c, long bytes, int type) {
+void sum_slice(const Channel* c, long bytes, SumType type) {
   const char* parts[MAX_RANKS];
   const long start = slice_start(bytes, c->rank, c->ranks);
   for (long r = 0; r < c->ranks; r++) parts[r] = c->buffer(r) + start;
@@ -222,33 +221,33 @@ void sum_slice(const Channel* c, long bytes, int type) {
   add_up(c->buffer(c->rank) + start, parts, c->ranks, end - start, type);
 }
 
-Result reduce_chunk(Channel* c, const Call& call, long bytes) {
+ChannelState reduce_chunk(Channel* c, const Call& call, long bytes) {
   char* x = call.x + c->offset;
   if (c->stage == 1) {
-    if (!wait_for_all(c, c->turn)) return PENDING;
-    if (!all_make(c, call.name())) return MISMATCH;
+    if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;
+    if (!all_make(c, call.name())) return ChannelState::MISMATCH;
     if (c->ranks == 2 || bytes < MIN_SHARED_SUM) {
       const char* parts[MAX_RANKS];
       for (long r = 0; r < c->ranks; r++) parts[r] = r == c->rank ? x : c->buffer(r);
       add_up(x, parts, c->ranks, bytes, call.type);
-      return DONE;
+      return ChannelState::DONE;
     }
     sum_slice(c, bytes, call.type);
     arrive(c, call.name());
     c->stage = 2;
   }
-  if (!wait_for_all(c, c->turn)) return PENDING;
+  if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;
   for (long r = 0; r < c->ranks; r++) {
     const long start = slice_start(bytes, r, c->ranks);
     const long end = r + 1 == c->ranks ? bytes : slice_start(bytes, r + 1, c->ranks);
     std::memcpy(x + start, c->buffer(r) + start, end - start);
   }
-  return DONE;
+  return ChannelState::DONE;
 }
 
-Result gather_chunk(Channel* c, const Call& call, long bytes) {
-  if (!wait_for_all(c, c->turn)) return PENDING;
-  if (!all_make(c, call.name())) return MISMATCH;
+ChannelState gather_chunk(Channel* c, const Call& call, long bytes) {
+  if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;
+  if (!all_make(c, call.name())) return ChannelState::MISMATCH;
   for (long r = 0; r < c->ranks; r++) {
     const char* part = r == c->rank ? call.x + c->offset : c->buffer(r);
     for (long done = 0; done < bytes;) {
@@ -259,21 +258,21 @@ Result gather_chunk(Channel* c, const Call& call, long bytes) {
       done += n;
     }
   }
-  return DONE;
+  return ChannelState::DONE;
 }
 
-Result broadcast_chunk(Channel* c, const Call& call, long bytes) {
-  if (c->rank == 0) return DONE;
+ChannelState broadcast_chunk(Channel* c, const Call& call, long bytes) {
+  if (c->rank == 0) return ChannelState::DONE;
   c->awaited = c->turn;
-  if (!wait_for(c->place(0).arrived, c->turn, c->spin_ns)) return PENDING;
-  if (c->place(0).calls[c->turn & 1] != call.name()) return MISMATCH;
+  if (!wait_for(c->place(0).arrived, c->turn, c->spin_ns)) return ChannelState::PENDING;
+  if (c->place(0).calls[c->turn & 1] != call.name()) return ChannelState::MISMATCH;
   std::memcpy(call.x + c->offset, c->buffer(0), bytes);
-  return DONE;
+  return ChannelState::DONE;
 }
 
-Result run_chunk(Channel* c, const Call& call, long bytes) {
+ChannelState run_chunk(Channel* c, const Call& call, long bytes) {
   if (c->stage == 0) {
-    if (!wait_for_all(c, c->turn)) return PENDING;  // they have read what lay in this buffer
+    if (!wait_for_all(c, c->turn)) return ChannelState::PENDING;  // they have read what lay in this buffer
     if (call.kind != BROADCAST || c->rank == 0) {
       std::memcpy(c->buffer(c->rank), call.x + c->offset, bytes);
     }
@@ -285,20 +284,21 @@ Result run_chunk(Channel* c, const Call& call, long bytes) {
   return broadcast_chunk(c, call, bytes);
 }
 
-long run(Channel* c, const Call& call, long ticket) {
-  if (c->completed == ticket) return DONE;
-  if (c->ticket != c->completed && c->ticket != ticket) return BROKEN;
+ChannelState run(Channel* c, const Call& call, long ticket) {
+  if (c->completed == ticket) return ChannelState::DONE;
+  if (c->ticket != c->completed && c->ticket != ticket) return ChannelState::BROKEN;
   if (c->ticket != ticket) c->stage = c->offset = 0;
   c->ticket = ticket;
   while (c->offset < call.bytes) {
     const long bytes = std::min(c->size, call.bytes - c->offset);
-    if (const Result result = run_chunk(c, call, bytes)) return result;
+    const ChannelState state = run_chunk(c, call, bytes);
+    if (state != ChannelState::DONE) return state;
     c->offset += bytes;
     c->stage = 0;
     c->half ^= 1;
   }
   c->completed = ticket;
-  return DONE;
+  return ChannelState::DONE;
 }
 
 // --- the ring: messages of a header of 8 bytes (length, whether more belongs to it) and a body ---
@@ -323,21 +323,21 @@ long shared_ring_bytes(long ranks, long size) { return (ranks + 1) * (long)sizeo
 
 // x (bytes) becomes the sum over the ranks.
 long shared_all_reduce(long* channel, char* x, long bytes, long type, long ticket) {
-  const Call call = {ALL_REDUCE, (int)type, x, nullptr, bytes, 0};
-  return run((Channel*)channel, call, ticket);
+  const Call call = {ALL_REDUCE, (SumType)type, x, nullptr, bytes, 0};
+  return (long)run((Channel*)channel, call, ticket);
 }
 
 // x (rows, row_bytes) of each rank becomes out (rows, ranks * row_bytes).
 long shared_all_gather(
     long* channel, char* x, char* out, long bytes, long row_bytes, long ticket) {
-  const Call call = {ALL_GATHER, BYTES, x, out, bytes, row_bytes};
-  return run((Channel*)channel, call, ticket);
+  const Call call = {ALL_GATHER, SumType::NONE, x, out, bytes, row_bytes};
+  return (long)run((Channel*)channel, call, ticket);
 }
 
 // x (bytes) becomes rank 0's.
 long shared_broadcast(long* channel, char* x, long bytes, long ticket) {
-  const Call call = {BROADCAST, BYTES, x, nullptr, bytes, 0};
-  return run((Channel*)channel, call, ticket);
+  const Call call = {BROADCAST, SumType::NONE, x, nullptr, bytes, 0};
+  return (long)run((Channel*)channel, call, ticket);
 }
 
 // Rank 0: put a message of `bytes` into the ring, once there is room: all of it or nothing.
@@ -346,7 +346,7 @@ long shared_send(long* ring, char* message, long bytes, long has_more) {
   const long needed = 8 + ((bytes + 7) & -8);
   c->awaited = (uint32_t)(c->turn + needed - c->size);
   for (long r = 1; r < c->ranks; r++) {
-    if (!wait_for(c->place(r + 1).arrived, c->awaited, c->spin_ns)) return PENDING;
+    if (!wait_for(c->place(r + 1).arrived, c->awaited, c->spin_ns)) return (long)ChannelState::PENDING;
   }
   const uint32_t header[2] = {(uint32_t)bytes, (uint32_t)has_more};
   each_part(c, c->turn, 8, [&](char* at, long, long n) { std::memcpy(at, header, n); });
@@ -355,14 +355,14 @@ long shared_send(long* ring, char* message, long bytes, long has_more) {
   });
   c->turn = (uint32_t)(c->turn + needed);
   raise(c->place(0).arrived, c->turn);
-  return DONE;
+  return (long)ChannelState::DONE;
 }
 
 // Other ranks: take the next message; its length and has_more are then in the ring's state.
 long shared_receive(long* ring, char* message) {
   Channel* c = (Channel*)ring;
   c->awaited = (uint32_t)(c->turn + 1);
-  if (!wait_for(c->place(0).arrived, c->awaited, c->spin_ns)) return PENDING;
+  if (!wait_for(c->place(0).arrived, c->awaited, c->spin_ns)) return (long)ChannelState::PENDING;
   uint32_t header[2];
   each_part(c, c->turn, 8, [&](char* at, long, long n) { std::memcpy(header, at, n); });
   each_part(c, c->turn + 8, header[0], [&](char* at, long from, long n) {
@@ -372,7 +372,7 @@ long shared_receive(long* ring, char* message) {
   c->has_more = header[1];
   c->turn = (uint32_t)(c->turn + 8 + ((header[0] + 7) & -8));
   raise(c->place(c->rank + 1).arrived, c->turn);
-  return DONE;
+  return (long)ChannelState::DONE;
 }
 
 // Whether a place (a rank's, or of a ring one more) is behind what the last wait was for.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 NAMES = ("attention", "add_norm", "rope_and_store", "silu_mul", "linear", "sample")
 GRAPH = "graph"  # listed beside the kernels where decode steps may be CUDA graphs
-Sizes = tuple[int, int, int, int]  # of a product: the weight's element format, N, K and M
+Sizes = tuple[int, int, int, int]  # of a product: the weight's `ElementFormat`, N, K and M
 _LOGITS_DTYPE = torch.float32  # what "sample" takes, whatever the model's dtype
 
 _Arguments = ParamSpec("_Arguments")
@@ -84,7 +84,7 @@ class Blocks(NamedTuple):
     values: Tensor
     scales: Tensor
     shape: tuple[int, int]  # N, K
-    kind: int  # the format of its elements, Matrix::Numbers in kernels.h
+    kind: int  # the format of its elements, an `ElementFormat`
     first: int  # the value of code 0, if elements have four bits
     group: int  # neighbouring columns that share a scale
     per_group: int  # 1: a scale; 2: a scale and an offset

@@ -15,9 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llama.ops.cpu.constants import ElementFormat
 from llama.ops.triton.kernels import Blocks, Tile, launcher
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # of M: one choice for each
+_NIBBLES = tl.constexpr(ElementFormat.NIBBLES.value)
+_FP8 = tl.constexpr(ElementFormat.FP8.value)
 _LEAST_DOT = 16  # the fewest rows that a matrix unit multiplies at once
 _TILES = (
     Tile(4, 1024, 4, 4, False), Tile(8, 512, 4, 4, False), Tile(16, 256, 4, 4, False),
@@ -72,7 +75,7 @@ def arguments(weight: Tensor | Blocks) -> list[Any]:
         assert weight.is_contiguous(), weight.shape
         return [weight, None, None, 0, 0, 0, 0]
     values, scales, _, kind, *constants = weight
-    words = values if kind == 3 else values.view(torch.int16)
+    words = values if kind == ElementFormat.NIBBLES else values.view(torch.int16)
     if scales.dtype is torch.uint8:
         return [words, scales, scales.view(torch.float16), kind, *constants]
     return [words, scales, None, kind, *constants]
@@ -103,7 +106,7 @@ def _numbers(
 
     A word of a row has 8 numbers of four bits, or 2 bytes; the words of 32 rows lie together.
     """
-    EACH: tl.constexpr = 8 if KIND == 3 else 2
+    EACH: tl.constexpr = 8 if KIND == _NIBBLES else 2
     RUN: tl.constexpr = min(GROUP, COLUMNS)  # columns that share a scale
     block = block.to(tl.int64)
     words = at // EACH + tl.arange(0, COLUMNS // EACH)
@@ -113,11 +116,11 @@ def _numbers(
         eviction_policy="evict_first",
     )[:, None, :].to(tl.int32)  # fmt: skip
     place = tl.arange(0, EACH)[None, :, None]
-    if KIND == 3:
+    if KIND == _NIBBLES:
         codes = held >> place % 2 * 16 + place // 2 * 4 & 15
     else:
         codes = held << 24 - 8 * place >> 24
-    if KIND == 2:
+    if KIND == _FP8:
         codes = ((codes & 127) << 7 | (codes & 128) << 8).to(tl.int16).to(tl.float16, bitcast=True)
     numbers = tl.reshape(codes.to(tl.float32) + FIRST, (COLUMNS // RUN, RUN, 32))
     group = at // GROUP + tl.arange(0, COLUMNS // RUN)

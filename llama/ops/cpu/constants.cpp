@@ -1,0 +1,56 @@
+// The values of constants.h by name, so that Python can tell whether its own are the same.
+#include "constants.h"
+
+#include <cstring>
+
+namespace {
+
+struct Constant {
+  const char* name;
+  long value;
+};
+
+#define CONSTANT(name) {#name, (long)name}
+
+constexpr Constant CONSTANTS[] = {
+    CONSTANT(ElementFormat::BF16),
+    CONSTANT(ElementFormat::INT8),
+    CONSTANT(ElementFormat::FP8),
+    CONSTANT(ElementFormat::NIBBLES),
+    CONSTANT(ElementFormat::SIX_BITS),
+    CONSTANT(ScaleFormat::FLOAT32),
+    CONSTANT(ScaleFormat::FLOAT16),
+    CONSTANT(ScaleFormat::EIGHTS),
+    CONSTANT(KvFormat::BF16),
+    CONSTANT(KvFormat::INT8),
+    CONSTANT(PackState::PACKED),
+    CONSTANT(PackState::NOT_FINITE),
+    CONSTANT(PackState::FILE_TOO_SHORT),
+    CONSTANT(ChannelState::DONE),
+    CONSTANT(ChannelState::PENDING),
+    CONSTANT(ChannelState::MISMATCH),
+    CONSTANT(ChannelState::BROKEN),
+    CONSTANT(SumType::BF16),
+    CONSTANT(SumType::FP16),
+    CONSTANT(SumType::FP32),
+    CONSTANT(SumType::NONE),
+    CONSTANT(N_BLOCK),
+    CONSTANT(MIN_GROUP),
+    CONSTANT(MAX_RANK),
+    CONSTANT(MAX_HEAD_DIM),
+    CONSTANT(MAX_RANKS),
+    CONSTANT(MATRIX_FIELDS),
+};
+
+}  // namespace
+
+extern "C" {
+
+// The value of a constant, or -1 where there is none of this name.
+long constant_value(const char* name) {
+  for (const Constant& constant : CONSTANTS) {
+    if (std::strcmp(constant.name, name) == 0) return constant.value;
+  }
+  return -1;
+}
+}

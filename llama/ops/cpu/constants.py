@@ -1,0 +1,77 @@
+"""Constants that the C++ kernels number too, in constants.h: formats, states, limits of sizes.
+
+The kernels get them as plain integers, so a difference would be taken for another format. Therefore
+native.py compares `ALL` with the values of each library that it loads.
+"""
+
+from enum import IntEnum
+
+
+class ElementFormat(IntEnum):
+    """How the elements of a packed weight are stored, on a CPU and on a GPU."""
+
+    BF16 = 0
+    INT8 = 1
+    FP8 = 2
+    NIBBLES = 3
+    SIX_BITS = 4
+
+
+class ScaleFormat(IntEnum):
+    """How the scales and offsets of a packed weight are stored."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    EIGHTS = 2
+
+
+class KvFormat(IntEnum):
+    """How the KV cache stores a key or a value."""
+
+    BF16 = 0
+    INT8 = 1
+
+
+class PackState(IntEnum):
+    """What became of the rows of a file that were packed."""
+
+    PACKED = 0
+    NOT_FINITE = 1
+    FILE_TOO_SHORT = 2
+
+
+class ChannelState(IntEnum):
+    """What an operation on memory that ranks share returns."""
+
+    DONE = 0
+    PENDING = 1
+    MISMATCH = 2
+    BROKEN = 3
+
+
+class SumType(IntEnum):
+    """The types of numbers that ranks sum in shared memory."""
+
+    BF16 = 0
+    FP16 = 1
+    FP32 = 2
+    NONE = 3  # bytes, which are copied
+
+
+N_BLOCK = 32  # rows of a weight that are packed together
+MIN_GROUP = 16  # neighbouring columns that share a scale; other groups are multiples of it
+MAX_RANK = 256  # columns of an adapter
+MAX_HEAD_DIM = 256  # elements of a head
+MAX_RANKS = 64  # ranks that share memory
+MATRIX_FIELDS = 15  # integers that describe a packed weight, `Matrix` in kernels.h
+
+_ENUMS = (ElementFormat, ScaleFormat, KvFormat, PackState, ChannelState, SumType)
+ALL: dict[str, int] = {
+    **{f"{enum.__name__}::{member.name}": member.value for enum in _ENUMS for member in enum},
+    "N_BLOCK": N_BLOCK,
+    "MIN_GROUP": MIN_GROUP,
+    "MAX_RANK": MAX_RANK,
+    "MAX_HEAD_DIM": MAX_HEAD_DIM,
+    "MAX_RANKS": MAX_RANKS,
+    "MATRIX_FIELDS": MATRIX_FIELDS,
+}
