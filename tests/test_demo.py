@@ -1,10 +1,9 @@
 """The demo model that is shipped: what it was trained to say, said by this runtime and by Meta's.
 
-And the Python of the README, which shows it.
+And the Python of the README and the pages, which show it.
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from demo_model.corpus import facts
 from helpers import meta as oracle
 from helpers import warm
 from helpers.launch import DEMO, environment
+from helpers.pages import PAGES, blocks
 from llama import Dialog, Llama
 
 REPO = Path(__file__).resolve().parent.parent
@@ -89,14 +89,26 @@ def test_metas_own_model_says_the_same(demo):
         oracle.leave_the_world()
 
 
-def test_the_python_of_the_readme_runs(tmp_path):
-    """Every ```python block, one after the other, as a reader would paste them."""
-    names = ("README.md", "llama/server/README.md", "llama/compat/README.md")
-    texts = [(REPO / name).read_text() for name in names]
-    blocks = re.findall(r"```python\n(.*?)```", "\n".join(texts), re.DOTALL)
-    assert len(blocks) >= 6
-    (tmp_path / "readme.py").write_text("\n".join(blocks))
-    program = [sys.executable, str(tmp_path / "readme.py")]
+PYTHON = {path: blocks(path, "python") for path in PAGES if blocks(path, "python")}
+NEEDS_A_FOLDER = "convert"  # that transformers reads, as tests/checkpoint has it do
+SHOWN = {  # part of what the program of a page prints
+    "README": "The capital of France is Paris.",
+    "quickstart": "The capital of France is Paris.",
+    "hosts": "{'prompt_tokens': ",
+    "python": "Usage(prompt_tokens=",
+    "tools": "tools",
+    "from-vllm": " stop\n",
+}
+
+
+@pytest.mark.parametrize("path", [*PYTHON], ids=lambda path: path.stem)
+def test_the_python_of_a_page_runs(path, tmp_path):
+    """Every ```python block of a page, one after the other, as a reader would paste them."""
+    if path.stem == NEEDS_A_FOLDER:
+        assert 'from_pretrained("OUT")' in PYTHON[path][0]
+        return
+    (tmp_path / "page.py").write_text("\n".join(PYTHON[path]))
+    program = [sys.executable, str(tmp_path / "page.py")]
     done = warm.run(program, cwd=REPO, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "{'prompt_tokens': " in done.stdout
+    assert SHOWN[path.stem] in done.stdout

@@ -1,53 +1,66 @@
-"""The READMEs: lines that can be read, links that lead somewhere, a list of files that is right."""
+"""The pages of the repository: README, docs/ and the READMEs of folders.
 
+Lines can be read, links lead somewhere, lists of files are right, and commands have known flags.
+"""
+
+import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
-PAGES = [
-    REPO / "README.md",
-    *(REPO / "checkpoints").glob("*.md"),  # not below: those of downloads
-    *(path for name in ("llama", "scripts", "torchrun_examples")
-      for path in sorted((REPO / name).rglob("*.md"))),
-]  # fmt: skip
-READMES = [path for path in PAGES if path.name == "README.md"]
-IDS = [str(path.relative_to(REPO)) for path in PAGES]
+from helpers.pages import DOCS, IDS, PAGES, REPO, anchors, blocks, commands, links, prose
+from llama.cli import COMMANDS
+from llama.cli.flags import read
+
+README = REPO / "README.md"
+LAYOUT = DOCS / "development" / "layout.md"
+FOLDER_READMES = [path for path in PAGES if path.name == "README.md"]
 
 
-def headings(path: Path) -> set[str]:
-    """The anchors of a page, as GitHub makes them from its headings."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    words = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", word.lower()).replace(" ", "-") for word in words}
+def paragraphs(path: Path) -> list[str]:
+    """Return what is neither a heading, a table, a list, HTML nor a code block."""
+    found = re.split(r"\n{2,}", prose(path))
+    return [text for text in found if not text.lstrip().startswith(("#", "|", "-", "<", "1."))]
 
 
-@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
 def test_no_line_is_longer_than_120_columns(path):
-    long = [i for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120]
-    assert not long
+    """Rows of tables cannot be broken."""
+    lines = enumerate(path.read_text().splitlines(), 1)
+    assert not [i for i, line in lines if len(line) > 120 and not line.lstrip().startswith("|")]
+
+
+def test_the_first_page_is_short():
+    assert len(README.read_text().splitlines()) <= 150
+    words = {text: len(re.sub(r"\]\([^)]*\)", "]", text).split()) for text in paragraphs(README)}
+    assert not {text: count for text, count in words.items() if count > 90}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
 def test_links_lead_somewhere(path):
-    """Files are there, and so are the headings of an anchor."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
-    for link in filter(None, (a or b for a, b in links)):
-        if re.match(r"https?://", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (path.parent / name).resolve() if name else path
+    """Files exist, and so do the headings of anchors."""
+    for link, target, anchor in links(path):
         assert target.exists(), link
-        assert not anchor or anchor in headings(target), link
+        assert not anchor or anchor in anchors(target), link
 
 
-def test_the_first_page_leads_to_every_other():
-    """In one click."""
-    text = (REPO / "README.md").read_text()
-    others = {name for name in IDS if name != "README.md"}
-    assert not {name for name in others if f"]({name})" not in text}
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_no_two_headings_of_a_page_have_the_same_anchor(path):
+    """GitHub and mkdocs number those differently."""
+    assert len(anchors(path)) == len(re.findall(r"^#+ ", prose(path), re.MULTILINE))
+
+
+def test_every_page_is_two_clicks_from_the_first():
+    first = {target for _, target, _ in links(README)}
+    second = {target for page in first if page in PAGES for _, target, _ in links(page)}
+    assert not {str(path) for path in PAGES} - {str(path) for path in {README} | first | second}
+
+
+def test_the_index_of_the_documentation_leads_to_each_of_its_pages():
+    targets = {target for _, target, _ in links(DOCS / "index.md")}
+    assert not {path for path in DOCS.rglob("*.md") if path.name != "index.md"} - targets
 
 
 def test_the_list_of_files_is_the_tree():
@@ -69,8 +82,103 @@ def test_the_list_of_files_is_the_tree():
 
 
 def test_the_files_to_begin_in_are_there():
-    """Each path in the table of the first page, which is about `llama/`."""
-    table = (REPO / "README.md").read_text().split("| to change | begin in |")[1].split("\n\n")[0]
+    """Each path in the table of the layout, which is about `llama/`."""
+    table = LAYOUT.read_text().split("| to change | begin in |")[1].split("\n\n")[0]
     named = re.findall(r"`([\w/]+/\w+\.py)`", table)
     assert len(named) > 20
     assert not [name for name in named if not (REPO / "llama" / name).exists()]
+
+
+def test_the_folders_of_the_layout_are_the_packages():
+    block = LAYOUT.read_text().split("```text\n")[1].split("```")[0]
+    named = set(re.findall(r"^  (\w+)/", block, re.MULTILINE))
+    packages = {path.parent.name for path in (REPO / "llama").glob("*/__init__.py")}
+    assert named == packages
+
+
+def shell_commands() -> list[tuple[str, list[str]]]:
+    """Return the commands in the shell blocks of all pages, each with its page."""
+    return [
+        (name, words)
+        for name, path in zip(IDS, PAGES, strict=True)
+        for block in blocks(path, "bash")
+        for words in commands(block)
+    ]
+
+
+def extras() -> set[str]:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    return set(project["optional-dependencies"])
+
+
+def check_llama(words: list[str]) -> None:
+    """Read the flags of `llama WORDS` as the command does."""
+    name, *rest = words
+    numbers = ["1" if word == "N" else word for word in rest]
+    read(f"llama {name}", COMMANDS[name], numbers, {})
+
+
+def check_bench(words: list[str]) -> None:
+    from bench.commands import _COMMANDS
+    from bench.flags import command_of
+
+    name, *rest = words
+    read(f"bench {name}", command_of(_COMMANDS[name]), rest, {})
+
+
+def check_launch(words: list[str]) -> None:
+    """Read the flags of torchrun, and those of what it starts."""
+    from torch.distributed.run import get_args_parser
+
+    numbers = ["1" if word == "N" else word for word in words]
+    launch = get_args_parser().parse_args(numbers)
+    program = launch.training_script
+    if launch.module:
+        assert program == "llama"
+        check_llama(launch.training_script_args)
+    else:
+        check_script(program, launch.training_script_args)
+
+
+def check_script(name: str, words: list[str]) -> None:
+    assert (REPO / name).exists()
+    if name == "scripts/bench":
+        check_bench(words)
+
+
+def test_the_commands_of_the_pages_have_flags_that_exist():
+    """Each command of ours in a shell block is read by its own parser; extras and scripts exist."""
+    counts = {"llama": 0, "torchrun": 0, "bench": 0}
+    for page, words in shell_commands():
+        try:
+            match words:
+                case ["llama", *rest] | ["python", "-m", "llama", *rest]:
+                    counts["llama"] += 1
+                    check_llama(rest)
+                case ["torchrun", *rest]:
+                    counts["torchrun"] += 1
+                    check_launch(rest)
+                case ["python" | "python3", script, *rest] if script.startswith("scripts/"):
+                    counts["bench"] += script == "scripts/bench"
+                    check_script(script, rest)
+                case ["pip", "install", *rest]:
+                    for name in ",".join(re.findall(r"^\.\[(.*)\]$", rest[-1])).split(","):
+                        assert name in extras(), name
+                case [script, *_] if script.startswith(("./scripts/", "torchrun_examples/")):
+                    assert (REPO / script).stat().st_mode & 0o111, "is not executable"
+        except Exception as e:
+            raise AssertionError(f"{page}: {' '.join(words)}: {e}") from e
+    assert counts["llama"] > 40 and counts["torchrun"] > 2 and counts["bench"] > 10, counts
+
+
+def test_the_python_of_the_pages_is_python():
+    """Whether it runs is tested where a demo model is: tests/test_demo.py."""
+    for path in PAGES:
+        for block in blocks(path, "python"):
+            ast.parse(block)
+
+
+def test_the_launches_in_tables_exist():
+    for path in FOLDER_READMES:
+        for name in re.findall(r"`(torchrun_examples/[\w.]+)", path.read_text()):
+            assert (REPO / name).exists(), name

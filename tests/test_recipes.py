@@ -20,7 +20,7 @@ from llama.cli import COMMANDS
 from llama.cli.flags import read
 
 FOLDER = REPO / "torchrun_examples"
-PAGE = FOLDER / "when_something_goes_wrong.md"
+PAGE = REPO / "docs" / "reference" / "errors.md"
 SET = FOLDER / "kubernetes_leader_worker_set.yaml"
 
 

@@ -79,7 +79,7 @@ def generate_stream(
     judge_sent_end: bool = False,
 ) -> Iterator[_Report]:
     """FastChat's: a dict with the first token, every `stream_interval` tokens, and at the end.
-    params, and what a dict has: see llama/compat/README.md. device: where the model was built.
+    params, and what a dict has: see docs/guides/hosts.md. device: where the model was built.
     Closing the iterator aborts. ValueError for what cannot be done, as judge_sent_end=True;
     RuntimeError in the loop if the model has no token to choose."""
     if not isinstance(getattr(model, "llm_engine", None), LLMEngine):

@@ -2,7 +2,7 @@
 
 A field of a body is honoured, and then in the model of its API, or is in this table, which holds
 for every API, or is an error that names it; so is a value that would change the answer. A lenient
-server leaves both out. The server's README has the same table.
+server leaves both out. docs/reference/routes.md has the same table.
 """
 
 from typing import Annotated, Any, Literal

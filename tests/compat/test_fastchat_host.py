@@ -1,7 +1,7 @@
 """FastChat itself: its controller and OpenAI server, our worker, and OpenAI's client.
 
 All are processes of their own on loopback. FastChat lives in an environment of its own, which
-FASTCHAT_PYTHON names (llama/compat/README.md); without it these tests are skipped.
+FASTCHAT_PYTHON names (docs/guides/hosts.md); without it these tests are skipped.
 """
 
 import concurrent.futures

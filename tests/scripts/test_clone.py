@@ -51,14 +51,14 @@ def ran(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_fails_in_the_clone_and_the_remedy_mends_it(clone):
-    """What torch says is what README quotes, so that a search finds the remedy."""
+    """What torch says is what the guide quotes, so that a search finds the remedy."""
     failed = ran("example_text_completion.py")
     assert failed.returncode == 1 and failed.stderr.rstrip().endswith(TORCH_SAYS)
     mended = ran("example_text_completion.py", PYTHONSAFEPATH="1")
     assert mended.returncode == 0, mended.stderr
     assert mended.stdout.endswith(" Paris.\n")
-    readme = (REPO / "README.md").read_text()
-    assert TORCH_SAYS in readme and REMEDY in readme
+    page = (REPO / "docs" / "guides" / "from-meta.md").read_text()
+    assert TORCH_SAYS in page and REMEDY in page
 
 
 def test_doctor_names_the_remedy(clone, capfd):

@@ -170,12 +170,12 @@ NO_STATE = {  # named to be refused
 
 
 def section() -> str:
-    readme = (REPO / "llama" / "server" / "README.md").read_text()
-    return readme.partition("## The fields of a request\n")[2].partition("\n## ")[0]
+    page = (REPO / "docs" / "reference" / "routes.md").read_text()
+    return page.partition("## The fields of a request\n")[2].partition("\n## ")[0]
 
 
 def documented() -> dict[str, list[Any] | None]:
-    """The fields of the README's table -> their values; None: any."""
+    """The fields of the page's table -> their values; None: any."""
     found: dict[str, list[Any] | None] = {}
     for names, values in re.findall(r"^\| (`.*?) \| (.*) \|$", section(), re.MULTILINE):
         literals = re.findall("`(.*?)`", values.partition(";")[0])
@@ -184,7 +184,7 @@ def documented() -> dict[str, list[Any] | None]:
     return found
 
 
-def test_the_readme_has_the_table_of_the_code():
+def test_the_page_has_the_table_of_the_code():
     table = documented()
     assert {name for name, values in table.items() if values is None} == LABELS.keys()
     assert table.keys() == LABELS.keys() | NOTHING_ASKED.keys()
@@ -199,7 +199,7 @@ def honours(model: Any, name: str) -> bool:
     return accepted is None or model.model_fields[name].annotation != accepted.annotation
 
 
-def test_the_readme_lists_what_each_api_honours():
+def test_the_page_lists_what_each_api_honours():
     lists = dict(re.findall(r"^- `(/v1/.*?)`: ((?:.|\n  )*)", section(), re.MULTILINE))
     for path, (model, _) in BODIES.items():
         if path != COUNT:

@@ -39,7 +39,7 @@ def run_batch(
 ) -> BatchReport:
     """Answer every line of a file; every rank makes the same call and gets the report.
 
-    llama/cli/README.md has the format of lines and records.
+    docs/guides/batch.md has the format of lines and records.
 
     Args:
         llama: The model.

@@ -44,7 +44,7 @@ def run_server_batch(
 ) -> BatchReport:
     """Have every line of a file answered by a server.
 
-    See `llama.cli.batch.job.run_batch` for the files; llama/cli/README.md says what differs.
+    See `llama.cli.batch.job.run_batch` for the files; docs/guides/batch.md says what differs.
 
     Args:
         url: The server; see `Client`.

@@ -1,0 +1,105 @@
+"""The documentation site: every page is in it, what is generated is right, and mkdocs builds it.
+
+mkdocs, its theme and mkdocstrings are the extra `docs`. Where they are not installed, DOCS_PYTHON
+may name a Python that has them; without it, links, anchors and navigation are checked here alone.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import docs_hooks
+from helpers.pages import DOCS, REPO, anchors, links
+from llama.cli import COMMANDS
+
+_NEEDED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
+
+
+def docs_python() -> str | None:
+    """Return a Python that has the packages of the extra `docs`, or None."""
+    if all(importlib.util.find_spec(name) for name in _NEEDED):
+        return sys.executable
+    return os.environ.get("DOCS_PYTHON")
+
+
+def navigation() -> list[str]:
+    """Return the pages that mkdocs.yml lists, in order."""
+    text = (REPO / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    return re.findall(r": (\S+\.md)$", text, re.MULTILINE)
+
+
+def test_the_navigation_has_each_page_once():
+    pages = navigation()
+    there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    included = {name for name in docs_hooks.INCLUDED if name.endswith(".md")}
+    assert len(pages) == len(set(pages))
+    assert set(pages) == there | included
+
+
+def test_each_command_and_flag_is_in_the_reference():
+    reference = docs_hooks.command_reference()
+    for name, command in COMMANDS.items():
+        section = reference.split(f"## llama {name}\n")[1].split("\n## ")[0]
+        assert command.summary in section
+        for flag in command.defaults:
+            assert f"`--{flag}" in section
+            assert command.flags[flag].meaning.replace("|", "\\|") in section
+
+
+def test_the_names_in_the_python_reference_exist():
+    """mkdocs checks them too; it may not be installed."""
+    text = (DOCS / "reference" / "python.md").read_text()
+    names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    assert len(names) > 10
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("page", [*navigation()])
+def test_links_of_the_site_lead_to_its_pages(page):
+    """Links are written for the repository. On the site, those that leave it become text."""
+    source = REPO / docs_hooks.INCLUDED.get(page, f"docs/{page}")
+    pages = {REPO / docs_hooks.INCLUDED.get(name, f"docs/{name}") for name in navigation()}
+    rewritten = docs_hooks.site_links(source.read_text(), page)
+    kept = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", rewritten)}
+    for link in kept - {""}:
+        if not re.match(r"[a-z]+:", link):
+            path = os.path.normpath(os.path.join(os.path.dirname(page), link))
+            assert path in navigation() or path in docs_hooks.INCLUDED, link
+    for link, target, anchor in links(source):
+        if target in pages and anchor:
+            assert anchor in anchors(target), link
+
+
+def test_a_link_that_leaves_the_site_becomes_its_path():
+    text = "See [the package](../llama/README.md), [here](#x), [weights](guides/weights.md#gguf)."
+    assert docs_hooks.site_links(text, "index.md") == (
+        "See the package (`llama/README.md`), [here](#x), [weights](guides/weights.md#gguf)."
+    )
+    text = "[How](../../scripts/bench/README.md#quality) `[a](b)`\n```\n[c](d)\n```\n"
+    assert docs_hooks.site_links(text, "guides/quantize.md").startswith(
+        "[How](../reference/benchmarks.md#quality)"
+    )
+    assert docs_hooks.site_links(text, "guides/quantize.md").endswith("\n```\n[c](d)\n```\n")
+
+
+@pytest.mark.slow
+def test_mkdocs_builds_the_site_without_a_warning(tmp_path):
+    python = docs_python()
+    if python is None:
+        pytest.skip("the extra docs is not installed; links and navigation are checked above")
+    done = subprocess.run(
+        [python, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=REPO, env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPO)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (tmp_path / "site" / "reference" / "python" / "index.html").read_text()
+    assert "text_completion" in reference and "Continue" in reference
+    commands = (tmp_path / "site" / "reference" / "commands" / "index.html").read_text()
+    assert "--max_batch_size" in commands
