@@ -1,1 +1,4 @@
-"""What programs for other runtimes expect: vLLM's classes, FastChat's worker, hosts' functions."""
+"""The interfaces that programs for other runtimes expect.
+
+These are vLLM's classes, FastChat's model worker, and the functions that model hosts call.
+"""

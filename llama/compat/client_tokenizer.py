@@ -1,6 +1,7 @@
 """The calls that clients make on a tokenizer of transformers: texts, messages, ids, and back.
 
-Special tokens that stand in a text count as such: clients render chat templates to text.
+A special token that is written in a text counts as that token, because clients render chat
+templates to text.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -12,21 +13,39 @@ from llama.tokenizer import Tokenizer
 
 
 class ClientTokenizer:
-    """A `Tokenizer` with transformers' names beside its own. It can be awaited, and gives itself:
-    `AsyncLLMEngine.get_tokenizer` was a coroutine in vLLM, and is a plain method today."""
+    """A `Tokenizer` that has the names of transformers in addition to its own.
+
+    It can be awaited, with itself as the result: `AsyncLLMEngine.get_tokenizer` was a coroutine in
+    vLLM and is a plain method today.
+
+    Attributes:
+        wrapped: The tokenizer.
+        tool_format: The format of tool calls in `apply_chat_template`.
+        pad_token: Unused here; a host may set it.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, tool_format: ToolFormat = ToolFormat.LLAMA_3_1
     ) -> None:
-        self.wrapped, self.tool_format = tokenizer, tool_format
+        """Wrap a tokenizer."""
+        self.wrapped = tokenizer
+        self.tool_format = tool_format
         self.vocab_size = tokenizer.n_words
         self.all_special_ids = sorted(tokenizer.special_tokens.values())
-        self.bos_token_id, self.bos_token = tokenizer.bos_id, tokenizer.decode(tokenizer.bos_id)
-        self.eos_token_id, self.eos_token = tokenizer.eos_id, tokenizer.decode(tokenizer.eos_id)
-        self.pad_token: str | None = None  # a host may set it
+        self.bos_token_id = tokenizer.bos_id
+        self.bos_token = tokenizer.decode(tokenizer.bos_id)
+        self.eos_token_id = tokenizer.eos_id
+        self.eos_token = tokenizer.decode(tokenizer.eos_id)
+        self.pad_token: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with one begin_of_text before them, whether the text had it or not."""
+        """Return the ids of a text.
+
+        Args:
+            text: The text.
+            add_special_tokens: Whether the ids begin with begin_of_text. It is there once, even if
+                the text begins with it.
+        """
         ids = self.wrapped.encode(text, bos=False, eos=False, allowed_special="all")
         has_begin = ids[:1] == [self.bos_token_id]
         return ids if has_begin or not add_special_tokens else [self.bos_token_id, *ids]
@@ -34,12 +53,13 @@ class ClientTokenizer:
     def __call__(
         self, text: str | list[str] | tuple[str, ...], add_special_tokens: bool = True
     ) -> SimpleNamespace:
-        """One text, or each of a list: `input_ids` of what is returned has its ids, or theirs."""
-        texts = [text] if isinstance(text, str) else text
-        ids = [self.encode(each, add_special_tokens) for each in texts]
-        return SimpleNamespace(input_ids=ids[0] if isinstance(text, str) else ids)
+        """Return an object whose `input_ids` has the ids of a text, or of each text of a list."""
+        if isinstance(text, str):
+            return SimpleNamespace(input_ids=self.encode(text, add_special_tokens))
+        return SimpleNamespace(input_ids=[self.encode(each, add_special_tokens) for each in text])
 
     def num_tokens(self, text: str) -> int:
+        """Return the number of ids of a text, with begin_of_text."""
         return len(self.encode(text))
 
     def apply_chat_template(
@@ -51,8 +71,12 @@ class ClientTokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
     ) -> Any:
-        """The ids, or with tokenize=False the text, of a dialog; see `encode_chat`. ValueError for
-        the text where a special token is named in it: as a prompt, it would be another dialog."""
+        """Return the ids of a dialog, or with tokenize=False its text; see `encode_chat`.
+
+        Raises:
+            ValueError: The text is asked for, and a message names a special token. As a prompt,
+                that text would be another dialog.
+        """
         ids = encode_chat(
             self.wrapped,
             conversation,
@@ -75,10 +99,10 @@ class ClientTokenizer:
         return self.vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # before __init__, as copy looks it up
+        if name == "wrapped":  # copy looks it up before __init__ has run.
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
     def __await__(self) -> Generator[None, None, "ClientTokenizer"]:
         return self
-        yield
+        yield  # This makes the method a generator, as `await` requires.

@@ -1,7 +1,8 @@
-"""`llama serve` as a model worker of FastChat: its routes, and its place at the controller.
+"""A model worker of FastChat: the routes of `llama serve` for FastChat's controller.
 
-In: a `Service`, and the addresses of the controller and of this server. Out: the answers that
-FastChat 0.2.36 and later read, and heartbeats while there is a model. It imports none of FastChat.
+The input is a `Service` and the addresses of the controller and of this server. The output is the
+answers that FastChat 0.2.36 and later read, and heartbeats while a model is loaded. This module
+imports nothing of FastChat.
 """
 
 import asyncio
@@ -24,20 +25,28 @@ from llama.server.exchange import body_router
 from llama.server.service import Service, State, log
 from llama.tokenizer import Tokenizer
 
-_INTERVAL = 2  # tokens between two parts of a stream, FastChat's own default
+_INTERVAL = 2  # tokens between two reports of a stream; FastChat's default
 
-# fastchat.constants.ErrorCode
-WRONG_TYPE, NO_SUCH_MODEL, OUT_OF_RANGE, INTERNAL = 40001, 40301, 40302, 50001
+# Codes of fastchat.constants.ErrorCode.
+WRONG_TYPE = 40001
+NO_SUCH_MODEL = 40301
+OUT_OF_RANGE = 40302
+INTERNAL = 50001
 
-# fastchat.conversation.SeparatorStyle: system + sep, then role + ": " + message + sep for each
-# message. It has this number in every release, and alone takes messages in parts, which FastChat
-# makes a tuple of; the style for Llama 3 came after 0.2.36. `as_trained` removes _MARK + ": ".
+# ADD_COLON_TWO of fastchat.conversation.SeparatorStyle: the prompt is the system message and sep,
+# then for each message its role, ": ", the text and sep. The style has this number in every
+# release, and it is the only one that accepts messages in parts, which FastChat makes a tuple of;
+# the style for Llama 3 came after 0.2.36. `as_trained` removes the colons, which follow a _MARK.
 _ADD_COLON_TWO = 2
-_MARK = "\ue000"  # for private use: in nobody's messages
-_START, _END, _EOT = "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
+_MARK = "\ue000"  # a character for private use, which no message contains
+_START = "<|start_header_id|>"
+_END = "<|end_header_id|>\n\n"
+_EOT = "<|eot_id|>"
 
-_NO_EMBEDDINGS = "this worker makes no embeddings: ask for those of a model trained for them"
-_CONTROLLER_TIMEOUT_S, _RETRY_S, _LOOK_S = 5.0, 5.0, 0.2
+_NO_EMBEDDINGS = "this worker does not compute embeddings: use a model that is trained for them"
+_CONTROLLER_TIMEOUT_S = 5.0
+_RETRY_S = 5.0  # longest wait after the controller did not answer
+_POLL_S = 0.2  # interval of the checks whether the model is loaded
 
 
 @dataclass(frozen=True)
@@ -45,12 +54,15 @@ class FastChatWorker:
     """One server as a FastChat worker."""
 
     service: Service
-    controller: str  # the URL of FastChat's
-    address: str  # the URL of this server, as others reach it
-    interval_s: float  # between heartbeats
+    controller: str  # URL of FastChat's controller
+    address: str  # URL of this server, as others reach it
+    interval_s: float  # time between heartbeats
 
     def router(self) -> APIRouter:
-        """The worker's routes, which need no key. While they are served, it is registered."""
+        """Return the routes of the worker, which need no key.
+
+        The worker is registered while they are served.
+        """
         router = body_router(self._registered)
 
         @router.post("/worker_generate_stream")
@@ -62,7 +74,8 @@ class FastChatWorker:
         @router.post("/worker_generate")
         async def generate(body: dict[str, Any], http: Request) -> Response:
             async def last() -> dict[str, Any]:
-                return [x async for x in self.reports(body, http.state.request_id)][-1]
+                reports = self.reports(body, http.state.request_id)
+                return [report async for report in reports][-1]
 
             return JsonResponse(await unless_client_leaves(last(), http.receive))
 
@@ -72,8 +85,9 @@ class FastChatWorker:
             if not isinstance(prompt, str):
                 return JsonResponse(_error(WRONG_TYPE, "the body has no 'prompt' that is a string"))
             count = ClientTokenizer(self.service.loaded().tokenizer).num_tokens
-            number = await asyncio.to_thread(count, as_trained(prompt))  # a long text takes long
-            return JsonResponse({"count": number, "error_code": 0})
+            # This runs in a thread because encoding a long text takes long.
+            num_tokens = await asyncio.to_thread(count, as_trained(prompt))
+            return JsonResponse({"count": num_tokens, "error_code": 0})
 
         @router.post("/worker_get_embeddings")
         async def embeddings() -> Response:
@@ -95,28 +109,35 @@ class FastChatWorker:
         return router
 
     def status(self) -> dict[str, Any]:
-        """What the controller is told of this worker."""
-        names, queue = [self.service.model_name], self.service.num_unfinished()
-        return {"model_names": names, "speed": 1, "queue_length": queue}
+        """Return what the worker reports to the controller."""
+        return {
+            "model_names": [self.service.model_name],
+            "speed": 1,
+            "queue_length": self.service.num_unfinished(),
+        }
 
     async def reports(
         self, params: dict[str, Any], request_id: str
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """FastChat's reports of one request; one with an error_code other than 0 is the last."""
+        """Yield FastChat's reports of one request.
+
+        A report with an error_code other than 0 is the last.
+        """
         if isinstance(params.get("prompt"), str):
             params = {**params, "prompt": as_trained(params["prompt"])}
         try:
             llama = self.service.loaded()
-            tokenizer, pace = llama.tokenizer, Pace(_INTERVAL)
-            longest = llama.llm_engine.max_seq_len
-            request = read_params(params, None, tokenizer, longest, has_raw_echo=True)
+            tokenizer = llama.tokenizer
+            pace = Pace(_INTERVAL)
+            max_seq_len = llama.llm_engine.max_seq_len
+            request = read_params(params, None, tokenizer, max_seq_len, has_raw_echo=True)
             fields = ErrorFields()
             prepared = await self.service.prepare(request.prompt, request.sampling, fields)
             outputs = self.service.outputs([prepared], request_id, fields)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    for told in pace.told(report_of(request, output, tokenizer)):
-                        yield told
+                    for report in pace.select(report_of(request, output, tokenizer)):
+                        yield report
         except ValueError as e:
             yield _error(OUT_OF_RANGE, str(e))
         except ApiError as e:
@@ -129,55 +150,76 @@ class FastChatWorker:
         task.cancel()
 
     async def stay_registered(self) -> None:
-        """Once there is a model, register with the controller and send it heartbeats, until
-        cancelled. One that is away, or has forgotten the worker, hears of it again."""
+        """Register with the controller once a model is loaded, and send heartbeats.
+
+        This ends when it is cancelled. It registers again with a controller that was away or has
+        forgotten the worker.
+        """
         while self.service.state is State.LOADING:
-            await asyncio.sleep(_LOOK_S)
-        is_known, trouble = False, ""
+            await asyncio.sleep(_POLL_S)
+        is_registered = False
+        problem = ""
         while True:
             try:
-                if is_known:
-                    queue = self.status()["queue_length"]
-                    beat = {"worker_name": self.address, "queue_length": queue}
-                    is_known = (await self._tell("/receive_heart_beat", beat))["exist"]
-                if not is_known:
-                    card = {
-                        "worker_name": self.address, "check_heart_beat": True,
-                        "worker_status": self.status(), "multimodal": False,
-                    }  # fmt: skip
-                    await self._tell("/register_worker", card)
-                    is_known, trouble = True, ""
-                    log.info("registered with the controller at %s", self.controller)
-                wait = self.interval_s
+                if is_registered:
+                    is_registered = await self._send_heartbeat()
+                if not is_registered:
+                    await self._register()
+                    is_registered = True
+                    problem = ""
+                wait_s = self.interval_s
             except (OSError, http.client.HTTPException, ValueError, TypeError, KeyError) as e:
-                if str(e) != trouble:  # once, not at each attempt
-                    words = "no answer from the controller at %s (%s); trying again"
-                    log.warning(words, self.controller, e)
-                trouble, wait = str(e), min(self.interval_s, _RETRY_S)
-            await asyncio.sleep(wait)
+                if str(e) != problem:  # Each problem is logged once, not at each attempt.
+                    message = "no answer from the controller at %s (%s); trying again"
+                    log.warning(message, self.controller, e)
+                problem = str(e)
+                wait_s = min(self.interval_s, _RETRY_S)
+            await asyncio.sleep(wait_s)
 
-    async def _tell(self, path: str, body: dict[str, Any]) -> Any:
+    async def _send_heartbeat(self) -> bool:
+        """Send a heartbeat, and return whether the controller knows the worker."""
+        queue_length = self.status()["queue_length"]
+        beat = {"worker_name": self.address, "queue_length": queue_length}
+        reply = await self._send("/receive_heart_beat", beat)
+        is_known: bool = reply["exist"]
+        return is_known
+
+    async def _register(self) -> None:
+        card = {
+            "worker_name": self.address,
+            "check_heart_beat": True,
+            "worker_status": self.status(),
+            "multimodal": False,
+        }
+        await self._send("/register_worker", card)
+        log.info("registered with the controller at %s", self.controller)
+
+    async def _send(self, path: str, body: dict[str, Any]) -> Any:
         return await asyncio.to_thread(_post, self.controller + path, body)
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:
-    """POST a JSON object, and the JSON that comes back. A proxy would not know the controller."""
-    kind = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+    """Send a JSON object by POST and return the JSON of the response.
+
+    No proxy is used, because it would not know the controller.
+    """
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=_CONTROLLER_TIMEOUT_S) as response:
         return json.load(response)
 
 
 def conversation_template(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The fields of FastChat's `Conversation`, from which its API server writes the prompt: with
-    `as_trained`, Llama 3's chat format; the tokenizer adds begin_of_text."""
-    system, *others = [f"{_START}{role}{_END}" for role in ("system", "user", "assistant")]
+    """Return the fields of FastChat's `Conversation`, from which its API server makes the prompt.
+
+    With `as_trained` the result is Llama 3's chat format; the tokenizer adds begin_of_text.
+    """
     return {
         "name": "llama-3",
-        "system_template": system + "{system_message}",
+        "system_template": f"{_START}system{_END}{{system_message}}",
         "system_message": "",
-        "roles": [header + _MARK for header in others],
+        "roles": [f"{_START}{role}{_END}{_MARK}" for role in ("user", "assistant")],
         "messages": [],
         "offset": 0,
         "sep_style": _ADD_COLON_TWO,
@@ -189,15 +231,18 @@ def conversation_template(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def as_trained(prompt: str) -> str:
-    """A prompt in the chat format as `ChatFormat` has it: FastChat's templates write an empty
-    system message, keep whitespace, leave out the end of an empty message, and add a colon."""
+    """Return a prompt of FastChat in the chat format, as `ChatFormat` writes it.
+
+    FastChat's templates write an empty system message, keep surrounding whitespace, leave out the
+    end of an empty message, and add a colon.
+    """
     prompt = prompt.replace(f"{_MARK}: ", "").replace(f"{_MARK}:", "")
     before, *turns = prompt.split(_START)
     for i, turn in enumerate(turns):
         role, end, rest = turn.partition(_END)
         content, eot, rest = rest.partition(_EOT)
-        is_answer = i == len(turns) - 1 and not eot  # the model goes on from here
-        if end and not is_answer:
+        is_open = i == len(turns) - 1 and not eot  # The model continues this message.
+        if end and not is_open:
             turns[i] = role + end + content.strip() + _EOT + rest
     if turns[:1] == [f"system{_END}{_EOT}"]:
         del turns[0]
@@ -205,5 +250,5 @@ def as_trained(prompt: str) -> str:
 
 
 def _error(code: int, message: str) -> dict[str, Any]:
-    """FastChat reads text and error_code; OpenAI's client, in a stream, raises what is in error."""
+    """Return an error. FastChat reads text and error_code, and OpenAI's client `error`."""
     return {"text": message, "error_code": code, "error": {"message": message, "code": code}}

@@ -163,7 +163,7 @@ def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
         cases: list[tuple[int, str, dict]] = [
             (40302, "presence_penalty=9", {"prompt": "a", "presence_penalty": 9.0}),
             (40302, "max_new_tokens", {"prompt": "a", "max_new_tokens": -1}),
-            (40302, "leaves no room", {"prompt": "a " * 600}),
+            (40302, "leaves no space", {"prompt": "a " * 600}),
             (40302, "stop", {"prompt": "a", "stop": 5}),
             (40302, "prompt", {}),
         ]
@@ -173,7 +173,7 @@ def test_errors_are_reports_that_fastchat_and_openai_clients_show(demo):
             assert report["error"]["message"] == report["text"]
             assert await stream(app, **params).reports() == [report]
         refused = await post(app, "/worker_get_embeddings", input=["a"])
-        assert refused["error_code"] == 40301 and "no embeddings" in refused["text"]
+        assert refused["error_code"] == 40301 and "does not compute embeddings" in refused["text"]
         assert (await post(app, "/count_token"))["error_code"] == 40001
         assert app.status()["queue_length"] == 0
 

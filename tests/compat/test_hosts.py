@@ -167,16 +167,16 @@ def test_no_token_to_choose_is_a_runtime_error(shared_llama):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beams": 3}, "params has beams=3, which this worker cannot do"),
+        ({"beams": 3}, "params has beams=3, which this worker does not support"),
         ({"use_beam_search": True}, "use_beam_search=True"),
         ({"prompt": None}, "no 'prompt'"),
-        ({"prompt": "z" * 127}, "the prompt has 128 tokens and leaves no room in a context of 128"),
+        ({"prompt": "z" * 127}, "has 128 tokens, which leaves no space for an answer in the con"),
         ({"max_new_tokens": "8.5"}, "params: max_new_tokens=8.5 must be a whole number"),
         ({"temperature": -1.0}, "params: temperature"),
         ({"top_p": "a lot"}, "params: top_p='a lot' must be a number"),
         ({"stop_token_ids": [512]}, "stop_token_ids has the token id 512"),
         ({"n": 2, "temperature": 1, "logprobs": 1}, "logprobs needs n=1, not n=2"),
-        ({"judge_sent_end": True}, "params has judge_sent_end=True, which this worker cannot do"),
+        ({"judge_sent_end": True}, "judge_sent_end=True, which this worker does not support"),
         ({"echo": "maybe"}, "echo='maybe' must be True or False"),
     ],
 )
@@ -195,7 +195,7 @@ def test_another_model_tokenizer_or_device_is_refused(shared_llama, demo):
         (3, "cuda", "device='cuda', but the model was built on cpu"),
         (4, "wide", "context_len='wide'"),
         (5, 0, "stream_interval=0"),
-        (6, True, "judge_sent_end=True cannot be done"),
+        (6, True, "judge_sent_end=True cannot be used"),
     ):
         call = [*good[:place], bad, *good[place + 1 :]]
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -222,7 +222,7 @@ def test_the_prompt_is_kept_and_the_answer_is_shorter(shared_llama):
         for wish in (30, None, 2**31 - 1):
             last = function(shared_llama, prompt=prompt, max_new_tokens=wish, context_len=100)[-1]
             assert (last["text"], last["usage"]["prompt_tokens"]) == (wanted, 91)
-        with pytest.raises(ValueError, match="has 101 tokens and leaves no room in a context of 1"):
+        with pytest.raises(ValueError, match="has 101 tokens, which leaves no space for an"):
             function(shared_llama, prompt="z" * 100, context_len=100)
 
 

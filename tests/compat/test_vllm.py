@@ -105,7 +105,7 @@ def test_each_prompt_may_have_its_own_parameters(llm, capsys):
     outputs = llm.generate(["One", "Two"], [greedy(3), greedy(5)], use_tqdm=True)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 5]
     assert "Processed prompts: 100%" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params: give one for each"):
         llm.generate(["One", "Two"], [greedy()])
 
 

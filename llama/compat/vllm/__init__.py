@@ -2,7 +2,7 @@
 
     from llama.compat.vllm import LLM, SamplingParams
 
-An argument that means nothing here is an error that names it.
+An argument that is not supported is an error that names it.
 """
 
 from llama.compat.vllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
@@ -12,7 +12,19 @@ from llama.compat.vllm.vllm_request import CompletionOutput, Logprob, RequestOut
 from llama.sampling_params import StructuredOutput as StructuredOutputsParams
 
 __all__ = [
-    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
-    "EngineArgs", "FlexibleArgumentParser", "LLMEngine", "Logprob", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "random_uuid",
-]  # fmt: skip
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineArgs",
+    "FlexibleArgumentParser",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "random_uuid",
+]

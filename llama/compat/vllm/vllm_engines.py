@@ -1,15 +1,24 @@
-"""vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`: vLLM's calls in, its outputs out.
+"""vLLM's `LLM`, `LLMEngine` and `AsyncLLMEngine` on a `Llama`.
 
-They translate: the engine of `llama.requests` computes.
+These classes translate vLLM's calls and outputs; the engine of `llama.requests` computes.
 """
 
 import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from tqdm import tqdm
 
@@ -28,76 +37,108 @@ from llama.prompts import ToolFormat
 from llama.requests import async_engine
 from llama.requests.beam_search import beam_search
 
-_LABELS = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})  # of from_engine_args
+# Arguments of from_engine_args that have no effect.
+_IGNORED = frozenset({"usage_context", "stat_loggers", "start_engine_loop"})
+
+_Params = SamplingParams | Sequence[SamplingParams] | None
+_MakeBar = bool | Callable[..., tqdm]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What clients read of a model."""
+    """The properties of a model that clients read."""
 
-    model: str  # where it came from
+    model: str  # path or name of the model
     max_model_len: int
     vocab_size: int
     seed: int
 
     def get_vocab_size(self) -> int:
+        """Return the number of token ids."""
         return self.vocab_size
 
 
 class EngineFrontend:
-    """What the three share: a model, its engine, and how requests are made."""
+    """The common part of the three classes: a model, its engine, and how requests are made."""
 
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
+        """Wrap a model.
+
+        Args:
+            llama: The model.
+            args: The arguments that it was built from, if they are known.
+        """
         self.llama = llama
         self.llama_engine = llama.llm_engine
-        own = llama.tool_format  # a 3.0 model has none; vLLM gives it 3.1's all the same
-        tool_format = ToolFormat.LLAMA_3_1 if own is ToolFormat.NONE else own
+        tool_format = llama.tool_format
+        if tool_format is ToolFormat.NONE:
+            tool_format = ToolFormat.LLAMA_3_1  # vLLM gives tools to Llama 3.0 in this format.
         self.tokenizer = ClientTokenizer(llama.tokenizer, tool_format)
         self._args = args
-        model, longest = "" if args is None else args.model, self.llama_engine.max_seq_len
-        self.model_config = ModelConfig(model, longest, llama.tokenizer.n_words, llama.seed)
+        self.model_config = ModelConfig(
+            model="" if args is None else args.model,
+            max_model_len=self.llama_engine.max_seq_len,
+            vocab_size=llama.tokenizer.n_words,
+            seed=llama.seed,
+        )
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
-        asked = {name: value for name, value in others.items() if name not in _LABELS}
-        refuse(f"{cls.__name__}.from_engine_args", asked)
+        """Load a model and wrap it."""
+        refuse(f"{cls.__name__}.from_engine_args", _without(others, _IGNORED))
         return cls(engine_args.build(), engine_args)
 
     def get_tokenizer(self) -> ClientTokenizer:
+        """Return the tokenizer, which may also be awaited."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a call that gives none."""
         return SamplingParams() if self._args is None else self._args.default_params()
 
     def make_request(
         self, name: str, prompt: Any, params: SamplingParams | None, index: int | None = None
     ) -> VllmRequest:
-        """A checked request, not submitted. index: its place in a list of LLM's."""
+        """Return a checked request, which is not submitted yet.
+
+        Args:
+            name: The client's request_id.
+            prompt: The prompt in one of vLLM's formats.
+            params: The parameters; by default those of the model.
+            index: The index of the prompt in a call of `LLM`.
+        """
         params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             kind = type(params)
             raise TypeError(f"params must be llama.compat.vllm's SamplingParams, got {kind}")
-        kind = params.output_kind if index is None else RequestOutputKind.FINAL_ONLY
-        params = replace(params, output_kind=kind)  # checked again: it may have been changed
-        vocab_size = self.model_config.vocab_size  # an id beyond it never comes
+        # `replace` checks the parameters again, because a client may have changed them.
+        output_kind = params.output_kind if index is None else RequestOutputKind.FINAL_ONLY
+        params = replace(params, output_kind=output_kind)
+        # An id beyond the vocabulary never occurs; the engine would refuse it.
+        vocab_size = self.model_config.vocab_size
         stop_token_ids = tuple(x for x in params.stop_token_ids if x < vocab_size)
         params = replace(params, stop_token_ids=stop_token_ids)
-        text, ids = self._encoded(prompt)
-        own_name = name if index is None else ""
-        request = self.llama_engine.prepare(own_name, ids, params, index=index or 0)
+        text, ids = self._encode(prompt)
+        request_id = name if index is None else ""
+        request = self.llama_engine.prepare(request_id, ids, params, index=index or 0)
         if params.seed is not None:
-            request.set_seed(params.seed)  # that very seed, in each place of a list
-        request.prompt = text
-        return VllmRequest(**vars(request), name=name, tokenizer=self.llama.tokenizer)
+            # In vLLM, each prompt of a list has this seed itself, not one derived from it.
+            request.set_seed(params.seed)
+        tokenizer = self.llama.tokenizer
+        return VllmRequest.of(request, params, name=name, prompt=text, tokenizer=tokenizer)
 
-    def _encoded(self, prompt: Any) -> tuple[str | None, Any]:
-        """A prompt's text, if it has one, and its ids."""
+    def _encode(self, prompt: Any) -> tuple[str | None, Any]:
+        """Return the text of a prompt, if it has one, and its ids."""
+        text: Any = None
+        ids: Any = None
         if isinstance(prompt, Mapping):
-            names = {"prompt", "prompt_token_ids", "type"}
-            refuse("a prompt", {k: v for k, v in prompt.items() if k not in names})
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            refuse("a prompt", _without(prompt, {"prompt", "prompt_token_ids", "type"}))
+            text = prompt.get("prompt")
+            ids = prompt.get("prompt_token_ids")
+        elif isinstance(prompt, str):
+            text = prompt
         else:
-            text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+            ids = prompt
         if ids is not None:
             return text, ids
         if not isinstance(text, str):
@@ -109,10 +150,18 @@ class EngineFrontend:
 
 
 class LLM(EngineFrontend):
-    """vLLM's class for whole batches: prompts or messages in, the outputs in their order. It takes
-    the fields of `EngineArgs`. Under torchrun every rank makes the same calls."""
+    """vLLM's class for whole batches: it takes prompts or messages and returns their outputs.
+
+    Under torchrun every rank makes the same calls.
+    """
 
     def __init__(self, model: str, **engine_args: Any) -> None:
+        """Load a model.
+
+        Args:
+            model: The path or name of the model.
+            engine_args: The other fields of `EngineArgs`.
+        """
         args = EngineArgs(model, **engine_args)
         super().__init__(args.build(), args)
         self.llm_engine = LLMEngine(self.llama, args)
@@ -120,33 +169,47 @@ class LLM(EngineFrontend):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> Self:
+        """Load a model."""
         return cls(**vars(engine_args), **others)
 
     def generate(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., tqdm] = True,
+        sampling_params: _Params = None,
+        use_tqdm: _MakeBar = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """The final output of each prompt: a text, token ids, {"prompt": text},
-        {"prompt_token_ids": ids}, or a list of such. sampling_params: for all, or one for each; by
-        default those of generation_config.json. TypeError or ValueError names what is wrong."""
+        """Return the final output of each prompt, in their order.
+
+        Args:
+            prompts: A text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of
+                such prompts.
+            sampling_params: Parameters for all prompts, or a list with those of each. The default
+                is that of the model's generation_config.json.
+            use_tqdm: Whether to show a progress bar, or a function that makes one.
+            others: Arguments of vLLM that are not supported.
+
+        Raises:
+            TypeError, ValueError: An argument cannot be used; the message names it.
+        """
         refuse("LLM.generate", others)
         return self._run(lambda: _as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., tqdm] = True,
+        sampling_params: _Params = None,
+        use_tqdm: _MakeBar = True,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """The answers to one dialog, or to each of a list; `encode_chat` has the format."""
+        """Return the answers to one dialog, or to each dialog of a list.
+
+        See `encode_chat` for the format, and `generate` for the other arguments.
+        """
         refuse("LLM.chat", others, {"chat_template_content_format": ("auto", "string")})
 
         def prompt(dialog: Sequence[Any]) -> dict[str, Any]:
@@ -160,52 +223,71 @@ class LLM(EngineFrontend):
 
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         dialogs = [messages] if is_one else messages
-        return self._run(lambda: [prompt(each) for each in dialogs], sampling_params, use_tqdm)
+        return self._run(lambda: [prompt(x) for x in dialogs], sampling_params, use_tqdm)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, **others: Any
     ) -> list[BeamSearchOutput]:
-        """The beam_width best continuations of each prompt."""
+        """Return the `params.beam_width` best continuations of each prompt."""
         refuse("LLM.beam_search", others, {"use_tqdm": (False, True)})
-        asked = SamplingParams(
+        sampling_params = SamplingParams(
             temperature=0.0,
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
             skip_special_tokens=params.skip_special_tokens,
         )
         made: list[VllmRequest] = []
-        requests = self._requests(lambda: _as_list(prompts), asked, made)
-        width, penalty = params.beam_width, params.length_penalty
-        found = beam_search(self.llama_engine, requests, width, penalty, early_stopping=False)
-        return [request.of_beams(beams) for request, beams in zip(made, found, strict=True)]
+        results = beam_search(
+            self.llama_engine,
+            self._requests(lambda: _as_list(prompts), sampling_params, made),
+            params.beam_width,
+            params.length_penalty,
+            early_stopping=False,
+        )
+        pairs = zip(made, results, strict=True)
+        return [request.beam_search_output(beams) for request, beams in pairs]
 
     def _run(
-        self,
-        encode: Callable[[], list[Any]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., tqdm],
+        self, encode: Callable[[], list[Any]], params: _Params, use_tqdm: _MakeBar
     ) -> list[RequestOutput]:
+        """Compute requests to their end.
+
+        Args:
+            encode: Returns the prompts.
+            params: Parameters for all prompts, or a list with those of each.
+            use_tqdm: See `generate`.
+        """
         made: list[VllmRequest] = []
-        outputs: Any = self.llama_engine.stream(self._requests(encode, params, made))
+        stream = self.llama_engine.stream(self._requests(encode, params, made))
+        # Outputs of a VllmRequest are vLLM's.
+        outputs = cast(Generator[RequestOutput, None, None], stream)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        shows = bool(use_tqdm and made) and self.llama_engine.parallel.global_rank == 0
-        bar = make_bar(outputs, total=len(made), desc="Processed prompts", disable=not shows)
+        is_shown = bool(use_tqdm and made) and self.llama_engine.parallel.global_rank == 0
+        bar = make_bar(outputs, total=len(made), desc="Processed prompts", disable=not is_shown)
         with contextlib.closing(outputs):
-            found = {output.request_id: output for output in bar}
-        return [found[request.name] for request in made]
+            by_name = {output.request_id: output for output in bar}
+        return [by_name[request.name] for request in made]
 
     def _requests(
-        self, encode: Callable[[], list[Any]], params: Any, made: list[VllmRequest]
+        self, encode: Callable[[], list[Any]], params: _Params, made: list[VllmRequest]
     ) -> Iterator[VllmRequest]:
-        """A request for each prompt, in `made` too; iterated where an error is one of all ranks."""
+        """Yield a request for each prompt, and append it to `made`.
+
+        The engine iterates over this where an error on one rank becomes an error on every rank.
+        """
         prompts = encode()
-        params = self.get_default_sampling_params() if params is None else params
-        each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            words = f"{len(prompts)} prompts and {len(each)} sampling_params: give as many"
-            raise ValueError(words)
-        for i, (prompt, asked) in enumerate(zip(prompts, each, strict=True)):
-            made.append(self.make_request(next(self._names), prompt, asked, i))
+        if params is None:
+            params = self.get_default_sampling_params()
+        all_params: list[Any] = [params] * len(prompts)
+        if isinstance(params, list | tuple):
+            all_params = list(params)
+        if len(all_params) != len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(all_params)} sampling_params: give one for each "
+                "prompt"
+            )
+        for i, (prompt, own_params) in enumerate(zip(prompts, all_params, strict=True)):
+            made.append(self.make_request(next(self._names), prompt, own_params, i))
         yield from made
 
 
@@ -215,40 +297,47 @@ class LLMEngine(EngineFrontend):
     def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | None = None, **others: Any
     ) -> str:
-        """Queue a request; its id."""
+        """Queue a request and return its id."""
         refuse("add_request", others, {"priority": (0,)})
         if request_id == "":
             raise ValueError("request_id is empty: give each request a name")
 
         def prepared() -> Iterator[VllmRequest]:
+            """Make the request within the engine, so that an error of one rank is one of all."""
             yield self.make_request(request_id, prompt, params)
 
-        self.llama_engine.submit(prepared())  # which checks it where all ranks see an error
+        self.llama_engine.submit(prepared())
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """The outputs that came since the last step; the model runs once for them."""
-        found: Any = self.llama_engine.step()
-        return found
+        """Return the outputs since the last step. The model runs once to compute them."""
+        return cast(list[RequestOutput], self.llama_engine.step())
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End requests; they have no further output. Nothing, for one that is not there."""
+        """End requests, which then have no further output. Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             self.llama_engine.abort_request(name)
 
     def has_unfinished_requests(self) -> bool:
+        """Return whether a request has an output to come."""
         return self.llama_engine.has_unfinished_requests()
 
     def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests with an output to come."""
         return self.llama_engine.num_unfinished_requests
 
 
 class AsyncLLMEngine(EngineFrontend):
-    """vLLM's engine for asyncio: an iterator per request, any number at once, in one process."""
+    """vLLM's engine for asyncio: an iterator per request, any number at once, in one process.
 
-    errored = False  # always: an error of the model ends the requests in that step, and no more
+    Attributes:
+        errored: Always false: an error of the model ends only the requests of that step.
+    """
+
+    errored = False
 
     def __init__(self, llama: Llama, args: EngineArgs | None = None) -> None:
+        """Wrap a model; see `EngineFrontend`."""
         super().__init__(llama, args)
         self._engine = async_engine.AsyncLLMEngine(llama)
         self.is_running = True
@@ -262,53 +351,76 @@ class AsyncLLMEngine(EngineFrontend):
         inputs: Any = None,
         **others: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request as they come; leaving the loop aborts it. inputs: prompt, as
-        ChatGLM's server names it. Errors come with the first output that is asked for."""
+        """Yield the outputs of a request as they come. Leaving the loop aborts it.
+
+        Args:
+            prompt: The prompt in one of vLLM's formats.
+            sampling_params: The parameters; by default those of the model.
+            request_id: The name of the request.
+            inputs: The prompt under the name that ChatGLM's server uses.
+            others: Arguments of vLLM that are not supported.
+
+        Raises:
+            TypeError, ValueError: An argument cannot be used. The error comes when the first
+                output is asked for.
+        """
         refuse("generate", others, {"priority": (0,)})
         prompt = inputs if prompt is None else prompt
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id={brief(request_id)} must be a string that is not empty")
         await self.check_health()
-        # In a thread: a long text, or a grammar, would hold the event loop up.
+        # This runs in a thread because a long text or a grammar would block the event loop.
         request = await asyncio.to_thread(self.make_request, request_id, prompt, sampling_params)
-        outputs: Any = self._engine.stream([request])
+        # Outputs of a VllmRequest are vLLM's.
+        outputs = cast(AsyncGenerator[RequestOutput, None], self._engine.stream([request]))
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: their iterators get a last output with finish_reason "abort"."""
+        """End requests. Their iterators get a last output with finish_reason "abort"."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             await self._engine.abort(name)
 
     async def check_health(self) -> None:
+        """Raise RuntimeError if the engine was shut down."""
         if not self.is_running:
             raise RuntimeError("this AsyncLLMEngine was shut down: make another one")
 
     @property
     def is_stopped(self) -> bool:
+        """Whether the engine was shut down."""
         return not self.is_running
 
     def shutdown(self) -> None:
-        """Abort what is not finished; what is asked for later is a RuntimeError."""
+        """Abort all unfinished requests. Later requests raise RuntimeError."""
         self.is_running = False
         self._engine.close()
 
 
-AsyncLLM = AsyncLLMEngine  # its name in vLLM 1
+AsyncLLM = AsyncLLMEngine  # the name in vLLM 1
 
 
 def random_uuid() -> str:
-    """A request_id that nobody else has: 32 hexadecimal digits."""
+    """Return a unique request_id of 32 hexadecimal digits."""
     return uuid.uuid4().hex
 
 
+def _without(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    known = set(names)
+    return {name: value for name, value in arguments.items() if name not in known}
+
+
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt, of any form, or a list of them, as a list."""
+    """Return one prompt in any of vLLM's formats, or a list of prompts, as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
     if not isinstance(prompts, list | tuple):
         raise TypeError(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}")
-    is_one = bool(prompts) and not isinstance(prompts[0], str | Mapping | list | tuple)
-    return [prompts] if is_one and not hasattr(prompts[0], "tolist") else list(prompts)
+    if not prompts:
+        return []
+    first = prompts[0]
+    is_prompt = isinstance(first, str | Mapping | list | tuple) or hasattr(first, "tolist")
+    return list(prompts) if is_prompt else [prompts]

@@ -1,9 +1,10 @@
 """A request whose outputs have vLLM's fields, types and meanings.
 
-The engine asks the request for its output, which is vLLM's `RequestOutput` then.
+The engine asks each request for its outputs, so those of a `VllmRequest` are vLLM's.
 """
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from llama.compat.vllm.vllm_params import RequestOutputKind, SamplingParams
 from llama.requests import request as engine
@@ -13,21 +14,36 @@ from llama.tokenizer import Tokenizer
 
 @dataclass
 class Logprob:
-    """Natural, of the model. rank: 1 is the likeliest; None of a token beyond those asked for."""
+    """The log-probability of a token.
+
+    Attributes:
+        logprob: The natural logarithm of the model's probability.
+        rank: 1 for the most likely token; None for a token beyond those that were asked for.
+        decoded_token: The text of the token.
+    """
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-_Position = dict[int, Logprob]
+_Position = dict[int, Logprob]  # token id -> log-probability
 
 
 @dataclass
 class CompletionOutput:
-    """One answer. token_ids: with the id that stopped it, whose text is left out. finish_reason:
-    None, "stop", "length", "abort" or "error". stop_reason: the string or the id of the request
-    that stopped it; None for a stop token of the model's own; what went wrong, after "error"."""
+    """One answer.
+
+    Attributes:
+        index: The index of the answer in its request.
+        text: The text, or with DELTA the new text.
+        token_ids: The tokens, including the one that stopped the answer, whose text is left out.
+        cumulative_logprob: The sum of the log-probabilities of the tokens.
+        logprobs: For each token, the log-probabilities of it and of the most likely tokens.
+        finish_reason: None, "stop", "length", "abort" or "error".
+        stop_reason: The stop string or stop id of the request that ended the answer; None for one
+            of the model's own stop tokens; the error message if the finish_reason is "error".
+    """
 
     index: int
     text: str
@@ -38,12 +54,16 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
+        """Return whether the answer is complete."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """The answers of one request. metrics: always None; vLLM's is None too without statistics."""
+    """The answers of one request.
+
+    `metrics` is always None, as vLLM's is if statistics are disabled.
+    """
 
     request_id: str
     prompt: str | None
@@ -57,7 +77,14 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    """A beam: tokens and text with the prompt's; the token that stopped it is in cum_logprob."""
+    """One beam.
+
+    Attributes:
+        tokens: The tokens of prompt and answer.
+        cum_logprob: The sum of the log-probabilities, with that of the token that stopped the beam.
+        text: The text of prompt and answer.
+        finish_reason: "stop" or "length".
+    """
 
     tokens: list[int]
     cum_logprob: float
@@ -74,70 +101,128 @@ class BeamSearchOutput:
 
 @dataclass(eq=False, kw_only=True)
 class VllmRequest(engine.Request):
-    """A request as vLLM's clients see it."""
+    """A request of a client of vLLM.
 
-    name: str  # its request_id there; the engine knows those of LLM by their index
+    Attributes:
+        name: The client's request_id. The engine knows the requests of `LLM` by their index.
+        params: The parameters, with vLLM's own fields.
+        tokenizer: The tokenizer, for the texts of tokens in `Logprob`.
+    """
+
+    name: str
     params: SamplingParams
     tokenizer: Tokenizer
-    _num_sent: dict[int, int] = field(default_factory=dict)  # of DELTA: tokens, per answer
+    # With DELTA: the number of tokens that have been reported, by index of the answer.
+    _num_reported: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: engine.Request,
+        params: SamplingParams,
+        *,
+        name: str,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+    ) -> Self:
+        """Return the request of a client in place of a request that the engine has prepared.
+
+        Args:
+            request: The request, which has not been submitted. Its answers are taken over.
+            params: Its parameters.
+            name: The client's request_id.
+            prompt: The text of the prompt, if the client gave one.
+            tokenizer: The tokenizer of the model.
+        """
+        return cls(
+            request_id=request.request_id,
+            prompt=prompt,
+            params=params,
+            answers=request.answers,
+            index=request.index,
+            seed=request.seed,
+            name=name,
+            tokenizer=tokenizer,
+        )
 
     def note_output(self) -> None:
+        """Announce an output, except before the end of a request with FINAL_ONLY."""
         if self.finished or self.params.output_kind is not RequestOutputKind.FINAL_ONLY:
             super().note_output()
 
     def take_output(self) -> RequestOutput:  # type: ignore[override]
+        """Return the output that is due, in vLLM's format."""
         output = super().take_output()
-        scores, count = output.prompt_logprobs, self.params.prompt_logprobs
+        prompt_logprobs = None
+        scores = output.prompt_logprobs
+        if scores is not None and not self._num_reported:
+            count = self.params.prompt_logprobs
+            prompt_logprobs = [None if x is None else self._position(x, count) for x in scores]
         return RequestOutput(
             self.name,
             self.prompt,
             output.prompt_token_ids,
-            None
-            if scores is None or self._num_sent
-            else [None if x is None else self._position(x, count) for x in scores],
+            prompt_logprobs,
             [self._answer(answer, output.error) for answer in output.outputs],
             output.finished,
             num_cached_tokens=output.usage.cached_tokens,
         )
 
-    def of_beams(self, beams: list[Beam]) -> BeamSearchOutput:
-        """The beams of a search that this request was the prompt of."""
-        skips, prompt = self.params.skip_special_tokens, self.answers[0].sequence.tokens
-        found = []
+    def beam_search_output(self, beams: list[Beam]) -> BeamSearchOutput:
+        """Return the beams of a search that had this request as its prompt."""
+        prompt = self.answers[0].sequence.tokens
+        sequences = []
         for beam in beams:
             ids = prompt + beam.tokens
-            text = self.tokenizer.decode(ids, skip_special_tokens=skips)
-            found.append(BeamSearchSequence(ids, beam.logprob, text, beam.finish_reason))
-        return BeamSearchOutput(found)
+            text = self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens)
+            sequences.append(BeamSearchSequence(ids, beam.logprob, text, beam.finish_reason))
+        return BeamSearchOutput(sequences)
 
     def _answer(self, answer: engine.CompletionOutput, error: str | None) -> CompletionOutput:
-        reason, text, cumulative = answer.stop_reason, answer.text, answer.cumulative_logprob
+        """Return an answer in vLLM's format, where the token that stopped it is one of its tokens.
+
+        Args:
+            answer: The answer as the engine reports it.
+            error: The error message of the request.
+        """
+        reason = answer.stop_reason
         stop_ids = [reason] if isinstance(reason, int) else []
         ids = answer.token_ids + stop_ids
         logprobs = answer.logprobs_of(ids)
+        cumulative = answer.cumulative_logprob
         if logprobs is not None and cumulative is not None:
             cumulative += sum(logprobs[-1][stop_id] for stop_id in stop_ids)
         if reason in stop_ids and reason not in self.params.stop_token_ids:
             reason = None
+        text = answer.text
         first = 0
         if self.params.output_kind is RequestOutputKind.DELTA:
-            text, first = answer.new_text, self._num_sent.get(answer.index, 0)
-            self._num_sent[answer.index] = len(ids)
-        count = self.params.logprobs
+            text = answer.new_text
+            first = self._num_reported.get(answer.index, 0)
+            self._num_reported[answer.index] = len(ids)
+        positions = None
+        if logprobs is not None:
+            count = self.params.logprobs
+            positions = [self._position(entry, count) for entry in logprobs[first:]]
         return CompletionOutput(
             answer.index,
             text if self.params.detokenize else "",
             ids[first:],
             cumulative,
-            None if logprobs is None else [self._position(x, count) for x in logprobs[first:]],
+            positions,
             answer.finish_reason,
             error if answer.finish_reason == "error" else reason,
         )
 
     def _position(self, logprobs: dict[int, float], count: int | None) -> _Position:
-        """count: how many of the likeliest there are; the token's own entry comes first."""
-        best = sorted(logprobs, key=lambda token: -logprobs[token])
-        ranks = {token: rank for rank, token in enumerate(best, start=1) if rank <= (count or 0)}
+        """Return the log-probabilities of one position, the token's own entry first.
+
+        Args:
+            logprobs: The log-probabilities by token id.
+            count: How many of the most likely tokens were asked for.
+        """
+        ordered = sorted(logprobs, key=lambda token: -logprobs[token])
+        ranks = {token: i for i, token in enumerate(ordered, start=1) if i <= (count or 0)}
         return {
             token: Logprob(logprob, ranks.get(token), self.tokenizer.decode([token]))
             for token, logprob in logprobs.items()
