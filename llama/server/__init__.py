@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over one engine. Needs the extra `serve`."""
+"""The HTTP server: the APIs of OpenAI and Anthropic over one engine. It needs the extra `serve`."""

@@ -1,55 +1,83 @@
-"""The fields of a body that change nothing: labels, hints, and what asks for nothing.
+"""Fields that a body of any API may have and that change no answer.
 
-A field of a body is honoured, and then in the model of its API, or is in this table, which holds
-for every API, or is an error that names it; so is a value that would change the answer. A lenient
-server leaves both out. docs/reference/routes.md has the same table.
+In: names of fields and the values that are accepted for them. Out: a base for the models of bodies.
+A field of a body is either honoured, and then declared in the model of its API, or declared here,
+or an error that names it. A value that would change the answer is an error as well. A lenient
+server drops both instead. docs/reference/routes.md has the same table; a test compares them.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field
 
 from llama.prompts.fields import UNUSED, Fields
 from llama.validation import with_message
 
-_NO_NUMBER = BeforeValidator(lambda x: x if isinstance(x, bool) else str(x))  # 0 is equal to False
-_IS_FALSE: Any = Annotated[Literal[False], _NO_NUMBER]
+# Without this, 0 and 0.0 would pass, since they equal False.
+_NO_NUMBER = BeforeValidator(lambda value: value if isinstance(value, bool) else str(value))
 NO_STATE = with_message(" cannot be used: there is no stored state, so send the dialog")
-_NOT_STORED: Any = Annotated[_IS_FALSE, with_message(" must be false: there is no stored state")]
-_NO_LIST: Any = Annotated[list[Any], Field(max_length=0)]
-_IS_ONE: Any = Field(ge=1, le=1)
+_NOT_STORED = with_message(" must be false: there is no stored state")
+_IS_ONE = Field(ge=1, le=1)
 
-_TEXTS = (
-    "model", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "request_id", "reasoning_effort", "verbosity",
-)  # fmt: skip
-_OBJECTS = (
-    "metadata", "client_metadata", "cache_control", "reasoning", "thinking", "context_management",
-)  # fmt: skip
-LABELS: dict[str, Any] = {  # for the client's own books, or hints: any value of the type
-    **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(_OBJECTS, dict[str, Any]),
-    **dict.fromkeys(("cache_prompt", "include_reasoning"), bool),
-}
-_FALSE = (
-    "logprobs", "echo", "use_beam_search", "early_stopping", "return_token_ids",
-    "return_tokens_as_token_ids", "timings_per_token",
-)  # fmt: skip
-NOTHING_ASKED: dict[str, Any] = {  # the one value, or the few, that an answer has anyway
-    **dict.fromkeys(_FALSE, _IS_FALSE),
-    **dict.fromkeys(("store", "background"), _NOT_STORED),
-    **dict.fromkeys(("documents", "functions", "mcp_servers"), _NO_LIST),
-    **dict.fromkeys(("n", "best_of"), Annotated[int, _IS_ONE]),
-    **dict.fromkeys(("length_penalty", "typical_p"), Annotated[float, _IS_ONE]),
-    **dict.fromkeys(("priority", "mirostat"), Literal[0]),
-    "id_slot": Literal[-1],
-    "suffix": Literal[""],
-    "service_tier": Literal["auto", "default", "standard_only"],
-    "speed": Literal["standard"],
-    "truncation": Literal["disabled"],
-    "modalities": Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)],
-    "include": list[Literal["reasoning.encrypted_content"]],
-}
-_KINDS: dict[str, Any] = LABELS | NOTHING_ASKED
-_FIELDS: Any = {name: (Annotated[kind | None, UNUSED], None) for name, kind in _KINDS.items()}
-AcceptedFields: Any = create_model("AcceptedFields", __base__=Fields, **_FIELDS)
+_Text = Annotated[str | None, UNUSED]
+_Object = Annotated[dict[str, Any] | None, UNUSED]
+_Flag = Annotated[bool | None, UNUSED]
+_FalseOnly = Annotated[Literal[False], _NO_NUMBER]
+_False = Annotated[_FalseOnly | None, UNUSED]
+_NotStored = Annotated[Annotated[_FalseOnly, _NOT_STORED] | None, UNUSED]
+_EmptyList = Annotated[Annotated[list[Any], Field(max_length=0)] | None, UNUSED]
+_Zero = Annotated[Literal[0] | None, UNUSED]
+_OneInt = Annotated[Annotated[int, _IS_ONE] | None, UNUSED]
+_OneFloat = Annotated[Annotated[float, _IS_ONE] | None, UNUSED]
+_Modalities = Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)]
+
+
+class LabelFields(Fields):
+    """Labels for the client's own records, and hints: any value of the type is accepted."""
+
+    model: _Text = None
+    user: _Text = None
+    safety_identifier: _Text = None
+    prompt_cache_key: _Text = None
+    prompt_cache_retention: _Text = None
+    request_id: _Text = None
+    reasoning_effort: _Text = None
+    verbosity: _Text = None
+    metadata: _Object = None
+    client_metadata: _Object = None
+    cache_control: _Object = None
+    reasoning: _Object = None
+    thinking: _Object = None
+    context_management: _Object = None
+    cache_prompt: _Flag = None
+    include_reasoning: _Flag = None
+
+
+class AcceptedFields(LabelFields):
+    """Labels, and fields with which a client may ask for what every answer has anyway."""
+
+    logprobs: _False = None
+    echo: _False = None
+    use_beam_search: _False = None
+    early_stopping: _False = None
+    return_token_ids: _False = None
+    return_tokens_as_token_ids: _False = None
+    timings_per_token: _False = None
+    store: _NotStored = None
+    background: _NotStored = None
+    documents: _EmptyList = None
+    functions: _EmptyList = None
+    mcp_servers: _EmptyList = None
+    n: _OneInt = None
+    best_of: _OneInt = None
+    length_penalty: _OneFloat = None
+    typical_p: _OneFloat = None
+    priority: _Zero = None
+    mirostat: _Zero = None
+    id_slot: Annotated[Literal[-1] | None, UNUSED] = None
+    suffix: Annotated[Literal[""] | None, UNUSED] = None
+    service_tier: Annotated[Literal["auto", "default", "standard_only"] | None, UNUSED] = None
+    speed: Annotated[Literal["standard"] | None, UNUSED] = None
+    truncation: Annotated[Literal["disabled"] | None, UNUSED] = None
+    modalities: Annotated[_Modalities | None, UNUSED] = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, UNUSED] = None

@@ -1,7 +1,7 @@
 """The ASGI app: every route of the server, behind the checks of auth.py.
 
-In: a `Service`. Out: an app for uvicorn, or any other ASGI server. What a route raises becomes its
-API's error object here, and nowhere else. The page holds its own style and script.
+In: a `Service`. Out: an app for uvicorn, or any other ASGI server. Exceptions of routes become the
+error object of their API here, and nowhere else. The page contains its own style and script.
 """
 
 import base64
@@ -30,7 +30,7 @@ from llama.server.exchange import IGNORED, BodyMemory
 from llama.server.service import Service, State
 
 log = logging.getLogger("llama.server")
-_CLIENT_LEFT = 499  # nginx's word for it; nobody reads it
+_CLIENT_LEFT = 499  # nginx's status for a closed connection; nobody reads it
 
 
 def make_app(
@@ -42,22 +42,33 @@ def make_app(
     host_routes: APIRouter | None = None,
     lenient: bool = False,
 ) -> ASGIApp:
-    """api_keys, loopback: see `AuthAndLimits`. allowed_origins: of web pages; "*" is all.
-    host_routes: without a key. lenient: fields without use are left out, and named in a header."""
+    """Return the ASGI app of a service.
+
+    Args:
+        service: the model and its limits.
+        api_keys: the keys that are accepted; without any, no key is needed. See `AuthAndLimits`.
+        loopback: whether the server listens on this machine alone. See `AuthAndLimits`.
+        allowed_origins: origins whose web pages may send requests; "*" allows all.
+        host_routes: more routes, which need no key.
+        lenient: whether fields without effect are dropped and named in a header of the response,
+            instead of being an error.
+    """
     app = FastAPI(title="llama", version=llama.__version__, docs_url=None, redoc_url=None)
     app.state.lenient = lenient
     limits = service.limits
     app.state.bodies = BodyMemory(limits.max_body_bytes, limits.max_bodies_bytes)
     host = host_routes or APIRouter()
-    for router in (routes.routes(service), tokens.routes(service), _own_routes(service), host):
+    for router in (routes.routes(service), tokens.routes(service), _server_routes(service), host):
         app.include_router(router)
     for kind in (ApiError, FieldError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _tell)
-    no_key = frozenset(getattr(route, "path", "") for route in host.routes)
-    checked = AuthAndLimits(app, list(api_keys), loopback, no_key)
+        app.add_exception_handler(kind, _error_response)
+    keyless_paths = frozenset(getattr(route, "path", "") for route in host.routes)
+    checked = AuthAndLimits(app, list(api_keys), loopback, keyless_paths)
     if not allowed_origins:
         return checked
-    return CORSMiddleware(  # outside: a browser asks without a key first, and reads errors, too
+    # CORS comes before the key, because a browser's first request has none, and because pages
+    # should be able to read errors.
+    return CORSMiddleware(
         checked,
         allow_origins=allowed_origins,
         allow_methods=["GET", "POST"],
@@ -66,9 +77,10 @@ def make_app(
     )
 
 
-def _own_routes(service: Service) -> APIRouter:
-    """The page, and what tells of the server."""
-    router, page = APIRouter(), _page()
+def _server_routes(service: Service) -> APIRouter:
+    """Return the routes of the page and of the server's state."""
+    router = APIRouter()
+    page = _page()
 
     @router.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -76,18 +88,18 @@ def _own_routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while the process can work; 503 after a step failed."""
+        """Return 200 while the process can work, and 503 after a step failed."""
         return Response(status_code=503 if service.state is State.BROKEN else 200)
 
     @router.get("/ready")
     async def ready() -> Response:
-        """503 while the model is loaded, when a rank is stopped or gone, when the server ends."""
+        """Return 503 while the model loads, without a rank, and while the server shuts down."""
         status = service.state.value
         if service.llama is not None and not all(service.llama.model.parallel.ranks_alive()):
             status = "a rank is stopped or gone"
         return JsonResponse({"status": status}, 200 if status == State.READY.value else 503)
 
-    def card() -> dict[str, Any]:
+    def model_card() -> dict[str, Any]:
         return {
             "id": service.model_name,
             "object": "model",
@@ -98,15 +110,15 @@ def _own_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """The one model, with the longest context that it takes."""
-        return JsonResponse({"object": "list", "data": [card()]})
+        """List the one model, with the longest context that it takes."""
+        return JsonResponse({"object": "list", "data": [model_card()]})
 
-    @router.get("/v1/models/{name:path}")  # a name may have a slash
+    @router.get("/v1/models/{name:path}")  # A name may contain a slash.
     async def model(name: str) -> Response:
         if name != service.model_name:
-            words = f"there is no model {brief(name)}: this server has {service.model_name!r}"
-            raise ApiError(404, words, param="model", code="model_not_found")
-        return JsonResponse(card())
+            message = f"there is no model {brief(name)}: this server has {service.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JsonResponse(model_card())
 
     @router.get("/version")
     async def version() -> Response:
@@ -114,7 +126,7 @@ def _own_routes(service: Service) -> APIRouter:
 
     @router.get("/load")
     async def load() -> Response:
-        """Sequences that run or wait, for a load balancer."""
+        """Return the number of sequences that run or wait, for a load balancer."""
         return JsonResponse({"server_load": service.num_unfinished()})
 
     @router.get("/metrics")
@@ -125,6 +137,7 @@ def _own_routes(service: Service) -> APIRouter:
 
 
 def _page() -> Callable[[], Response]:
+    """Read the page, and return a function that makes a response of it."""
     page = files("llama.server").joinpath("page.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": _content_security_policy(page),
@@ -136,47 +149,55 @@ def _page() -> Callable[[], Response]:
 
 
 def _content_security_policy(page: str) -> str:
-    """What the page may do (https://www.w3.org/TR/CSP3/): its own script, style and server."""
+    """Return a policy that allows the page's own script and style, and this server alone.
 
-    def hashed(tag: str) -> str:
+    Source: Content Security Policy Level 3, https://www.w3.org/TR/CSP3/.
+    """
+
+    def hash_of(tag: str) -> str:
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digest = hashlib.sha256(content.encode()).digest()
         return f"'sha256-{base64.b64encode(digest).decode()}'"
 
     allowed = {
         "default-src": "'none'",
-        "script-src": hashed("script"),
-        "style-src": hashed("style"),
+        "script-src": hash_of("script"),
+        "style-src": hash_of("style"),
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
-        "trusted-types": "'none'",  # nothing makes HTML or script of text
+        # The browser refuses to make HTML or a script of a string.
+        "trusted-types": "'none'",
         "require-trusted-types-for": "'script'",
     }
     return "; ".join(f"{name} {source}" for name, source in allowed.items())
 
 
-async def _tell(http: Request, error: Exception) -> Response:
+async def _error_response(http: Request, error: Exception) -> Response:
+    """Return the response to a request that failed, and write its line of the log."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_CLIENT_LEFT)
-    told = _as_api_error(http, error)
-    if not told.is_logged:
-        log_refusal(http.state.request_id, http.method, http.url.path, told)
-    response = JsonResponse(told.body_for(http.url.path), told.status, headers=told.headers())
+    api_error = _as_api_error(http, error)
+    path = http.url.path
+    if not api_error.is_logged:
+        log_refusal(http.state.request_id, http.method, path, api_error)
+    body = api_error.body_for(path)
+    response = JsonResponse(body, api_error.status, headers=api_error.headers())
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response
 
 
 def _as_api_error(http: Request, error: Exception) -> ApiError:
+    """Return what a client may know of an exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, FieldError):  # of a body, by itself or beside the others of the body
+    if isinstance(error, FieldError):
         return ApiError(400, str(error), param=first_name(error.field) or None)
-    if isinstance(error, HTTPException):  # a path or a method that there is not
-        words = f"{http.method} {http.url.path[:200]}: {error.detail}"
-        return ApiError(error.status_code, words)
+    if isinstance(error, HTTPException):  # an unknown path or method
+        message = f"{http.method} {http.url.path[:200]}: {error.detail}"
+        return ApiError(error.status_code, message)
     log.error("%s %s", http.method, http.url.path, exc_info=error)
-    return ApiError(500, "an error of the server: see its log")
+    return ApiError(500, "an internal error of the server: see its log")

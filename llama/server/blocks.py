@@ -1,6 +1,7 @@
-"""An answer as blocks, each of words or of one call: the engine's outputs in, an API's events out.
+"""An answer as blocks of text and of tool calls: the engine's outputs in, an API's events out.
 
-Anthropic's Messages and OpenAI's Responses have answers of this form, as events or whole.
+Anthropic's Messages and OpenAI's Responses have answers of this structure, as events or whole. This
+file knows the structure and none of the two APIs.
 """
 
 import json
@@ -23,76 +24,107 @@ Events = Iterator[dict[str, Any]]
 
 @dataclass
 class Block:
-    """text: words, or a call's arguments as JSON, maybe cut off. call_id, name: empty for words."""
+    """A part of an answer: text, or one call of a tool.
 
-    index: int  # its place in the answer
+    Attributes:
+        index: position of the block in the answer.
+        call_id: id of the call; empty for text.
+        name: name of the called tool; empty for text.
+        text: the text, or the arguments of the call as JSON, which may be cut off.
+        is_cut: whether the answer reached its token limit in this block.
+    """
+
+    index: int
     call_id: str = ""
     name: str = ""
     text: str = ""
-    is_cut: bool = False  # the answer ended by its length in this block
+    is_cut: bool = False
 
     @property
     def is_call(self) -> bool:
+        """Whether the block is a call of a tool."""
         return bool(self.call_id)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a call; where they were cut off, as far as they are whole."""
+        """The arguments of a call; where they are cut off, those that are complete."""
         try:
-            found = from_json(self.text or "{}", allow_partial=True)
-            json.dumps(found, allow_nan=False)
+            arguments = from_json(self.text or "{}", allow_partial=True)
+            json.dumps(arguments, allow_nan=False)
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return arguments if isinstance(arguments, dict) else {}
 
 
 class BlockAnswer(ABC):
-    """One answer in the words of an API: its body, and its events. begins, last: those before all
-    blocks, and after all outputs. failed: the last event where it ends by an error."""
+    """One answer of an API, as the body of a response or as the events of a stream.
 
-    end = b""  # follows the last event of a stream
-    idle_event: ClassVar[dict[str, Any] | None] = None  # sent while nothing else comes
-    output: RequestOutput  # the latest
+    Attributes:
+        end: bytes that follow the last event of a stream.
+        idle_event: event that is sent while nothing else comes; None for a comment.
+        blocks: the blocks so far.
+        output: the latest output of the engine.
+        has_begun: whether there was an output.
+    """
+
+    end = b""
+    idle_event: ClassVar[dict[str, Any] | None] = None
+    output: RequestOutput
     _deltas: AnswerDeltas
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
-        self.request, self.tokenizer, self.meta = request, tokenizer, meta
+        self.request = request
+        self.tokenizer = tokenizer
+        self.meta = meta
         self.blocks: list[Block] = []
         self.has_begun = False
 
     @abstractmethod
-    def body(self) -> dict[str, Any]: ...
-    @abstractmethod
-    def begins(self) -> Events: ...
-    @abstractmethod
-    def last(self) -> Events: ...
-    @abstractmethod
-    def failed(self, error: ApiError) -> dict[str, Any]: ...
-    @abstractmethod
-    def starts(self, block: Block) -> Events: ...
-    @abstractmethod
-    def grows(self, block: Block, text: str) -> Events: ...
-    @abstractmethod
-    def stops(self, block: Block) -> Events: ...
+    def body(self) -> dict[str, Any]:
+        """Return the body of the response to a finished request."""
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """The body of the response to a finished request."""
+    @abstractmethod
+    def first_events(self) -> Events:
+        """Yield the events that come before all blocks."""
+
+    @abstractmethod
+    def last_events(self) -> Events:
+        """Yield the events that come after the last output."""
+
+    @abstractmethod
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """Return the last event of a stream that ends with an error."""
+
+    @abstractmethod
+    def block_start(self, block: Block) -> Events:
+        """Yield the events that open a block."""
+
+    @abstractmethod
+    def block_delta(self, block: Block, text: str) -> Events:
+        """Yield the events of new text in a block."""
+
+    @abstractmethod
+    def block_stop(self, block: Block) -> Events:
+        """Yield the events that close a block."""
+
+    def response(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the body of the response to a request, from its last output."""
         answer = self._take(outputs[0])
-        for _ in self._events(answer, self._deltas.push(answer, whole=True)):
+        for _ in self._block_events(answer, self._deltas.push(answer, whole=True)):
             pass
         return self.body()
 
-    def of(self, output: RequestOutput) -> Events:
-        """The events that an output brings: none, where the answer has nothing new."""
+    def events(self, output: RequestOutput) -> Events:
+        """Yield the events of an output; there are none where the answer has nothing new."""
         is_first = not self.has_begun
         answer = self._take(output)
         if is_first:
-            yield from self.begins()
-        yield from self._events(answer, self._deltas.push(answer))
+            yield from self.first_events()
+        yield from self._block_events(answer, self._deltas.push(answer))
 
     @property
     def finish_reason(self) -> str | None:
-        """As a chat has it: "stop", "length" or "tool_calls"; None while the answer goes on."""
+        """The reason as a chat has it: "stop", "length" or "tool_calls"; None before the end."""
         return self._deltas.finish_reason(self.output.outputs[0].finish_reason)
 
     def _take(self, output: RequestOutput) -> CompletionOutput:
@@ -103,28 +135,34 @@ class BlockAnswer(ABC):
             self._deltas = self.request.deltas(self.tokenizer, self.meta.id, output, answer)
         return answer
 
-    def _events(self, answer: CompletionOutput, deltas: list[dict[str, Any]]) -> Events:
+    def _block_events(self, answer: CompletionOutput, deltas: list[dict[str, Any]]) -> Events:
         for delta in deltas:
             if "content" in delta:
-                if not self.blocks or self.blocks[-1].is_call:
-                    yield from self._start(Block(len(self.blocks)))
-                yield from self._grow(delta["content"])
+                yield from self._take_text(delta["content"])
             for call in delta.get("tool_calls", []):
-                if "id" in call:
-                    name = call["function"]["name"]
-                    yield from self._start(Block(len(self.blocks), call["id"], name))
-                if call["function"]["arguments"]:
-                    yield from self._grow(call["function"]["arguments"])
+                yield from self._take_call(call)
         if answer.finish_reason is not None and self.blocks:
             self.blocks[-1].is_cut = answer.finish_reason == "length"
-            yield from self.stops(self.blocks[-1])
+            yield from self.block_stop(self.blocks[-1])
 
-    def _start(self, block: Block) -> Events:
+    def _take_text(self, text: str) -> Events:
+        if not self.blocks or self.blocks[-1].is_call:
+            yield from self._open(Block(len(self.blocks)))
+        yield from self._extend(text)
+
+    def _take_call(self, call: dict[str, Any]) -> Events:
+        function = call["function"]
+        if "id" in call:
+            yield from self._open(Block(len(self.blocks), call["id"], function["name"]))
+        if function["arguments"]:
+            yield from self._extend(function["arguments"])
+
+    def _open(self, block: Block) -> Events:
         if self.blocks:
-            yield from self.stops(self.blocks[-1])
+            yield from self.block_stop(self.blocks[-1])
         self.blocks.append(block)
-        yield from self.starts(block)
+        yield from self.block_start(block)
 
-    def _grow(self, text: str) -> Events:
+    def _extend(self, text: str) -> Events:
         self.blocks[-1].text += text
-        yield from self.grows(self.blocks[-1], text)
+        yield from self.block_delta(self.blocks[-1], text)

@@ -1,7 +1,9 @@
-"""The connections of a server: how many there may be, and how long each may be silent.
+"""The connections of a server: how many may be open, and how long each may be silent.
 
-uvicorn's HTTP, on connections that cannot shut others out: beyond the limits, a new one gets 503;
-headers and bodies must come in time, and answers be read. uvicorn ends idle ones itself.
+In: the connections that uvicorn accepts. Out: its HTTP protocol with limits, so that no client
+keeps others out. A connection beyond the limits gets 503, headers and bodies must arrive in time,
+and answers must be read. uvicorn itself closes connections without requests. This file knows
+neither routes nor models.
 """
 
 import asyncio
@@ -19,178 +21,237 @@ from llama.server.encoding import to_json
 from llama.server.errors import MAX_HEADER_BYTES, ApiError, headers_too_large
 
 log = logging.getLogger("llama.server")
-HEAD_S = 30.0  # for a client to send its headers, from its connection on
-BODY_S = 60.0  # then, to send its body
-UNREAD_S = 60.0  # for a client to take some of the answer that waits for it
-_KEPT_BACK = 24  # descriptors: of connections that are being refused, of files, of the engine
-_LINGER_S = 0.5  # for a client to read why it is refused
-_LOG_S = 10.0  # between two lines of the log
+HEAD_S = 30.0  # limit for the headers of a request, counted from its connection
+BODY_S = 60.0  # limit for the body, counted from the end of the headers
+UNREAD_S = 60.0  # time in which a client must take some of an answer that waits for it
+_RESERVED_DESCRIPTORS = 24  # descriptors for refused connections, for files, for the engine
+_LINGER_S = 0.5  # time for a client to read why it is refused
+_LOG_INTERVAL_S = 10.0  # least time between two lines of the log
 
 
 class Connections:
-    """How many are open. most_of_one: from one address; None is three quarters of all."""
+    """The open connections of a server, and how many there may be.
 
-    def __init__(self, most: int, most_of_one: int | None) -> None:
-        if min(most, most if most_of_one is None else most_of_one) < 1:
-            raise ValueError("a server needs 1 connection at least: see --max_connections")
-        self.most = min(most, _free_descriptors(most))
-        if self.most < most:
-            words = "%d connections at most: there are no more file descriptors; see ulimit -n"
-            log.warning(words, self.most)
-        self.most_of_one = min(self.most, most_of_one or max(1, self.most * 3 // 4))
-        self._of_address: Counter[str] = Counter()
-        self._num_open = self._num_refused = 0
+    Attributes:
+        max_open: connections that may be open; fewer than asked for where the process has too few
+            file descriptors.
+        max_per_address: connections that one address may have open.
+    """
+
+    def __init__(self, max_open: int, max_per_address: int | None) -> None:
+        """Raise the process's limit of descriptors where that is needed and allowed.
+
+        Args:
+            max_open: connections that may be open.
+            max_per_address: those of one address; None stands for three quarters of all.
+        """
+        if max_open < 1 or (max_per_address is not None and max_per_address < 1):
+            raise ValueError(
+                "a server needs at least 1 connection: see --max_connections and --max_per_address"
+            )
+        self.max_open = min(max_open, _free_descriptors(max_open))
+        if self.max_open < max_open:
+            log.warning(
+                "at most %d connections: there are no more file descriptors; see ulimit -n",
+                self.max_open,
+            )
+        if max_per_address is None:
+            max_per_address = max(1, self.max_open * 3 // 4)
+        self.max_per_address = min(self.max_open, max_per_address)
+        self._num_of_address: Counter[str] = Counter()
+        self._num_open = 0
+        self._num_refused = 0
         self._last_logged = float("-inf")
 
     def open(self, address: str) -> ApiError | None:
-        """Count one more; why it is refused, if it is. Each is to be closed, in either case."""
+        """Count a new connection; return an error if it must be refused.
+
+        The caller calls `close` for each connection, refused or not.
+        """
         self._num_open += 1
-        self._of_address[address] += 1
-        if self._num_open > self.most:
-            what = f"{self.most} connections are open, the most that this server takes"
-        elif self._of_address[address] > self.most_of_one:
-            what = f"{self.most_of_one} connections are open from one address, the most of one"
+        self._num_of_address[address] += 1
+        if self._num_open > self.max_open:
+            reason = f"{self.max_open} connections are open, the most that this server takes"
+        elif self._num_of_address[address] > self.max_per_address:
+            reason = f"{self.max_per_address} connections are open from one address, the limit"
         else:
             return None
+        self._log_refused(reason, address)
+        return ApiError(503, f"{reason}: close some, or try again")
+
+    def _log_refused(self, reason: str, address: str) -> None:
+        """Count a refused connection, and write a line if the last one is old enough."""
         self._num_refused += 1
-        if time.monotonic() - self._last_logged > _LOG_S:
-            log.warning(
-                "%s: %d refused since the last such line, now one from %s; see --max_connections",
-                what, self._num_refused, address,
-            )  # fmt: skip
-            self._last_logged, self._num_refused = time.monotonic(), 0
-        return ApiError(503, f"{what}: close some, or try again")
+        if time.monotonic() - self._last_logged <= _LOG_INTERVAL_S:
+            return
+        log.warning(
+            "%s: %d refused since the last such line, now one from %s; see --max_connections",
+            reason,
+            self._num_refused,
+            address,
+        )
+        self._last_logged = time.monotonic()
+        self._num_refused = 0
 
     def close(self, address: str) -> None:
+        """Count a connection as closed."""
         self._num_open -= 1
-        self._of_address[address] -= 1
-        if not self._of_address[address]:
-            del self._of_address[address]
+        self._num_of_address[address] -= 1
+        if not self._num_of_address[address]:
+            del self._num_of_address[address]
 
     @property
     def is_crowded(self) -> bool:
-        """So many are being refused that there is no descriptor to tell another one why."""
-        return self._num_open > self.most + _KEPT_BACK // 2
+        """Whether so many are being refused that no descriptor is left to tell one more why."""
+        return self._num_open > self.max_open + _RESERVED_DESCRIPTORS // 2
 
 
-def _free_descriptors(wanted: int) -> int:
-    """How many connections this process has descriptors for; its soft limit is raised for that."""
-    used = len(os.listdir("/dev/fd"))
+def _free_descriptors(num_wanted: int) -> int:
+    """Return for how many connections this process has descriptors, after raising its soft limit.
+
+    The soft limit is raised only as far as `num_wanted` connections need.
+    """
+    num_used = len(os.listdir("/dev/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = used + _KEPT_BACK + wanted
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    num_needed = num_used + _RESERVED_DESCRIPTORS + num_wanted
+    if soft != resource.RLIM_INFINITY and soft < num_needed:
+        soft = num_needed if hard == resource.RLIM_INFINITY else min(num_needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
-        return wanted
-    return max(1, soft - used - _KEPT_BACK)
+        return num_wanted
+    return max(1, soft - num_used - _RESERVED_DESCRIPTORS)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection with limits. uvicorn has none for the time of headers and bodies, nor, with
-    httptools, for the size of headers, so that a client could send them without end. Headers that
-    end in one read are counted by `AuthAndLimits`. allowed: one for all connections of a server."""
+    """An HTTP connection with limits.
 
-    def __init__(self, allowed: Connections, **given: Any) -> None:
-        super().__init__(**given)
-        self._allowed = allowed
+    uvicorn limits neither the time of headers and bodies nor, with httptools, the size of headers,
+    so that a client could send them without end. Headers that arrive in one read are counted by
+    `AuthAndLimits`.
+    """
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        """Make the protocol of one connection.
+
+        Args:
+            connections: the connections of the whole server.
+            options: arguments of uvicorn's protocol.
+        """
+        super().__init__(**options)
+        self._connections = connections
         self._address = ""
-        self._is_refused = self._is_in_head = False
+        self._is_refused = False
+        self._is_in_head = False
         self._num_head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuse the connection if there are too many, or wait for its headers."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # what the system does not take is unread
+        # Whatever the system does not take at once then counts as unread.
+        transport.set_write_buffer_limits(0)
         self._address = self.client[0] if self.client else ""
-        refusal = self._allowed.open(self._address)
+        refusal = self._connections.open(self._address)
         self._is_refused = refusal is not None
         if refusal is None:
-            self._expect("headers", HEAD_S)
-        elif self._allowed.is_crowded:
+            self._set_deadline("headers", HEAD_S)
+        elif self._connections.is_crowded:
             transport.abort()
         else:
             self._end_with(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._allowed.close(self._address)
-        self._expect_nothing()
+        """Count the connection as closed, and stop its timers."""
+        self._connections.close(self._address)
+        self._clear_deadline()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Read what the client sent, and count the bytes of headers that take several reads."""
         if self._is_refused:
             return
         was_in_head = self._is_in_head
         super().data_received(data)
-        if not (was_in_head and self._is_in_head):  # else all of it belongs to these headers
+        if not (was_in_head and self._is_in_head):
             return
+        # Both before and after this read the headers are incomplete: all of it belongs to them.
         self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._end_with(headers_too_large())
 
     def on_message_begin(self) -> None:
-        self._is_in_head, self._num_head_bytes = True, 0
-        self._expect("headers", HEAD_S)
+        """Wait for the headers of a request."""
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        self._set_deadline("headers", HEAD_S)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        """Wait for the body of a request."""
         self._is_in_head = False
-        self._expect("body", BODY_S)
+        self._set_deadline("body", BODY_S)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._expect_nothing()
+        """Stop the deadline: the request has arrived."""
+        self._clear_deadline()
         super().on_message_complete()
 
     def pause_writing(self) -> None:
+        """Begin to watch whether the client reads its answer."""
         super().pause_writing()
-        self._end_unread(self.transport.get_write_buffer_size() + 1)
+        self._check_unread(self.transport.get_write_buffer_size() + 1)
 
     def resume_writing(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
+        """Stop the watch: the client has read all that was sent."""
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         super().resume_writing()
 
-    def _end_unread(self, before: int) -> None:
-        """Look again later, or end it where nothing was taken of the bytes that waited before."""
-        left = self.transport.get_write_buffer_size()
-        if left < before:
-            self._unread = self.loop.call_later(UNREAD_S, self._end_unread, left)
+    def _check_unread(self, num_unread_before: int) -> None:
+        """Check again later, or abort if the client has read nothing since the last check."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread < num_unread_before:
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._check_unread, num_unread)
             return
-        log.warning("%s has read nothing for %.0f s of its answer: ended", self._address, UNREAD_S)
+        log.warning(
+            "%s has read nothing for %.0f s of its answer: the connection is closed",
+            self._address,
+            UNREAD_S,
+        )
         self.transport.abort()
 
-    def _expect(self, what: str, limit_s: float) -> None:
-        self._expect_nothing()
-        self._deadline = self.loop.call_later(limit_s, self._end_late, what, limit_s)
+    def _set_deadline(self, part: str, limit_s: float) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(limit_s, self._end_late, part, limit_s)
 
-    def _expect_nothing(self) -> None:
+    def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _end_late(self, what: str, limit_s: float) -> None:
-        """408; but while an earlier request is answered, its answer is the connection's last."""
-        if self.pipeline:  # nothing is read until it is answered
-            self._expect(what, limit_s)
+    def _end_late(self, part: str, limit_s: float) -> None:
+        """End with 408, unless an earlier request of the connection is still being answered."""
+        if self.pipeline:  # Nothing more is read until these requests are answered.
+            self._set_deadline(part, limit_s)
         elif (
             self.cycle is None
             or self.cycle.response_complete
             or (self.cycle.more_body and not self.cycle.response_started)
         ):
-            self._end_with(ApiError(408, f"the {what} did not come within {limit_s:.0f} s"))
+            self._end_with(ApiError(408, f"the {part} did not arrive within {limit_s:.0f} s"))
         else:
-            self.cycle.keep_alive = False
+            self.cycle.keep_alive = False  # The connection ends with this answer.
 
     def _end_with(self, error: ApiError) -> None:
-        """Say why, and close."""
+        """Send an error, and close the connection."""
         if self.transport.is_closing():
             return
         self._is_refused = True
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # the app has nothing more to say
+            self.cycle.disconnected = True  # uvicorn then drops what the app still sends.
             self.cycle.message_event.set()
         self.transport.write(_last_response(error))
         self.loop.call_later(_LINGER_S, self.transport.close)
@@ -199,7 +260,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _last_response(error: ApiError) -> bytes:
-    """The last bytes of a connection; its path is not known for sure, so the form is OpenAI's."""
+    """Return the last bytes of a connection.
+
+    The path may not be known yet, so the error object is always that of OpenAI.
+    """
     body = to_json(error.body())
     headers = {
         **error.headers(),

@@ -1,7 +1,8 @@
-"""What goes back over HTTP: JSON, or server-sent events while they come.
+"""Encode answers for HTTP: as JSON, or as server-sent events as they come.
 
-A stream sends a comment when nothing else has come for 15 seconds, so that proxies keep the
-connection open. Whatever is being computed for a client is cancelled when the client leaves.
+In: objects, or an async generator of events. Out: ASGI responses. A stream sends a comment when
+nothing else has come for 15 seconds, so that proxies keep the connection open. Work for a client
+is cancelled when the client leaves. This file knows no API.
 """
 
 import asyncio
@@ -19,36 +20,45 @@ from llama.server.errors import ApiError
 
 _T = TypeVar("_T")
 KEEP_ALIVE_S = 15.0
-FIRST_S = 10.0  # then the status is sent, whatever comes
+FIRST_S = 10.0  # time to wait for a first event, or an error, before the status is sent
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": the answer is not ready yet\n\n"
 
 
 def to_json(content: Any) -> bytes:
-    """In UTF-8; half of a surrogate pair, which a client may have sent, as its escape."""
+    """Return an object as JSON in UTF-8.
+
+    A lone surrogate, which a client may have sent, becomes its escape.
+    """
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="backslashreplace")
 
 
 class JsonResponse(Response):
-    """An object as JSON."""
+    """A response whose body is an object as JSON."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
+        """Return the bytes of the body."""
         return to_json(content)
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One server-sent event (WHATWG HTML, section 9.2), named by its type where it has one."""
+    """Return a server-sent event (WHATWG HTML, section 9.2); its type, if any, is its name."""
     head = f"event: {content['type']}\n".encode() if "type" in content else b""
     return head + b"data: " + to_json(content) + b"\n\n"
 
 
 async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
-    """The result; `ClientDisconnect`, and the work is cancelled, if the client leaves before. A
-    TaskGroup would leave a reference cycle of each answer to the garbage collector."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    """Return the result of `work`, which is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: the client left before the work was done.
+    """
+    # A TaskGroup would leave a reference cycle of each answer to the garbage collector.
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -60,17 +70,13 @@ async def unless_client_leaves(work: Coroutine[Any, Any, _T], receive: Receive) 
         await asyncio.wait([working, leaving])
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Server-sent events as they come. The generator is closed when the client leaves.
-
-    error_events: the last event, of an ApiError that comes after the status was sent; one that
-    comes before gets its own status. keep_alive: what is sent while nothing else comes.
-    """
+    """A response of server-sent events, which are sent as they come."""
 
     media_type = "text/event-stream"
 
@@ -80,12 +86,23 @@ class EventStream(Response):
         error_events: Callable[[ApiError], bytes],
         keep_alive: bytes = COMMENT,
     ) -> None:
+        """Make a response of events.
+
+        Args:
+            events: the events; the generator is closed when the client leaves.
+            error_events: makes the last events of an ApiError that is raised after the status was
+                sent. One that is raised before becomes an ordinary response.
+            keep_alive: what is sent while no event comes.
+        """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]  # it is not known yet
-        self._events, self._error_events, self._keep_alive = events, error_events, keep_alive
+        del self.headers["content-length"]  # It is not known yet.
+        self._events = events
+        self._error_events = error_events
+        self._keep_alive = keep_alive
         self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client leaves."""
         with contextlib.suppress(ClientDisconnect):
             await unless_client_leaves(self._send(send), receive)
 
@@ -100,16 +117,16 @@ class EventStream(Response):
             try:
                 done, _ = await asyncio.wait(tasks, timeout=FIRST_S)
                 if done:
-                    first.result()  # raises while a status can still tell
+                    first.result()  # An error raised here still gets its own status.
                 head = {"status": 200, "headers": self.raw_headers}
                 await send({"type": "http.response.start", **head})
                 tasks.append(asyncio.create_task(self._keep_open(send_part)))
                 try:
                     await send_part(await first)
-                    async for each in events:
-                        await send_part(each)
-                except ApiError as e:
-                    await send_part(self._error_events(e))
+                    async for part in events:
+                        await send_part(part)
+                except ApiError as error:
+                    await send_part(self._error_events(error))
             finally:
                 for task in tasks:
                     task.cancel()
@@ -117,6 +134,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _keep_open(self, send_part: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+        """Send something whenever nothing was sent for `KEEP_ALIVE_S` seconds."""
         self._last_sent = time.monotonic()
         while True:
             await asyncio.sleep(KEEP_ALIVE_S / 3)

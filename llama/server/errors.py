@@ -1,6 +1,7 @@
-"""What a client is told when its request cannot be answered: a status and an error object.
+"""The error that a client gets when its request cannot be answered: a status and an object.
 
-No path, no trace and no long quotation of the request reaches a client.
+In: exceptions of the packages below. Out: `ApiError`, and its object in each API. No path of the
+machine, no trace and no long quotation of the request reaches a client.
 """
 
 import json
@@ -13,22 +14,33 @@ from typing import Any
 from llama.checks import FieldError
 
 log = logging.getLogger("llama.server")
-# A message may quote what the client sent, and the field may be of the client's own making.
-_MAX_MESSAGE_BYTES, _MAX_PARAM_BYTES = 2000, 500  # of JSON
-_TYPES = {
+# Limits in bytes of JSON: a message may quote what the client sent, and the name of a field may be
+# of the client's own making.
+_MAX_MESSAGE_BYTES = 2000
+_MAX_PARAM_BYTES = 500
+_ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
 }
-_RETRY_S = 5  # when a client that got 503 may ask again
+_RETRY_S = 5  # value of Retry-After with status 503
 MAX_HEADER_BYTES = 64 * 1024
 _ANTHROPIC_PATH = "/v1/messages"
+_MESSAGE_FIELD = re.compile(r"messages\[(\d+)\]")
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """status: of HTTP. param: the field that is at fault. is_logged: the request has its line."""
+    """An error for the client of an API.
+
+    Attributes:
+        status: status of HTTP.
+        message: what is wrong, and what to do about it; it is cut if it is long.
+        param: the field of the body that is at fault.
+        code: a name of the error that programs may compare.
+        is_logged: whether the request already has its line in the log.
+    """
 
     status: int
     message: str
@@ -46,29 +58,31 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        others = "server_error" if self.status >= 500 else "invalid_request_error"
-        return _TYPES.get(self.status, others)
+        """OpenAI's type of the error."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        return _ERROR_TYPES.get(self.status, default)
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The error object of the API that the path belongs to."""
+        """Return the error object of the API that a path belongs to."""
         is_anthropic = path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/")
         return self.anthropic_body() if is_anthropic else self.body()
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's error object (https://docs.anthropic.com/en/api/errors), without param. By
-        the details, its clients go on without a thread."""
+        """Return Anthropic's error object (https://docs.anthropic.com/en/api/errors)."""
         kind = "api_error" if self.kind == "server_error" else self.kind
-        told: dict[str, Any] = {"type": kind, "message": self.message}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
         if self.param == "thread":
-            told["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
-        return {"type": "error", "error": told}
+            # With these details Anthropic's clients send the whole dialog instead.
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
+        return {"type": "error", "error": error}
 
     def headers(self) -> dict[str, str]:
+        """Return the headers that belong to the status."""
         if self.status == 503:
             return {"Retry-After": str(_RETRY_S)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -76,60 +90,77 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class ErrorFields:
-    """What a body calls that which an error is about that comes after its fields were checked."""
+    """The names that a body has for what an error is about after its fields were read.
+
+    Attributes:
+        prompt: the field of the prompt.
+        names: names of the body, by the names of SamplingParams.
+        answer_format: path of the field that gave the format of the answer.
+        message_paths: paths of the messages of a chat that was made from a body of another API.
+        too_long: message about a prompt beyond the context, with {count} and {max_count}; None for
+            the engine's own message.
+    """
 
     prompt: str = "prompt"
-    names: Mapping[str, str] = field(default_factory=dict)  # by those of SamplingParams
-    form: str = "structured_output"  # the place that gave the form of the answer
-    places: Sequence[str] = ()  # of the messages of a chat that was made from another body
-    too_long: str | None = None  # said of a prompt without room, with {count} and {most}
+    names: Mapping[str, str] = field(default_factory=dict)
+    answer_format: str = "structured_output"
+    message_paths: Sequence[str] = ()
+    too_long: str | None = None
 
     def refusal(self, error: TypeError | ValueError) -> ApiError:
-        """400 that names a field of the body."""
+        """Return an error with status 400 that names a field of the body."""
         if not isinstance(error, FieldError):
             return ApiError(400, str(error), param=self.prompt)
-        name = first_name(error.field)
-        if name == "structured_output":
-            error = error.at(self.form)
-        elif name in self.names:
-            error = error.at(self.names[name] + error.field.removeprefix(name))
-        elif self.places and (number := _MESSAGE.match(error.field)):
-            words = error.message.removeprefix(f"message {number[1]}")
-            error = FieldError(self.places[int(number[1])], self.places[int(number[1])] + words)
+        error = self._renamed(error)
         return ApiError(400, str(error), param=first_name(error.field))
 
-
-_MESSAGE = re.compile(r"messages\[(\d+)\]")
+    def _renamed(self, error: FieldError) -> FieldError:
+        """Return an error about the body's own field."""
+        name = first_name(error.field)
+        if name == "structured_output":
+            return error.at(self.answer_format)
+        if name in self.names:
+            return error.at(self.names[name] + error.field.removeprefix(name))
+        match = _MESSAGE_FIELD.match(error.field)
+        if self.message_paths and match:
+            path = self.message_paths[int(match[1])]
+            return FieldError(path, path + error.message.removeprefix(f"message {match[1]}"))
+        return error
 
 
 def first_name(field: str) -> str:
-    """Of the path of a field, the name that the body itself has."""
+    """Return the first name in the path of a field, which is a field of the body itself."""
     return re.split(r"[.\[ ]", field, maxsplit=1)[0]
 
 
-def _cut(text: str, most_bytes: int) -> str:
-    """A beginning of the text, of at most so many bytes in JSON."""
+def _cut(text: str, max_bytes: int) -> str:
+    """Return the beginning of a text that takes at most `max_bytes` bytes of JSON."""
     while True:
         size = len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) - 2
-        if size <= most_bytes:
+        if size <= max_bytes:
             return text
-        text = text[: len(text) * most_bytes // size]
+        text = text[: len(text) * max_bytes // size]
 
 
 def broken() -> ApiError:
-    """For every request of a step that failed: the reason is in the server's log."""
+    """Return the error of all requests of a step that failed; the log has the reason."""
     return ApiError(500, "the model failed in this step, and the server ends: see its log")
 
 
 def shutting_down() -> ApiError:
+    """Return the error of requests that come while the server shuts down."""
     return ApiError(503, "the server is shutting down: send the request again")
 
 
 def headers_too_large() -> ApiError:
+    """Return the error of a request with too many bytes of headers."""
     return ApiError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer")
 
 
 def log_refusal(request_id: str, method: str, path: str, error: ApiError) -> None:
-    """The line of a request that did not reach the engine; its message could quote the prompt."""
-    field = "" if error.param is None else f", for {error.param!r:.100}"
-    log.info("%s: %d%s, %s %.100r", request_id, error.status, field, method, path)
+    """Write the line of a request that did not reach the engine.
+
+    The message is left out, because it may quote the prompt.
+    """
+    param = "" if error.param is None else f", for {error.param!r:.100}"
+    log.info("%s: %d%s, %s %.100r", request_id, error.status, param, method, path)

@@ -1,7 +1,7 @@
 """One request and its answer: what every route with a body does between HTTP and the engine.
 
-In: a request's body, and the model that its route has for it. Out: what it asks of the engine, and
-then the response, or an ApiError that names the body's own field.
+In: the body of a request, and the model of its route that reads it. Out: a request for the engine,
+and then the response, or an `ApiError` that names the body's own field. It knows no fields itself.
 """
 
 import asyncio
@@ -32,74 +32,99 @@ from llama.server.service import Service
 from llama.tokenizer import Tokenizer
 
 log = logging.getLogger("llama.server")
-IGNORED = "X-Ignored-Fields"  # of a response, where a lenient server left fields out
-_MOST_IGNORED = 16  # that it names
-_SMALL = 16 * 1024  # bytes of a body that is checked before anyone could notice
-# To read JSON holds every thread up: 100,000 lists or fields of objects take as long as a million
-# numbers, 0.1 s. The signs are counted in texts, too, which have them rarely.
-_MOST_SIGNS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
-_ERRORS: dict[int | str, dict[str, Any]] = {
+IGNORED = "X-Ignored-Fields"  # header of a response, in which a lenient server names dropped fields
+_MAX_IGNORED = 16  # fields that the header names
+_SMALL_BODY = 16 * 1024  # bytes of a body that is read in the event loop, and not counted
+# Reading JSON holds Python's lock: 100,000 lists or fields of objects take as long as a million
+# numbers, 0.1 s. These characters are counted inside strings, too, where they are rare.
+_MAX_CHARACTERS = {b"[": 100_000, b"{": 100_000, b":": 100_000, b",": 1_000_000}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "a field is wrong, or the body is too large"},
-    503: {"description": "not now"},
+    503: {"description": "the server cannot take the request now"},
 }
 
 
 class BodyRoute(APIRoute):
-    """A route whose parameter `body` has the type that reads the body, and that FastAPI publishes.
-    FastAPI's own reading would hold the event loop up, and has other errors."""
+    """A route that reads its parameter `body` by the type of that parameter, which is published.
+
+    FastAPI's own reading would hold up the event loop, and its errors have other fields.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers a request."""
         parameters = inspect.signature(self.endpoint).parameters
         if "body" not in parameters:
             return super().get_route_handler()
-        body: Any = parameters["body"].annotation
-        adapter: TypeAdapter[Any] = TypeAdapter(body)
+        body_type: Any = parameters["body"].annotation
+        adapter: TypeAdapter[Any] = TypeAdapter(body_type)
 
         async def answer(http: Request) -> Response:
-            # A browser sends any other kind to this machine for whatever page is open, without
-            # asking the server first (https://fetch.spec.whatwg.org, simple requests).
-            kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
-                raise ApiError(400, "the Content-Type header must be application/json")
+            _check_content_type(http)
             ignored: list[str] | None = [] if http.app.state.lenient else None
-            memory: BodyMemory = http.app.state.bodies
-            length = http.headers.get("content-length", "0")
-            if length.isdecimal() and int(length) > memory.most:
-                raise memory.too_large()
-            with memory.of_one() as data:
-                async for part in http.stream():  # `BoundedProtocol` ends what is too slow
-                    memory.add(data, part)
-                if len(data) <= _SMALL:
-                    body = _checked(data, adapter, ignored)
-                else:
-                    body = await asyncio.to_thread(_checked, data, adapter, ignored)
+            body = await _read_body(http, adapter, ignored)
             response: Response = await self.endpoint(body, http)
             if ignored:
-                names = [ascii(name)[1:-1][:100] for name in ignored[:_MOST_IGNORED]]
-                response.headers[IGNORED] = ", ".join(names + ["..."][: len(ignored) - len(names)])
-                log.info("%s: %s: %s", http.state.request_id, IGNORED, response.headers[IGNORED])
+                _name_ignored(http, response, ignored)
             return response
 
         return answer
 
 
+def _check_content_type(http: Request) -> None:
+    # A browser sends bodies of other types to this machine for any page that is open, without
+    # asking the server first (https://fetch.spec.whatwg.org, simple requests).
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(400, "the Content-Type header must be application/json")
+
+
+async def _read_body(http: Request, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
+    """Receive a body, and read it in the event loop or, if it is large, in a thread."""
+    memory: BodyMemory = http.app.state.bodies
+    length = http.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > memory.max_body_bytes:
+        raise memory.too_large()
+    with memory.new_body() as data:
+        async for part in http.stream():  # `BoundedProtocol` ends a request that is too slow.
+            memory.add(data, part)
+        if len(data) <= _SMALL_BODY:
+            return _parse(data, adapter, ignored)
+        return await asyncio.to_thread(_parse, data, adapter, ignored)
+
+
+def _name_ignored(http: Request, response: Response, ignored: list[str]) -> None:
+    """Name the fields that were dropped, in a header and in the log."""
+    names = [ascii(name)[1:-1][:100] for name in ignored[:_MAX_IGNORED]]
+    if len(ignored) > len(names):
+        names.append("...")
+    response.headers[IGNORED] = ", ".join(names)
+    log.info("%s: %s: %s", http.state.request_id, IGNORED, response.headers[IGNORED])
+
+
 def body_router(lifespan: Any = None) -> APIRouter:
-    """A router whose routes have bodies. lifespan: FastAPI's."""
-    return APIRouter(route_class=BodyRoute, responses=_ERRORS, lifespan=lifespan)
+    """Return a router whose routes read bodies; `lifespan` is FastAPI's."""
+    return APIRouter(route_class=BodyRoute, responses=_RESPONSES, lifespan=lifespan)
 
 
 @dataclass
 class BodyMemory:
-    """Of bodies being read and checked. most: bytes of one. most_of_all: bytes of all together,
-    beside the first `_SMALL` of each, so that small requests come through."""
+    """The bytes of all bodies that are being received and read, and their limits.
 
-    most: int
-    most_of_all: int
+    The first 16 KiB of each body do not count, so that small requests always come through.
+
+    Attributes:
+        max_body_bytes: bytes of one body.
+        max_total_bytes: bytes of all bodies together.
+        used: bytes that count now.
+    """
+
+    max_body_bytes: int
+    max_total_bytes: int
     used: int = 0
 
     @contextlib.contextmanager
-    def of_one(self) -> Iterator[bytearray]:
-        """An empty body, which `add` fills."""
+    def new_body(self) -> Iterator[bytearray]:
+        """Yield an empty body, whose bytes count until the context ends."""
         data = bytearray()
         try:
             yield data
@@ -107,63 +132,97 @@ class BodyMemory:
             self.used -= _counted(len(data))
 
     def add(self, data: bytearray, part: bytes) -> None:
-        """ApiError 413 or 503 where there is no room for it."""
-        if len(data) + len(part) > self.most:
+        """Append a part to a body.
+
+        Raises:
+            ApiError: 413 if the body becomes too large, 503 if all bodies together do.
+        """
+        new_size = len(data) + len(part)
+        if new_size > self.max_body_bytes:
             raise self.too_large()
-        more = _counted(len(data) + len(part)) - _counted(len(data))
-        if self.used + more > self.most_of_all:
-            words = "too many large requests are being sent at once: send this one again"
-            raise ApiError(503, words)
+        num_more = _counted(new_size) - _counted(len(data))
+        if self.used + num_more > self.max_total_bytes:
+            message = "too many large requests are being sent at once: send this one again"
+            raise ApiError(503, message)
         data += part
-        self.used += more
+        self.used += num_more
 
     def too_large(self) -> ApiError:
-        return ApiError(413, f"the request has more than {self.most} bytes: send less at once")
+        """Return the error of a body that is too large."""
+        message = f"the request has more than {self.max_body_bytes} bytes: send less at once"
+        return ApiError(413, message)
 
 
 def _counted(num_bytes: int) -> int:
-    return max(0, num_bytes - _SMALL)
+    """Return how many bytes of a body of this size count."""
+    return max(0, num_bytes - _SMALL_BODY)
 
 
-def _checked(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
-    """The body; ApiError 400 names the field that is wrong. ignored: see `read_as`."""
-    for sign, most in _MOST_SIGNS.items():
-        if data.count(sign) > most:
-            words = f"the request has more than {most} times {sign.decode()!r}: send less at once"
-            raise ApiError(413, words)
+def _parse(data: bytearray, adapter: TypeAdapter[Any], ignored: list[str] | None) -> Any:
+    """Return the body that is in the bytes.
+
+    Args:
+        data: the body as JSON.
+        adapter: reads the object.
+        ignored: gets the paths of the fields that a lenient server drops; None otherwise.
+
+    Raises:
+        ApiError: 413 if reading would take too long, 400 if the bytes are not JSON.
+        FieldError: a field is wrong.
+    """
+    for character, max_count in _MAX_CHARACTERS.items():
+        if data.count(character) > max_count:
+            shown = repr(character.decode())
+            message = f"the request has more than {max_count} times {shown}: send less at once"
+            raise ApiError(413, message)
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as e:
-        raise ApiError(400, f"the body is not JSON: {e}") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
     try:
         return read_as(adapter, body, ignored=ignored)
-    except FieldError as e:
-        if isinstance(body, dict) and e.field in body:  # a name, which may be any text
-            raise ApiError(400, str(e), param=e.field) from None
+    except FieldError as error:
+        # The whole name of an unknown field, which may be any text and is no path.
+        if isinstance(body, dict) and error.field in body:
+            raise ApiError(400, str(error), param=error.field) from None
         raise
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    """Refuse NaN and Infinity, which Python would read."""
+    raise ValueError(f"JSON has no {name}")
 
 
 async def chat_ids(service: Service, chat: OpenAIRequest) -> list[int]:
-    """The ids of a dialog; ApiError 400 names a field of the body."""
+    """Return the token ids of a dialog.
+
+    Raises:
+        ApiError: 400 names a field of the body.
+    """
     tokenizer = service.loaded().tokenizer
     try:
         return await asyncio.to_thread(chat.chat_ids, tokenizer, service.tool_format)
-    except (TypeError, ValueError) as e:
-        raise chat.fields.refusal(e) from None
+    except (TypeError, ValueError) as error:
+        raise chat.fields.refusal(error) from None
 
 
 async def prepare_chat(service: Service, chat: OpenAIRequest, *, must_fit: bool) -> EngineRequest:
-    """The engine's request for a dialog; ApiError 400 names a field of the body."""
-    service.check_room(chat.num_answers, chat.fields.names.get("n", "n"))
+    """Return the engine's request for a dialog.
+
+    Args:
+        service: the service that will answer.
+        chat: the dialog and its parameters.
+        must_fit: whether `max_tokens` beyond the context is an error.
+
+    Raises:
+        ApiError: 400 names a field of the body; 503 says that the server is busy.
+    """
+    service.check_capacity(chat.num_answers, chat.fields.names.get("n", "n"))
     ids = await chat_ids(service, chat)
     try:
         params = chat.chat_params(service.tool_format)
-    except (TypeError, ValueError) as e:
-        raise chat.fields.refusal(e) from None
+    except (TypeError, ValueError) as error:
+        raise chat.fields.refusal(error) from None
     return await service.prepare(ids, params, chat.fields, must_fit=must_fit)
 
 
@@ -174,23 +233,34 @@ async def respond(
     prepared: list[EngineRequest],
     make_answer: Callable[[OpenAIRequest, Tokenizer, ResponseMeta], Completion | BlockAnswer],
 ) -> Response:
-    """The response to a request."""
+    """Return the response to a request, whole or as a stream.
+
+    Args:
+        service: the service that answers.
+        http: the request of HTTP.
+        request: what its body asks for.
+        prepared: the engine's request for each prompt.
+        make_answer: makes the answer of the API.
+    """
     model = service.model_name if request.model is None else request.model
     meta = ResponseMeta(http.state.request_id, model, int(time.time()))
     answer = make_answer(request, service.loaded().tokenizer, meta)
     outputs = service.outputs(prepared, meta.id, request.fields)
     if request.stream:
         keep_alive = COMMENT if answer.idle_event is None else event(answer.idle_event)
-        events = _encoded(outputs, answer)
-        return EventStream(events, lambda e: event(answer.failed(e)) + answer.end, keep_alive)
+
+        def error_events(error: ApiError) -> bytes:
+            return event(answer.error_event(error)) + answer.end
+
+        return EventStream(_encoded(outputs, answer), error_events, keep_alive)
     last = await unless_client_leaves(_last_outputs(outputs), http.receive)
-    # Beside the event loop: to look for calls in an answer takes 7 us for each of its characters,
-    # and a grammar can make them a million.
-    return JsonResponse(await asyncio.to_thread(answer.whole, last))
+    # In a thread: looking for calls takes 7 us for each character of an answer, and a grammar can
+    # make that a million characters.
+    return JsonResponse(await asyncio.to_thread(answer.response, last))
 
 
 async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
-    """The last output of each prompt, in their order."""
+    """Return the last output of each prompt, in the order of the prompts."""
     latest: dict[int, RequestOutput] = {}
     async with contextlib.aclosing(outputs):
         async for output in outputs:
@@ -201,9 +271,9 @@ async def _last_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> list[Re
 async def _encoded(
     outputs: AsyncGenerator[RequestOutput, None], answer: Completion | BlockAnswer
 ) -> AsyncGenerator[bytes, None]:
-    """The bytes of a stream: those of each output, where it has any, then the last ones."""
+    """Yield the bytes of a stream: those of each output that has any, then the last ones."""
     async with contextlib.aclosing(outputs):
         async for output in outputs:
-            if part := b"".join(map(event, answer.of(output))):
+            if part := b"".join(map(event, answer.events(output))):
                 yield part
-    yield b"".join(map(event, answer.last())) + answer.end
+    yield b"".join(map(event, answer.last_events())) + answer.end

@@ -1,8 +1,9 @@
-"""One server process: listens at once, loads the model, serves, and ends in order.
+"""One server process: it listens at once, loads the model, serves, and shuts down in order.
 
-In: the flags of `llama serve`. Out: an exit code. The event loop runs in a thread of its own, since
-the main thread loads the model and then leads the other ranks. SIGTERM or Ctrl-C: no new requests,
-those that run are finished within `drain_s`, and the process ends; a second one ends it at once.
+In: the options of `llama serve`. Out: an exit code. The event loop runs in a thread of its own,
+because the main thread loads the model and then leads the other ranks. On SIGTERM or Ctrl-C new
+requests are rejected, running ones get `drain_s` seconds, and the process ends; a second signal
+ends it at once.
 """
 
 import functools
@@ -25,12 +26,12 @@ from llama.server.connections import BoundedProtocol, Connections
 from llama.server.service import Service
 
 _POLL_S = 0.05
-_BROKEN_S = 1.0  # for everyone's 500 after a step that failed, and for a load balancer to see it
-_LAST_WORDS_S = 2.0  # for responses that are being sent when the server ends
+_BROKEN_S = 1.0  # time for the last responses after a failed step, and for a load balancer to see
+_FLUSH_S = 2.0  # time for responses that are being sent when the server ends
 
 
 class Server:
-    """The HTTP side of one process. ValueError or OSError where it cannot listen."""
+    """The HTTP side of one server process."""
 
     def __init__(
         self,
@@ -41,28 +42,43 @@ class Server:
         api_keys: list[str],
         host_routes: Callable[[Service, int], APIRouter] | None = None,
         listener: socket.socket | None = None,
-        **of_app: Any,
+        **app_options: Any,
     ) -> None:
-        """listener: in place of one at host and port. of_app: what else `make_app` takes."""
+        """Listen; requests are answered from `start` on.
+
+        Args:
+            service: the service, which has no model yet.
+            host: address to listen on.
+            port: port to listen on; 0 takes a free one.
+            api_keys: the keys that are accepted.
+            host_routes: makes more routes, of the service and the port.
+            listener: a socket that listens already, in place of one at host and port.
+            app_options: other arguments of `make_app`.
+
+        Raises:
+            ValueError: other machines could connect, and no key is given.
+            OSError: the address cannot be listened on.
+        """
         loopback = is_loopback(host)
         if not loopback and not api_keys:
             raise ValueError(
-                f"--host {host} lets other machines in, so a key is needed: give --api_key or "
+                f"--host {host} lets other machines connect, so a key is needed: give --api_key or "
                 "LLAMA_API_KEY, or leave --host out"
             )
-        self.service, limits = service, service.limits
+        self.service = service
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = listener or socket.create_server((host, port), family=family, backlog=2048)
         self.port: int = port if listener else self._socket.getsockname()[1]
-        of_app["host_routes"] = host_routes and host_routes(service, self.port)
-        allowed = Connections(limits.max_connections, limits.max_per_address)
-        protocol: Any = functools.partial(BoundedProtocol, allowed)
+        app_options["host_routes"] = host_routes and host_routes(service, self.port)
+        limits = service.limits
+        connections = Connections(limits.max_connections, limits.max_per_address)
+        protocol: Any = functools.partial(BoundedProtocol, connections)
         config = uvicorn.Config(
-            make_app(service, api_keys=api_keys, loopback=loopback, **of_app),
+            make_app(service, api_keys=api_keys, loopback=loopback, **app_options),
             http=protocol,
             access_log=False,
             log_config=None,
-            timeout_graceful_shutdown=int(_LAST_WORDS_S),
+            timeout_graceful_shutdown=int(_FLUSH_S),
         )
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -70,63 +86,85 @@ class Server:
         )
 
     def start(self) -> None:
+        """Start the thread of the event loop; requests get 503 until `open`."""
         self._thread.start()
 
     def open(self, llama: Llama) -> None:
+        """Begin to answer requests with a loaded model."""
         llama.llm_engine.grammars.warm_up()
         gc.collect()
-        gc.freeze()  # a full collection would look at all that was imported, and hold everyone up
-        gc.collect()  # which leaves nothing: those to come wait for a quarter of what this one left
+        # A full collection would look at every imported object, and pause all requests meanwhile.
+        gc.freeze()
+        # A full collection comes once the new objects are a quarter of those that the last one
+        # kept. This one keeps almost none, so that the next ones come early and are short.
+        gc.collect()
         self.service.start(llama)
         watch = llama.model.parallel.watch
         if watch is not None:
             watch.before_end.append(lambda: self._break_off(is_failure=watch.is_ending))
 
     def serve(self, drain_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until a signal, or `is_over` while idle; RuntimeError after a step that failed."""
+        """Serve until a signal comes, and then shut down.
+
+        Args:
+            drain_s: seconds that running requests get.
+            is_over: asked while no request is active; true ends the server as a signal does.
+
+        Raises:
+            RuntimeError: a step of the model failed.
+        """
         service = self.service
         assert service.engine is not None
         try:
-            while not (stop_requested() or service.has_failed):
-                if not service.is_busy and is_over():
-                    break
-                time.sleep(_POLL_S)
-            service.drain()
-            end = time.monotonic() + drain_s
-            while service.is_busy and time.monotonic() < end and not service.has_failed:
-                time.sleep(_POLL_S)
-            if failed := service.has_failed:
+            has_failed = self._run_and_drain(drain_s, is_over)
+            if has_failed:
                 self._break_off()
                 time.sleep(_BROKEN_S)
             service.engine.close()
             self.stop()
-        except SystemExit:  # of a second signal: what still runs is told
+        except SystemExit:  # a second signal: what still runs gets an error
             self._break_off(is_failure=False)
             raise
-        if failed:  # its clients may all have left: then nobody else says what it was
+        if has_failed:  # All clients may have left, so that nothing else reports the reason.
             cause = service.engine.failure
             raise RuntimeError("a step of the model failed, so the server ends") from cause
 
+    def _run_and_drain(self, drain_s: float, is_over: Callable[[], bool]) -> bool:
+        """Wait for a signal or a failure, then for what runs; return whether a step failed."""
+        service = self.service
+        while not (stop_requested() or service.has_failed):
+            if not service.is_busy and is_over():
+                break
+            time.sleep(_POLL_S)
+        service.drain()
+        end = time.monotonic() + drain_s
+        while service.is_busy and time.monotonic() < end and not service.has_failed:
+            time.sleep(_POLL_S)
+        return service.has_failed
+
     def _break_off(self, *, is_failure: bool = True) -> None:
-        """Everyone gets 500, or 503 after a second signal, if it can be sent soon. The watch of the
-        ranks calls it, too, when the main thread may be in a step for ever."""
+        """End all requests with 500, or with 503 after a second signal, as far as time allows.
+
+        The watch of the ranks calls this, too, when the main thread may never leave its step.
+        """
         self.service.break_off(is_failure=is_failure)
         end = time.monotonic() + _BROKEN_S
         while self.service.is_busy and time.monotonic() < end:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Send what is being sent, and end the thread."""
+        """Finish sending responses, and end the thread of the event loop."""
         self._uvicorn.should_exit = True
         if self._thread.is_alive():
-            self._thread.join(2 * _LAST_WORDS_S)
+            self._thread.join(2 * _FLUSH_S)
 
 
 def log_to_stderr() -> None:
-    """Lines of the server and of uvicorn, with the time."""
+    """Write the lines of the server and of uvicorn to stderr, with their time."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("llama.server", "uvicorn.error"):
+    for name, level in (("llama.server", logging.INFO), ("uvicorn.error", logging.WARNING)):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "llama.server" else logging.WARNING)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level)

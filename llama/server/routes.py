@@ -1,6 +1,7 @@
 """The routes of the APIs: OpenAI's completions, chats and Responses, and Anthropic's Messages.
 
-In: a body, of which each API's model makes the same request. Out: a JSON object, or its events.
+In: bodies, from which the model of each API makes the same kind of request. Out: JSON objects, or
+their events. What a body may contain is known to the models alone.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from llama.requests.request import Request as EngineRequest
 from llama.sampling_params import SamplingParams
 from llama.server.anthropic.answers import MessageAnswer
 from llama.server.anthropic.models import COUNT_URL, MESSAGES_URL, CountBody, MessagesBody
@@ -18,18 +20,18 @@ from llama.server.errors import ApiError
 from llama.server.exchange import body_router, chat_ids, prepare_chat, respond
 from llama.server.openai.answers import Completion
 from llama.server.openai.models import CHAT_URL, TEXT_URL, ChatBody, CompletionBody
+from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.answers import ResponseAnswer
 from llama.server.responses.models import RESPONSES_URL, ResponsesBody
 from llama.server.service import Service
 
-# OpenAI's own default; a chat's answer may be as long as the context.
+# A completion has OpenAI's own default; the answer of a chat may be as long as the context.
 _TEXT_DEFAULTS = SamplingParams(max_tokens=16, skip_special_tokens=True)
 _CHAT_DEFAULTS = SamplingParams(max_tokens=None, skip_special_tokens=True)
 
 
 def routes(service: Service) -> APIRouter:
-    """An answer of Responses and Messages may end with the context, before its limit of tokens:
-    agents ask for 32,000 whatever the model is."""
+    """Return the routes of all APIs."""
     router = body_router()
 
     async def count(body: ResponsesBody | CountBody) -> int:
@@ -40,22 +42,17 @@ def routes(service: Service) -> APIRouter:
         body: ChatBody | ResponsesBody | MessagesBody, http: Request, make_answer: Any
     ) -> Response:
         chat = await asyncio.to_thread(body.request, _CHAT_DEFAULTS)
-        prepared = await prepare_chat(service, chat, must_fit=isinstance(body, ChatBody))
+        # Agents ask for 32,000 tokens of any model. In the APIs that they use, an answer may
+        # therefore end with the context, before its limit.
+        must_fit = isinstance(body, ChatBody)
+        prepared = await prepare_chat(service, chat, must_fit=must_fit)
         return await respond(service, http, chat, [prepared], make_answer)
 
     @router.post(TEXT_URL)
     async def completions(body: CompletionBody, http: Request) -> Response:
         """Continue each prompt (https://platform.openai.com/docs/api-reference/completions)."""
         request = await asyncio.to_thread(body.request, _TEXT_DEFAULTS)
-        count, most = len(request.prompts), service.limits.max_prompts
-        if count > most:
-            words = f"prompt has {count} entries: this server takes at most {most}"
-            raise ApiError(400, words, param="prompt")
-        service.check_room(request.num_answers, "prompt" if count > 1 else "n")
-        prepared = []
-        for i, prompt in enumerate(request.prompts):
-            prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
-            await asyncio.sleep(0)  # hundreds of prompts would hold the others' events up
+        prepared = await _prepare_prompts(service, request)
         return await respond(service, http, request, prepared, Completion)
 
     @router.post(CHAT_URL)
@@ -70,7 +67,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.post(f"{RESPONSES_URL}/input_tokens")
     async def input_tokens(body: ResponsesBody, http: Request) -> Response:
-        """The tokens of the prompt that /v1/responses would make of the body."""
+        """Count the tokens of the prompt that /v1/responses would make of the body."""
         return JsonResponse({"object": "response.input_tokens", "input_tokens": await count(body)})
 
     @router.post(MESSAGES_URL)
@@ -80,7 +77,22 @@ def routes(service: Service) -> APIRouter:
 
     @router.post(COUNT_URL)
     async def count_tokens(body: CountBody, http: Request) -> Response:
-        """The tokens of the prompt that /v1/messages would make of the body."""
+        """Count the tokens of the prompt that /v1/messages would make of the body."""
         return JsonResponse({"input_tokens": await count(body)})
 
     return router
+
+
+async def _prepare_prompts(service: Service, request: OpenAIRequest) -> list[EngineRequest]:
+    """Return the engine's request for each prompt of a completion."""
+    num_prompts = len(request.prompts)
+    max_prompts = service.limits.max_prompts
+    if num_prompts > max_prompts:
+        message = f"prompt has {num_prompts} entries: this server takes at most {max_prompts}"
+        raise ApiError(400, message, param="prompt")
+    service.check_capacity(request.num_answers, "prompt" if num_prompts > 1 else "n")
+    prepared = []
+    for i, prompt in enumerate(request.prompts):
+        prepared.append(await service.prepare(prompt, request.params, request.fields, index=i))
+        await asyncio.sleep(0)  # Hundreds of prompts would delay the events of other requests.
+    return prepared

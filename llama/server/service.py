@@ -1,7 +1,8 @@
-"""What all routes share: the model, whether it can be asked, and who may ask now.
+"""The state that all routes share: the model, its engine, and whether a request is admitted.
 
-In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Beyond `max_queue`
-sequences that wait, a request is refused at once; the others wait in the engine.
+In: prepared requests of the routes. Out: their outputs, or an `ApiError`. Requests beyond
+`max_queue` waiting sequences are refused at once; the others wait in the engine. This file knows no
+API and no HTTP.
 """
 
 import asyncio
@@ -29,38 +30,65 @@ _PREPARE_S = 5.0  # limit for encoding a prompt, and for compiling a grammar
 _GRAMMAR_THREADS = 4  # grammars compiled at the same time
 _TOO_SLOW = (
     f"the request took more than {_PREPARE_S:.0f} s to prepare: send less at once, or ask for a "
-    "simpler form"
+    "simpler response format"
 )
 _POOL_BUSY = "the server is compiling the grammars of other requests: try again"
 log = logging.getLogger("llama.server")
 
 
 class State(Enum):
-    LOADING = "loading"  # there is no model yet
+    """The state of a server."""
+
+    LOADING = "loading"  # The model is being loaded.
     READY = "ready"
-    DRAINING = "draining"  # what runs is finished, and nothing new begins
-    BROKEN = "broken"  # a step failed; the process ends
+    DRAINING = "draining"  # Running requests are finished, and new ones are rejected.
+    BROKEN = "broken"  # A step failed; the process ends.
 
 
 @dataclass(frozen=True)
 class Limits:
-    max_queue: int = 1024  # sequences that may wait beside those that run
-    max_wait_s: float = 600.0  # until the first token
-    max_body_bytes: int = 8 * 2**20  # of a request
-    max_bodies_bytes: int = 64 * 2**20  # of all that are read, but the first 16 KiB of each
-    max_prompts: int = 256  # of one body
-    max_connections: int = 4096  # these two: see `Connections`
+    """The limits of a server.
+
+    Attributes:
+        max_queue: sequences that may wait, beside those that run.
+        max_wait_s: seconds until the first token of a request.
+        max_body_bytes: bytes of one body.
+        max_bodies_bytes: bytes of all bodies that are being received. See `BodyMemory`.
+        max_prompts: prompts of one body.
+        max_connections: open connections. See `Connections`.
+        max_per_address: open connections of one address; None stands for three quarters of all.
+    """
+
+    max_queue: int = 1024
+    max_wait_s: float = 600.0
+    max_body_bytes: int = 8 * 2**20
+    max_bodies_bytes: int = 64 * 2**20
+    max_prompts: int = 256
+    max_connections: int = 4096
     max_per_address: int | None = None
 
 
 @dataclass(eq=False)
 class Service:
-    """The state of one server. All of it is used in the server's event loop, but `start`, `drain`,
-    `has_failed`, `break_off` and `is_busy`, which other threads use."""
+    """The state of one server.
+
+    Everything is used in the event loop of the server, except `start`, `drain`, `has_failed`,
+    `break_off` and `is_busy`, which other threads use.
+
+    Attributes:
+        model_name: name of the model, in answers and in /v1/models.
+        limits: the limits of the server.
+        given_format: format of tool calls; None stands for that of the checkpoint's generation.
+        state: whether requests are answered.
+        created: time of the start, in seconds since 1970.
+        metrics: the metrics of the server.
+        llama: the model, once it is loaded.
+        engine: the engine of the model.
+    """
 
     model_name: str
     limits: Limits
-    given_format: ToolFormat | None = None  # of tools; None: that of the checkpoint's generation
+    given_format: ToolFormat | None = None
     state: State = State.LOADING
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(default_factory=Metrics)
@@ -68,48 +96,59 @@ class Service:
     engine: AsyncLLMEngine | None = None
     _grammar_pool: WorkerPool = field(init=False)
     _active: set[ActiveRequest] = field(default_factory=set)
-    _has_told: bool = False  # that a step failed
+    _has_logged_failure: bool = False
 
     def __post_init__(self) -> None:
-        """Make the pool of threads that compile grammars."""
         max_waiting = self.limits.max_queue
         self._grammar_pool = WorkerPool("llama-grammar", _GRAMMAR_THREADS, max_waiting)
 
     def start(self, llama: Llama) -> None:
-        """The model is loaded: requests may come."""
-        self.llama, self.engine = llama, AsyncLLMEngine(llama)
+        """Answer requests from now on, with a loaded model."""
+        self.llama = llama
+        self.engine = AsyncLLMEngine(llama)
         self.metrics.registry.register(EngineMetrics(llama, self.num_unfinished))
         self.state = State.READY
 
     def drain(self) -> None:
-        """Nothing new begins."""
+        """Reject new requests from now on."""
         if self.state is not State.BROKEN:
             self.state = State.DRAINING
 
     @property
     def has_failed(self) -> bool:
-        """A step failed, though its clients may all have left."""
+        """Whether a step failed, even if no client is left that waits for it."""
         failure = self.engine and self.engine.failure
         return self.state is State.BROKEN or failure is not None
 
     def break_off(self, *, is_failure: bool = True) -> None:
-        """The model cannot go on: all that runs or waits is answered with 500, else with 503. This
-        waits for nothing: a rank that is gone may have left this one in a step without end."""
+        """End all requests, because the model cannot go on.
+
+        This does not wait for anything: a rank that is gone may have left this one in a step that
+        never ends.
+
+        Args:
+            is_failure: whether the requests get 500, for a failure, or 503, for a shutdown.
+        """
         self.state = State.BROKEN if is_failure else State.DRAINING
         if self.engine is not None:
             self.engine.engine.close()
 
     @property
     def is_busy(self) -> bool:
+        """Whether any request is being answered."""
         return bool(self._active)
 
     def num_unfinished(self) -> int:
-        """Sequences that run or wait."""
+        """Return the number of sequences that run or wait."""
         answers = [answer for active in list(self._active) for answer in active.answers]
         return sum(answer.finish_reason is None for answer in answers)
 
     def loaded(self) -> Llama:
-        """The model; ApiError 503 while there is none, or when requests are no longer taken."""
+        """Return the model.
+
+        Raises:
+            ApiError: 503 while the model is being loaded, and while the server shuts down.
+        """
         if self.state is State.LOADING:
             raise ApiError(503, "the model is being loaded: try again")
         if self.state is not State.READY or self.llama is None:
@@ -118,6 +157,7 @@ class Service:
 
     @property
     def tool_format(self) -> ToolFormat:
+        """The format of tool calls in prompts and answers."""
         return self.given_format or self.loaded().tool_format
 
     async def prepare(
@@ -175,46 +215,62 @@ class Service:
         self.loaded()  # The engine may have been closed meanwhile.
         return request
 
-    def check_room(self, count: int, field: str = "prompt") -> None:
-        """ApiError 503 where the queue has no room for so many sequences; 400, which names the
-        field, where it never has: one request may take the batch and half of the queue."""
+    def check_capacity(self, num_sequences: int, field: str = "prompt") -> None:
+        """Check that the queue has capacity for so many more sequences.
+
+        Args:
+            num_sequences: sequences of one request. It may take the whole batch and half of the
+                queue, so that others get in beside it.
+            field: the field of the body that asks for them.
+
+        Raises:
+            ApiError: 400 if the queue never has that much capacity, 503 if it has not now.
+        """
         max_running = self.loaded().model.params.max_batch_size
-        most = max_running + self.limits.max_queue // 2
-        if count > most:
-            words = (
-                f"the request asks for {count} answers (prompts times n or best_of): this server "
-                f"takes at most {most} at once; send several requests, or start it with a larger "
-                "--max_queue"
+        max_sequences = max_running + self.limits.max_queue // 2
+        if num_sequences > max_sequences:
+            message = (
+                f"the request asks for {num_sequences} answers (prompts times n or best_of): this "
+                f"server takes at most {max_sequences} at once; send several requests, or start it "
+                "with a larger --max_queue"
             )
-            raise ApiError(400, words, param=field)
-        unfinished = self.num_unfinished()
-        if count > max_running + self.limits.max_queue - unfinished:
+            raise ApiError(400, message, param=field)
+        num_unfinished = self.num_unfinished()
+        if num_sequences > max_running + self.limits.max_queue - num_unfinished:
             self.metrics.refused.inc()
-            words = f"the queue is full: {unfinished} sequences run or wait; try again"
-            raise ApiError(503, words)
+            message = f"the queue is full: {num_unfinished} sequences run or wait; try again"
+            raise ApiError(503, message)
 
     @contextlib.contextmanager
     def _admitted(self, requests: list[Request], request_id: str) -> Iterator[ActiveRequest]:
-        """While it is open, the requests count as unfinished; ApiError 503 for a full queue."""
+        """Count the requests as unfinished within a context.
+
+        Raises:
+            ApiError: 503 if the queue is full.
+        """
         active = ActiveRequest(request_id, requests)
-        self.check_room(len(active.answers))
+        self.check_capacity(len(active.answers))
         self._active.add(active)
         try:
             yield active
-        except ApiError as e:
-            active.status, e.is_logged = e.status, True
+        except ApiError as error:
+            active.status = error.status
+            error.is_logged = True
             raise
         finally:
             self._active.remove(active)
-            self.metrics.finish(active)
+            self.metrics.observe_end(active)
             active.log()
 
     async def outputs(
         self, requests: list[Request], request_id: str, fields: ErrorFields
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one HTTP request, as they come. ApiError 500 where the step failed; 400
-        where the form of an answer cannot be held any longer; 503 where the queue is full, the
-        first output took too long, or the server ends."""
+        """Yield the outputs of one HTTP request as they come.
+
+        Raises:
+            ApiError: 500 if the step failed; 400 if the grammar of an answer became too large; 503
+                if the queue is full, if no token came in time, or if the server shuts down.
+        """
         assert self.engine is not None
         with self._admitted(requests, request_id) as active:
             try:
@@ -225,30 +281,41 @@ class Service:
             except ApiError:
                 raise
             except Exception:
-                is_of_step = self.state is not State.BROKEN or self.engine.failure is not None
-                self.state = State.BROKEN  # the main thread may have seen it before
-                if is_of_step and not self._has_told:
-                    self._has_told = True
-                    log.exception("a step failed: the server ends")
+                self._note_failure(self.engine)
                 raise broken() from None
 
+    def _note_failure(self, engine: AsyncLLMEngine) -> None:
+        """Set the state after an exception of the engine, and log it once if it is that of a step.
+
+        The main thread may have set the state before.
+        """
+        is_of_step = self.state is not State.BROKEN or engine.failure is not None
+        self.state = State.BROKEN
+        if is_of_step and not self._has_logged_failure:
+            self._has_logged_failure = True
+            log.exception("a step failed: the server ends")
+
     async def _first(self, outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+        """Return the first output, or raise an ApiError if it takes too long."""
+        max_wait_s = self.limits.max_wait_s
         try:
-            async with asyncio.timeout(self.limits.max_wait_s):
+            async with asyncio.timeout(max_wait_s):
                 return await anext(outputs)
         except TimeoutError:
-            words = f"no token came within {self.limits.max_wait_s:.0f} s: try again later"
-            raise ApiError(503, words) from None
+            message = f"no token came within {max_wait_s:.0f} s: try again later"
+            raise ApiError(503, message) from None
 
     def _checked(
         self, output: RequestOutput, active: ActiveRequest, fields: ErrorFields
     ) -> RequestOutput:
-        self.metrics.token_came(active, output)
+        """Count an output and return it, or raise an ApiError if it has an error."""
+        self.metrics.observe_output(active, output)
         if output.error is not None and output.error_field is not None:
             raise fields.refusal(FieldError(output.error_field, output.error))
         if output.error is not None:
             raise ApiError(500, output.error)
-        if output.finished and any(a.finish_reason == "abort" for a in output.outputs):
+        is_aborted = any(answer.finish_reason == "abort" for answer in output.outputs)
+        if output.finished and is_aborted:
             raise broken() if self.state is State.BROKEN else shutting_down()
         return output
 
@@ -261,4 +328,4 @@ def _context_error(error: ContextLengthError, fields: ErrorFields) -> ApiError:
         return ApiError(400, message, param=name, code="context_length_exceeded")
     if fields.too_long is None:
         return ApiError(400, message, param=fields.prompt)
-    return ApiError(400, fields.too_long.format(count=error.count, most=error.most))
+    return ApiError(400, fields.too_long.format(count=error.count, max_count=error.most))

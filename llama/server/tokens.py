@@ -1,7 +1,10 @@
-"""What a client may ask of the tokenizer: /tokenize, /detokenize and /tokenizer_info, as vLLM's."""
+"""The routes of the tokenizer: /tokenize, /detokenize and /tokenizer_info, as vLLM has them.
+
+In: texts, dialogs or token ids. Out: JSON objects. No model runs.
+"""
 
 import asyncio
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field, Tag
@@ -18,10 +21,13 @@ from llama.server.sampling import TokenId
 from llama.server.service import Service
 from llama.tokenizer import Tokenizer
 
-_LONGEST = 1_000_000  # characters or ids: the answer is JSON, whose making holds everyone up
+# Characters of a text or ids of a dialog: the answer is made in the event loop, and delays others.
+_MAX_LENGTH = 1_000_000
 
 
 class _Tokenize(Fields):
+    """The fields of both kinds of bodies of /tokenize."""
+
     unknown_message: ClassVar[str] = "{names} cannot be used in /tokenize: leave it out"
 
     model: str | None = None
@@ -29,30 +35,34 @@ class _Tokenize(Fields):
 
 
 class TokenizeText(_Tokenize):
+    """A text whose ids are asked for."""
+
     prompt: str
     add_special_tokens: bool | None = None
 
     def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
-        if len(self.prompt) > _LONGEST:
-            words = f"prompt has more than {_LONGEST} characters"
-            raise ApiError(413, words, param="prompt")
+        """Return the ids of the text; ApiError 413 if it is too long."""
+        if len(self.prompt) > _MAX_LENGTH:
+            message = f"prompt has more than {_MAX_LENGTH} characters"
+            raise ApiError(413, message, param="prompt")
         has_bos = self.add_special_tokens is not False
         # A client that has these names from /tokenizer_info, as lm-eval has, can ask for their ids
-        # here. Beside other text they are text, so that encoded text of a user opens nothing.
-        named = tokenizer.special_tokens.get(self.prompt)
-        if not has_bos and named in (tokenizer.bos_id, tokenizer.eos_id):
-            return [named]
+        # here. Beside other text they are text, so that a user's text cannot contain the tokens.
+        special_id = tokenizer.special_tokens.get(self.prompt)
+        if not has_bos and special_id in (tokenizer.bos_id, tokenizer.eos_id):
+            return [special_id]
         return tokenizer.encode(self.prompt, bos=has_bos, eos=False)
 
 
 class TokenizeChat(_Tokenize, ToolFields):
-    """The ids are those of a chat request."""
+    """A dialog whose ids are asked for; they are those of a chat request."""
 
     messages: Dialog
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     def ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
+        """Return the ids of the dialog; ApiError 413 if there are too many."""
         ids = encode_chat(
             tokenizer,
             self.messages,
@@ -62,21 +72,27 @@ class TokenizeChat(_Tokenize, ToolFields):
             continue_final_message=bool(self.continue_final_message),
             keeps_space=True,
         )
-        if len(ids) > _LONGEST:
-            raise ApiError(413, f"messages have more than {_LONGEST} tokens", param="messages")
+        if len(ids) > _MAX_LENGTH:
+            raise ApiError(413, f"messages have more than {_MAX_LENGTH} tokens", param="messages")
         return ids
+
+
+def _body_tag(body: Any) -> str | None:
+    """Return the tag of the type that reads a body of /tokenize."""
+    if not isinstance(body, dict):
+        return None
+    return "chat" if "messages" in body else "text"
 
 
 TokenizeBody = Annotated[
     Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")],
-    chosen_by(
-        lambda x: ("chat" if "messages" in x else "text") if isinstance(x, dict) else None,
-        " must be an object",
-    ),
+    chosen_by(_body_tag, " must be an object"),
 ]
 
 
 class DetokenizeBody(Fields):
+    """Ids whose text is asked for."""
+
     unknown_message: ClassVar[str] = "{names} cannot be used in /detokenize: leave it out"
 
     model: str | None = None
@@ -84,46 +100,64 @@ class DetokenizeBody(Fields):
 
 
 def routes(service: Service) -> APIRouter:
+    """Return the routes of the tokenizer."""
     router = body_router()
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody, http: Request) -> Response:
-        """The ids of a text, or of a dialog as a chat request would encode it."""
+        """Return the ids of a text, or of a dialog as a chat request would encode it."""
         llama = service.loaded()
         ids = await asyncio.to_thread(body.ids, llama.tokenizer, service.tool_format)
         strings = None
         if body.return_token_strs:
-            strings = await asyncio.to_thread(lambda: [llama.tokenizer.decode(t) for t in ids])
-        longest = llama.model.params.max_seq_len
-        counted = {"count": len(ids), "max_model_len": longest, "tokens": ids}
-        return JsonResponse(counted | {"token_strs": strings})
+            strings = await asyncio.to_thread(_strings, llama.tokenizer, ids)
+        return JsonResponse(
+            {
+                "count": len(ids),
+                "max_model_len": llama.model.params.max_seq_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody, http: Request) -> Response:
-        """The text of ids, special tokens by their names."""
+        """Return the text of ids, in which special tokens are their names."""
         tokenizer = service.loaded().tokenizer
         try:
-            return JsonResponse({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
-        except ValueError as e:
-            raise ApiError(400, str(e), param="tokens") from None
+            text = await asyncio.to_thread(tokenizer.decode, body.tokens)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="tokens") from None
+        return JsonResponse({"prompt": text})
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        """Names and ids of the special tokens, as a Hugging Face tokenizer_config.json has them."""
-        llama, tokenizer = service.loaded(), service.loaded().tokenizer
-        names = {i: name for name, i in tokenizer.special_tokens.items()}
-        special = {str(i): {"content": name, "special": True} for i, name in sorted(names.items())}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": llama.model.params.max_seq_len,
-            "bos_token": names[tokenizer.bos_id],
-            "eos_token": names[tokenizer.eos_id],
-            "pad_token": None,
-            "unk_token": None,
-            "add_bos_token": True,
-            "clean_up_tokenization_spaces": False,
-            "added_tokens_decoder": special,
-        }
-        return JsonResponse(config)
+        """Return names and ids of the special tokens, as in a tokenizer_config.json."""
+        llama = service.loaded()
+        return JsonResponse(_tokenizer_config(llama.tokenizer, llama.model.params.max_seq_len))
 
     return router
+
+
+def _strings(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """Return the text of each id by itself."""
+    return [tokenizer.decode(token) for token in ids]
+
+
+def _tokenizer_config(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
+    """Return the content of Hugging Face's tokenizer_config.json."""
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    special = {
+        str(token): {"content": name, "special": True} for token, name in sorted(names.items())
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_seq_len,
+        "bos_token": names[tokenizer.bos_id],
+        "eos_token": names[tokenizer.eos_id],
+        "pad_token": None,
+        "unk_token": None,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": special,
+    }

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from helpers.bad_requests import BAD_REQUESTS
 from helpers.launch import REPO
 from llama.server import routes, tokens
-from llama.server.accepted import LABELS, NOTHING_ASKED, AcceptedFields
+from llama.server.accepted import AcceptedFields, LabelFields
 from llama.server.anthropic.models import CountBody, MessagesBody
 from llama.server.app import make_app
 from llama.server.exchange import BodyRoute
@@ -186,10 +186,12 @@ def documented() -> dict[str, list[Any] | None]:
 
 def test_the_page_has_the_table_of_the_code():
     table = documented()
-    assert {name for name, values in table.items() if values is None} == LABELS.keys()
-    assert table.keys() == LABELS.keys() | NOTHING_ASKED.keys()
-    for name, kind in NOTHING_ASKED.items():
-        schema = TypeAdapter(kind).json_schema()
+    labels = LabelFields.model_fields.keys()
+    assert {name for name, values in table.items() if values is None} == labels
+    assert table.keys() == AcceptedFields.model_fields.keys()
+    for name in AcceptedFields.model_fields.keys() - labels:
+        schema, null = AcceptedFields.model_json_schema()["properties"][name]["anyOf"]
+        assert null == {"type": "null"}
         allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         assert allowed is None or sorted(allowed) == sorted(table[name] or []), name
 

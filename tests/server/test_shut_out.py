@@ -177,9 +177,9 @@ def test_descriptors_are_kept_back(monkeypatch):
     monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (64, 64))
     monkeypatch.setattr(connections.resource, "setrlimit", lambda kind, both: kept.append(both))
     monkeypatch.setattr(connections.os, "listdir", lambda path: [str(i) for i in range(10)])
-    assert Connections(4096, None).most == 30
+    assert Connections(4096, None).max_open == 30
     monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (64, 1000))
-    assert Connections(500, None).most == 500
+    assert Connections(500, None).max_open == 500
     assert kept == [(64, 64), (534, 1000)]
     with pytest.raises(ValueError, match="max_connections"):
         Connections(0, None)

@@ -160,7 +160,7 @@ def answer_record(
     name = model if request.model is None else request.model
     # A fixed time of creation makes the records of two equal jobs equal.
     meta = ResponseMeta(output.request_id, name, created=0)
-    body = Completion(request, tokenizer, meta).whole([output])
+    body = Completion(request, tokenizer, meta).response([output])
     return response_record(custom_id, output.request_id, body)
 
 

@@ -1,45 +1,63 @@
-"""Response bodies and events of Anthropic's Messages API: the engine's outputs in, objects out."""
+"""Response bodies and events of Anthropic's Messages API: the engine's outputs in, objects out.
+
+This file knows no network and runs no model.
+"""
 
 from typing import Any, ClassVar
 
 from llama.server.blocks import Block, BlockAnswer, Events
 from llama.server.errors import ApiError
 
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# Anthropic's stop_reason, by the finish_reason of a chat.
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageAnswer(BlockAnswer):
-    """A message, or its events, each named by its type, of which clients make the same message."""
+    """A message, or its events, each named by its type."""
 
-    idle_event: ClassVar[Any] = {"type": "ping"}
+    idle_event: ClassVar[dict[str, Any] | None] = {"type": "ping"}
 
     def body(self) -> dict[str, Any]:
+        """Return the message of a finished request."""
         content = [_content(block) for block in self.blocks]
         return {**self._head(), "content": content, **self._end(), "usage": self._usage()}
 
-    def begins(self) -> Events:
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    def first_events(self) -> Events:
+        """Yield the event with the message before its content."""
         usage = {**self._usage(), "output_tokens": 0}
-        yield {"type": "message_start", "message": {**self._head(), **empty, "usage": usage}}
+        message = {
+            **self._head(),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        yield {"type": "message_start", "message": message}
 
-    def starts(self, block: Block) -> Events:
+    def block_start(self, block: Block) -> Events:
+        """Yield the event that opens a content block."""
         content = _content(block)
         yield {"type": "content_block_start", "index": block.index, "content_block": content}
 
-    def grows(self, block: Block, text: str) -> Events:
-        delta = {"type": "text_delta", "text": text}
+    def block_delta(self, block: Block, text: str) -> Events:
+        """Yield the event of new text, or of new JSON of a call."""
         if block.is_call:
             delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            delta = {"type": "text_delta", "text": text}
         yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
-    def stops(self, block: Block) -> Events:
+    def block_stop(self, block: Block) -> Events:
+        """Yield the event that closes a content block."""
         yield {"type": "content_block_stop", "index": block.index}
 
-    def last(self) -> Events:
+    def last_events(self) -> Events:
+        """Yield the events that end the message."""
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> dict[str, Any]:
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of a stream that ends with an error."""
         return error.anthropic_body()
 
     def _head(self) -> dict[str, Any]:
@@ -51,18 +69,22 @@ class MessageAnswer(BlockAnswer):
         }
 
     def _end(self) -> dict[str, Any]:
-        """Why it ended. The model's own stop tokens are ids, and no sequences."""
+        """Return why the message ended.
+
+        The model's own stop tokens are ids and not sequences, so they end the turn.
+        """
         (answer,) = self.output.outputs
         if isinstance(answer.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_reason}
-        reason = _REASONS.get(self.finish_reason or "", "end_turn")
-        most, count = self.request.params.max_tokens, self.output.usage.completion_tokens
-        if reason == "max_tokens" and most is not None and count < most:
-            reason = "model_context_window_exceeded"  # Anthropic's word for the end of the context
+        reason = _STOP_REASONS.get(self.finish_reason or "", "end_turn")
+        max_tokens = self.request.params.max_tokens
+        num_tokens = self.output.usage.completion_tokens
+        if reason == "max_tokens" and max_tokens is not None and num_tokens < max_tokens:
+            reason = "model_context_window_exceeded"  # The context ended before the limit.
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """input_tokens are those that were computed: Anthropic's clients add those of the cache."""
+        """Return the usage; clients add cached tokens to input_tokens, so it has only the rest."""
         usage = self.output.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -73,7 +95,8 @@ class MessageAnswer(BlockAnswer):
 
 
 def _content(block: Block) -> dict[str, Any]:
+    """Return the content block of the API."""
     if not block.is_call:
         return {"type": "text", "text": block.text}
-    call_id = block.call_id.replace("call_", "toolu_", 1)  # as Anthropic's begin
+    call_id = block.call_id.replace("call_", "toolu_", 1)  # the prefix of Anthropic's ids
     return {"type": "tool_use", "id": call_id, "name": block.name, "input": block.arguments}

@@ -1,7 +1,7 @@
 """Request bodies of Anthropic's Messages API: the models that read them are the published schema.
 
 In: a JSON object. Out: an `OpenAIRequest`, or a `FieldError` that names the field. Source:
-https://docs.anthropic.com/en/api/messages. It knows no network, and runs nothing.
+https://docs.anthropic.com/en/api/messages. This file knows no network and runs no model.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from llama.prompts.tools import (
 from llama.sampling_params import SamplingParams
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
-from llama.server.openai.models import SchemaFormat
+from llama.server.openai.models import AnswerFormat, SchemaFormat
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
 from llama.server.sampling import (
     SHARED_NAMES,
@@ -34,23 +34,31 @@ from llama.server.sampling import (
     sampling_fields,
 )
 
-MESSAGES_URL, COUNT_URL = "/v1/messages", "/v1/messages/count_tokens"
-# In Anthropic's words, which agents look for: they shorten the dialog then.
-_TOO_LONG = "messages: prompt is too long: {count} tokens > {most} maximum"
+MESSAGES_URL = "/v1/messages"
+COUNT_URL = "/v1/messages/count_tokens"
+# Anthropic's own message: agents look for it, and shorten the dialog then.
+_TOO_LONG = "messages: prompt is too long: {count} tokens > {max_count} maximum"
+_NO_SUCH_CALL = "no tool_use block of a message before it"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class _Block(Fields):
-    cache_control: dict[str, Any] | None = None  # a hint without use: prefixes are always cached
+    """A content block; cache_control is a hint without effect, as prefixes are always cached."""
+
+    cache_control: dict[str, Any] | None = None
 
 
 class TextBlock(_Block):
+    """Text of anyone."""
+
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any] | None, Field(max_length=0), UNUSED] = None
 
 
 class ToolUse(_Block):
+    """A call of a tool."""
+
     type: Literal["tool_use"]
     id: str
     name: str
@@ -63,7 +71,7 @@ _Text = str | Annotated[list[TextBlock], _LIST]
 
 
 class ToolReference(_Block):
-    """A tool that a search has found: it is in the prompt already, so its name is enough."""
+    """A tool that a search returned; its name is enough, because all tools are in the prompt."""
 
     type: Literal["tool_reference"]
     text: Annotated[str, Field(alias="tool_name")]
@@ -73,16 +81,21 @@ _ResultBlock = Annotated[TextBlock | ToolReference, Field(discriminator="type")]
 
 
 class ToolResult(_Block):
-    """An error goes to the model as {"error": text}: the format has no flag."""
+    """The result of a call; an error becomes {"error": text}, as the format has no flag for it."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[_ResultBlock], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
+    def value(self) -> Any:
+        """Return what the model sees."""
+        text = text_of(self.content)
+        return {"error": text} if self.is_error else text
+
 
 class Thinking(_Block):
-    """Of another model. It is left out, as Anthropic's API leaves out that of earlier turns."""
+    """The thinking of another model, which is left out, as in Anthropic's API."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str | None = None
@@ -95,16 +108,22 @@ _AnswerBlock = Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="ty
 
 
 class UserMessage(Fields):
+    """A message of the user, or the results of calls."""
+
     role: Literal["user"]
     content: str | Annotated[list[_UserBlock], _LIST]
 
 
 class AssistantMessage(Fields):
+    """A message of the model, and its calls."""
+
     role: Literal["assistant"]
     content: str | Annotated[list[_AnswerBlock], _LIST]
 
 
 class SystemMessage(Fields):
+    """A message with instructions."""
+
     role: Literal["system"]
     content: _Text
 
@@ -113,7 +132,7 @@ _Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discr
 
 
 class InputTool(_Block):
-    """A function that the model may call, and hints without use: all tools are in the prompt."""
+    """A function that the model may call; its hints have no effect."""
 
     name: ToolName
     input_schema: Parameters
@@ -125,30 +144,39 @@ class InputTool(_Block):
     eager_input_streaming: bool | None = None
 
     def function(self) -> Function:
-        named = {"name": self.name, "description": self.description, "strict": self.strict}
-        return Function.model_validate(named | {"parameters": self.input_schema})
+        """Return the function that the model sees."""
+        return Function.model_validate(
+            {
+                "name": self.name,
+                "description": self.description,
+                "strict": self.strict,
+                "parameters": self.input_schema,
+            }
+        )
 
 
 class InputChoice(Fields):
+    """Whether, and what, the model must call."""
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class OutputConfig(Fields):
-    """effort: a hint, as of thinking."""
+    """How the answer looks; effort is a hint without effect."""
 
     format: SchemaFormat | None = None
     effort: str | None = None
 
 
-_Sampling: Any = sampling_fields(
+_Sampling: type[SamplingFields] = sampling_fields(
     SHARED_NAMES | {"max_tokens": "max_tokens", "stop_sequences": "stop"}
 )
 
 
 class CountBody(AcceptedFields, SamplingFields):
-    """The body of /v1/messages/count_tokens: what makes the prompt."""
+    """The body of /v1/messages/count_tokens: everything that makes the prompt."""
 
     unknown_message: ClassVar[str] = (
         "{names} cannot be used in a request for messages: leave it out"
@@ -161,72 +189,111 @@ class CountBody(AcceptedFields, SamplingFields):
     output_config: OutputConfig | None = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
-        """As a chat; `defaults`: of parameters. A last message of the assistant's is continued."""
+        """Return the body as a chat; `defaults` are the parameters that it does not give.
+
+        The answer continues a last message of the assistant's.
+        """
         dialog = self._dialog()
         messages = dialog.messages()
-        continues = messages[-1]["role"] == "assistant"
-        wanted = None if self.output_config is None else self.output_config.format
-        place = "tools" if wanted is None else "output_config.format.schema"
-        form = None if wanted is None else wanted.form(place)
+        path, structured_output = self._answer_format()
         tools = self._tool_request()
-        if continues:  # from its last character: no grammar has it, and no call begins after it
-            field, words, text = dialog.places[-1], "", messages[-1]["content"]
-            if "tool_calls" in messages[-1]:
-                words = ": the results of its tool_use blocks must follow"
-            elif not text or text[-1].isspace():
-                words = ": the beginning of an answer must not be empty, or end with a space"
-            elif form is not None:
-                field = "output_config"
-                words = " cannot be used where the last message is the assistant's"
-            elif tools is not None and tools.needs_grammar:
-                field = "tool_choice" if tools.must_call else "tools"
-                words = ": a call that is forced, or strict, cannot have a last message of the "
-                words += "assistant before it"
-            if words:
-                raise FieldError(field, field + words)
+        continues = messages[-1]["role"] == "assistant"
+        if continues:
+            self._check_continued(messages[-1], dialog.paths[-1], tools)
         return OpenAIRequest(
             messages=messages,
-            params=self.sampling_params(defaults, structured_output=form),
+            params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,
             tools=tools,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            fields=ErrorFields("messages", self.given_names(), place, dialog.places, _TOO_LONG),
+            fields=ErrorFields("messages", self.given_names(), path, dialog.paths, _TOO_LONG),
         )
 
     def _dialog(self) -> ConvertedChat:
-        dialog = ConvertedChat(None if self.system is None else text_of(self.system), "system")
+        """Return the dialog, which begins with the system prompt."""
+        system = None if self.system is None else text_of(self.system)
+        dialog = ConvertedChat(system, "system")
         for i, message in enumerate(self.messages):
-            content, place = message.content, f"messages[{i}]"
+            path = f"messages[{i}]"
             if message.role == "assistant":
-                dialog.say("assistant", None, place)
-            if isinstance(content, str):
-                dialog.say(message.role, content, place)
-                continue
-            for number, block in enumerate(content):
-                if isinstance(block, TextBlock):
-                    dialog.say(message.role, block.text, place)
-                elif isinstance(block, ToolUse):
-                    dialog.call(block.id, block.name, block.input, place)
-                elif isinstance(block, ToolResult):
-                    words, text = "no tool_use block of a message before it", text_of(block.content)
-                    id_field = f"{place}.content[{number}].tool_use_id"
-                    value = {"error": text} if block.is_error else text
-                    dialog.result(block.tool_use_id, value, place, id_field, words)
+                dialog.add_text("assistant", None, path)
+            if isinstance(message.content, str):
+                dialog.add_text(message.role, message.content, path)
+            else:
+                _add_blocks(dialog, message, path)
         return dialog
 
+    def _answer_format(self) -> AnswerFormat:
+        """Return the format of the answer, after the path of the field that gives it."""
+        schema_format = None if self.output_config is None else self.output_config.format
+        if schema_format is None:
+            return "tools", None
+        path = "output_config.format.schema"
+        return path, schema_format.form(path)
+
+    def _check_continued(self, message: dict[str, Any], path: str, tools: Tools | None) -> None:
+        """Check that the answer can continue a message of the assistant's.
+
+        Args:
+            message: the last message of the dialog.
+            path: its path in the body.
+            tools: the tools of the request.
+
+        Raises:
+            FieldError: a call without its result cannot be continued, nor can text whose last
+                token is not certain. A grammar would begin in the middle of the answer.
+        """
+        text = message["content"]
+        if "tool_calls" in message:
+            raise FieldError.of(path, ": the results of its tool_use blocks must follow")
+        if not text or text[-1].isspace():
+            problem = ": the beginning of an answer must not be empty, or end with a space"
+            raise FieldError.of(path, problem)
+        if self.output_config is not None and self.output_config.format is not None:
+            problem = " cannot be used where the last message is the assistant's"
+            raise FieldError.of("output_config", problem)
+        if tools is not None and tools.needs_grammar:
+            field = "tool_choice" if tools.must_call else "tools"
+            problem = (
+                ": a call that is forced, or strict, cannot have a last message of the assistant "
+                "before it"
+            )
+            raise FieldError.of(field, problem)
+
     def _tool_request(self) -> Tools | None:
-        tools, wanted = [each.function() for each in self.tools or []], self.tool_choice
-        if wanted is None:
-            return tool_request(tools, None, None)
-        if (wanted.type == "tool") != (wanted.name is not None):
+        """Return the tools that the model sees, with what it must call."""
+        functions = [tool.function() for tool in self.tools or []]
+        given = self.tool_choice
+        if given is None:
+            return tool_request(functions, None, None)
+        if (given.type == "tool") != (given.name is not None):
             field = "tool_choice.name"
-            raise FieldError(field, f"{field} is needed with the type 'tool', and only with it")
-        choice = FunctionName(name=wanted.name) if wanted.name else _CHOICES[wanted.type]
-        return tool_request(tools, choice, not wanted.disable_parallel_tool_use)
+            raise FieldError.of(field, " is needed with the type 'tool', and only with it")
+        choice = FunctionName(name=given.name) if given.name else _CHOICES[given.type]
+        return tool_request(functions, choice, not given.disable_parallel_tool_use)
 
 
-class MessagesBody(_Sampling, CountBody):
+def _add_blocks(
+    dialog: ConvertedChat, message: UserMessage | AssistantMessage | SystemMessage, path: str
+) -> None:
+    """Add the content blocks of a message to a dialog."""
+    for i, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            dialog.add_text(message.role, block.text, path)
+        elif isinstance(block, ToolUse):
+            dialog.add_call(block.id, block.name, block.input, path)
+        elif isinstance(block, ToolResult):
+            dialog.add_result(
+                block.tool_use_id,
+                block.value(),
+                path,
+                id_field=f"{path}.content[{i}].tool_use_id",
+                problem=_NO_SUCH_CALL,
+            )
+
+
+class MessagesBody(_Sampling, CountBody):  # type: ignore[misc, valid-type]
     """The body of /v1/messages."""
 
     own_names: ClassVar[Any] = _Sampling.own_names
@@ -234,7 +301,9 @@ class MessagesBody(_Sampling, CountBody):
     max_tokens: TokenLimit
     stop_sequences: StopList | None = None
     stream: bool | None = None
-    thread: Annotated[None, NO_STATE] = None  # nor left out: what follows would lack the dialog
+    # A lenient server does not drop this one: without it, the rest lacks the dialog.
+    thread: Annotated[None, NO_STATE] = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
+        """Return the body as a chat; `defaults` are the parameters that it does not give."""
         return replace(super().request(defaults), stream=bool(self.stream))

@@ -1,1 +1,1 @@
-"""OpenAI's API as data: the bodies of requests and responses, for the server and batch files."""
+"""OpenAI's completion APIs as data: request and response bodies, for the server and batch files."""

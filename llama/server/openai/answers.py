@@ -1,6 +1,6 @@
 """Response bodies of OpenAI's completion APIs: the engine's outputs in, JSON objects out.
 
-A server or a batch file sends them. This file knows no network, and runs nothing.
+A server or a batch file sends them. This file knows no network and runs no model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,23 @@ from llama.server.errors import ApiError
 from llama.server.openai.request import OpenAIRequest
 from llama.tokenizer import Tokenizer
 
-COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # of a usage
+COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")  # fields of a usage object
 _MIN_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON does not have
 
-# Per position: the token, and logprobs by token; the first token of an echoed prompt has none.
+# For each position the token, and the logprobs by token id. The first token of an echoed prompt has
+# no logprobs.
 _Scores = Sequence[tuple[int, dict[int, float] | None]]
 
 
 @dataclass(frozen=True)
 class ResponseMeta:
-    """What every body of one response says: its id, the model's name, and the time (s, 1970)."""
+    """The fields that every body of one response contains.
+
+    Attributes:
+        id: id of the response, without the prefix of its API.
+        model: name of the model.
+        created: seconds since 1970.
+    """
 
     id: str
     model: str
@@ -32,28 +39,43 @@ class ResponseMeta:
 
 
 def _usage(request: OpenAIRequest, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    details = {}
+    """Return the usage object of a request, from the outputs of its prompts."""
+    usage: dict[str, Any] = {
+        name: sum(getattr(output.usage, name) for output in outputs) for name in COUNTS
+    }
+    num_cached = sum(output.usage.cached_tokens for output in outputs)
+    usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
     if request.params.prediction:
-        predicted = [answer.num_predicted() for output in outputs for answer in output.outputs]
-        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-        sums = map(sum, zip(*predicted, strict=True))
-        details["completion_tokens_details"] = dict(zip(names, sums, strict=True))
+        usage["completion_tokens_details"] = _prediction_details(outputs)
+    return usage
+
+
+def _prediction_details(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """Return how many tokens of the request's prediction were accepted and rejected."""
+    counts = [answer.num_predicted() for output in outputs for answer in output.outputs]
     return {
-        **{name: sum(getattr(x.usage, name) for x in outputs) for name in COUNTS},
-        "prompt_tokens_details": {"cached_tokens": sum(x.usage.cached_tokens for x in outputs)},
-        **details,
+        "accepted_prediction_tokens": sum(accepted for accepted, _ in counts),
+        "rejected_prediction_tokens": sum(rejected for _, rejected in counts),
     }
 
 
 class Completion:
-    """The response to a request: whole, or the chunks of one that streams, as its outputs come. A
-    choice's last chunk has its finish_reason, and the first one of a chat has the role."""
+    """The response to a request, whole or as the chunks of a stream.
 
-    end = DONE  # follows the last event of a stream
-    idle_event = None  # sent while nothing else comes
+    The first chunk of a choice of a chat has the role, and its last chunk the finish_reason.
+
+    Attributes:
+        end: bytes that follow the last event of a stream.
+        idle_event: event that is sent while nothing else comes; None for a comment.
+    """
+
+    end = DONE
+    idle_event = None
 
     def __init__(self, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta) -> None:
-        self._request, self._tokenizer, self._id = request, tokenizer, meta.id
+        self._request = request
+        self._tokenizer = tokenizer
+        self._id = meta.id
         self._kind = "chat.completion" if request.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{meta.id}",
@@ -62,11 +84,13 @@ class Completion:
             "model": meta.model,
         }
         self._choices: dict[int, _Choice] = {}
-        self._latest: dict[int, RequestOutput] = {}  # by prompt
+        self._latest: dict[int, RequestOutput] = {}  # keyed by the index of the prompt
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response to a finished request; outputs: the last one of each of its prompts."""
-        choices = [self._whole(output, answer) for output in outputs for answer in output.outputs]
+    def response(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the response to a finished request, from the last output of each prompt."""
+        choices = [
+            self._complete_choice(output, answer) for output in outputs for answer in output.outputs
+        ]
         return {
             **self._head,
             "object": self._kind,
@@ -74,50 +98,46 @@ class Completion:
             "usage": _usage(self._request, outputs),
         }
 
-    def of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
-        """The chunks that an output brings: none, where no choice has anything new."""
+    def events(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of an output; there are none where no choice has anything new."""
         self._latest[output.index] = output
         for answer in output.outputs:
             choice = self._choice(output, answer)
             if not choice.has_begun:
                 choice.has_begun = True
-                yield from self._first(choice)
+                yield from self._first_chunk(choice)
             if not choice.is_finished:
-                yield from self._next(choice, answer)
+                yield from self._next_chunks(choice, answer)
 
-    def last(self) -> Iterator[dict[str, Any]]:
-        """After all outputs: the counts of tokens and their speed, if they were asked for."""
-        if self._request.has_usage:
-            outputs = list(self._latest.values())
-            chunk = {**self._head, "choices": [], "usage": _usage(self._request, outputs)}
-            if self._request.num_answers == 1:
-                # The words of llama.cpp's server. The first token ends the reading of the prompt.
-                answer = outputs[0].outputs[0]
-                count, seconds = len(answer.token_ids), answer.decode_s
-                chunk["timings"] = {
-                    "predicted_n": count,
-                    "predicted_ms": 1000 * seconds,
-                    "predicted_per_second": (count - 1) / seconds if seconds else None,
-                }
-            yield chunk
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the chunk after all outputs: the usage and the speed, if they were asked for."""
+        if not self._request.has_usage:
+            return
+        outputs = list(self._latest.values())
+        chunk = {**self._head, "choices": [], "usage": _usage(self._request, outputs)}
+        if self._request.num_answers == 1:
+            chunk["timings"] = _timings(outputs[0].outputs[0])
+        yield chunk
 
-    def failed(self, error: ApiError) -> dict[str, Any]:
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of a stream that ends with an error."""
         return error.body()
 
     def _choice(self, output: RequestOutput, answer: CompletionOutput) -> "_Choice":
+        """Return the choice of an answer, which is made at its first output."""
         index = output.index * self._request.params.n + answer.index
         if index not in self._choices:
             deltas = self._request.deltas(self._tokenizer, self._id, output, answer)
             self._choices[index] = _Choice(index, deltas, self._request, output)
         return self._choices[index]
 
-    def _whole(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+    def _complete_choice(self, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         choice = self._choice(output, answer)
+        scores = [*choice.echoed_scores, *choice.new_scores(answer)]
         if self._request.chat:
             content: dict[str, Any] = {"message": choice.deltas.message(answer)}
         else:
             content = {"text": choice.echoed + answer.text}
-        scores = [*choice.echoed_scores, *choice.new_scores(answer)]
         return {
             "index": choice.index,
             **content,
@@ -126,13 +146,13 @@ class Completion:
             "stop_reason": answer.stop_reason,
         }
 
-    def _first(self, choice: "_Choice") -> Iterator[dict[str, Any]]:
+    def _first_chunk(self, choice: "_Choice") -> Iterator[dict[str, Any]]:
         if self._request.chat:
             yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
         elif self._request.echo:
             yield self._chunk(choice, {"text": choice.echoed}, choice.echoed_scores)
 
-    def _next(self, choice: "_Choice", answer: CompletionOutput) -> Iterator[dict[str, Any]]:
+    def _next_chunks(self, choice: "_Choice", answer: CompletionOutput) -> Iterator[dict[str, Any]]:
         scores = choice.new_scores(answer)
         deltas = choice.deltas.push(answer)
         choice.is_finished = answer.finish_reason is not None
@@ -145,7 +165,7 @@ class Completion:
                 reason = choice.deltas.finish_reason(answer.finish_reason)
                 chunk["choices"][0] |= {"finish_reason": reason, "stop_reason": answer.stop_reason}
             yield chunk
-            scores = []  # those of all the tokens came with the first
+            scores = []  # The first chunk has the scores of all new tokens.
 
     def _chunk(
         self, choice: "_Choice", content: Mapping[str, Any], scores: _Scores = ()
@@ -158,40 +178,79 @@ class Completion:
         return chunk
 
 
+def _timings(answer: CompletionOutput) -> dict[str, Any]:
+    """Return the speed of an answer in the fields of llama.cpp's server.
+
+    The first token ends the reading of the prompt, and does not count as predicted.
+    """
+    num_tokens = len(answer.token_ids)
+    seconds = answer.decode_s
+    return {
+        "predicted_n": num_tokens,
+        "predicted_ms": 1000 * seconds,
+        "predicted_per_second": (num_tokens - 1) / seconds if seconds else None,
+    }
+
+
 class _Choice:
-    """One answer to one prompt; with echo, the prompt and its scores come in front of it."""
+    """One answer to one prompt; with echo, the prompt and its scores come before it.
+
+    Attributes:
+        index: position of the choice in the response.
+        deltas: reads the calls in the answer.
+        has_begun: whether its first chunk was made.
+        is_finished: whether its last chunk was made.
+        echoed: text of the prompt, if it is echoed.
+        echoed_scores: logprobs of the prompt, if it is echoed.
+    """
 
     def __init__(
         self, index: int, deltas: AnswerDeltas, request: OpenAIRequest, output: RequestOutput
     ) -> None:
-        self.index, self.deltas = index, deltas
-        self.has_begun = self.is_finished = False
+        self.index = index
+        self.deltas = deltas
+        self.has_begun = False
+        self.is_finished = False
         self.echoed = ""
         self.echoed_scores: _Scores = []
-        skip, tokenizer = request.params.skip_special_tokens, deltas.tokenizer
+        skips_special = request.params.skip_special_tokens
         if request.echo:
-            ids, scores, text = output.prompt_token_ids, output.prompt_logprobs, output.prompt
-            self.echoed = tokenizer.decode(ids, skip_special_tokens=skip) if text is None else text
-            self.echoed_scores = [] if scores is None else list(zip(ids, scores, strict=True))
+            self._echo_prompt(output, skip_special_tokens=skips_special)
         self._num_top = request.params.logprobs
-        self._scores = None if request.chat else TextScores(tokenizer, skip_special_tokens=skip)
-        self._num_scored = 0  # tokens whose log-probabilities were read
+        self._num_scored = 0  # tokens whose logprobs were read
+        self._text_scores: TextScores | None = None
+        if not request.chat:
+            self._text_scores = TextScores(deltas.tokenizer, skip_special_tokens=skips_special)
+
+    def _echo_prompt(self, output: RequestOutput, *, skip_special_tokens: bool) -> None:
+        ids = output.prompt_token_ids
+        self.echoed = (
+            self.deltas.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            if output.prompt is None
+            else output.prompt
+        )
+        if output.prompt_logprobs is not None:
+            self.echoed_scores = list(zip(ids, output.prompt_logprobs, strict=True))
 
     def new_scores(self, answer: CompletionOutput) -> _Scores:
-        """Those of the tokens that came since the last call, where they are asked for."""
+        """Return the scores of the tokens since the last call, if logprobs are asked for."""
         if self._num_top is None:
             return []
-        scores = list(zip(answer.token_ids, answer.logprobs or [], strict=True))[self._num_scored :]
-        self._num_scored += len(scores)
-        return scores
+        scores = list(zip(answer.token_ids, answer.logprobs or [], strict=True))
+        new = scores[self._num_scored :]
+        self._num_scored = len(scores)
+        return new
 
     def logprobs(self, scores: _Scores) -> dict[str, Any]:
-        if self._scores is None:
+        """Return the logprobs object of these tokens."""
+        if self._text_scores is None:
             return _chat_scores(scores, self._num_top or 0, self.deltas.tokenizer)
-        return self._scores.push(scores)
+        return self._text_scores.push(scores)
 
 
 def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the logprobs object of a chat."""
+
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.decode_bytes([token])
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
@@ -205,26 +264,45 @@ def _chat_scores(scores: _Scores, num_top: int, tokenizer: Tokenizer) -> dict[st
 
 
 class TextScores:
-    """The logprobs of a completion: tokens, token_logprobs, top_logprobs and text_offset. Each
-    `push` has those of more tokens. skip_special_tokens: as in the text that the offsets are of."""
+    """The logprobs objects of a completion, one after the other.
+
+    Each has the lists tokens, token_logprobs, top_logprobs and text_offset.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        """Start at the beginning of a text.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            skip_special_tokens: whether the text that the offsets point into has none.
+        """
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._length = 0
 
     def push(self, scores: _Scores) -> dict[str, Any]:
-        rows: list[tuple[Any, ...]] = []
+        """Return the logprobs object of the next tokens."""
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offset: list[int] = []
         for token, logprobs in scores:
-            best = dict(_best_first(logprobs or {}))  # the first token of a prompt has none
-            named = {self._text(each): logprob for each, logprob in best.items()}
-            rows.append((self._text(token), best.get(token), named or None, self._length))
+            best = dict(_best_first(logprobs or {}))  # empty for the first token of a prompt
+            by_text = {self._text(other): logprob for other, logprob in best.items()}
+            tokens.append(self._text(token))
+            token_logprobs.append(best.get(token))
+            top_logprobs.append(by_text or None)
+            text_offset.append(self._length)
             self._length += len(self._detokenizer.push([token]))
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offset,
+        }
 
     def _text(self, token: int) -> str:
-        """A token's text; its bytes, as OpenAI writes them, where they are no whole characters."""
+        """Return a token's text, or its bytes as OpenAI writes them where it is no valid UTF-8."""
         raw = self._tokenizer.decode_bytes([token])
         try:
             return raw.decode()
@@ -233,5 +311,6 @@ class TextScores:
 
 
 def _best_first(logprobs: dict[int, float]) -> list[tuple[int, float]]:
+    """Return tokens and their logprobs, which JSON can have, in descending order."""
     ordered = sorted(logprobs.items(), key=lambda pair: -pair[1])
     return [(token, max(logprob, _MIN_LOGPROB)) for token, logprob in ordered]

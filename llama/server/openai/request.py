@@ -1,7 +1,7 @@
-"""What a checked body asks for, of whichever API: the one form that all routes and batch files use.
+"""A checked request of any API: the one type that all routes and batch files use.
 
 In: prompts, or messages with tools, and parameters. Out: what the engine needs of a chat, and what
-reads the calls in its answer. It knows no JSON and no network.
+reads the calls in its answer. This file knows no JSON and no network.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,29 @@ from llama.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class OpenAIRequest:
-    """What a body asks for; a body of another chat API becomes one, too. See `encode_chat`."""
+    """A checked request; the body of another chat API becomes such a request, too.
+
+    Attributes:
+        params: parameters of all answers.
+        prompts: prompts of a completion; a chat has none.
+        messages: dialog of a chat.
+        model: name of the model that the body gives.
+        echo: whether a completion begins with its prompt.
+        stream: whether the answer streams.
+        has_usage: whether a stream ends with the usage.
+        tools: tools of a chat.
+        add_generation_prompt: see `encode_chat`.
+        continue_final_message: see `encode_chat`.
+        fields: names of the body, for errors.
+    """
 
     params: SamplingParams
-    prompts: tuple[str | list[int], ...] = ()  # of a chat none
+    prompts: tuple[str | list[int], ...] = ()
     messages: Sequence[Any] = ()
     model: str | None = None
     echo: bool = False
     stream: bool = False
-    has_usage: bool = False  # a stream ends with the counts of tokens
+    has_usage: bool = False
     tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -37,15 +51,20 @@ class OpenAIRequest:
 
     @property
     def chat(self) -> bool:
+        """Whether it is a chat; it is a completion otherwise."""
         return not self.prompts
 
     @property
     def num_answers(self) -> int:
-        """Sequences that it asks the engine for."""
+        """The number of sequences that it asks the engine for."""
         return max(len(self.prompts), 1) * (self.params.best_of or self.params.n)
 
     def chat_ids(self, tokenizer: Tokenizer, tool_format: ToolFormat) -> list[int]:
-        """The ids of a chat's dialog. FieldError names the field that is wrong, or the message."""
+        """Return the token ids of a chat's dialog.
+
+        Raises:
+            FieldError: the error names the field, or the message, that is wrong.
+        """
         return encode_chat(
             tokenizer,
             self.messages,
@@ -57,8 +76,9 @@ class OpenAIRequest:
         )
 
     def chat_params(self, tool_format: ToolFormat) -> SamplingParams:
-        """The parameters, with the grammar of the calls where a chat must be held to one."""
-        return chat_params(self.params, self.tools, tool_format, first_name(self.fields.form))
+        """Return the parameters, with the grammar of the calls where a chat needs one."""
+        format_field = first_name(self.fields.answer_format)
+        return chat_params(self.params, self.tools, tool_format, format_field)
 
     def deltas(
         self,
@@ -67,50 +87,74 @@ class OpenAIRequest:
         output: RequestOutput,
         answer: CompletionOutput,
     ) -> AnswerDeltas:
-        """What reads the calls in an answer."""
+        """Return the object that reads the calls in an answer."""
         key = (response_id, output.prompt_token_ids, output.index, answer.index)
         shows_special = not self.params.skip_special_tokens
         return AnswerDeltas(self.tools, tokenizer, key, shows_special=shows_special)
 
 
 class ConvertedChat:
-    """The dialog of a body of another API. places: where in the body each message came from, which
-    errors name. Calls and their results are matched here: there is no stored state."""
+    """The dialog of a body of another API, as it becomes a dialog of OpenAI's.
 
-    def __init__(self, instructions: str | None, place: str) -> None:
-        self._messages: list[dict[str, Any]] = []  # words as a list of texts
-        self.places: list[str] = []
+    Calls and their results are matched here, because there is no stored state.
+
+    Attributes:
+        paths: for each message, the path in the body that it came from, which errors name.
+    """
+
+    def __init__(self, instructions: str | None, path: str) -> None:
+        """Begin a dialog with a system message, if there are instructions."""
+        self._messages: list[dict[str, Any]] = []  # The content of each is a list of texts.
+        self.paths: list[str] = []
         self._call_ids: set[str] = set()
         if instructions is not None:
-            self.say("system", instructions, place)
+            self.add_text("system", instructions, path)
 
-    def say(self, role: str, text: str | None, place: str) -> None:
-        """Words: one message, if they are of one place, or of the system at the beginning."""
-        is_more = self.places[-1:] == [place] or (role == "system" and len(self.places) == 1)
-        if not is_more or self._messages[-1]["role"] != role:
+    def add_text(self, role: str, text: str | None, path: str) -> None:
+        """Add a text.
+
+        Texts of one path are one message, and so are system messages at the beginning. A text of
+        None begins a message without content.
+        """
+        continues = self.paths[-1:] == [path] or (role == "system" and len(self.paths) == 1)
+        if not continues or self._messages[-1]["role"] != role:
             self._messages.append({"role": role, "content": []})
-            self.places.append(place)
+            self.paths.append(path)
         if text is not None:
             self._messages[-1]["content"].append(text)
 
-    def call(self, call_id: str, name: str, arguments: str | dict[str, Any], place: str) -> None:
-        """Words of the assistant and calls that follow one another were one answer."""
+    def add_call(self, call_id: str, name: str, arguments: str | dict[str, Any], path: str) -> None:
+        """Add a call; it belongs to the message before it, if that is the assistant's."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
-            self.say("assistant", None, place)
+            self.add_text("assistant", None, path)
         calls = self._messages[-1].setdefault("tool_calls", [])
         calls.append({"id": call_id, "function": {"name": name, "arguments": arguments}})
         self._call_ids.add(call_id)
 
-    def result(self, call_id: str, content: Any, place: str, id_field: str, words: str) -> None:
-        """What a call returned. FieldError, in these words, where no call has the id."""
+    def add_result(
+        self, call_id: str, content: Any, path: str, *, id_field: str, problem: str
+    ) -> None:
+        """Add what a call returned.
+
+        Args:
+            call_id: id of the call.
+            content: what it returned.
+            path: path of the result in the body.
+            id_field: path of the field that gives the id.
+            problem: what the id names where there is no such call, for the error.
+
+        Raises:
+            FieldError: no call has the id.
+        """
         if call_id not in self._call_ids:
-            raise FieldError(id_field, f"{id_field} names {words}")
+            raise FieldError(id_field, f"{id_field} names {problem}")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        self.places.append(place)
+        self.paths.append(path)
 
     def messages(self) -> list[dict[str, Any]]:
-        """In OpenAI's form."""
+        """Return the messages in OpenAI's format."""
         for message in self._messages:
-            if isinstance(message["content"], list):
-                message["content"] = "\n".join(message["content"]) if message["content"] else None
+            content = message["content"]
+            if isinstance(content, list):
+                message["content"] = "\n".join(content) if content else None
         return self._messages

@@ -1,4 +1,7 @@
-"""Response bodies and events of OpenAI's Responses API: the engine's outputs in, objects out."""
+"""Response bodies and events of OpenAI's Responses API: the engine's outputs in, objects out.
+
+This file knows no network and runs no model.
+"""
 
 from typing import Any
 
@@ -11,7 +14,8 @@ from llama.server.openai.request import OpenAIRequest
 from llama.server.responses.models import ResponsesBody
 from llama.tokenizer import Tokenizer
 
-_EMPTY_TOOL = {"function": {"description": None, "parameters": None, "strict": False}}
+# Fields of a tool that the API always returns, by the type of the tool.
+_TOOL_DEFAULTS = {"function": {"description": None, "parameters": None, "strict": False}}
 
 
 class ResponseAnswer(BlockAnswer):
@@ -21,81 +25,99 @@ class ResponseAnswer(BlockAnswer):
         self, body: ResponsesBody, request: OpenAIRequest, tokenizer: Tokenizer, meta: ResponseMeta
     ) -> None:
         super().__init__(request, tokenizer, meta)
-        self._echo = _echo(body, request, meta)
-        self._callees = {each.function.name: each for each in body.callees()}
-        self._number = 0
+        self._response = _response_fields(body, request, meta)
+        self._callees = {callee.function.name: callee for callee in body.callees()}
+        self._sequence_number = 0
 
     def body(self) -> dict[str, Any]:
+        """Return the response object of a finished request."""
         is_cut = self.finish_reason == "length"
         return {
-            **self._echo,
+            **self._response,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [self._item(block) for block in self.blocks],
             "usage": _usage(self.output),
         }
 
-    def begins(self) -> Events:
-        response = {**self._echo, "status": "in_progress", "output": [], "usage": None}
+    def first_events(self) -> Events:
+        """Yield the events that come before all items."""
+        response = {**self._response, "status": "in_progress", "output": [], "usage": None}
         yield self._event("created", response=response)
         yield self._event("in_progress", response=response)
 
-    def starts(self, block: Block) -> Events:
+    def block_start(self, block: Block) -> Events:
+        """Yield the events that open an item, and the part of a message."""
         item = self._item(block, "in_progress")
         if not block.is_call:
             item["content"] = []
         yield self._event("output_item.added", output_index=block.index, item=item)
         if not block.is_call:
-            yield self._event("content_part.added", **self._at(block), part=_part(block))
+            yield self._event("content_part.added", **self._position(block), part=_part(block))
 
-    def grows(self, block: Block, text: str) -> Events:
-        if self._kind(block) == "function":
-            yield self._event("function_call_arguments.delta", **self._at(block), delta=text)
+    def block_delta(self, block: Block, text: str) -> Events:
+        """Yield the event of new text; only functions and messages stream theirs."""
+        position = self._position(block)
+        if self._tool_type(block) == "function":
+            yield self._event("function_call_arguments.delta", **position, delta=text)
         elif not block.is_call:
-            yield self._event("output_text.delta", **self._at(block), delta=text, logprobs=[])
+            yield self._event("output_text.delta", **position, delta=text, logprobs=[])
 
-    def stops(self, block: Block) -> Events:
-        at, item, kind = self._at(block), self._item(block), self._kind(block)
-        if kind == "function":
-            whole = {"name": item["name"], "arguments": block.text}
-            yield self._event("function_call_arguments.done", **at, **whole)
-        elif kind == "custom":
-            yield self._event("custom_tool_call_input.delta", **at, delta=item["input"])
-            yield self._event("custom_tool_call_input.done", **at, input=item["input"])
+    def block_stop(self, block: Block) -> Events:
+        """Yield the events that close an item."""
+        position = self._position(block)
+        item = self._item(block)
+        tool_type = self._tool_type(block)
+        if tool_type == "function":
+            call = {"name": item["name"], "arguments": block.text}
+            yield self._event("function_call_arguments.done", **position, **call)
+        elif tool_type == "custom":
+            yield self._event("custom_tool_call_input.delta", **position, delta=item["input"])
+            yield self._event("custom_tool_call_input.done", **position, input=item["input"])
         elif not block.is_call:
-            yield self._event("output_text.done", **at, text=block.text, logprobs=[])
-            yield self._event("content_part.done", **at, part=_part(block))
+            yield self._event("output_text.done", **position, text=block.text, logprobs=[])
+            yield self._event("content_part.done", **position, part=_part(block))
         yield self._event("output_item.done", output_index=block.index, item=item)
 
-    def last(self) -> Events:
+    def last_events(self) -> Events:
+        """Yield the event with the finished response."""
         response = self.body()
         yield self._event(response["status"], response=response)
 
-    def failed(self, error: ApiError) -> dict[str, Any]:
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """Return the event of a response that failed, or of a request that never began."""
         if not self.has_begun:
-            told = {"code": error.kind, "message": error.message, "param": error.param}
-            return {"type": "error", "sequence_number": self._number, **told}
-        told = {"code": "server_error", "message": error.message}
-        return self._event("failed", response={**self.body(), "status": "failed", "error": told})
+            return {
+                "type": "error",
+                "sequence_number": self._sequence_number,
+                "code": error.kind,
+                "message": error.message,
+                "param": error.param,
+            }
+        failure = {"code": "server_error", "message": error.message}
+        return self._event("failed", response={**self.body(), "status": "failed", "error": failure})
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        number = self._sequence_number
+        self._sequence_number += 1
+        return {"type": f"response.{name}", "sequence_number": number, **fields}
 
-    def _at(self, block: Block) -> dict[str, Any]:
-        """Where the text of a block is."""
-        at = {"output_index": block.index, "item_id": self._item_id(block)}
-        return at if block.is_call else {**at, "content_index": 0}
+    def _position(self, block: Block) -> dict[str, Any]:
+        """Return the fields that say where the text of a block belongs."""
+        position = {"output_index": block.index, "item_id": self._item_id(block)}
+        return position if block.is_call else {**position, "content_index": 0}
 
-    def _kind(self, block: Block) -> str:
-        """Of a call, the type of the tool."""
+    def _tool_type(self, block: Block) -> str:
+        """Return the type of a called tool, or nothing for text."""
         return self._callees[block.name].kind if block.is_call else ""
 
     def _item_id(self, block: Block) -> str:
-        return f"{'fc' if block.is_call else 'msg'}_{self.meta.id}_{block.index}"
+        prefix = "fc" if block.is_call else "msg"
+        return f"{prefix}_{self.meta.id}_{block.index}"
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
-        status = status or ("incomplete" if block.is_cut else "completed")
+        if status is None:
+            status = "incomplete" if block.is_cut else "completed"
         item = {"id": self._item_id(block), "status": status}
         if block.is_call:
             return {**item, "call_id": block.call_id, **self._callees[block.name].item(block)}
@@ -103,10 +125,12 @@ class ResponseAnswer(BlockAnswer):
 
 
 def _part(block: Block) -> dict[str, Any]:
+    """Return the content part of a message."""
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
+    """Return the usage object of a response."""
     usage = output.usage
     return {
         "input_tokens": usage.prompt_tokens,
@@ -117,14 +141,22 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _plain(fields: Fields) -> dict[str, Any]:
-    """As the body has it."""
+def _as_given(fields: Fields) -> dict[str, Any]:
+    """Return a part of the body as the client sent it."""
     return fields.model_dump(by_alias=True, exclude_none=True)
 
 
-def _echo(body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> dict[str, Any]:
-    """What a response says of its request."""
-    form, choice = body.text and body.text.format, body.tool_choice
+def _tools_as_given(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Return the tools of the body, with the fields that the API always returns."""
+    return [_TOOL_DEFAULTS.get(tool.type, {}) | _as_given(tool) for tool in body.tools or []]
+
+
+def _response_fields(
+    body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta
+) -> dict[str, Any]:
+    """Return the fields of a response that follow from its request alone."""
+    text_format = body.text and body.text.format
+    choice: Any = body.tool_choice or "auto"
     params = request.params
     return {
         "id": f"resp_{meta.id}",
@@ -142,9 +174,9 @@ def _echo(body: ResponsesBody, request: OpenAIRequest, meta: ResponseMeta) -> di
         "background": False,
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": _plain(form) if form else {"type": "text"}},
-        "tool_choice": _plain(choice) if isinstance(choice, Fields) else choice or "auto",
-        "tools": [_EMPTY_TOOL.get(tool.type, {}) | _plain(tool) for tool in body.tools or []],
+        "text": {"format": _as_given(text_format) if text_format else {"type": "text"}},
+        "tool_choice": _as_given(choice) if isinstance(choice, Fields) else choice,
+        "tools": _tools_as_given(body),
         "top_p": params.top_p,
         "truncation": "disabled",
         "metadata": body.metadata or {},

@@ -1,7 +1,8 @@
 """The request body of OpenAI's Responses API: the model that reads it is its published schema.
 
-In: a JSON object, with its whole dialog, as there is no stored state. Out: an `OpenAIRequest`, or a
-`FieldError`. Source: https://platform.openai.com/docs/api-reference/responses. It runs nothing.
+In: a JSON object, with its whole dialog, because there is no stored state. Out: an `OpenAIRequest`,
+or a `FieldError`. Source: https://platform.openai.com/docs/api-reference/responses. This file knows
+no network and runs no model.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,33 +15,39 @@ from llama.prompts.tools import FunctionName, tool_request
 from llama.sampling_params import SamplingParams, StructuredOutput
 from llama.server.accepted import NO_STATE, AcceptedFields
 from llama.server.errors import ErrorFields
-from llama.server.openai.models import SchemaFormat, StreamOptions
+from llama.server.openai.models import AnswerFormat, SchemaFormat, StreamOptions
 from llama.server.openai.request import ConvertedChat, OpenAIRequest
-from llama.server.responses.tools import LOCAL_SHELL, Callee, ToolList, callees, name_of
-from llama.server.sampling import SHARED_NAMES, sampling_fields
+from llama.server.responses.tools import LOCAL_SHELL, Callee, ToolList, callees, qualified_name
+from llama.server.sampling import SHARED_NAMES, SamplingFields, sampling_fields
 
 RESPONSES_URL = "/v1/responses"
-_Nothing = Annotated[list[Any] | None, Field(max_length=0), UNUSED]
+_NO_SUCH_CALL = "no function_call before it: there is no stored state, so send the call too"
+_SHELL_HINTS = ("type", "env", "user")  # fields of a shell action that the model does not see
+_EmptyList = Annotated[list[Any] | None, Field(max_length=0), UNUSED]
 
 
 class Part(Fields):
+    """A part of a message; only text is accepted."""
+
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: _Nothing = None
-    logprobs: _Nothing = None
+    annotations: _EmptyList = None
+    logprobs: _EmptyList = None
 
 
 _Text = str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
 
 
 class _Item(Fields):
-    """The labels of an item of an answer, which has them when it comes back."""
+    """The fields that every item of a response has when a client sends it back."""
 
     id: str | None = None
     status: str | None = None
 
 
 class MessageItem(_Item):
+    """A message of anyone."""
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: _Text
@@ -48,7 +55,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """Of a tool of any type; each has its own field for what is given to it."""
+    """A call of a tool; each type of tool has its own field for the arguments."""
 
     type: Literal["function_call", "custom_tool_call", "local_shell_call"]
     call_id: str
@@ -58,14 +65,18 @@ class CallItem(_Item):
     input: str | None = None
     action: dict[str, Any] | None = None
 
-    def given(self) -> str | dict[str, Any]:
+    def call_arguments(self) -> str | dict[str, Any]:
+        """Return the arguments of the function that the model called."""
         if self.action is not None:
-            return {k: v for k, v in self.action.items() if v and k not in ("type", "env", "user")}
-        return self.arguments or {} if self.input is None else {"input": self.input}
+            shown = self.action.items()
+            return {key: value for key, value in shown if value and key not in _SHELL_HINTS}
+        if self.input is not None:
+            return {"input": self.input}
+        return self.arguments or {}
 
 
 class OutputItem(_Item):
-    """call_id: of a local shell's, the id may be it."""
+    """The result of a call; the id of a local shell's output may be that of its call."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: str | None = None
@@ -74,7 +85,7 @@ class OutputItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """Of another model: it is left out, as Anthropic's thinking is."""
+    """The reasoning of another model, which is left out, like Anthropic's thinking."""
 
     type: Literal["reasoning"]
     summary: Any = None
@@ -83,46 +94,55 @@ class ReasoningItem(_Item):
 
 
 class ToolsItem(_Item):
+    """More tools, from this point of the dialog on."""
+
     type: Literal["additional_tools"]
     role: Literal["developer"]
     tools: ToolList
 
 
-def _kind_of_item(item: Any) -> str | None:
-    kind = (item.get("type") or "message") if isinstance(item, dict) else None
-    return kind.rpartition("_")[2] if isinstance(kind, str) else None
+def _item_tag(item: Any) -> str | None:
+    """Return the tag of the type that reads an item: the last word of its own type."""
+    item_type = (item.get("type") or "message") if isinstance(item, dict) else None
+    return item_type.rpartition("_")[2] if isinstance(item_type, str) else None
 
 
-_Items = Annotated[
+_AnyItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("call")]
     | Annotated[OutputItem, Tag("output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ToolsItem, Tag("tools")],
-    chosen_by(
-        _kind_of_item, " must be an object: a message, a call, its output, reasoning or tools"
-    ),
+    chosen_by(_item_tag, " must be an object: a message, a call, its output, reasoning or tools"),
 ]
-_Input = str | Annotated[list[_Items], Field(min_length=1, fail_fast=True)]
+_Input = str | Annotated[list[_AnyItem], Field(min_length=1, fail_fast=True)]
 
 
 class FunctionChoice(FunctionName):
+    """The tool that must be called."""
+
     type: Literal["function", "custom"]
 
 
 class FreeFormat(Fields):
+    """A format of the answer without a schema."""
+
     type: Literal["text", "json_object"]
 
 
 class TextConfig(Fields):
+    """How the text of the answer looks; verbosity is a hint without effect."""
+
     format: Annotated[FreeFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = None  # a hint, as of reasoning
+    verbosity: str | None = None
 
 
-_Sampling: Any = sampling_fields(SHARED_NAMES | {"max_output_tokens": "max_tokens"})
+_Sampling: type[SamplingFields] = sampling_fields(
+    SHARED_NAMES | {"max_output_tokens": "max_tokens"}
+)
 
 
-class ResponsesBody(AcceptedFields, _Sampling):
+class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type]
     """The body of /v1/responses."""
 
     unknown_message: ClassVar[str] = "{names} cannot be used in a request for a response"
@@ -141,49 +161,56 @@ class ResponsesBody(AcceptedFields, _Sampling):
     prompt: Annotated[None, NO_STATE, UNUSED] = None
 
     def request(self, defaults: SamplingParams) -> OpenAIRequest:
-        """As a chat; `defaults`: the parameters that the body does not give."""
+        """Return the body as a chat; `defaults` are the parameters that it does not give."""
         dialog = self._dialog()
-        place, form = self._form()
-        functions = [each.function for each in self.callees()]
+        path, structured_output = self._answer_format()
+        functions = [callee.function for callee in self.callees()]
         return OpenAIRequest(
             messages=dialog.messages(),
-            params=self.sampling_params(defaults, structured_output=form),
+            params=self.sampling_params(defaults, structured_output=structured_output),
             model=self.model,
             stream=bool(self.stream),
             tools=tool_request(functions, self.tool_choice, self.parallel_tool_calls),
-            fields=ErrorFields("input", self.given_names(), place, dialog.places),
+            fields=ErrorFields("input", self.given_names(), path, dialog.paths),
         )
 
     def callees(self) -> list[Callee]:
-        """What the answer may call."""
-        items = self.input if isinstance(self.input, list) else ()
-        added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
-        return list(callees([*(self.tools or ()), *added]))
+        """Return what the answer may call."""
+        tools = list(self.tools or ())
+        for item in self.input if isinstance(self.input, list) else ():
+            if isinstance(item, ToolsItem):
+                tools += item.tools
+        return list(callees(tools))
 
     def _dialog(self) -> ConvertedChat:
-        """The dialog; the instructions come first."""
+        """Return the dialog, which begins with the instructions."""
         dialog = ConvertedChat(self.instructions, "instructions")
         if isinstance(self.input, str):
-            dialog.say("user", self.input, "input")
+            dialog.add_text("user", self.input, "input")
             return dialog
         for i, item in enumerate(self.input):
-            place = f"input[{i}]"
+            path = f"input[{i}]"
             if isinstance(item, MessageItem):
                 role = "system" if item.role == "developer" else item.role
-                dialog.say(role, text_of(item.content), place)
+                dialog.add_text(role, text_of(item.content), path)
             elif isinstance(item, CallItem):
-                name = name_of(item.name, item.namespace)
-                dialog.call(item.call_id, name, item.given(), place)
+                name = qualified_name(item.name, item.namespace)
+                dialog.add_call(item.call_id, name, item.call_arguments(), path)
             elif isinstance(item, OutputItem):
-                words = "no function_call before it: there is no stored state, so send the call too"
-                call_id, id_field = item.call_id or item.id or "", f"{place}.call_id"
-                dialog.result(call_id, text_of(item.output), place, id_field, words)
+                dialog.add_result(
+                    item.call_id or item.id or "",
+                    text_of(item.output),
+                    path,
+                    id_field=f"{path}.call_id",
+                    problem=_NO_SUCH_CALL,
+                )
         return dialog
 
-    def _form(self) -> tuple[str, StructuredOutput | None]:
-        """The form of the answer, after the field that gave it."""
-        wanted, place = None if self.text is None else self.text.format, "text.format.schema"
-        if isinstance(wanted, SchemaFormat):
-            return place, wanted.form(place)
-        is_json = wanted is not None and wanted.type == "json_object"
+    def _answer_format(self) -> AnswerFormat:
+        """Return the format of the answer, after the path of the field that gives it."""
+        text_format = None if self.text is None else self.text.format
+        if isinstance(text_format, SchemaFormat):
+            path = "text.format.schema"
+            return path, text_format.form(path)
+        is_json = text_format is not None and text_format.type == "json_object"
         return "text.format", StructuredOutput(json_object=True) if is_json else None

@@ -1,8 +1,9 @@
 """The tools of OpenAI's Responses, each as a function that the model sees, and their calls.
 
 In: the tools of a body. Out: functions, and the items of an answer that call them. Llama's formats
-have functions only: a custom tool is one with the argument `input`, the local shell one with the
-fields of its action, and one of a namespace has the namespace in its name. It runs nothing.
+have only functions: a custom tool becomes one with the argument `input`, the local shell one with
+the fields of its action, and a tool of a namespace has the namespace in its name. This file runs no
+tool.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,35 +18,47 @@ from llama.server.blocks import Block
 
 LOCAL_SHELL = "local_shell"
 _TEXT: dict[str, Any] = {"type": "string"}
-_INPUT = {"type": "object", "properties": {"input": _TEXT}, "required": ["input"]}
-_COMMAND = {"command": {"type": "array", "items": _TEXT}, "working_directory": _TEXT}
-_ACTION = {"type": "object", "properties": _COMMAND, "required": ["command"]}
+_INPUT_SCHEMA = {"type": "object", "properties": {"input": _TEXT}, "required": ["input"]}
+_ACTION_SCHEMA = {
+    "type": "object",
+    "properties": {"command": {"type": "array", "items": _TEXT}, "working_directory": _TEXT},
+    "required": ["command"],
+}
 
 
 class NamedTool(Function):
-    """format: of a custom tool's input; the model is told of it, and not held to it."""
+    """A function or a custom tool.
+
+    The format of a custom tool's input is shown to the model, but does not constrain it.
+    """
 
     type: Literal["function", "custom"]
     format: dict[str, str] | None = None
     defer_loading: bool | None = None
 
     def function(self) -> Function:
+        """Return the function that the model sees."""
         if self.type == "function":
             return self
-        parts = (self.description or "", (self.format or {}).get("definition", ""))
-        words = "\n".join(filter(None, parts))
-        return Function(name=self.name, description=words, parameters=_INPUT)
+        grammar = (self.format or {}).get("definition", "")
+        description = "\n".join(filter(None, (self.description, grammar)))
+        return Function(name=self.name, description=description, parameters=_INPUT_SCHEMA)
 
 
 class LocalShell(Fields):
+    """The shell of the user's machine, which the client runs."""
+
     type: Literal["local_shell"]
 
     def function(self) -> Function:
-        words = "Run a program with its arguments on the user's machine."
-        return Function(name=LOCAL_SHELL, description=words, parameters=_ACTION)
+        """Return the function that the model sees."""
+        description = "Run a program with its arguments on the user's machine."
+        return Function(name=LOCAL_SHELL, description=description, parameters=_ACTION_SCHEMA)
 
 
 class Namespace(Fields):
+    """Tools with a common name before their own."""
+
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
@@ -59,7 +72,14 @@ ToolList = Annotated[list[_AnyTool], TOOLS]
 
 @dataclass(frozen=True)
 class Callee:
-    """A tool that may be called, and the function that the model sees. kind: the tool's type."""
+    """A tool that may be called.
+
+    Attributes:
+        kind: type of the tool.
+        name: name of the tool in its namespace.
+        namespace: its namespace, if any.
+        function: the function that the model sees.
+    """
 
     kind: str
     name: str
@@ -67,27 +87,30 @@ class Callee:
     function: Function
 
     def item(self, block: Block) -> dict[str, Any]:
-        """What the API calls the call."""
+        """Return the fields of the item that a call of this tool becomes."""
         if self.kind == LOCAL_SHELL:
             action = {"command": [], "env": {}, **block.arguments, "type": "exec"}
             return {"type": "local_shell_call", "action": action}
-        named = {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
+        named = {"name": self.name}
+        if self.namespace:
+            named["namespace"] = self.namespace
         if self.kind == "custom":
-            given = str(block.arguments.get("input", ""))
-            return {"type": "custom_tool_call", **named, "input": given}
+            text = str(block.arguments.get("input", ""))
+            return {"type": "custom_tool_call", **named, "input": text}
         return {"type": "function_call", **named, "arguments": block.text}
 
 
-def name_of(name: str, namespace: str | None) -> str:
-    """As the model sees it."""
+def qualified_name(name: str, namespace: str | None) -> str:
+    """Return the name of a tool as the model sees it."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def callees(tools: Sequence[_Tool], namespace: str | None = None) -> Iterator[Callee]:
+    """Yield what the model may call, with the tools of namespaces in their place."""
     for tool in tools:
         if isinstance(tool, Namespace):
             yield from callees(tool.tools, tool.name)
         else:
-            shown = tool.function()
-            renamed = shown.renamed(name_of(shown.name, namespace))
-            yield Callee(tool.type, shown.name, namespace, renamed)
+            function = tool.function()
+            renamed = function.renamed(qualified_name(function.name, namespace))
+            yield Callee(tool.type, function.name, namespace, renamed)
