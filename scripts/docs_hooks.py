@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
 
 from llama.cli import COMMANDS  # noqa: E402
-from llama.cli.flags import REQUIRED, Command, variable  # noqa: E402
+from llama.cli.flags import REQUIRED, Command  # noqa: E402
 
 # Page or picture of the site -> its file in the repository.
 INCLUDED = {
@@ -48,21 +48,33 @@ def command_reference() -> str:
 
 
 def _command_section(name: str, command: Command) -> str:
-    places = [command.flags[flag].metavar for flag in command.positional]
-    usage = " ".join(["llama", name, *places, "[flags]"])
-    lines = [f"## llama {name}", "", command.summary, "", "```text", usage, "```", ""]
-    lines += ["| flag | meaning | default | variable |", "|---|---|---|---|"]
+    lines = [
+        f"## llama {name}",
+        "",
+        command.summary,
+        "",
+        "```text",
+        _usage(name, command),
+        "```",
+        "",
+    ]
+    lines += ["| flag | meaning | default |", "|---|---|---|"]
     for flag, default in command.defaults.items():
         known = command.flags[flag]
-        shown = f"`--{flag} {known.metavar}`" if known.metavar else f"`--{flag}`"
+        shown = f"--{flag} {known.metavar}".rstrip()
         meaning = known.meaning.replace("|", "\\|")
-        name_of_variable = f"`{variable(flag)}`" if command.has_variables else ""
-        lines.append(
-            f"| {shown} | {meaning} | {_default(default, known.absent)} | {name_of_variable} |"
-        )
+        lines.append(f"| `{shown}` | {meaning} | {_default(default, known.absent)} |")
     if command.examples:
         lines += ["", "```bash", *command.examples, "```"]
     return "\n".join([*lines, ""])
+
+
+def _usage(name: str, command: Command) -> str:
+    words = []
+    for flag in command.positional:
+        metavar = command.flags[flag].metavar
+        words.append(metavar if command.defaults[flag] is REQUIRED else f"[{metavar}]")
+    return " ".join(["llama", name, *words, "[flags]"])
 
 
 def _default(default: Any, absent: str) -> str:
