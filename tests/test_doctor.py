@@ -75,8 +75,13 @@ def test_a_name_that_other_machines_cannot_use(monkeypatch):
     [
         (1, {}, "cores", "one core of 8"),
         (2, {"LOCAL_WORLD_SIZE": "4"}, "cores", "4 ranks share 2 cores"),
-        (8, {"OMP_NUM_THREADS": "many"}, "threads", "'many' is not a number"),
-        (8, {"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "2"}, "threads", "unset it, or give 4"),
+        (8, {"OMP_NUM_THREADS": "many"}, "threads", "'many' must be a whole number"),
+        (
+            8,
+            {"OMP_NUM_THREADS": "8", "LOCAL_WORLD_SIZE": "2"},
+            "threads",
+            "unset it, or set it to 4",
+        ),
     ],
 )
 def test_cores_and_threads_that_do_not_fit(cores, variables, name, told):
@@ -105,7 +110,7 @@ def test_the_tokens_that_fit_are_those_that_build_takes():
 
 
 def test_what_fits(make_checkpoint, monkeypatch):
-    """The room of one rank; a number of ranks that does not divide the heads says so."""
+    """The memory of one rank; a number of ranks that does not divide the heads says so."""
     monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 30)
     found = find(make_checkpoint()[0])  # 4 heads
     for ranks in (1, 4):
@@ -114,4 +119,4 @@ def test_what_fits(make_checkpoint, monkeypatch):
         assert all("KV cache" in row for row in rows)
     assert "8 does not divide n_heads=4" in problems(*_fits(found, CPU, 8))["fits"]
     monkeypatch.setattr("llama.device.free_bytes", lambda _: 1 << 20)
-    assert "have no room" in problems(*_fits(found, CPU))["fits"]
+    assert "do not fit into" in problems(*_fits(found, CPU))["fits"]

@@ -216,9 +216,9 @@ def test_doctor_shows_what_checks_have_found(monkeypatch):
     facts = list(doctor._gpu_kernels(GPU))
     assert [fact.text for fact in facts] == [
         "bf16, dim 128, 8 heads: attention",
-        "bf16, dim 128, 8 heads: torch runs in place of sample: it hangs",
+        "bf16, dim 128, 8 heads: PyTorch replaces the kernel sample: it hangs",
         "bf16, dim 64, 8 heads, of an older version: attention",
-        "bf16, dim 64, 8 heads, of an older version: torch runs in place of sample: it hangs",
+        "bf16, dim 64, 8 heads, of an older version: PyTorch replaces the kernel sample: it hangs",
     ]
     assert [fact.problem for fact in facts] == [False, True, False, False]
 

@@ -1,6 +1,6 @@
-"""`llama doctor`: what this machine offers, and what stands in the way. Prints; changes nothing.
+"""`llama doctor`: what this machine offers, and its problems. It prints and changes nothing.
 
-Each check gives facts, of which the problems say the remedy. The kernels may be compiled for this,
+Each check yields facts; a problem says how to solve it. The CPU kernels may be compiled for this,
 as they would be by the first model. Under torchrun rank 0 prints, for as many ranks as there are.
 """
 
@@ -23,7 +23,7 @@ import llama.device
 from llama.checkpoint.find import Checkpoint, find
 from llama.cli.ranks import global_rank
 from llama.gpu import selfcheck_cache
-from llama.loading import Files, default_batch_size, stays_in_codes
+from llama.loading import Files, Memory, default_batch_size, stays_in_codes
 from llama.ops.cpu import native
 from llama.ranks.groups import check_interfaces, started_processes
 from llama.ranks.placement import Placement
@@ -31,9 +31,11 @@ from llama.weights import QUANTIZED
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
+_LAYOUTS = {"meta": "Meta's", "hf": "Hugging Face's", "gguf": "GGUF's"}
 _MIB = 2**20
-_MIN_SHM = 64 * _MIB  # Docker's default, of which nothing is in use
-_MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a machine
+_GIB = 2**30
+_MIN_SHM = 64 * _MIB  # Docker's default, while nothing else uses it
+_MIN_SHM_GPUS = 512 * _MIB  # NCCL takes some MiB for each pair of GPUs of a machine.
 
 _T = TypeVar("_T")
 
@@ -47,48 +49,57 @@ class Fact(NamedTuple):
 
 
 def problem(name: str, text: str) -> Fact:
-    """What must be mended; the text has the remedy."""
+    """Return a fact that is a problem. The text says how to solve it."""
     return Fact(name, text, True)
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the facts; 1 if there is a problem among them."""
+    """Print the facts, and return 1 if one of them is a problem."""
     code = 0
-    num_ranks, of_ranks = _tried("ranks", started_processes, 1)
-    device, of_device = _tried(
-        "device", lambda: llama.device.pick_device(options.device), torch.device("cpu")
-    )
-
-    def facts() -> Iterator[Fact]:
-        yield Fact("llama", f"{llama.__version__} in {_PACKAGE}")
-        yield from _shadows(Path.cwd())
-        yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
-        yield Fact("torch", f"{torch.__version__}")
-        yield of_ranks or Fact("ranks", str(num_ranks))
-        yield from [of_device] if of_device else _device(device)
-        yield from _cpu()
-        yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
-        if options.ckpt_dir is not None:
-            yield from _checkpoint(options.ckpt_dir, device, num_ranks)
-
-    for fact in facts():
+    for fact in _facts(options):
         if global_rank() == 0:
             print(f"{fact.name:<12} {'PROBLEM: ' * fact.problem}{fact.text}", flush=True)
             code |= fact.problem
     return code
 
 
-def _tried(name: str, find_out: Callable[[], _T], otherwise: _T) -> tuple[_T, Fact | None]:
-    """What is found; where that cannot be, what to go on with, and the problem."""
+def _facts(options: argparse.Namespace) -> Iterator[Fact]:
+    cpu = torch.device("cpu")
+    num_ranks, ranks_problem = _tried("ranks", started_processes, 1)
+    device, device_problem = _tried("device", lambda: llama.device.pick_device(options.device), cpu)
+    yield Fact("llama", f"{llama.__version__} in {_PACKAGE}")
+    yield from _import_problems(Path.cwd())
+    yield Fact("python", f"{platform.python_version()} in {sys.prefix}")
+    yield Fact("torch", f"{torch.__version__}")
+    yield ranks_problem or Fact("ranks", str(num_ranks))
+    if device_problem is None:
+        yield from _device(device)
+    else:
+        yield device_problem
+    yield from _cpu()
+    yield from environment_facts(os.environ, gpus=torch.cuda.device_count())
+    if options.ckpt_dir is not None:
+        yield from _checkpoint(options.ckpt_dir, device, num_ranks)
+
+
+def _tried(name: str, find_out: Callable[[], _T], fallback: _T) -> tuple[_T, Fact | None]:
+    """Call a function.
+
+    Returns:
+        Its result and None; or `fallback` and the problem if the function raises ValueError.
+    """
     try:
         return find_out(), None
     except ValueError as e:
-        return otherwise, problem(name, str(e))
+        return fallback, problem(name, str(e))
 
 
-def _shadows(folder: Path) -> Iterator[Fact]:
-    """A `llama/` in the current folder, as in Meta's clone, is what Python imports from there.
-    Meta's own distribution, installed from such a clone, has the same files as this one."""
+def _import_problems(folder: Path) -> Iterator[Fact]:
+    """Look for other packages that are called llama.
+
+    A folder `llama/` in the current folder, as in Meta's clone, is what Python imports from there.
+    Meta's own distribution, installed from such a clone, has files of the same names as this one.
+    """
     other = folder / "llama"
     if other.is_dir() and any(other.glob("*.py")) and other.resolve() != _PACKAGE:
         yield problem(
@@ -109,109 +120,136 @@ def _shadows(folder: Path) -> Iterator[Fact]:
 def _device(device: torch.device) -> Iterator[Fact]:
     title = torch.cuda.get_device_name(device) if device.type == "cuda" else "torch"
     yield Fact("device", f"{device} ({title}); CUDA devices: {torch.cuda.device_count()}")
-    free = llama.device.free_bytes(device) / 2**30
+    free = llama.device.free_bytes(device) / _GIB
     yield Fact("memory", f"{free:.1f} GiB free for a process on {device}")
     if device.type == "cuda":
         yield from _gpu_kernels(device)
 
 
 def _gpu_kernels(device: torch.device) -> Iterator[Fact]:
-    """What the self-check has found on such a GPU, for each model and type that was built."""
-    if reason := selfcheck_cache.not_for(device):
-        yield Fact("gpu kernels", f"torch's: this project's are not used, as {reason}")
+    """Yield the results of the self-check on such a GPU, for each model and dtype built so far."""
+    reason = selfcheck_cache.not_for(device)
+    if reason:
+        text = (
+            f"PyTorch computes the operators, because this project's kernels cannot run: {reason}"
+        )
+        yield Fact("gpu kernels", text)
         return
-    found = selfcheck_cache.results_for(device)
-    if not found:
-        yield Fact("gpu kernels", "not checked yet: the first build on this GPU does it")
-    for key, result, is_current in found:
-        what = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads"
-        what += "" if is_current else ", of an older version"
-        yield Fact("gpu kernels", f"{what}: {', '.join(result.passed) or 'none'}")
-        for kernel, why in result.failed.items():
-            text = f"{what}: torch runs in place of {kernel}: {why}"
+    results = selfcheck_cache.results_for(device)
+    if not results:
+        yield Fact("gpu kernels", "not checked yet: the first build on this GPU checks them")
+    for key, result, is_current in results:
+        model = f"{key['dtype']}, dim {key['dim']}, {key['n_heads']} heads"
+        if not is_current:
+            model += ", of an older version"
+        yield Fact("gpu kernels", f"{model}: {', '.join(result.passed) or 'none'}")
+        for kernel, failure in result.failed.items():
+            text = f"{model}: PyTorch replaces the kernel {kernel}: {failure}"
             yield Fact("gpu kernels", text, problem=is_current)
 
 
 def _cpu() -> Iterator[Fact]:
-    llama.device.set_num_threads()  # as build does
-    cores, chosen = llama.device.available_cores(), os.environ.get("OMP_NUM_THREADS")
+    llama.device.set_num_threads()  # A build does the same.
+    cores = llama.device.available_cores()
+    chosen = os.environ.get("OMP_NUM_THREADS") or "not set"
     yield Fact(
         "cores",
-        f"{cores} of {os.cpu_count()} may be used; torch has {torch.get_num_threads()} "
-        f"threads; OMP_NUM_THREADS is {chosen or 'not set'}",
+        f"{cores} of {os.cpu_count()} are available; torch uses {torch.get_num_threads()} threads; "
+        f"OMP_NUM_THREADS is {chosen}",
     )
     yield from thread_facts(os.environ, llama.device.machine_cores())
     present = [name for name in _INSTRUCTION_SETS if name in native.cpu_flags()]
     yield Fact("cpu", f"{platform.machine()} with {', '.join(present) or 'no AVX2'}")
     yield Fact("g++", shutil.which("g++") or shutil.which("c++") or "not found")
+    yield _cpu_kernels()
+
+
+def _cpu_kernels() -> Fact:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         library = native.kernels()
     if library is not None:
-        yield Fact("kernels", f"this project's, for bf16 and quantized weights: {library._name}")
-    else:
-        why = str(caught[0].message) if caught else "this project has none for this CPU"
-        yield Fact("kernels", f"torch's: {why}", problem=bool(caught))
+        name = library._name
+        return Fact("kernels", f"this project's, for bf16 and quantized weights: {name}")
+    reason = str(caught[0].message) if caught else "this project has no kernels for this CPU"
+    return Fact("kernels", f"PyTorch's: {reason}", problem=bool(caught))
 
 
 def _checkpoint(ckpt_dir: str, device: torch.device, num_ranks: int) -> Iterator[Fact]:
-    """What `find` says of a folder: its files are not read, but for the JSON."""
+    """Describe a checkpoint. Only its JSON files are read."""
     try:
-        found = find(ckpt_dir)
-        tokenizer = found.tokenizer_path()
+        checkpoint = find(ckpt_dir)
+        tokenizer = checkpoint.tokenizer_path()
     except (OSError, ValueError) as e:
         yield problem("checkpoint", str(e))
         return
-    args = found.params
-    size = sum(path.stat().st_size for path in found.shards)
-    layouts = {"meta": "Meta's", "hf": "Hugging Face's", "gguf": "GGUF's"}
-    layout = layouts.get(found.layout, "packed")
-    files = f"{layout} layout, {len(found.shards)} file(s), {size:,} B"
-    yield Fact("checkpoint", f"{found.weights_path}: {files}")
+    args = checkpoint.params
+    size = sum(path.stat().st_size for path in checkpoint.shards)
+    layout = _LAYOUTS.get(checkpoint.layout, "packed")
+    files = f"{layout} layout, {len(checkpoint.shards)} file(s), {size:,} B"
+    yield Fact("checkpoint", f"{checkpoint.weights_path}: {files}")
     yield Fact(
         "model",
         f"dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads over {args.kv_heads} "
         f"key-value heads, vocabulary {args.vocab_size}, context {args.longest_context}",
     )
     yield Fact("tokenizer", str(tokenizer))
-    yield from _fits(found, device, num_ranks)
+    yield from _fits(checkpoint, device, num_ranks)
 
 
-def _fits(found: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterator[Fact]:
-    """For so many ranks: the weights of one, and the KV cache that has room beside them."""
+def _fits(checkpoint: Checkpoint, device: torch.device, num_ranks: int = 1) -> Iterator[Fact]:
+    """Yield for each format the weights of one rank, and the KV cache that fits beside them."""
     try:
-        found.params.check_ranks(num_ranks)
+        checkpoint.params.check_ranks(num_ranks)
     except ValueError as e:
         yield problem("fits", str(e))
         return
-    free = llama.device.free_bytes(device)  # of a rank
-    formats = [None, *QUANTIZED] if device.type != "mps" else [None]
-    ways = {name or "bf16": (found, name) for name in formats}
-    if found.packed is not None:
-        ways = {found.file_type or "bf16": (found, None)}
-    elif stays_in_codes(found, device):
-        ways = {found.file_type or "": (replace(found, in_codes=True), None), **ways}
-    placement = Placement(size=num_ranks)
-    held = {name: Files(x, torch.bfloat16, y, placement, device) for name, (x, y) in ways.items()}
-    needs = {name: x.memory(free, default_batch_size(device)) for name, x in held.items()}
+    free = llama.device.free_bytes(device)  # bytes for one rank
+    needs = _memory_by_format(checkpoint, device, num_ranks, free)
     for name, memory in needs.items():
-        room = f"KV cache {memory.kv_tokens:,} tokens" if memory.kv_tokens else "does not fit"
-        yield Fact("fits", f"{name:<6} {memory.weights / 2**30:6.2f} GiB a rank, {room}")
+        cache = f"KV cache {memory.kv_tokens:,} tokens" if memory.kv_tokens else "does not fit"
+        yield Fact("fits", f"{name:<6} {memory.weights / _GIB:6.2f} GiB per rank, {cache}")
     if not any(memory.kv_tokens for memory in needs.values()):
         yield problem(
             "fits",
-            f"the weights and a KV cache have no room in {free / 2**30:.1f} GiB a rank: take more "
-            "ranks or machines (torchrun --nnodes), or a smaller model",
+            f"weights and KV cache do not fit into {free / _GIB:.1f} GiB per rank: use more ranks "
+            "or machines (torchrun --nnodes), or a smaller model",
         )
 
 
+def _memory_by_format(
+    checkpoint: Checkpoint, device: torch.device, num_ranks: int, free: int
+) -> dict[str, Memory]:
+    """Return what a rank needs of `free` bytes, for each format that the weights may have."""
+    formats: dict[str, tuple[Checkpoint, str | None]] = {"bf16": (checkpoint, None)}
+    if device.type != "mps":
+        formats |= {name: (checkpoint, name) for name in QUANTIZED}
+    if checkpoint.packed is not None:
+        formats = {checkpoint.file_type or "bf16": (checkpoint, None)}
+    elif stays_in_codes(checkpoint, device):
+        in_codes = replace(checkpoint, in_codes=True)
+        formats = {checkpoint.file_type or "": (in_codes, None), **formats}
+    placement = Placement(size=num_ranks)
+    batch_size = default_batch_size(device)
+    needs = {}
+    for name, (source, quantize) in formats.items():
+        files = Files(source, torch.bfloat16, quantize, placement, device)
+        needs[name] = files.memory(free, batch_size)
+    return needs
+
+
 def environment_facts(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[Fact]:
-    """The facts of this machine, for the ranks that `environ`'s variables describe."""
+    """Yield the facts of this machine that concern ranks.
+
+    Args:
+        environ: Environment variables, which describe the ranks.
+        gpus: Number of GPUs of the machine.
+    """
     num_local = _number(environ, "LOCAL_WORLD_SIZE")
     is_launched = {"WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= environ.keys()
     is_several = is_launched and _number(environ, "WORLD_SIZE") >= 2 * max(1, num_local)
     yield from _shared_memory(Path("/dev/shm"), num_local, gpus)
-    yield _host_name(matters=is_several and "GLOO_SOCKET_IFNAME" not in environ)
+    yield _host_name(is_used=is_several and "GLOO_SOCKET_IFNAME" not in environ)
     try:
         check_interfaces(environ.get("GLOO_SOCKET_IFNAME"))
     except ValueError as e:
@@ -219,14 +257,19 @@ def environment_facts(environ: Mapping[str, str], *, gpus: int = 0) -> Iterator[
 
 
 def thread_facts(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
-    """`cores`: what the processes of this machine may use, by affinity and CPU quota together."""
+    """Yield the problems of threads and cores.
+
+    Args:
+        environ: Environment variables, which describe the ranks.
+        cores: Number of cores that the processes of this machine may use, by affinity and quota.
+    """
     num_local = _number(environ, "LOCAL_WORLD_SIZE")
     installed = os.cpu_count() or 1
     if cores == 1 and installed > 1:
         yield problem(
             "cores",
             f"the quota or affinity of this process is one core of {installed}: raise the CPU "
-            "limit of the container or job, as every thread of every rank shares that core",
+            "limit of the container or job, because every thread of every rank shares that core",
         )
     elif cores < num_local:
         yield problem(
@@ -236,22 +279,23 @@ def thread_facts(environ: Mapping[str, str], cores: int) -> Iterator[Fact]:
         )
     chosen = environ.get("OMP_NUM_THREADS", "1")
     if not chosen.isdecimal() or not int(chosen):
-        yield problem("threads", f"OMP_NUM_THREADS={chosen!r} is not a number from 1 on")
+        yield problem("threads", f"OMP_NUM_THREADS={chosen!r} must be a whole number from 1")
     elif int(chosen) > 1 and int(chosen) * num_local > cores:
         yield problem(
             "threads",
             f"OMP_NUM_THREADS={chosen} for {num_local} rank{'s' * (num_local > 1)} on {cores} "
-            f"cores: threads wait for one another; unset it, or give {max(1, cores // num_local)}",
+            "cores makes threads wait for one another: unset it, or set it to "
+            f"{max(1, cores // num_local)}",
         )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "1")
-    return int(text) if text.isdecimal() else 1  # `started_processes` tells of a wrong one
+    return int(text) if text.isdecimal() else 1  # `started_processes` reports a wrong value.
 
 
 def _shared_memory(folder: Path, num_local: int, gpus: int) -> Iterator[Fact]:
-    """Ranks of one machine exchange tensors here, and so do NCCL's."""
+    """Look at the folder through which the ranks of one machine exchange tensors, as NCCL does."""
     if not folder.is_dir():
         return
     needed = _MIN_SHM_GPUS if gpus > 1 and num_local > 1 else _MIN_SHM
@@ -259,27 +303,36 @@ def _shared_memory(folder: Path, num_local: int, gpus: int) -> Iterator[Fact]:
     text = f"{folder} has {free / _MIB:,.0f} MiB free"
     if free < needed:
         text += (
-            f", and ranks of one machine want {needed // _MIB}: docker run --shm-size 1g, in "
-            "Kubernetes an emptyDir with medium Memory there, else mount -o remount,size=1g "
+            f", but the ranks of one machine need {needed // _MIB}: use docker run --shm-size 1g, "
+            "in Kubernetes an emptyDir with medium Memory there, or mount -o remount,size=1g "
             f"{folder}"
         )
     yield Fact("shm", text, problem=free < needed)
 
 
-def _host_name(*, matters: bool) -> Fact:
-    """gloo listens on the address of the host's name, unless an interface is named."""
+def _host_name(*, is_used: bool) -> Fact:
+    """Look up the name of this host.
+
+    Args:
+        is_used: Whether gloo listens on the address of that name, which it does for ranks on
+            several machines unless an interface is named.
+    """
     name = socket.gethostname()
     try:
-        found = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-        text = f"{name} resolves to {', '.join(found)}"
-        is_wrong = all(address.startswith(("127.", "::1")) for address in found)
-        wrong = ", which no other machine can reach"
+        infos = socket.getaddrinfo(name, None)
     except OSError as e:
-        text, is_wrong, wrong = f"{name} does not resolve ({e.strerror or e})", True, ""
-    if not (matters and is_wrong):
+        text = f"{name} does not resolve ({e.strerror or e})"
+        is_unreachable = True
+    else:
+        addresses = sorted({str(info[4][0]) for info in infos})
+        text = f"{name} resolves to {', '.join(addresses)}"
+        is_unreachable = all(address.startswith(("127.", "::1")) for address in addresses)
+        if is_unreachable and is_used:
+            text += ", which no other machine can reach"
+    if not (is_used and is_unreachable):
         return Fact("host", text)
     return problem(
         "host",
-        f"{text}{wrong}: set GLOO_SOCKET_IFNAME to the interface that the machines share, or "
-        "mend /etc/hosts",
+        f"{text}: set GLOO_SOCKET_IFNAME to the interface that the machines share, or correct "
+        "/etc/hosts",
     )
