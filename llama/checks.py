@@ -1,7 +1,8 @@
-"""The values that a caller gives, checked once and for all: plain Python numbers and paths out.
+"""Checks of the values that a caller gives: plain Python numbers and paths come out.
 
-numpy's and torch's scalars are numbers too; neither is imported. `FieldTypeError` (no number) or
-`FieldError` (out of range) names the field, and says what was given and what is allowed.
+Scalars of numpy and torch count as numbers; neither package is imported. A value that is no number
+raises a `FieldTypeError`, and one that is out of range a `FieldError`: both name the field, the
+value and what is allowed. This module knows no field by name.
 """
 
 import contextlib
@@ -14,12 +15,16 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args, overload
 
-_SHOWN_CHARS = 80  # of a value that an error quotes
+_SHOWN_CHARS = 80  # length of a value that an error quotes
 
 
 class FieldError(ValueError):
-    """A value that cannot be used. field: what was checked, such as `temperature` or `stop[3]`,
-    which the message says as well, at its beginning where that can be."""
+    """A value that cannot be used.
+
+    Attributes:
+        field: what was checked, such as `temperature` or `stop[3]`.
+        message: the whole message, which names the field, at the beginning where that is possible.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(field, message)
@@ -27,43 +32,50 @@ class FieldError(ValueError):
         self.message = message
 
     @classmethod
-    def of(cls, field: str, words: str) -> "FieldError":
-        """Of a message that is the field and then these words."""
-        return cls(field, field + words)
+    def of(cls, field: str, text: str) -> "FieldError":
+        """Make an error whose message is the field followed by the text."""
+        return cls(field, field + text)
 
     def __str__(self) -> str:
         return self.message
 
     def at(self, field: str) -> "FieldError":
-        """The same of another field, where the value was taken from."""
-        rest = self.message.removeprefix(self.field)
-        return type(self)(field, self.message if rest == self.message else field + rest)
+        """Return the same error for another field, the one that the value was taken from."""
+        text = self.message.removeprefix(self.field)
+        if text == self.message:
+            return type(self)(field, self.message)
+        return type(self)(field, field + text)
 
 
 class FieldTypeError(FieldError, TypeError):
-    """A value of a type that cannot be used."""
+    """A value whose type cannot be used."""
 
 
 def brief(value: object) -> str:
-    """The repr of a value for an error message: at most about 80 characters, whatever its size."""
+    """Return the repr of a value for an error message, cut to about 80 characters."""
     quoter = reprlib.Repr()
     quoter.maxdict = 12
     quoter.maxstring = quoter.maxother = quoter.maxlong = _SHOWN_CHARS
     try:
         text = quoter.repr(value)
-    except Exception:  # a repr that fails, or an int of more digits than Python converts
+    except Exception:  # a repr that fails, or an int with more digits than Python converts
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= 2 * _SHOWN_CHARS else text[: 2 * _SHOWN_CHARS - 3] + "..."
+    if len(text) <= 2 * _SHOWN_CHARS:
+        return text
+    return text[: 2 * _SHOWN_CHARS - 3] + "..."
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """ ": did you mean ...?" where one of the words is like this one, else nothing."""
-    found = difflib.get_close_matches(word, list(words), 1)
-    return f": did you mean {found[0]}?" if found else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return ": did you mean ...?" if one of the names is similar, else an empty text."""
+    similar = difflib.get_close_matches(name, list(names), 1)
+    return f": did you mean {similar[0]}?" if similar else ""
 
 
 def index_of(value: Any) -> int | None:
-    """A whole number of Python, numpy or torch as an int, else None; True and 3.0 are none."""
+    """Return a whole number of Python, numpy or torch as an int, else None.
+
+    True and 3.0 are no whole numbers.
+    """
     try:
         return None if isinstance(python_scalar(value), bool) else operator.index(value)
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without values
@@ -79,10 +91,12 @@ def whole_number(name: str, value: Any, low: int, high: int, *, optional: bool) 
 def whole_number(
     name: str, value: Any, low: int, high: int, *, optional: bool = False
 ) -> int | None:
-    """`value` as an int from `low` to `high`, both included; or None, where it is `optional`."""
+    """Return `value` as an int from `low` to `high`, both included, or None if it is `optional`."""
     if value is None and optional:
         return None
-    allowed = f"a whole number from {low} to {high}" + " or None" * optional
+    allowed = f"a whole number from {low} to {high}"
+    if optional:
+        allowed += " or None"
     number = index_of(value)
     if number is None:
         raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")
@@ -92,58 +106,70 @@ def whole_number(
 
 
 def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """`value` as a finite float from `low`, or with `above` above it, to `high`; no bool."""
-    allowed = f"a number {f'above {low} and up' if above else f'from {low}'} to {high}"
+    """Return `value` as a finite float from `low` to `high`; `above` excludes `low` itself."""
+    lower_limit = f"above {low} and up" if above else f"from {low}"
+    allowed = f"a number {lower_limit} to {high}"
     plain = python_scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise FieldTypeError(name, f"{name}={brief(value)} must be {allowed}")
     try:
         result = float(plain)
-    except OverflowError:  # an int of more than 308 digits
+    except OverflowError:  # an int with more than 308 digits
         result = math.inf
-    inside = low < result <= high if above else low <= result <= high
-    if not (inside and math.isfinite(result)):
+    is_inside = low < result <= high if above else low <= result <= high
+    if not (is_inside and math.isfinite(result)):
         raise FieldError(name, f"{name}={brief(plain)} must be {allowed}")
     return result
 
 
 def within(default: Any, low: float, high: float) -> Any:
-    """A dataclass's field for a number from `low` to `high`, both included: see `limits_of`."""
+    """Make a dataclass field for a number from `low` to `high`; `limits_of` reads the limits."""
     return dataclasses.field(default=default, metadata={"limits": (low, high)})
 
 
 def torchrun_number(name: str, below: int = 2**20) -> int:
-    """That of one of torchrun's variables; where it is not set, that of a process alone."""
+    """Read a torchrun variable as an int below `below`.
+
+    The default is that of a single process: 1 for a size such as WORLD_SIZE, else 0.
+    """
     low = int(name.endswith("SIZE"))
     text = os.environ.get(name, str(low))
     return whole_number(name, int(text) if text.isdecimal() else text, low, below - 1)
 
 
-def limits_of(kind: type) -> dict[str, tuple[type, float, float, bool]]:
-    """By field of a dataclass with limits: float or int, both limits, whether it may be None."""
+def limits_of(cls: type) -> dict[str, tuple[type, float, float, bool]]:
+    """Return the fields of a dataclass that have limits.
+
+    Returns:
+        for each field float or int, the smallest value, the largest value, and whether the value
+        may be None.
+    """
     return {
-        each.name: (
-            float if float in (each.type, *get_args(each.type)) else int,
-            *each.metadata["limits"],
-            each.type not in (int, float),
+        field.name: (
+            float if float in (field.type, *get_args(field.type)) else int,
+            *field.metadata["limits"],
+            field.type not in (int, float),
         )
-        for each in dataclasses.fields(kind)
-        if "limits" in each.metadata
+        for field in dataclasses.fields(cls)
+        if "limits" in field.metadata
     }
 
 
 def checked_number(
     name: str, value: Any, kind: type, low: float, high: float, optional: bool
 ) -> float | int | None:
-    """A value that is within what `limits_of` has of it, as such a number."""
+    """Return `value` as a number that is within the limits, which `limits_of` has returned."""
     if kind is float:
         return number(name, value, low, high)
     return whole_number(name, value, int(low), int(high), optional=optional)
 
 
 def path_like(name: str, value: Any) -> str | os.PathLike[str]:
-    """`value` as a path. An int is a folder's name, as fire reads `--ckpt_dir 123` in Meta's
-    scripts. TypeError for anything else, a float among them: 3.1 may have been 3.10."""
+    """Return `value` as a path; an int is the name of a folder.
+
+    fire, with which Meta's scripts read their flags, makes an int of `--ckpt_dir 123`. A float is a
+    TypeError, as 3.1 may have been the text 3.10.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str | os.PathLike):
@@ -153,7 +179,7 @@ def path_like(name: str, value: Any) -> str | os.PathLike[str]:
 
 
 def python_scalar(value: Any) -> Any:
-    """The Python number in a scalar of numpy or torch; any other value as it is."""
+    """Return the Python number in a scalar of numpy or torch, and any other value as it is."""
     item = getattr(value, "item", None)
     if item is None or getattr(value, "shape", None) not in ((), (1,)):
         return value

@@ -1,7 +1,8 @@
-"""What one request asks of sampling, and the format that its answer must have.
+"""The sampling parameters of a request, and the format that its answer must have.
 
-Text and numbers, checked once, here, and frozen: the same call has the same `repr` on every rank.
-It knows no tensor, no tokenizer and no model.
+In: values from callers. Out: frozen objects of plain numbers and texts, checked when they are made,
+so that the same call has the same `repr` on every rank. The types of the fields also make those of
+the server's bodies (`llama.server.sampling`). It knows no tensor, no tokenizer and no model.
 """
 
 import json
@@ -20,13 +21,13 @@ from llama.validation import (
     with_message,
 )
 
-MAX_COUNT = 2**31 - 1  # the largest token id, and the largest count that nothing else bounds
+MAX_COUNT = 2**31 - 1  # the largest token id, and the largest count that nothing else limits
 MAX_BIASES = 1024
 BIAS = Range(-100, 100)
-_MAX_CHARACTERS = 100_000  # of a schema, an expression or a grammar
+_MAX_CHARACTERS = 100_000  # length of a schema, a regular expression or a grammar
 
 TokenId = Annotated[int, Range(0, MAX_COUNT)]
-Text = Annotated[str, Length(1, 256)]  # a stop string, or a bad word
+Text = Annotated[str, Length(1, 256)]  # a stop text or a bad word
 _LongText = Annotated[str | None, Length(1, _MAX_CHARACTERS)]
 StopTexts = TupleOf(Text, 0, 32, may_be_text=True)
 StopIds = TupleOf(TokenId, 0, 256)
@@ -38,11 +39,12 @@ Seed = Annotated[int | None, Range(0, 2**63 - 1)]
 
 
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Return a mapping, or the pairs that this function made of one, as pairs sorted by id."""
+    """Return a mapping, or pairs that this function has returned before, as pairs sorted by id."""
     if value is None:
         return ()
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
-    if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
+    is_tuple = isinstance(pairs, tuple)
+    if not is_tuple or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         text = f"={brief(value)} must map token ids to numbers, or be None"
         raise custom_error(text, is_type=True)
     if len(pairs) > MAX_BIASES:
@@ -55,7 +57,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _schema(value: Any) -> str | None:
-    """Return a JSON schema as JSON: the same text for the same schema."""
+    """Return a JSON schema as text, which is the same for the same schema."""
     if value is None:
         return None
     if value is False:
@@ -75,16 +77,20 @@ def _schema(value: Any) -> str | None:
 
 @checked_dataclass
 class StructuredOutput:
-    """Exactly one of these; an answer that does not end by its length has this form.
+    """The format that an answer must have; exactly one field is given.
 
-    json: a JSON schema, as an object or as text, which it is kept as; the answer is JSON that it
-        allows. $ref may point into the schema, and nowhere else.
-    json_object: True; the answer is any JSON object.
-    regex: the answer matches it as a whole (the syntax of Rust's regex, without look-around).
-    choice: the answer is one of these texts.
-    grammar: the answer is a sentence of this grammar, in Lark (llguidance's) or GBNF (llama.cpp's).
+    An answer that ends before its length limit has this format. The names are vLLM's. A
+    `FieldError` names the field.
 
-    The names are vLLM's. A `FieldError` names the field.
+    Attributes:
+        json: a JSON schema, as an object or as text; it is stored as text. The answer is JSON that
+            the schema allows. A $ref may point into the schema only.
+        json_object: True; the answer is any JSON object.
+        regex: a regular expression (the syntax of Rust's regex, without look-around) that the whole
+            answer matches.
+        choice: the texts that the answer is one of.
+        grammar: a grammar, in Lark (llguidance's dialect) or GBNF (llama.cpp's), that the answer is
+            a sentence of.
     """
 
     path_prefix = "structured_output"
@@ -105,7 +111,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """Name of the field that is given."""
         return next(name for name in _FORMATS if getattr(self, name) not in (None, False))
 
 
@@ -135,33 +141,42 @@ class SamplingParams:
 
     Names, defaults and meanings are those of vLLM and of the OpenAI API, and of transformers where
     it has the field. A `FieldError` names the field, the value and what is allowed.
-    `llama.engine.sampler` says in which order the fields are applied.
+    `llama.engine.sampler` documents the order in which the fields are applied.
 
-    temperature: divides the logits (Ackley et al. 1985); below 1e-5 the top token is taken.
-    top_p: nucleus sampling (Holtzman et al. 2020) by Meta's rule: a token is kept while the mass
-        before it, from the likeliest down, is at most top_p. So the top token always stays.
-    top_k: the k likeliest (Fan et al. 2018), and whatever equals the k-th; 0 or -1 for all.
-    min_p: tokens at least min_p times as likely as the top one (Nguyen et al. 2024).
-    repetition_penalty: of the tokens in prompt and output (Keskar et al. 2019, CTRL): a positive
-        logit is divided by it, a negative one multiplied.
-    presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and per
-        occurrence (OpenAI).
-    logit_bias: added to the logits of these ids (OpenAI); kept as pairs sorted by id.
-    bad_words: texts never to be generated.
-    max_tokens: the most generated tokens; None for what fits, 0 to score the prompt only.
-    min_tokens: no token or text stops the request before so many.
-    stop, stop_token_ids: texts and ids that end the output, beside the model's own stop tokens,
-        which `ignore_eos` sets aside; the text is left out unless `include_stop_str_in_output`.
-    skip_special_tokens: leave special tokens out of the text; False here, as in Meta's decode.
-    seed: of this request's random numbers; None leaves it to the engine.
-    n, best_of: answers returned, and generated to choose them from by log-probability. At
-        temperature 0 they are all the same.
-    logprobs, prompt_logprobs: log-probability of each generated, or prompt, token and of so many
-        of the likeliest in its place; 0 for the token's own, None for none.
-    prediction: a text that the answer may repeat, as OpenAI's predicted outputs. Where the model
-        speculates, its tokens are guesses; the answer does not depend on them.
-    structured_output: the form that the answer must have, a `StructuredOutput` or its fields as a
-        mapping. It ends the answer itself, so min_tokens and ignore_eos cannot be used beside it.
+    Attributes:
+        max_tokens: maximum number of generated tokens; None generates as many as fit, 0 only scores
+            the prompt.
+        min_tokens: number of tokens before which no token and no text ends the request.
+        temperature: divisor of the logits (Ackley et al. 1985); below 1e-5 decoding is greedy.
+        top_p: nucleus sampling (Holtzman et al. 2020) by Meta's rule: a token is kept while the
+            mass of the more probable tokens is at most top_p, so the top token always stays.
+        top_k: number of most probable tokens that are kept (Fan et al. 2018), with all tokens that
+            equal the last of them; 0 or -1 keeps all.
+        min_p: smallest probability that is kept, relative to that of the top token (Nguyen et al.
+            2024).
+        repetition_penalty: penalty of the tokens in prompt and output (Keskar et al. 2019, CTRL): a
+            positive logit is divided by it, a negative one is multiplied.
+        presence_penalty: subtracted once from the logits of tokens in the output (OpenAI).
+        frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence
+            (OpenAI).
+        logit_bias: added to the logits of these token ids (OpenAI); stored as pairs sorted by id.
+        stop: texts that end the output.
+        stop_token_ids: token ids that end the output, in addition to the model's own stop tokens.
+        include_stop_str_in_output: keep the stop text in the output.
+        skip_special_tokens: leave special tokens out of the text; False, as in Meta's decode.
+        ignore_eos: do not stop at the model's own stop tokens.
+        seed: seed of the random numbers of this request; None leaves it to the engine.
+        n: number of answers returned.
+        best_of: number of answers generated, of which those with the highest log-probability are
+            returned. At temperature 0 all answers are the same.
+        logprobs: number of most probable tokens whose log-probabilities are reported beside that of
+            each generated token; 0 reports the token's own only, None nothing.
+        prompt_logprobs: the same for each token of the prompt.
+        bad_words: texts that are never generated.
+        prediction: a text that the answer may repeat (OpenAI's predicted outputs). With speculative
+            decoding its tokens are drafts; the answer does not depend on it.
+        structured_output: the format that the answer must have, as a `StructuredOutput` or as a
+            mapping of its fields. It ends the answer, so it excludes min_tokens and ignore_eos.
     """
 
     max_tokens: Annotated[int | None, Range(0, MAX_COUNT)] = 16
@@ -200,12 +215,12 @@ class SamplingParams:
             raise FieldError.of("ignore_eos", f"{text}where its format does: leave them out")
 
     def check_vocab(self, vocab_size: int) -> None:
-        """FieldError unless every id of the request is one of a vocabulary of `vocab_size`."""
+        """Raise a FieldError if a token id is outside of a vocabulary of `vocab_size` tokens."""
         biased = dict(self.logit_bias or ())
         for name, ids in (("logit_bias", biased), ("stop_token_ids", self.stop_token_ids)):
             if ids and max(ids) >= vocab_size:
-                words = f" has the token id {max(ids)}: this vocabulary's are from 0 to "
-                raise FieldError.of(name, f"{words}{vocab_size - 1}")
+                text = f" has the token id {max(ids)}: this vocabulary has ids from 0 to "
+                raise FieldError.of(name, f"{text}{vocab_size - 1}")
 
 
 def _number_types(cls: type) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Pydantic types for values from callers, and its errors as a `FieldError` that names the field.
+"""Pydantic types for values from callers, and pydantic's errors as `FieldError`.
 
-In: a pydantic type, and what a caller gave. Out: plain Python values, or one `FieldError` for the
-value at fault. Both `SamplingParams` and the bodies of the server declare their fields with the
-types of this module, so that a rule is written once. It knows no field by name.
+In: a pydantic type, and the value of a caller. Out: plain Python values, or one `FieldError` that
+names the value at fault. Both `SamplingParams` and the bodies of the server declare their fields
+with the types of this module, so that each rule is written once. It knows no field by name.
 """
 
 import contextlib
@@ -26,9 +26,10 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 from llama.checks import FieldError, FieldTypeError, brief, index_of, nearest, python_scalar
 
 _T = TypeVar("_T")
-_MAX_ERRORS = 1000  # errors of one value that are looked at
+_Path = list[str | int]  # keys of objects and indices of lists, from the outside in
+_MAX_ERRORS = 1000  # number of errors of one value that are considered
 _JSON_TYPES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-_EXPECTED = {  # by pydantic's type of error
+_EXPECTED = {  # keys: pydantic's types of errors
     "model_type": "an object",
     "model_attributes_type": "an object",
     "dict_type": "an object",
@@ -38,7 +39,7 @@ _EXPECTED = {  # by pydantic's type of error
     "int_type": "a whole number",
     "float_type": "a number",
 }
-_MESSAGES = {  # that follow the path of the value, by pydantic's type of error
+_MESSAGES = {  # the text after the path of the value, by pydantic's type of error
     "custom": "{text}",
     "custom_type": "{text}",
     "not_chosen": "{msg}, got {value}",
@@ -59,23 +60,23 @@ def json_type(value: object) -> str:
 
 
 def custom_error(text: str, field: str = "", *, is_type: bool = False) -> PydanticCustomError:
-    """Make an error whose text follows the path of the value.
+    """Make an error for a validator to raise; its text follows the path of the value.
 
     Args:
         text: the rest of the message, such as "=7 must be a string".
-        field: the field at fault inside the value, where the value is an object.
-        is_type: the value has a wrong type, so that the error is a `FieldTypeError`.
+        field: the field at fault inside the value, if the value is an object.
+        is_type: whether the type of the value is wrong, so that a `FieldTypeError` results.
     """
     context = {"text": text, "field": (field,) if field else ()}
     return PydanticCustomError("custom_type" if is_type else "custom", "{text}", context)
 
 
 def with_message(text: str, *, of_parts: bool = False) -> WrapValidator:
-    """Replace pydantic's errors of a value.
+    """Replace pydantic's errors of a value by one message.
 
     Args:
-        text: the rest of the message after the path; "{value}" stands for the value.
-        of_parts: replace errors of what is inside the value, too.
+        text: the message after the path of the value; "{value}" stands for the value.
+        of_parts: replace errors of parts of the value, too.
     """
 
     def check(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -95,39 +96,51 @@ def with_message(text: str, *, of_parts: bool = False) -> WrapValidator:
 class Range:
     """Annotation of a number from `low` to `high`, both included.
 
-    A scalar of numpy or torch becomes a number of Python, an int for a float field a float.
+    A scalar of numpy or torch becomes a Python number, and an int in a float field a float.
     """
 
     low: float
     high: float
 
     def __get_pydantic_core_schema__(self, source: Any, _: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema for `int` or `float`, or for one of them or None."""
+        """Return the schema for `int`, `int | None` or `float`."""
         types = get_args(source) or (source,)
-        is_whole = float not in types
+        if float in types:
+            return self._float_schema()
+        return self._int_schema(optional=NoneType in types)
+
+    def _int_schema(self, *, optional: bool) -> CoreSchema:
+        allowed = f"a whole number from {self.low} to {self.high}"
         schema: CoreSchema
-        if is_whole:
-            schema = core_schema.int_schema(strict=True, ge=int(self.low), le=int(self.high))
-        else:
-            schema = core_schema.float_schema(
-                strict=True, ge=self.low, le=self.high, allow_inf_nan=False
-            )
-        allowed = f"a {'whole ' * is_whole}number from {self.low} to {self.high}"
-        if NoneType in types:
+        schema = core_schema.int_schema(strict=True, ge=int(self.low), le=int(self.high))
+        if optional:
             schema = core_schema.nullable_schema(schema)
             allowed += " or None"
 
-        convert = index_of if is_whole else python_scalar
+        def check(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+            number = value if type(value) is int else index_of(value)
+            is_type = number is None
+            if not is_type or value is None:
+                with contextlib.suppress(ValidationError):
+                    return read(number)
+            text = f"={brief(value if is_type else number)} must be {allowed}"
+            raise custom_error(text, is_type=is_type)
+
+        return core_schema.no_info_wrap_validator_function(check, schema)
+
+    def _float_schema(self) -> CoreSchema:
+        schema = core_schema.float_schema(
+            strict=True, ge=self.low, le=self.high, allow_inf_nan=False
+        )
 
         def check(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-            plain = value if type(value) in (int, float) else convert(value)
-            is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
-            shown = plain if is_number else value
-            if is_number or value is None:
+            number = value if type(value) is float else python_scalar(value)
+            is_type = isinstance(number, bool) or not isinstance(number, int | float)
+            if not is_type:
                 with contextlib.suppress(ValidationError):
-                    return read(shown)
-            is_type = not is_number or (is_whole and isinstance(plain, float))
-            raise custom_error(f"={brief(shown)} must be {allowed}", is_type=is_type)
+                    return read(number)
+            text = f"={brief(value if is_type else number)} must be a number"
+            raise custom_error(f"{text} from {self.low} to {self.high}", is_type=is_type)
 
         return core_schema.no_info_wrap_validator_function(check, schema)
 
@@ -140,7 +153,7 @@ class Length:
     high: int
 
     def __get_pydantic_core_schema__(self, source: Any, _: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema for `str`, or for a text or None."""
+        """Return the schema for `str` or `str | None`."""
         schema: CoreSchema
         schema = core_schema.str_schema(strict=True, min_length=self.low, max_length=self.high)
         if NoneType in get_args(source):
@@ -155,7 +168,7 @@ class Length:
                     text = f"={brief(value)} must be a string of {allowed}"
                     raise custom_error(text, is_type=True) from None
             if self.low <= len(value) <= self.high:
-                return value  # with half of a surrogate pair, which pydantic does not count
+                return value  # a text with a lone surrogate, whose length pydantic cannot count
             raise custom_error(f" must have {allowed}, not {len(value)}: {brief(value)}")
 
         return core_schema.no_info_wrap_validator_function(check, schema)
@@ -166,9 +179,10 @@ class TupleOf:
     """Annotation of a list, tuple or array that is stored as a tuple.
 
     Attributes:
-        entry: the type of an entry.
-        low, high: the number of entries, both included. Where `low` is 0, None stands for no entry.
-        may_be_text: a single text stands for itself as the one entry.
+        entry: type of an entry.
+        low: smallest number of entries; if it is 0, None stands for no entries.
+        high: largest number of entries.
+        may_be_text: whether one text may be given in place of a list of it.
     """
 
     entry: Any
@@ -189,90 +203,112 @@ class TupleOf:
             return (value,)
         if hasattr(value, "tolist"):
             value = value.tolist()
+        allowed = f"{self.low} to {self.high} entries" if self.low else f"at most {self.high}"
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-            allowed = f"a list or tuple of {self.low or 'at most'} {'to ' * bool(self.low)}"
-            text = f"={brief(value)} must be {allowed}{self.high} entries"
-            raise custom_error(text, is_type=True)
-        if len(value) > self.high and not self.low:
-            raise custom_error(f" has {len(value)} entries: it must have at most {self.high}")
-        if not self.low <= len(value) <= self.high:
-            text = f" must have {self.low} to {self.high} entries, not {len(value)}"
-            raise custom_error(text)
-        return tuple(value)
+            text = f"={brief(value)} must be a list or tuple of {allowed}"
+            raise custom_error(text if self.low else f"{text} entries", is_type=True)
+        if self.low <= len(value) <= self.high:
+            return tuple(value)
+        if self.low:
+            raise custom_error(f" must have {allowed}, not {len(value)}")
+        raise custom_error(f" has {len(value)} entries: it must have {allowed}")
+
+
+@dataclass(frozen=True)
+class _Located:
+    """One of pydantic's errors, and the path of its value as the caller wrote it."""
+
+    path: _Path
+    details: ErrorDetails
+
+    @property
+    def rank(self) -> tuple[int, _Path, bool]:
+        """The error with the largest rank is the one that is reported."""
+        indices = [key for key in self.path if isinstance(key, int)]
+        return len(self.path), list(indices), self.details["type"] != "missing"
 
 
 def field_error(error: ValidationError, given: Any = None, root: str = "") -> FieldError:
-    """Choose one of pydantic's errors: the one furthest inside the value.
+    """Make a `FieldError` of one of pydantic's errors: the one furthest inside the value.
 
     Args:
-        error: what pydantic raised.
+        error: the error that pydantic has raised.
         given: the value from JSON that was read. pydantic's paths name the branches of unions,
-            which the caller did not write: they are left out with the help of the value.
-        root: the name of the value, where it is a part of something larger.
+            which the caller did not write; this value serves to leave them out.
+        root: the name of the value, if it is a part of something larger.
     """
-    found = [
-        (_path_of(each, given), each) for each in error.errors(include_url=False)[:_MAX_ERRORS]
-    ]
-
-    def rank(entry: tuple[list[str | int], ErrorDetails]) -> Any:
-        indices = [each for each in entry[0] if isinstance(each, int)]
-        return len(entry[0]), indices, entry[1]["type"] != "missing"
-
-    path, _ = max(found, key=rank)
-    same = [each for where, each in found if where == path]
-    first = next((each for each in same if each["type"] not in _EXPECTED), same[0])
-    wanted = list(dict.fromkeys(_EXPECTED[e["type"]] for e in same if e["type"] in _EXPECTED))
-    text = _message_of(first, " or ".join(wanted))
-    place = join_path([root, *path] if root else path) or "body" * text.startswith(" ")
-    if root == "messages" and path:  # of a dialog alone: message 0: content
-        place = ": ".join(filter(None, [f"message {path[0]}", join_path(path[1:])]))
-    message = f"{place}{text}".removeprefix(": ")
-    field = join_path([*([root] if root else []), *path, *first.get("ctx", {}).get("field", ())])
+    details = error.errors(include_url=False)[:_MAX_ERRORS]
+    located = [_Located(_path_of(each, given), each) for each in details]
+    path = max(located, key=lambda each: each.rank).path
+    at_path = [each.details for each in located if each.path == path]
+    first = next((each for each in at_path if each["type"] not in _EXPECTED), at_path[0])
+    expected = [_EXPECTED[each["type"]] for each in at_path if each["type"] in _EXPECTED]
+    text = _message_of(first, " or ".join(dict.fromkeys(expected)))
+    whole_path: _Path = [root, *path] if root else path
+    name = join_path(whole_path)
+    if not name and text.startswith(" "):
+        name = "body"
+    if root == "messages" and path:  # the message of a dialog: "message 0: content"
+        name = ": ".join(filter(None, [f"message {path[0]}", join_path(path[1:])]))
+    message = f"{name}{text}".removeprefix(": ")
+    field = join_path([*whole_path, *first.get("ctx", {}).get("field", ())])
     is_type = first["type"] in _EXPECTED or first["type"] == "custom_type"
     return FieldTypeError(field, message) if is_type else FieldError(field, message)
 
 
-def _path_of(error: ErrorDetails, given: Any) -> list[str | int]:
-    """Where an error is, as the caller wrote it: pydantic names the branch of a union, too."""
+def _path_of(error: ErrorDetails, given: Any) -> _Path:
+    """Return the path of an error without the branches of unions, which pydantic names, too."""
+    location = list(error["loc"])
     if given is None:
-        return list(error["loc"])
+        return location
     is_missing = error["type"] == "missing"
-    ways = list(_ways(error["loc"][:-1] if is_missing else error["loc"], given))
-    path, _ = max(ways, key=lambda way: (way[1] is error["input"], len(way[0])))
-    return [*path, error["loc"][-1]] if is_missing else path
+    missing_name = location[-1:] if is_missing else []
+    readings = _readings(location[:-1] if is_missing else location, given)
+    path, _ = max(readings, key=lambda reading: (reading[1] is error["input"], len(reading[0])))
+    return [*path, *missing_name]
 
 
-def _ways(loc: Sequence[str | int], value: Any) -> Iterator[tuple[list[str | int], Any]]:
-    """All readings of a place, each with what is there."""
-    if not loc:
+def _readings(location: _Path, value: Any) -> Iterator[tuple[_Path, Any]]:
+    """Yield every path that the location may stand for, with the part of the value there."""
+    if not location:
         yield [], value
         return
-    first, rest = loc[0], loc[1:]
-    yield from _ways(rest, value)
-    in_list = isinstance(value, list) and isinstance(first, int) and first < len(value)
-    if in_list or (isinstance(value, dict) and first in value):
-        for path, found in _ways(rest, value[first]):
-            yield [first, *path], found
+    first = location[0]
+    rest = location[1:]
+    yield from _readings(rest, value)  # `first` is the branch of a union
+    is_index = isinstance(value, list) and isinstance(first, int) and first < len(value)
+    if is_index or (isinstance(value, dict) and first in value):
+        for path, part in _readings(rest, value[first]):
+            yield [first, *path], part
 
 
-def _message_of(error: ErrorDetails, wanted: str) -> str:
-    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+def _message_of(error: ErrorDetails, expected: str) -> str:
+    """Return the text that follows the path of the value.
+
+    Args:
+        error: one of pydantic's errors.
+        expected: the types that the value may have, joined.
+    """
+    kind = error["type"]
+    value = error["input"]
+    context = error.get("ctx", {})
     if kind in _MESSAGES:
         size = len(value) if kind == "too_long" else 0
         return _MESSAGES[kind].format(**context, value=brief(value), size=size, msg=error["msg"])
     if kind == "union_tag_not_found":
         return f".{context['discriminator'][1:-1]} is needed"
     if kind == "union_tag_invalid":
-        name, found = context["discriminator"][1:-1], brief(context["tag"])
-        return f".{name} must be one of {context['expected_tags']}, got {found}"
-    if wanted:
-        return f" must be {wanted}, got {json_type(value)}"
+        name = context["discriminator"][1:-1]
+        return f".{name} must be one of {context['expected_tags']}, got {brief(context['tag'])}"
+    if expected:
+        return f" must be {expected}, got {json_type(value)}"
     return f": {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
-def join_path(path: list[str | int]) -> str:
-    """tools[0].function.name"""
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
+def join_path(path: _Path) -> str:
+    """Return a path as text, such as "tools[0].function.name"."""
+    keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
+    return "".join(keys).removeprefix(".")
 
 
 @dataclass_transform(
@@ -281,33 +317,38 @@ def join_path(path: list[str | int]) -> str:
 def checked_dataclass(cls: type[_T]) -> type[_T]:
     """Make a frozen, keyword-only dataclass whose fields pydantic checks when it is made.
 
-    An unknown argument is a TypeError, and a value that cannot be used a `FieldError`. A class may
-    name the `path_prefix` of its fields in errors.
+    Its constructor raises a TypeError for an unknown argument, and a `FieldError` for a value that
+    cannot be used. A class may set `path_prefix`, the name that errors put before its fields.
     """
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
     checked: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)
-    read = checked.__init__
-    names = frozenset(f.name for f in dataclasses.fields(checked) if f.init)
+    pydantic_init = checked.__init__
+    names = frozenset(field.name for field in dataclasses.fields(checked) if field.init)
 
     def __init__(self: Any, **values: Any) -> None:
         for name in values.keys() - names:
             raise TypeError(f'{cls.__name__}() has no argument "{name}"{nearest(name, names)}')
         try:
-            read(self, **values)
+            pydantic_init(self, **values)
         except ValidationError as e:
             raise _nested(e) or field_error(e, root=getattr(cls, "path_prefix", "")) from None
 
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     checked.__init__ = __init__
-    hints = get_type_hints(checked)  # without the annotations, which would be all that help() shows
-    parameters = inspect.signature(checked).parameters.values()
-    plain = [each.replace(annotation=hints[each.name]) for each in parameters]
-    checked.__signature__ = inspect.Signature(plain)
-    return checked
+    checked.__signature__ = _plain_signature(checked)
+    result: type[_T] = checked
+    return result
+
+
+def _plain_signature(cls: Any) -> inspect.Signature:
+    """Return the signature with plain types: `help()` would show the annotations at full length."""
+    hints = get_type_hints(cls)
+    parameters = inspect.signature(cls).parameters.values()
+    return inspect.Signature([each.replace(annotation=hints[each.name]) for each in parameters])
 
 
 def _nested(error: ValidationError) -> FieldError | None:
-    """Return the `FieldError` that a validator raised, if one did."""
+    """Return the `FieldError` that a validator has raised, if one has."""
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, FieldError):

@@ -65,7 +65,7 @@ def within(low: int, high: int) -> Callable[[str], int]:
     return read_number
 
 
-def _build_flag(argument: Field) -> Flag:
+def _build_flag(argument: Field[Any]) -> Flag:
     types = (argument.type, *get_args(argument.type))
     kind = next((kind for kind in (bool, int, float) if kind in types), str)
     return Flag(kind, *argument.metadata["flag"])

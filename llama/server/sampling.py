@@ -34,12 +34,12 @@ SHARED_NAMES = {own: name for own, name in OPENAI_NAMES.items() if own not in _N
 
 
 def _encodable(text: str) -> str:
-    """ValueError for half of a surrogate pair."""
+    """Return the text; raise a ValueError if it has a lone surrogate."""
     text.encode()
     return text
 
 
-# There may be a million ids in a prompt: pydantic checks these without a function of Python.
+# A prompt may have a million ids, so pydantic checks them without calling a Python function.
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Text = Annotated[Text, AfterValidator(_encodable)]
 StopList = Annotated[list[_Text], Field(max_length=StopTexts.high)]

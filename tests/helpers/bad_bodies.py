@@ -87,7 +87,7 @@ IN_COMPLETIONS: Faults = [
     ({"logit_bias": [1]}, "logit_bias", "logit_bias must be an object, got a list"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias.a: keys must be token ids"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "keys must be token ids"),
-    ({"logit_bias": {"2048": 1}}, "logit_bias", "this vocabulary's are from 0 to 2047"),
+    ({"logit_bias": {"2048": 1}}, "logit_bias", "this vocabulary has ids from 0 to 2047"),
     ({"logit_bias": {"7": 101}}, "logit_bias", "logit_bias.7=101 must be"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
     ({"stop": "y" * 5000}, "stop", "must have 1 to 256 characters, not 5000"),

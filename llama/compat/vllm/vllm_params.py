@@ -27,7 +27,7 @@ _ONLY_SAMPLING = {
 }  # fmt: skip
 
 
-def refuse(place: str, given: Mapping[str, Any], only: Mapping[str, tuple] = {}) -> None:
+def refuse(place: str, given: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]] = {}) -> None:
     """TypeError that names a field whose value asks for something; `only`: values that do not."""
     for name, value in given.items():
         if value is not None and not any(value is x or value == x for x in only.get(name, ())):
@@ -37,7 +37,7 @@ def refuse(place: str, given: Mapping[str, Any], only: Mapping[str, tuple] = {})
 
 
 def refusing(
-    only: Mapping[str, tuple], no_effect: frozenset[str] = frozenset()
+    only: Mapping[str, tuple[Any, ...]], no_effect: frozenset[str] = frozenset()
 ) -> Callable[[_Class], _Class]:
     """A dataclass whose constructor refuses the fields that it does not have, by name."""
 
