@@ -1,6 +1,7 @@
-"""Tools in Llama's own formats: prompts with functions in, and the calls in an answer's text out.
+"""Prompts of dialogs and tools in Llama's own formats, and the calls in the text of an answer.
 
-Nothing here runs a tool, or knows a server.
+In: messages and tools in OpenAI's format. Out: token ids of a prompt, and the parts of an answer.
+Nothing here runs a tool or knows a server.
 """
 
 from llama.prompts.parser import ToolCall, parse_tool_call

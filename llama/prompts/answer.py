@@ -1,6 +1,7 @@
-"""One answer of a chat as the parts of OpenAI's message: text in, deltas out.
+"""One answer of a chat as OpenAI's message.
 
-The same code makes the parts of a stream and, joined, the whole message. It knows no engine.
+In: the text of an answer, while it is generated. Out: the deltas of a stream; the whole message is
+made of the same deltas. It knows no engine.
 """
 
 import hashlib
@@ -14,30 +15,49 @@ from llama.tokenizer import Tokenizer
 
 
 class AnswerSoFar(Protocol):
-    """What is read of an answer: all of its ids and text, and what came since the last time."""
+    """An answer that may still grow."""
 
     finish_reason: str | None
 
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def token_ids(self) -> Sequence[int]:
+        """All token ids up to now."""
+        ...
+
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """The whole text up to now."""
+        ...
+
     @property
-    def new_text(self) -> str: ...
+    def new_text(self) -> str:
+        """The text since the last output."""
+        ...
 
 
 @dataclass
 class AnswerDeltas:
-    """Deltas of one answer: {"content"} or {"tool_calls"}, as OpenAI's client merges them."""
+    """The deltas of one answer, which OpenAI's client merges into a message.
 
-    tools: Tools | None  # without any, all of the text is content
+    Attributes:
+        tools: the tools of the request; without tools the whole text is content.
+        tokenizer: the tokenizer of the model.
+        key: values that the ids of the calls are derived from. It contains the prompt, so that ids
+            differ between the turns of a dialog.
+        shows_special: whether the text contains the special tokens.
+    """
+
+    tools: Tools | None
     tokenizer: Tokenizer
-    key: tuple[Any, ...]  # of the ids of the calls; the prompt in it tells turns of a dialog apart
-    shows_special: bool = False  # the text has the special tokens
+    key: tuple[Any, ...]
+    shows_special: bool = False
     _parser: ToolCallParser | None = None
 
     def push(self, answer: AnswerSoFar, *, whole: bool = False) -> list[dict[str, Any]]:
-        """The deltas of the new text; whole: of all of the text, at once."""
+        """Return the deltas of the new text, or at once of the `whole` text.
+
+        Each of them has the key "content" or the key "tool_calls".
+        """
         text = answer.text if whole else answer.new_text
         is_last = whole or answer.finish_reason is not None
         if self.tools is None:
@@ -54,8 +74,9 @@ class AnswerDeltas:
         return [self._delta(event) for event in events]
 
     def message(self, answer: AnswerSoFar) -> dict[str, Any]:
-        """The message that a client makes of the deltas."""
-        content, calls = "", list[dict[str, Any]]()
+        """Return the message that a client makes of all deltas."""
+        content = ""
+        calls: list[dict[str, Any]] = []
         for delta in self.push(answer, whole=True):
             content += delta.get("content", "")
             for part in delta.get("tool_calls", []):
@@ -68,7 +89,7 @@ class AnswerDeltas:
         return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """OpenAI's word for an answer that ended by itself and has a call."""
+        """Return "tool_calls" for an answer that ended by itself and has a call."""
         has_calls = self._parser is not None and self._parser.has_calls
         return "tool_calls" if reason == "stop" and has_calls else reason
 

@@ -1,6 +1,7 @@
-"""The form that the answer of a chat must have: tools and a response format in, parameters out.
+"""The format that the answer of a chat must have.
 
-`Llama`, the server and batch files all come through here. It knows no engine.
+In: tools and a response format, from `Llama`, the server and batch files. Out: sampling parameters.
+It knows no engine.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -20,47 +21,58 @@ _NO_SCHEMA = " must be an object with a schema"
 
 
 def chat_params(
-    params: SamplingParams, tools: Tools | None, tool_format: ToolFormat, form_field: str
+    params: SamplingParams, tools: Tools | None, tool_format: ToolFormat, format_field: str
 ) -> SamplingParams:
-    """The parameters, with the grammar of the calls where the answer must be held to one.
-    FieldError where the request gave it another form, in `form_field`."""
+    """Return the parameters with the grammar of the calls, if a grammar must constrain the answer.
+
+    Args:
+        params: the parameters of the request.
+        tools: the tools of the request.
+        tool_format: the format of the calls.
+        format_field: the field of the request that may ask for another format.
+
+    Raises:
+        FieldError: the request asks for another format.
+    """
     if tools is None or not tools.needs_grammar:
         return params
     if params.structured_output is not None:
         field = "tool_choice" if tools.must_call else "tools"
-        words = f": a call that is forced, or strict, cannot have {form_field} beside it"
-        raise FieldError.of(field, words)
-    form = StructuredOutput(grammar=call_grammar(tools, tool_format))
-    return replace(params, structured_output=form)
+        text = f": a call that is forced, or strict, cannot be combined with {format_field}"
+        raise FieldError.of(field, text)
+    grammar = StructuredOutput(grammar=call_grammar(tools, tool_format))
+    return replace(params, structured_output=grammar)
 
 
 class JsonSchema(Fields):
+    """The JSON schema of a response format, with its name."""
+
     json_schema: Any = Field(alias="schema")
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # always: the answer is held to the schema
+    strict: bool | None = None  # without effect: the schema always constrains the answer
 
-    def form(self, place: str) -> StructuredOutput:
-        """FieldError, with its place, where the schema is none."""
+    def structured_output(self, path: str) -> StructuredOutput:
+        """Return the format; raise a `FieldError` at this path if it is no JSON schema."""
         try:
             return StructuredOutput(json=self.json_schema)
         except FieldError as e:
-            raise e.at(place) from None
+            raise e.at(path) from None
 
 
 class ResponseFormat(Fields):
-    """OpenAI's form of an answer."""
+    """OpenAI's field for the format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Annotated[JsonSchema, with_message(_NO_SCHEMA, of_parts=True)] | None = None
 
     def structured_output(self) -> StructuredOutput | None:
-        """FieldError where the schema is none."""
+        """Return the format, or None for any text; raise a `FieldError` without a valid schema."""
         if self.type != "json_schema":
             return StructuredOutput(json_object=True) if self.type == "json_object" else None
         if self.json_schema is None:
             raise FieldError("response_format", f"response_format.json_schema{_NO_SCHEMA}")
-        return self.json_schema.form("response_format.json_schema.schema")
+        return self.json_schema.structured_output("response_format.json_schema.schema")
 
 
 ResponseFormatField = Annotated[
@@ -77,7 +89,7 @@ _CHAT_FIELDS: TypeAdapter[_ChatFields] = TypeAdapter(_ChatFields)
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a caller asks of all answers, as of `chat_completion`; checked at the first use."""
+    """The options of `chat_completion` for all answers; they are checked when first used."""
 
     tools: Any = None
     tool_choice: Any = None
@@ -86,18 +98,22 @@ class ChatOptions:
 
     @cached_property
     def _read(self) -> _ChatFields:
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
         return read_as(_CHAT_FIELDS, given)
 
     @cached_property
     def tool_request(self) -> Tools | None:
+        """The tools that may be called."""
         return self._read.tool_request()
 
     def params(self, params: SamplingParams, tool_format: ToolFormat) -> SamplingParams:
-        """With the form of the answer. The text of one that may have calls has no special token."""
-        form = self._read.response_format
-        if form is not None:
-            params = replace(params, structured_output=form.structured_output())
+        """Return the parameters with the format of the answer.
+
+        The text of an answer that may have calls contains no special tokens.
+        """
+        response_format = self._read.response_format
+        if response_format is not None:
+            params = replace(params, structured_output=response_format.structured_output())
         if self.tool_request is not None:
             params = replace(params, skip_special_tokens=True)
         return chat_params(params, self.tool_request, tool_format, "response_format")

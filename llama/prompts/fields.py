@@ -1,11 +1,12 @@
-"""Objects of JSON that others write: the base of their models, and the words of their errors.
+"""JSON objects from callers: the base class of their pydantic models, and how they are read.
 
-In: dicts, lists and plain values. Out: frozen models, or a `FieldError` that names the place of
-what is wrong as the caller wrote it; a lenient reader leaves out what has no use here, and says so.
+In: dicts, lists and plain values. Out: frozen models, or a `FieldError` with the path of the value
+at fault, as the caller wrote it. A lenient reader ignores fields that have no effect here, and
+reports their paths. No model of any API is defined here.
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -15,23 +16,28 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticOmit
+from pydantic_core import PydanticCustomError, PydanticOmit
 
 from llama.checks import brief
 from llama.validation import custom_error, field_error, join_path
 
 _T = TypeVar("_T")
-UNUSED = object()  # marks a field whose other values a lenient reader leaves out
-_LeftOut = list[tuple[Any, str | None]]  # objects, or a field of each
-_MOST_NAMED = 8  # fields in one error
+UNUSED = object()  # marks a field without effect: a lenient reader ignores values it cannot take
+_Ignored = list[tuple[Any, str | None]]  # objects, each with the name of a field, or None for all
+_MAX_NAMED = 8  # number of fields that one error names
+_OTHER_TYPE = {"union_tag_invalid", "literal_error", "custom", "custom_type"}
 
 
 class Fields(BaseModel):
-    """An object of JSON. A field that it does not know is an error. null is a field that is not
-    given, as clients write it, so a name that is not known may be null."""
+    """Base of the models of JSON objects.
+
+    An unknown field is an error. null means that a field is not given, as clients write it, so an
+    unknown field may be null.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -45,91 +51,114 @@ class Fields(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        named = {each.alias or name: each for name, each in cls.model_fields.items()}
-        cls.known_names = frozenset(named)
-        cls.unused_names = frozenset(name for name in named if UNUSED in named[name].metadata)
+        """Collect the names of the fields, as they are in JSON."""
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        cls.known_names = frozenset(fields)
+        cls.unused_names = frozenset(
+            name for name, field in fields.items() if UNUSED in field.metadata
+        )
 
     @model_validator(mode="wrap")
     @classmethod
-    def _read_given(cls, value: Any, read: Any, info: ValidationInfo) -> Any:
-        """Of what is not null. An unknown name may be any text, also half a surrogate pair."""
+    def _read_given(
+        cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        """Read the fields that are not null.
+
+        The context is the list that a lenient reader collects ignored fields in, else None.
+        """
         if not isinstance(value, dict):
             return read(value)
-        given = {name: each for name, each in value.items() if each is not None}
-        left_out: _LeftOut | None = info.context
+        ignored: _Ignored | None = info.context
+        given = {name: item for name, item in value.items() if item is not None}
         unused = given.keys() - cls.known_names
-        if unused and left_out is None:
-            first = heapq.nsmallest(_MOST_NAMED, map(str, unused))
-            names = ", ".join(map(brief, first)) + ", ..." * (len(unused) > len(first))
-            raise custom_error(cls.unknown_message.format(names=names), first[0])
+        if unused and ignored is None:
+            raise cls._unknown(unused)
         try:
-            found = read({name: each for name, each in given.items() if name not in unused})
+            model = read(_without(given, unused))
         except ValidationError as e:
-            if left_out is None:
+            if ignored is None:
                 raise
-            at_fault = {each["loc"][0] for each in e.errors(include_url=False) if each["loc"]}
+            at_fault = {error["loc"][0] for error in e.errors(include_url=False) if error["loc"]}
             if not at_fault or not at_fault <= cls.unused_names:
                 raise
             unused |= at_fault
-            found = read({name: each for name, each in given.items() if name not in unused})
-        if left_out is not None:
-            left_out += [(value, name) for name in unused]
-        return found
+            model = read(_without(given, unused))
+        if ignored is not None:
+            ignored += [(value, name) for name in unused]
+        return model
+
+    @classmethod
+    def _unknown(cls, names: Iterable[Any]) -> PydanticCustomError:
+        """Make the error for unknown fields; a name may be any text, even a lone surrogate."""
+        names = list(map(str, names))
+        first = heapq.nsmallest(_MAX_NAMED, names)
+        text = ", ".join(map(brief, first))
+        if len(names) > len(first):
+            text += ", ..."
+        return custom_error(cls.unknown_message.format(names=text), first[0])
 
 
-_OTHER_TYPE = {"union_tag_invalid", "literal_error", "custom", "custom_type"}
+def _without(fields: dict[str, Any], names: Collection[Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
-def _unless_other_type(value: Any, read: Any, info: ValidationInfo) -> Any:
+def _unless_other_type(value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
     try:
         return read(value)
     except ValidationError as e:
-        left_out: _LeftOut | None = info.context
-        kinds = {each["type"] for each in e.errors() if each["loc"] in ((), ("type",))}
-        if left_out is None or not kinds & {
-            "union_tag_invalid",
-            "literal_error",
-            "custom",
-            "custom_type",
-        }:
+        ignored: _Ignored | None = info.context
+        errors = {error["type"] for error in e.errors() if error["loc"] in ((), ("type",))}
+        if ignored is None or not errors & _OTHER_TYPE:
             raise
-        left_out.append((value, None))
+        ignored.append((value, None))
         raise PydanticOmit from None
 
 
 SKIP_OTHER_TYPES = WrapValidator(_unless_other_type)
-"""Of the objects of a list: a lenient reader leaves out those of a type that is not known."""
+"""Annotation of the objects of a list: a lenient reader ignores those of an unknown type."""
 
 
-def chosen_by(kind: Callable[[Any], str | None], words: str) -> Discriminator:
-    """Of a union of types with tags: `kind` says which one a value has; words: it has none."""
-    return Discriminator(kind, custom_error_type="not_chosen", custom_error_message=words)
+def chosen_by(tag_of: Callable[[Any], str | None], message: str) -> Discriminator:
+    """Choose a type of a union by its tag.
+
+    Args:
+        tag_of: returns the tag of the type that a value has, or None if it has no type.
+        message: the error for a value without a type.
+    """
+    return Discriminator(tag_of, custom_error_type="not_chosen", custom_error_message=message)
 
 
 def read_as(
     adapter: TypeAdapter[_T], given: Any, root: str = "", ignored: list[str] | None = None
 ) -> _T:
-    """What is given, as this type; `FieldError` where it is none. root: its name, where it is a
-    part of a body. ignored: of a lenient reader; gets the places of what it left out."""
-    left_out: _LeftOut | None = None if ignored is None else []
+    """Read a value as the type of the adapter; raise a `FieldError` if that is not possible.
+
+    Args:
+        adapter: the type.
+        given: the value, from JSON.
+        root: the name of the value, if it is a part of a body.
+        ignored: makes the reader lenient, and receives the paths of what it ignores.
+    """
+    context: _Ignored | None = None if ignored is None else []
     try:
-        value = adapter.validate_python(given, context=left_out)
+        value = adapter.validate_python(given, context=context)
     except ValidationError as e:
         raise field_error(e, given, root) from None
-    if left_out and ignored is not None:
-        ignored += sorted(_places(left_out, given))
+    if context and ignored is not None:
+        ignored += sorted(_paths(context, given))
     return value
 
 
-def _places(left_out: _LeftOut, given: Any) -> Iterator[str]:
-    """tools[0], messages[1].name"""
+def _paths(ignored: _Ignored, given: Any) -> Iterator[str]:
+    """Yield the paths of ignored fields and objects, such as "messages[1].name"."""
     names: dict[int, set[str | None]] = {}
-    for value, name in left_out:
+    for value, name in ignored:
         names.setdefault(id(value), set()).add(name)
-    todo: list[tuple[list[str | int], Any]] = [([], given)]
-    while todo:
-        path, value = todo.pop()
+    remaining: list[tuple[list[str | int], Any]] = [([], given)]
+    while remaining:
+        path, value = remaining.pop()
         for name in names.get(id(value), ()):
             yield join_path(path if name is None else [*path, name])
-        inside = value.items() if isinstance(value, dict) else enumerate(value)
-        todo += [([*path, key], each) for key, each in inside if isinstance(each, dict | list)]
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        remaining += [([*path, key], part) for key, part in parts if isinstance(part, dict | list)]

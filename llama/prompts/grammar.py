@@ -1,7 +1,8 @@
-"""A grammar that holds an answer to calls whose arguments fit their JSON schemas.
+"""A grammar that constrains an answer to calls whose arguments fit their JSON schemas.
 
-In: the tools of a request. Out: a text in llguidance's dialect of Lark, in which %json {...} is a
-JSON schema and <|...|> a special token. What the grammar takes, `ToolCallParser` reads as a call.
+In: the tools of a request. Out: a grammar in llguidance's dialect of Lark, in which %json {...} is
+a JSON schema and <|...|> a special token. `ToolCallParser` reads as a call whatever the grammar
+accepts as one.
 """
 
 import json
@@ -12,43 +13,61 @@ from typing import Any
 from llama.prompts.parser import is_keyword
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 
-# As Meta's prompts write JSON; it also keeps a model from writing spaces without end.
+# Meta's prompts write JSON with these separators; they also keep a model from writing spaces
+# without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _DEFINITIONS = ("$defs", "definitions")
-_HELD_BY_KEYWORDS = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_KEYWORD_RULES = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
 _NOTES = {"title", "description", "$schema", "$comment", "examples", "default"}
-_WORDS = r"/([ \t\r\n]{0,8}[^ \t\r\n{\[<](.|\n)*)?/"  # no text in which a call can begin at once
-_WITHIN = re.compile(r'"\$(?:id|anchor|dynamicRef|ref": "(?!#/(?:\$defs|definitions)/))')
+_TEXT = r"/([ \t\r\n]{0,8}[^ \t\r\n{\[<](.|\n)*)?/"  # a text that does not begin with a call
+_INNER_REFERENCE = re.compile(r'"\$(?:id|anchor|dynamicRef|ref": "(?!#/(?:\$defs|definitions)/))')
 
 
 def call_grammar(tools: Tools, tool_format: ToolFormat) -> str:
-    """Calls in the format's own form; where none must come, words may, which begin with none of
-    the characters { [ <. ValueError for a model without tools."""
+    """Return the grammar of calls in the tool format.
+
+    Unless the answer must be a call, it may also be a text that begins with none of { [ <.
+
+    Raises:
+        ValueError: the model knows no tools, or none may be called.
+    """
     names = tools.callable_names
     if tool_format is ToolFormat.NONE or not names:
         raise ValueError("tools: there are none that this model can call")
-    rules: list[str] = []
-    built_in = [_built_in(name) for name in tools.built_in if name in names]
     functions = [x for x in map(function_of, tools.functions) if x.get("name") in names]
-    if tool_format is ToolFormat.LLAMA_3_2:
-        for i, function in enumerate(functions):
-            rules += _python_call(f"f{i}", function)
-        if functions:
-            named = " | ".join(f"f{i}" for i in range(len(functions)))
-            rules.append(f"function: {named}")
-            more = ' (", " function)*' if tools.several else ""
-            built_in.append(f'"[" function{more} "]"')
+    answers = [_built_in(name) for name in tools.built_in if name in names]
+    if tool_format is not ToolFormat.LLAMA_3_2:
+        rules = _json_rules(functions)
+        answers += [f"f{i}" for i in range(len(functions))]
+    elif functions:
+        rules = _python_rules(functions)
+        further = ' (", " function)*' if tools.several else ""
+        answers.append(f'"[" function{further} "]"')
     else:
-        for i, function in enumerate(functions):
-            head = f'{{"name": "{function["name"]}", "parameters": '
-            rules.append(f'f{i}: {_text(head)} f{i}_json "}}"')
-            rules.append(f"f{i}_json: {_json(_schema(function))}")
-            built_in.append(f"f{i}")
-    words = [] if tools.must_call else ["WORDS"]
-    rules.insert(0, "start: " + " | ".join([*built_in, *words]))
-    if words:
-        rules.append(f"WORDS: {_WORDS}")
-    return "\n".join(rules) + "\n"
+        rules = []
+    if not tools.must_call:
+        answers.append("TEXT")
+        rules.append(f"TEXT: {_TEXT}")
+    return "\n".join([f"start: {' | '.join(answers)}", *rules]) + "\n"
+
+
+def _json_rules(functions: list[Mapping[str, Any]]) -> list[str]:
+    """Return the rules f0, f1, ... for calls as JSON."""
+    rules: list[str] = []
+    for i, function in enumerate(functions):
+        head = f'{{"name": "{function["name"]}", "parameters": '
+        rules.append(f'f{i}: {_text(head)} f{i}_json "}}"')
+        rules.append(f"f{i}_json: {_json(_schema(function))}")
+    return rules
+
+
+def _python_rules(functions: list[Mapping[str, Any]]) -> list[str]:
+    """Return the rule `function` for calls in Python's notation, and the rules it is made of."""
+    rules: list[str] = []
+    for i, function in enumerate(functions):
+        rules += _python_call(f"f{i}", function)
+    rules.append("function: " + " | ".join(f"f{i}" for i in range(len(functions))))
+    return rules
 
 
 def _built_in(name: str) -> str:
@@ -70,7 +89,7 @@ def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
-    """Rules for f(a=1, b="x"), or, where keywords cannot say what the schema says, f(**{...})."""
+    """Yield rules for f(a=1, b="x"), or for f(**{...}) if keywords cannot express the schema."""
     schema = _schema(function)
     properties = schema.get("properties", {})
     if not _fits_keywords(schema, properties):
@@ -82,12 +101,13 @@ def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
     required = set(schema.get("required", []))
     for i, (key, value) in enumerate(properties.items()):
         yield f"{rule}_value{i}: {_python_value(value, definitions)}"
-        # first: nothing was written yet; next: a comma is needed.
+        # _first{i}: no argument has been written before the i-th; _next{i}: it needs a comma.
         for state, separator in (("first", ""), ("next", ", ")):
+            if state == "next" and i == 0:
+                continue
             written = f"{_text(f'{separator}{key}=')} {rule}_value{i} {rule}_next{i + 1}"
             skipped = "" if key in required else f" | {rule}_{state}{i + 1}"
-            if state == "first" or i > 0:
-                yield f"{rule}_{state}{i}: {written}{skipped}"
+            yield f"{rule}_{state}{i}: {written}{skipped}"
     last = len(properties)
     yield f'{rule}_first{last}: ""'
     if last:
@@ -95,17 +115,21 @@ def _python_call(rule: str, function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fits_keywords(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> bool:
+    """Return whether a grammar of keywords accepts exactly the arguments that the schema allows."""
     return (
-        schema.keys() <= _HELD_BY_KEYWORDS | _NOTES
+        schema.keys() <= _KEYWORD_RULES | _NOTES
         and all(map(is_keyword, properties))
         and all(isinstance(value, dict) for value in properties.values())
         and all(key in properties for key in schema.get("required", []))
-        and not _WITHIN.search(json.dumps(schema))
+        and not _INNER_REFERENCE.search(json.dumps(schema))
     )
 
 
 def _python_value(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """True, False and None where the schema says no more; else JSON, which the parser reads too."""
+    """Return a rule for a value: True, False or None of these types, else JSON.
+
+    The parser reads both notations.
+    """
     if schema.keys() <= {"type"} | _NOTES:
         if schema.get("type") == "boolean":
             return '"True" | "False"'

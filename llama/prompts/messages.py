@@ -1,14 +1,14 @@
-"""The messages of a dialog, in OpenAI's form, which Meta's have too: JSON in, checked models out.
+"""The messages of a dialog in OpenAI's format, which is also Meta's: JSON in, checked models out.
 
-A role that no format has, content that is no text, and a call that is none, are errors that name
-the message. It knows no tokens, and not what a model can do.
+An unknown role, content that is no text, and a malformed call are errors that name the message. It
+knows neither tokens nor what a model can do.
 """
 
 import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     WrapValidator,
 )
 from pydantic_core import from_json
@@ -24,6 +25,8 @@ from llama.checks import brief
 from llama.prompts.fields import Fields, read_as
 from llama.validation import custom_error, field_error, json_type, with_message
 
+_T = TypeVar("_T")
+_MAX_DEPTH = 64  # levels of nested JSON
 _CONTENT = " must be a str, or a list of parts of type text"
 _CALL = (
     ": a tool call must be {'function': {'name': ..., 'arguments': ...}}, with arguments as a dict "
@@ -31,24 +34,27 @@ _CALL = (
 )
 
 
-def check_json(value: Any, most: int = 64) -> Any:
-    """`value`. ValueError for JSON that is nested too deeply, or has a number such as 1e999."""
-    level = [value]
-    for _ in range(most):
-        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
-            raise ValueError("a number is too large, or none of JSON")
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
+def check_json(value: _T) -> _T:
+    """Return the value; raise a ValueError for deeply nested JSON and for numbers such as 1e999."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        if any(isinstance(item, float) and not math.isfinite(item) for item in level):
+            raise ValueError("a number is too large, or is not a number of JSON")
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                next_level += item.values()
+            elif isinstance(item, list):
+                next_level += item
+        if not next_level:
             return value
-    raise ValueError(f"nested more than {most} deep")
+        level = next_level
+    raise ValueError(f"nested more than {_MAX_DEPTH} deep")
 
 
 class TextPart(Fields):
+    """A part of a message that is text."""
+
     type: Literal["text"]
     text: str
 
@@ -57,7 +63,10 @@ Content = Annotated[str | list[TextPart], with_message(_CONTENT, of_parts=True)]
 
 
 def _arguments(given: Any) -> Any:
-    """From JSON, as OpenAI's clients write them; text where the answer was cut off in them."""
+    """Return arguments as an object; OpenAI's clients write them as JSON text.
+
+    If the answer was cut off inside of the arguments, they stay an incomplete text.
+    """
     try:
         arguments = json.loads(given or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError) as e:
@@ -72,6 +81,8 @@ def _arguments(given: Any) -> Any:
 
 
 class FunctionCall(Fields):
+    """The name of a function that is called, and its arguments."""
+
     name: str
     arguments: Annotated[
         dict[str, Any] | str,
@@ -80,13 +91,15 @@ class FunctionCall(Fields):
 
 
 class ToolCall(Fields):
+    """A call of a function in a message of the assistant."""
+
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] | None = None
-    index: int | None = None  # of a stream's parts, which clients join and send back
+    index: int | None = None  # clients join the parts of a stream and send this field back
 
 
-def _call(value: Any, read: Any) -> ToolCall:
+def _call(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
     try:
         return read(value)
     except ValidationError as e:
@@ -97,7 +110,7 @@ _NO_CALLS = with_message(" need the role assistant")
 
 
 class _Labelled(Fields):
-    """The fields for which the format has no place: they are taken, and change nothing."""
+    """Fields that are accepted without effect, as the prompt format has nothing like them."""
 
     unknown_message: ClassVar[str] = " has unknown keys [{names}]: leave them out"
 
@@ -109,12 +122,14 @@ class _Labelled(Fields):
 
 
 class TextMessage(_Labelled):
+    """A message of the system, the developer or the user."""
+
     role: Literal["system", "developer", "user"]
     content: Content
 
 
 class AssistantMessage(_Labelled):
-    """What a model said: words, calls, or words and then calls."""
+    """A message of the model: text, calls, or text followed by calls."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -124,7 +139,7 @@ class AssistantMessage(_Labelled):
 
 
 class ToolMessage(_Labelled):
-    """What a tool returned, and the id of its call: words, or any value of JSON."""
+    """The result of a tool, text or any JSON value, and the id of the call."""
 
     role: Literal["tool", "ipython"]
     content: Annotated[
@@ -142,16 +157,24 @@ _DIALOG: TypeAdapter[list[ChatMessage]] = TypeAdapter(Dialog)
 def read_messages(
     messages: Sequence[Mapping[str, Any]] | Sequence[ChatMessage],
 ) -> list[ChatMessage]:
-    """The messages, checked, as models. `FieldError`: "message 3: content must be ..."."""
+    """Read the messages of a dialog as models.
+
+    Raises:
+        FieldError: names the message, such as "message 3: content must be ...".
+    """
     is_list = isinstance(messages, list | tuple)
     if not is_list or not messages:
-        words = f"messages must be a list of at least one message, got {brief(messages)}"
-        raise (ValueError if is_list else TypeError)(words)
+        text = f"messages must be a list of at least one message, got {brief(messages)}"
+        raise ValueError(text) if is_list else TypeError(text)
     return read_as(_DIALOG, list(messages), "messages")
 
 
 def text_of(content: Any) -> str:
-    """A text, or the texts of parts, of any API, joined by line breaks; "" for None."""
+    """Return the text of a message's content, in any API.
+
+    The texts of several parts are joined by line breaks. The text of None is empty.
+    """
     if isinstance(content, list):
         return "\n".join(part.text for part in content)
-    return content or ""
+    text: str = content or ""
+    return text

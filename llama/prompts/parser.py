@@ -1,9 +1,10 @@
-"""The tool calls in an answer's text, as the text comes: pieces in, content and calls out.
+"""A parser of the tool calls in the text of an answer, for a text that arrives in pieces.
 
-Each of Llama's forms is understood, whatever the prompt asked for, as in Meta's own parser:
-{"name": ..., "parameters": {...}}, [name(key=value), ...], <function=name>{...}</function>,
-name.call(query="...") of the built-in tools, and code after <|python_tag|>. A call names one of the
-request's tools; any other text is content. It runs nothing.
+In: pieces of text. Out: content and calls. Each of Llama's notations is understood, whatever the
+prompt asked for, as in Meta's own parser: {"name": ..., "parameters": {...}},
+[name(key=value), ...], <function=name>{...}</function>, name.call(query="...") of the built-in
+tools, and code after <|python_tag|>. A call names a tool of the request; any other text is content.
+Nothing is executed.
 """
 
 import contextlib
@@ -31,29 +32,32 @@ _FUNCTION_TAG = "<function="
 _END_FUNCTION = "</function>"
 _PYTHON_TAG = r"<\|python_tag\|>"
 _KEYWORD = r"[\p{L}\p{N}_.$-]{1,128}+"  # the name of an argument
-_NAME = rf"(?P<at>)(?P<name>(?![-.0-9]){_KEYWORD})"  # at: where it begins, also of half a name
+# The group "at" marks the beginning of a name, even if only half of the name has arrived.
+_NAME = rf"(?P<at>)(?P<name>(?![-.0-9]){_KEYWORD})"
 _TYPE = rf'"type"{S}:{S}"function"{S}'
 _ARGUMENT = rf"(?:(?P<close>\))|(?P<key>{_KEYWORD}){S}=)"
-# The forms, each up to its first argument.
+# The notations of a call, each up to its first argument.
 _JSON = (
     rf'(?P<json>\{{){S}(?:{_TYPE},{S})?"name"{S}:{S}"{_NAME}"{S},{S}(?:{_TYPE},{S})?'
     rf'"(?:parameters|arguments)"{S}:{S}(?=\{{)'
 )
 _PYTHON = rf"{_NAME}{S}\({S}(?:(?P<stars>\*\*){S}(?=\{{)|{_ARGUMENT})"
 _ITEM = f"(?:{_JSON}|{_PYTHON})"
-_FORMS = (
+_CALLS = (
     rf"(?:{_PYTHON_TAG}{S})?(?:{_JSON}|(?P<list>\[){S}{_ITEM}"
     rf"|(?P<tag>{_FUNCTION_TAG}){_NAME}>{S}(?=\{{)"
     rf"|(?P<at>)(?P<name>{'|'.join(SEARCHES)})(?P<search>\.call\(query=)(?=[\"']))"
 )
-_FIRST = regex.compile(S + _FORMS)
-_FOLLOWING = regex.compile(rf"{S}(?:[;,]{S})?{_FORMS}")  # of the call before it
+_FIRST = regex.compile(S + _CALLS)
+_FOLLOWING = regex.compile(rf"{S}(?:[;,]{S})?{_CALLS}")  # a call after another call
 _NEXT_ITEM = regex.compile(rf"{S}(?:(?:,{S})?(?P<end>\])|,{S}{_ITEM})")
 _NEXT_ARGUMENT = regex.compile(_ARGUMENT)
 _CLOSE = regex.compile(r"\)")
 _AFTER_JSON = regex.compile(rf"{S}(?:,{S}{_TYPE})?\}}")
 _ENDS = "|".join(regex.escape(_END_FUNCTION[:n]) for n in range(1, len(_END_FUNCTION)))
-_AFTER_FUNCTION = regex.compile(rf"{S}(?:{_END_FUNCTION}|(?:{_ENDS})\Z)")  # or the answer's end
+_AFTER_FUNCTION = regex.compile(
+    rf"{S}(?:{_END_FUNCTION}|(?:{_ENDS})\Z)"
+)  # or the end of the answer
 _CODE = regex.compile(rf"{S}{_PYTHON_TAG}{S}(?=[^ \t\r\n])")
 _NEXT_CODE = regex.compile(rf"{S}(?:[;,]{S})?{_PYTHON_TAG}{S}(?=[^ \t\r\n])")
 _TAGGED_CODE = regex.compile(rf"{S}(?=[^ \t\r\n])")
@@ -61,24 +65,31 @@ _LAST_SPACES = regex.compile(rf"{S}\Z")
 
 
 def is_keyword(name: str) -> bool:
-    """Whether a Python call can have it before "="; else it is written as f(**{"a b": 1})."""
+    """Return whether a call may have the name before "="; else it is f(**{"a b": 1})."""
     return regex.fullmatch(_KEYWORD, name) is not None
 
 
 @dataclass(frozen=True)
 class Content:
-    text: str  # for the reader
+    """Text that belongs to no call."""
+
+    text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    index: int  # the number of the call
+    """The beginning of a call: its index in the answer, and the name of the tool."""
+
+    index: int
     name: str
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of a call's arguments: all pieces, joined, are a JSON object, if the model wrote one."""
+    """A piece of the arguments of a call.
+
+    All pieces, joined, are a JSON object, if the model has written one.
+    """
 
     index: int
     text: str
@@ -89,13 +100,20 @@ Event = Content | CallStart | CallArguments
 
 @dataclass(frozen=True)
 class ToolCall:
-    name: str  # of the function that the model wants to be called
+    """A call that the model asks for: the name of a function, and its arguments."""
+
+    name: str
     arguments: dict[str, Any]
 
 
 def parse_tool_call(text: str) -> ToolCall | None:
-    """The first call in an answer's text, of a function of any name; None if there is none whole.
-    The text has its special tokens: code is a call only after <|python_tag|>."""
+    """Return the first call in the text of an answer, of a function of any name.
+
+    The text must contain the special tokens: code is a call only after <|python_tag|>.
+
+    Returns:
+        the call, or None if there is no complete call.
+    """
     parser = ToolCallParser(None)
     events = [*parser.push(text), *parser.flush()]
     names = [event.name for event in events if isinstance(event, CallStart)]
@@ -107,19 +125,22 @@ def parse_tool_call(text: str) -> ToolCall | None:
 
 
 class ToolCallParser:
-    """Splits one answer into content and calls, in the same way however the text is cut. What could
-    begin a call is held back. From the first argument on it is one: where the text then goes wrong,
-    the call ends, and the rest is content. Spaces around calls are part of them.
+    """Splits one answer into content and calls, independently of how the text is cut into pieces.
 
-    tools: those of the request, which say how many calls there may be; where a grammar held the
-    answer to them, a call later in it is content. None takes one call, of any name. is_tagged: the
-    answer began with the token <|python_tag|>, and the text does not show it.
+    Text that may begin a call is kept back. From the first argument on it is a call: if the text
+    then becomes malformed, the call ends, and the rest is content. Spaces around calls belong to
+    the calls.
+
+    Args:
+        tools: the tools of the request, which limit the number of calls. If a grammar constrains
+            the answer, a call after other text is content. None accepts one call of any name.
+        is_tagged: the answer began with the token <|python_tag|>, which the text does not contain.
     """
 
     def __init__(self, tools: Tools | None, *, is_tagged: bool = False) -> None:
         self._names = None if tools is None else tools.callable_names
         names = (CODE, *SEARCHES) if self._names is None else self._names
-        self._has_code = CODE in names
+        self._accepts_code = CODE in names
         self._parallel = tools is not None and tools.several
         self._only_at_start = tools is not None and tools.needs_grammar
         self._source = Source()
@@ -132,29 +153,30 @@ class ToolCallParser:
 
     @property
     def has_calls(self) -> bool:
+        """Whether a call has begun."""
         return self._num_calls > 0
 
     def push(self, text: str) -> list[Event]:
-        """Take more text; return what is certain by now."""
+        """Add text, and return the events that are certain by now."""
         if text:
             self._source.add(text)
-        return self._go_on()
+        return self._resume()
 
     def flush(self) -> list[Event]:
-        """At the end: return what was held back."""
+        """End the text, and return the events that were kept back."""
         self._source.is_ended = True
-        return self._go_on()
+        return self._resume()
 
-    def _go_on(self) -> list[Event]:
-        """The events that come now, neighbours of one content or argument joined."""
+    def _resume(self) -> list[Event]:
+        """Resume the scan, and return its events; neighbouring pieces of a text are joined."""
         next(self._run, None)
         merged: list[Event] = []
-        kinds = itertools.groupby(self._events, lambda e: (type(e), getattr(e, "index", 0)))
-        for (kind, _), group in kinds:
-            same: list[Any] = list(group)
-            if kind is not CallStart:
-                same = [replace(same[0], text="".join(e.text for e in same))]
-            merged += same
+        groups = itertools.groupby(self._events, lambda e: (type(e), getattr(e, "index", 0)))
+        for (event_type, _), group in groups:
+            events: list[Any] = list(group)
+            if event_type is not CallStart:
+                events = [replace(events[0], text="".join(event.text for event in events))]
+            merged += events
         self._events = []
         return merged
 
@@ -181,53 +203,54 @@ class ToolCallParser:
             self._events.append(Content(self._source.upto(end)))
 
     def _content_before_call(self) -> Scan[bool]:
-        """Pass all text that begins no call; whether one may begin here."""
+        """Advance past all text that begins no call; return whether a call may begin here."""
         while True:
-            found = self._source.search(self._starts)
-            self._content(self._source.end if found is None else found.start())
-            if found is not None and not found.partial:
+            match = self._source.search(self._starts)
+            self._content(self._source.end if match is None else match.start())
+            if match is not None and not match.partial:
                 return True
             if self._source.is_ended:
                 return False
             yield
 
-    def _try_call(self, form: regex.Pattern[str], code: regex.Pattern[str]) -> Scan[bool]:
-        """Pass the call, or the list of calls, or the code, that begins here; else nothing."""
-        found = yield from self._source.try_match(form, allows=self._allows)
-        if found is None:
-            is_code = self._has_code and (yield from self._source.try_match(code)) is not None
+    def _try_call(self, call: regex.Pattern[str], code: regex.Pattern[str]) -> Scan[bool]:
+        """Advance past the call, list of calls or code that begins here; return if there is one."""
+        match = yield from self._source.try_match(call, allows=self._allows)
+        if match is None:
+            is_code = self._accepts_code and (yield from self._source.try_match(code)) is not None
             if is_code:
                 yield from self._code()
             return is_code
-        with contextlib.suppress(ParseError):  # it ends there: the rest is content
-            yield from self._arguments(found)
-            while found["list"]:
+        with contextlib.suppress(ParseError):  # the call ends there, and the rest is content
+            yield from self._arguments(match)
+            while match["list"]:
                 item = yield from self._source.try_match(_NEXT_ITEM, allows=self._allows)
                 if item is None or item["end"]:
                     break
                 yield from self._arguments(item)
         return True
 
-    def _allows(self, found: regex.Match[str]) -> bool:
-        """Whether the name, or the half of it that is there, is that of a tool."""
-        at, name = found.start("at"), found["name"]
-        if self._names is None or at < 0:
+    def _allows(self, match: regex.Match[str]) -> bool:
+        """Return whether the name, or the part of it that has arrived, is the name of a tool."""
+        start = match.start("at")
+        if self._names is None or start < 0:
             return True
-        if name is not None:
-            return name in self._names
-        return any(each.startswith(self._source.text[at:]) for each in self._names)
+        if match["name"] is not None:
+            return match["name"] in self._names
+        return any(name.startswith(self._source.text[start:]) for name in self._names)
 
-    def _arguments(self, found: regex.Match[str]) -> Scan[None]:
-        """Pass the rest of the call that begins with this match."""
-        source, groups = self._source, found.groupdict()
-        sink = self._begin(found["name"])
+    def _arguments(self, match: regex.Match[str]) -> Scan[None]:
+        """Advance past the rest of the call that begins with this match."""
+        source = self._source
+        groups = match.groupdict()
+        sink = self._begin(match["name"])
         if groups.get("search"):
             sink('{"query": ')
             yield from scan_string(source, sink)
             sink("}")
             yield from source.try_match(_CLOSE)
         elif groups["key"] or groups["close"]:
-            yield from self._keywords(found, sink)
+            yield from self._keywords(match, sink)
         else:
             yield from scan_value(source, sink)
             if groups["stars"]:
@@ -237,19 +260,20 @@ class ToolCallParser:
             else:
                 yield from source.try_match(_AFTER_FUNCTION, grows=True)
 
-    def _keywords(self, found: regex.Match[str], sink: Sink) -> Scan[None]:
-        """a=1, b="x")"""
+    def _keywords(self, match: regex.Match[str], sink: Sink) -> Scan[None]:
+        """Advance past the keyword arguments of a Python call, and its closing parenthesis."""
         separator = "{"
-        while found["key"]:
-            sink(f'{separator}"{quoted(found["key"])}": ')
+        while match["key"]:
+            sink(f'{separator}"{quoted(match["key"])}": ')
             yield from scan_value(self._source, sink, 1)
             yield from self._source.token(NEXT["("])
-            found = yield from self._source.token(_NEXT_ARGUMENT)
+            match = yield from self._source.token(_NEXT_ARGUMENT)
             separator = ", "
         sink("}" if separator == ", " else "{}")
 
     def _code(self) -> Scan[None]:
-        source, sink = self._source, self._begin(CODE)
+        source = self._source
+        sink = self._begin(CODE)
         sink('{"code": "')
         while True:
             sink(quoted(source.upto(source.end)))
@@ -259,7 +283,7 @@ class ToolCallParser:
         sink('"}')
 
     def _begin(self, name: str) -> Sink:
-        """From here on it is a call. What takes its arguments."""
+        """Begin a call; return the sink of its arguments."""
         index = self._num_calls
         self._num_calls += 1
         if index and not self._parallel:

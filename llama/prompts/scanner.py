@@ -1,8 +1,9 @@
-"""The values in a tool call, as the text comes: JSON's or Python's literals in, JSON out.
+"""Scanners of the values in a tool call, for a text that arrives in pieces.
 
-A scanner is a generator that yields when it needs more text: the package `regex` tells of a pattern
-whether the text could still become it. One scanner reads both notations, as models mix them. (A
-parser of JSON would read an argument anew for each piece, and does not say where it ends.)
+In: literals of JSON or Python. Out: JSON. A scanner is a generator that yields when it needs more
+text: the package `regex` reports whether a text could still become a match of a pattern. One
+scanner reads both notations, as models mix them. (A JSON parser would read an argument again for
+each piece, and does not report where it ends.) It knows no format of calls.
 """
 
 import json
@@ -13,11 +14,11 @@ import regex
 
 _T = TypeVar("_T")
 Scan = Generator[None, None, _T]  # yields when it needs more text; returns a value
-Sink = Callable[[str], object]  # takes a piece of JSON
+Sink = Callable[[str], object]  # receives pieces of JSON
 
-S = r"[ \t\r\n]{0,256}+"  # in one place: a model that writes spaces only writes no call
-_MAX_DEPTH = 64
-_WORDS = {
+S = r"[ \t\r\n]{0,256}+"  # limited, as a model may write spaces without end
+_MAX_DEPTH = 64  # levels of nested values
+_CONSTANTS = {
     "true": "true", "false": "false", "null": "null",
     "True": "true", "False": "false", "None": "null",
 }  # fmt: skip
@@ -26,16 +27,18 @@ _ESCAPES = {
     "r": "\r", "t": "\t", "v": "\v", "\n": "",
 }  # fmt: skip
 _SPACES = regex.compile(S)
-# Numbers as Python has them: 1_000, +5, .5 and 5. too; at most 128 characters.
-_DIGITS, _INT, _PART = "[0-9](?:_?[0-9])*", "(?:0|[1-9](?:_?[0-9])*)", r"[\p{L}\p{N}_.+-]"
+# Python's numbers, of at most 128 characters: also 1_000, +5, .5 and 5.
+_DIGITS = "[0-9](?:_?[0-9])*"
+_INT = "(?:0|[1-9](?:_?[0-9])*)"
+_PART = r"[\p{L}\p{N}_.+-]"
 _NUMBER = rf"[+-]?(?:{_INT}\.|(?:{_INT}(?:\.{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?{_DIGITS})?)"
 _VALUE = regex.compile(
     rf"""(?P<quote>["]{{3}}|[']{{3}}|""|''|["'])|(?P<open>[\[({{])"""
-    rf"|(?={_PART}{{1,128}}+(?!{_PART}))(?:(?P<word>{'|'.join(_WORDS)})|(?P<number>{_NUMBER}))"
+    rf"|(?={_PART}{{1,128}}+(?!{_PART}))(?:(?P<constant>{'|'.join(_CONSTANTS)})|(?P<number>{_NUMBER}))"
     rf"(?!{_PART})"
 )
 _QUOTE = regex.compile("""(?P<quote>["]{3}|[']{3}|""|''|["'])""")
-# With its digits, or a character alone: what follows must be there, to tell which of them it is.
+# A code with its digits, or the character alone: the text after it decides which one it is.
 _HEX = "0-9a-fA-F"
 _CODES = "|".join(
     rf"{char}(?P<hex>[{_HEX}]{{{n}}})|(?P<char>{char})(?=[{_HEX}]{{0,{n - 1}}}+[^{_HEX}])"
@@ -59,11 +62,11 @@ NEXT = {opening: regex.compile(rf",|(?={end})") for opening, end in _ENDS.items(
 
 
 class ParseError(Exception):
-    """What comes at the source's place is not what the scanner reads."""
+    """The text at the position of the source is not what the scanner reads."""
 
 
 class Source:
-    """Text that grows at its end, and a place in it. What is before the place is forgotten."""
+    """A text that grows at its end, and a position in it; the text before it is dropped."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -72,22 +75,26 @@ class Source:
 
     @property
     def end(self) -> int:
+        """Position after the text that has arrived."""
         return len(self.text)
 
     def add(self, text: str) -> None:
-        self.text, self.pos = self.text[self.pos :] + text, 0
+        """Append text."""
+        self.text = self.text[self.pos :] + text
+        self.pos = 0
 
     def upto(self, end: int) -> str:
-        """Pass the text up to a place."""
-        start, self.pos = self.pos, end
+        """Return the text up to a position, and advance to it."""
+        start = self.pos
+        self.pos = end
         return self.text[start:end]
 
     def search(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
-        """The first match from here on, or what could become one at the end of the text."""
+        """Return the first match from the position on, or what may become one at the end."""
         return pattern.search(self.text, self.pos, partial=not self.is_ended)
 
     def look(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
-        """A match here, or what could become one."""
+        """Return a match at the position, or what may become one."""
         return pattern.match(self.text, self.pos, partial=not self.is_ended)
 
     def try_match(
@@ -97,53 +104,63 @@ class Source:
         grows: bool = False,
         allows: Callable[[regex.Match[str]], bool] = bool,
     ) -> Scan[regex.Match[str] | None]:
-        """Pass what matches here, if anything does. grows: what follows must be seen, as it could
-        make it another match. allows: whether a match, or the beginning of one, may be one."""
+        """Advance past a match at the position, and return it; return None if there is none.
+
+        Args:
+            pattern: what to match.
+            grows: wait for the text after the match, as it may change the match.
+            allows: whether a match, or the beginning of one, is accepted.
+        """
         while True:
-            found = self.look(pattern)
-            if found is None or not allows(found):
+            match = self.look(pattern)
+            if match is None or not allows(match):
                 return None
-            at_end = grows and found.end() == self.end and not self.is_ended
-            if not (found.partial or at_end):
-                self.pos = found.end()
-                return found
+            may_grow = grows and match.end() == self.end and not self.is_ended
+            if not (match.partial or may_grow):
+                self.pos = match.end()
+                return match
             yield
 
     def match(self, pattern: regex.Pattern[str], *, grows: bool = False) -> Scan[regex.Match[str]]:
-        """Pass what matches here; ParseError where nothing does."""
-        found = yield from self.try_match(pattern, grows=grows)
-        if found is None:
+        """Advance past a match at the position; raise a ParseError if there is none."""
+        match = yield from self.try_match(pattern, grows=grows)
+        if match is None:
             raise ParseError
-        return found
+        return match
 
     def token(self, pattern: regex.Pattern[str], *, grows: bool = False) -> Scan[regex.Match[str]]:
-        """Pass spaces and line breaks, and what matches after them."""
+        """Advance past spaces and line breaks, and a match after them."""
         yield from self.match(_SPACES, grows=True)
         return (yield from self.match(pattern, grows=grows))
 
 
 def scan_value(source: Source, sink: Sink, depth: int = 0) -> Scan[None]:
-    """Pass one value, and give it to the sink as JSON while it comes."""
+    """Advance past one value, and write it to the sink as JSON while it arrives."""
     yield from source.match(_SPACES, grows=True)
     if depth > _MAX_DEPTH:
         raise ParseError
-    found = yield from source.match(_VALUE, grows=True)
-    if found["quote"]:
-        yield from _string(source, sink, found["quote"])
-    elif found["open"]:
-        yield from _items(source, sink, found["open"], depth)
+    match = yield from source.match(_VALUE, grows=True)
+    if match["quote"]:
+        yield from _string(source, sink, match["quote"])
+    elif match["open"]:
+        yield from _items(source, sink, match["open"], depth)
+    elif match["constant"]:
+        sink(_CONSTANTS[match["constant"]])
     else:
-        sink(_WORDS[found["word"]] if found["word"] else _number(found["number"]))
+        sink(_number(match["number"]))
 
 
 def scan_string(source: Source, sink: Sink) -> Scan[None]:
-    """Pass a string in quotes of either kind, one or three, with JSON's escapes or Python's."""
-    found = yield from source.token(_QUOTE, grows=True)
-    yield from _string(source, sink, found["quote"])
+    """Advance past a string, with single or triple quotes of either kind.
+
+    It may contain the escapes of JSON and of Python.
+    """
+    match = yield from source.token(_QUOTE, grows=True)
+    yield from _string(source, sink, match["quote"])
 
 
 def _items(source: Source, sink: Sink, opening: str, depth: int) -> Scan[None]:
-    """The rest of a list, or of {"key": value, ...}; a comma may stand before the end."""
+    """Advance past the rest of a list or an object; it may end with a comma."""
     sink("{" if opening == "{" else "[")
     separator = ""
     while not (yield from source.token(_FIRST[opening]))["end"]:
@@ -159,7 +176,7 @@ def _items(source: Source, sink: Sink, opening: str, depth: int) -> Scan[None]:
 
 
 def _number(text: str) -> str:
-    """A number of Python as one of JSON."""
+    """Return a number of Python as a number of JSON."""
     text = text.replace("_", "").removeprefix("+")
     if text.endswith("."):
         text += "0"
@@ -175,27 +192,31 @@ def _string(source: Source, sink: Sink, quote: str) -> Scan[None]:
         if source.pos == source.end and not source.is_ended:
             yield
             continue
-        found = yield from source.try_match(_PIECE[quote])
-        if found is None:  # the answer ended inside an escape, or inside the quotes that end it
+        match = yield from source.try_match(_PIECE[quote])
+        if match is None:  # the answer ended inside an escape, or inside the closing quotes
             source.upto(source.end)
             raise ParseError
-        if found["end"]:
+        if match["end"]:
             break
-        sink(quoted(found["text"]) if found["text"] else _escaped(found))
+        sink(quoted(match["text"]) if match["text"] else _escaped(match))
     sink('"')
 
 
-def _escaped(found: regex.Match[str]) -> str:
-    """An escape as JSON. A backslash before any other character is one, as in Python: \\d."""
-    digits, char = found["hex"], found["char"]
+def _escaped(match: regex.Match[str]) -> str:
+    """Return an escape as JSON.
+
+    As in Python, a backslash before a character without a meaning stands for itself.
+    """
+    digits = match["hex"]
     if digits is None:
+        char = match["char"]
         return quoted(_ESCAPES.get(char, "\\" + char))
     code = int(digits, 16)
-    if len(digits) == 4 or 0xD800 <= code <= 0xDFFF:  # it may be half of a pair, as JSON writes it
+    if len(digits) == 4 or 0xD800 <= code <= 0xDFFF:  # may be half of a pair, as in JSON
         return f"\\u{digits[-4:]}"
-    return quoted(chr(code) if code <= 0x10FFFF else found[0])
+    return quoted(chr(code) if code <= 0x10FFFF else match[0])
 
 
 def quoted(text: str) -> str:
-    """The inside of a JSON string."""
+    """Return a text as it is inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

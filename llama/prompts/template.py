@@ -1,7 +1,8 @@
-"""A dialog and its tools as the ids of a prompt, in the format of the model's generation.
+"""The prompt of a dialog and its tools, in the format of the model's generation.
 
-Text is encoded with no special token allowed; those of the format are placed as ids, so that no
-text of a user, a tool or an argument can become one.
+In: messages and tools in OpenAI's format. Out: token ids. Texts are encoded without special tokens,
+and the special tokens of the format are inserted as ids, so that no text of a user, a tool or an
+argument can become one. It knows no engine and no sampling parameters.
 """
 
 import itertools
@@ -26,9 +27,9 @@ from llama.prompts.parser import is_keyword
 from llama.prompts.tools import CODE, ToolFormat, Tools, function_of
 from llama.tokenizer import ChatFormat, Role, Tokenizer
 
-# What the models were trained on, word by word: without a space after the two full stops.
+# The models were trained on exactly these texts, without a space after the full stops.
 _DATES = "Cutting Knowledge Date: December 2023\nToday Date: {date}\n"
-_DATE = "26 Jul 2024"  # the template's, where the caller gives none
+_DATE = "26 Jul 2024"  # the default of Meta's template
 _INSTRUCTION = (
     "Given the following functions, please respond with a JSON for a function call with its proper "
     "arguments that best answers the given prompt.\n\n"
@@ -58,29 +59,31 @@ def encode_chat(
     keeps_space: bool = False,
     date: str = _DATE,
 ) -> list[int]:
-    """The ids of a dialog, from begin_of_text on. Without tools it is `ChatFormat`'s prompt.
+    """Return the token ids of a dialog, from begin_of_text on.
 
-    messages: of OpenAI's form; see `llama.prompts.messages`.
-    tools: JSON objects that describe functions. An object with only the name of one of Meta's
-    built-in tools (brave_search, wolfram_alpha, code_interpreter) turns that one on.
-    tool_format: LLAMA_3_1 is the chat template of Meta's Llama 3.1 to 3.3 Instruct models;
-    LLAMA_3_2 and the built-in tools are as in `llama_models`' pages on prompt formats.
-    add_generation_prompt: a header for the assistant to go on from. continue_final_message: the
-    last message stays open instead; keeps_space: with the white space at its end.
-    TypeError or ValueError names the message that is wrong.
+    Without tools this is the prompt of `ChatFormat`.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        messages: the dialog in OpenAI's format; see `llama.prompts.messages`.
+        tools: JSON objects that describe functions. An object with only the name of one of Meta's
+            built-in tools (brave_search, wolfram_alpha, code_interpreter) turns that tool on.
+        tool_format: LLAMA_3_1 is the chat template of Meta's Llama 3.1 to 3.3 Instruct models;
+            LLAMA_3_2 and the built-in tools follow the prompt format pages of `llama_models`.
+        add_generation_prompt: end with a header, after which the assistant's message follows.
+        continue_final_message: leave the last message open instead.
+        keeps_space: keep the white space at the end of a message that is left open.
+        date: today's date in the prompt.
+
+    Raises:
+        TypeError, ValueError: names the message or the option at fault.
     """
     if continue_final_message and add_generation_prompt:
         raise FieldError.of("continue_final_message", " needs add_generation_prompt to be false")
     dialog = read_messages(messages)
     if not isinstance(tools, Tools):
         tools = Tools.of(tools or ())
-    if tools and tool_format is ToolFormat.NONE:
-        words = " cannot be used with this model: Llama 3.0 and Llama Guard were trained without. "
-        raise FieldError.of("tools", f"{words}Use an Instruct model of Llama 3.1 or later")
-    if tools.built_in and tokenizer.python_tag_id is None:
-        words = f": {tools.built_in[0]} needs the token <|python_tag|>, which this model's "
-        words += "tokenizer does not have: describe it as a function with parameters"
-        raise FieldError.of("tools", words)
+    _check_tools(tokenizer, tools, tool_format)
     turns = _Reader(tools, tool_format).turns(dialog)
     if tools:
         turns = _with_tools(turns, tools, tool_format, date)
@@ -95,166 +98,217 @@ def encode_chat(
         eom_id = tokenizer.eom_id if turn.ends_message else None
         ids.append(tokenizer.eot_id if eom_id is None else eom_id)
     if continue_final_message:
-        last = dialog[-1].content
-        space = last[len(last.rstrip()) :] if keeps_space and isinstance(last, str) else ""
+        content = dialog[-1].content
+        space = ""
+        if keeps_space and isinstance(content, str):
+            space = content[len(content.rstrip()) :]
         return ids[:-1] + tokenizer.encode(space, bos=False, eos=False)
     if add_generation_prompt:
         ids += chat.encode_header({"role": "assistant", "content": ""})
     return ids
 
 
+def _check_tools(tokenizer: Tokenizer, tools: Tools, tool_format: ToolFormat) -> None:
+    """Raise a FieldError for tools that this model cannot use."""
+    if tools and tool_format is ToolFormat.NONE:
+        raise FieldError.of(
+            "tools",
+            " cannot be used with this model, as Llama 3.0 and Llama Guard were trained without "
+            "tools: use an Instruct model of Llama 3.1 or later",
+        )
+    if tools.built_in and tokenizer.python_tag_id is None:
+        raise FieldError.of(
+            "tools",
+            f": {tools.built_in[0]} needs the token <|python_tag|>, which this model's tokenizer "
+            "does not have: describe it as a function with parameters",
+        )
+
+
 def jinja_template(tool_format: ToolFormat) -> str:
-    """The same prompts in Jinja, for programs that read a checkpoint of transformers."""
-    given = {"tool_format": tool_format.value, "instruction": _INSTRUCTION}
-    given["python_instruction"] = _PYTHON_INSTRUCTION
-    lines = [f"{{%- set {name} = {json.dumps(text)} %}}\n" for name, text in given.items()]
+    """Return a Jinja template of the same prompts, for programs that read Hugging Face folders."""
+    constants = {
+        "tool_format": tool_format.value,
+        "instruction": _INSTRUCTION,
+        "python_instruction": _PYTHON_INSTRUCTION,
+    }
+    lines = [f"{{%- set {name} = {json.dumps(text)} %}}\n" for name, text in constants.items()]
     text = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
     return "".join(lines) + text
 
 
 @dataclass
 class Turn:
-    """A message as the model sees it."""
+    """A message as the prompt has it.
+
+    Attributes:
+        role: the role in the header.
+        texts: the parts of the text.
+        has_tag: <|python_tag|> precedes the text.
+        ends_message: <|eom_id|> follows the text, as the model waits for a result.
+        call_index: index of the call that this is the result of.
+        further_calls: the other calls of the same message, if the format has one call per message.
+        message_index: index of the message in the dialog.
+    """
 
     role: Role
     texts: list[str]
-    has_tag: bool = False  # <|python_tag|> before the texts
-    ends_message: bool = False  # <|eom_id|> behind them: the model waits for a result
-    number: int = 0  # of the call that it is the result of
-    more: tuple["Turn", ...] = ()  # calls of the same message, in a format that has one in each
-    message: int = 0  # its number in the dialog
+    has_tag: bool = False
+    ends_message: bool = False
+    call_index: int = 0
+    further_calls: tuple["Turn", ...] = ()
+    message_index: int = 0
 
 
-def _error(message: int, words: str) -> FieldError:
-    return FieldError(f"messages[{message}]", f"message {message}: {words}")
+def _error(message_index: int, text: str) -> FieldError:
+    return FieldError(f"messages[{message_index}]", f"message {message_index}: {text}")
 
 
 class _Reader:
-    """Messages to turns; it remembers the calls, since results name them."""
+    """Converts messages to turns; it remembers calls, as the results refer to them."""
 
     def __init__(self, tools: Tools, tool_format: ToolFormat) -> None:
         self._tools = tools
         self._format = tool_format
-        self._numbers: dict[str, int] = {}  # of the calls of the last message that had any, by id
+        # Index by id, of the calls of the last message that had any.
+        self._call_indices: dict[str, int] = {}
 
     def turns(self, messages: Sequence[ChatMessage]) -> list[Turn]:
-        """In the order that the format wants."""
-        turns = [self._turn(each, i) for i, each in enumerate(messages)]
-        ordered: list[Turn] = []  # the format has no ids: the order tells results apart
-        for _, run in itertools.groupby(turns, lambda turn: turn.role):
-            ordered += sorted(run, key=lambda turn: turn.number)
+        """Return the turns in the order of the prompt."""
+        turns = [self._turn(message, i) for i, message in enumerate(messages)]
+        # The prompt has no ids, so the order of the results tells which call each belongs to.
+        ordered: list[Turn] = []
+        for _, same_role in itertools.groupby(turns, lambda turn: turn.role):
+            ordered += sorted(same_role, key=lambda turn: turn.call_index)
         return list(_one_call_each(iter(ordered)))
 
-    def _turn(self, message: ChatMessage, i: int) -> Turn:
+    def _turn(self, message: ChatMessage, message_index: int) -> Turn:
         if isinstance(message, ToolMessage):
             return self._result(message)
         if isinstance(message, AssistantMessage) and message.tool_calls:
-            return self._calls(message, i)
+            return self._calls(message, message_index)
         role: Role = "system" if message.role == "developer" else message.role
         return Turn(role, [text_of(message.content).strip()])
 
     def _result(self, message: ToolMessage) -> Turn:
         content: Any = message.content
         text = text_of(content) if isinstance(content, list) else content
-        if isinstance(text, str) and not self._tools and not self._numbers:
-            return Turn("ipython", [text.strip()])  # of no call: Meta's ChatFormat has it so
-        # Meta's pages write what a built-in tool returned as it is, and the template all as JSON.
+        if isinstance(text, str) and not self._tools and not self._call_indices:
+            return Turn(
+                "ipython", [text.strip()]
+            )  # a result without a call, as in Meta's ChatFormat
+        # Meta's pages write the result of a built-in tool unchanged, and the template all as JSON.
         is_raw = self._tools.built_in and not self._tools.functions and isinstance(text, str)
-        number = self._numbers.get(str(message.tool_call_id), len(self._numbers))
-        return Turn("ipython", [text if is_raw else _to_json(text)], number=number)
+        index = self._call_indices.get(str(message.tool_call_id), len(self._call_indices))
+        return Turn("ipython", [text if is_raw else _to_json(text)], call_index=index)
 
-    def _calls(self, message: AssistantMessage, i: int) -> Turn:
+    def _calls(self, message: AssistantMessage, message_index: int) -> Turn:
         calls = message.tool_calls
         if self._format is ToolFormat.NONE:
-            raise _error(i, "tool_calls cannot be used: this model has no tools")
-        self._numbers = {str(call.id): number for number, call in enumerate(calls)}
+            raise _error(message_index, "tool_calls cannot be used: this model has no tools")
+        self._call_indices = {str(call.id): i for i, call in enumerate(calls)}
         is_built_in = any(call.function.name in self._tools.built_in for call in calls)
         if self._format is ToolFormat.LLAMA_3_2 and not is_built_in:
             listed = ", ".join(_python_call(call) for call in calls)
-            is_cut = isinstance(calls[-1].function.arguments, str)
-            turn = Turn("assistant", [f"[{listed}" if is_cut else f"[{listed}]"])
+            is_cut_off = isinstance(calls[-1].function.arguments, str)
+            turn = Turn("assistant", [f"[{listed}" if is_cut_off else f"[{listed}]"])
         elif self._format is ToolFormat.LLAMA_3_2 and len(calls) > 1:
-            raise _error(i, "tool_calls: the call of a built-in tool stands alone")
+            raise _error(
+                message_index, "tool_calls: the call of a built-in tool must be the only call"
+            )
         else:
-            turn, *more = [self._call(call, i) for call in calls]
-            turn.more = tuple(more)
-        turn.texts[:0] = [text_of(message.content).lstrip()] if message.content else []
-        turn.message = i
+            turn, *further_calls = [self._call(call, message_index) for call in calls]
+            turn.further_calls = tuple(further_calls)
+        if message.content:
+            turn.texts.insert(0, text_of(message.content).lstrip())
+        turn.message_index = message_index
         return turn
 
-    def _call(self, call: ToolCall, i: int) -> Turn:
-        """One call, of a built-in tool or as JSON."""
-        name, arguments = call.function.name, call.function.arguments
+    def _call(self, call: ToolCall, message_index: int) -> Turn:
+        """Return one call, of a built-in tool or as JSON."""
+        name = call.function.name
+        arguments = call.function.arguments
         if name in self._tools.built_in:
-            text = _built_in_call(name, arguments, i)
+            text = _built_in_call(name, arguments, message_index)
             ends_message = not isinstance(arguments, str)
             return Turn("assistant", [text], has_tag=True, ends_message=ends_message)
         if isinstance(arguments, str):
             return Turn("assistant", [f'{{"name": {_to_json(name)}, "parameters": {arguments}'])
         text = f'{{"name": {_to_json(name)}, "parameters": {_to_json(arguments)}}}'
-        ends_message = bool(self._tools.built_in)  # as the template has it
+        ends_message = bool(self._tools.built_in)  # Meta's template has it, too
         return Turn("assistant", [text], ends_message=ends_message)
 
 
 def _one_call_each(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """The calls of one message as messages of their own, each with its result after it: Llama 3.1
-    was trained on one call in a message, and Meta's template refuses more."""
+    """Yield each call of a message as a message of its own, followed by its result.
+
+    Llama 3.1 was trained on one call per message, and Meta's template refuses more.
+    """
     for turn in turns:
-        if not turn.more:
+        if not turn.further_calls:
             yield turn
             continue
-        for call in (turn, *turn.more):
+        for call in (turn, *turn.further_calls):
             result = next(turns, None)
             if result is None or result.role != "ipython":
-                words = f"tool_calls has {1 + len(turn.more)} calls, and this model's format has "
-                words += "one in a message: the result of each must follow, with role tool"
-                raise _error(turn.message, words)
-            yield from (call, result)
+                raise _error(
+                    turn.message_index,
+                    f"tool_calls has {1 + len(turn.further_calls)} calls, and this model's format "
+                    "has one call per message: the result of each must follow, with role tool",
+                )
+            yield call
+            yield result
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """As `tojson` in transformers' chat templates writes it."""
+    """Return JSON as `tojson` writes it in the chat templates of transformers."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _built_in_call(name: str, arguments: dict[str, Any] | str, message: int) -> str:
+def _built_in_call(name: str, arguments: dict[str, Any] | str, message_index: int) -> str:
     key = "code" if name == CODE else "query"
-    if isinstance(arguments, str):  # the answer was cut off in them
+    if isinstance(arguments, str):  # the answer was cut off inside of the arguments
         if name == CODE:
             return str(from_json(arguments, allow_partial="trailing-strings").get(key, ""))
         query = arguments.removeprefix(f'{{"{key}": ')
         return f"{name}.call(query={query}"
     if arguments.keys() != {key} or not isinstance(arguments[key], str):
-        raise _error(message, f"the arguments of {name} must be one text, {key!r}")
+        raise _error(message_index, f"the arguments of {name} must be one text, {key!r}")
     if name == CODE:
         return str(arguments[key])
     return f"{name}.call(query={_to_json(arguments[key])})"
 
 
 def _python_call(call: ToolCall) -> str:
-    """f(a=1, b="x"); f(**{"a b": 1}) where a name is no keyword."""
-    name, arguments = call.function.name, call.function.arguments
-    if isinstance(arguments, str):  # the answer was cut off in them
+    """Return a call as f(a=1, b="x"), or as f(**{"a b": 1}) if a name is no keyword."""
+    name = call.function.name
+    arguments = call.function.arguments
+    if isinstance(arguments, str):  # the answer was cut off inside of the arguments
         return f"{name}(**{arguments}"
     if not all(map(is_keyword, arguments)):
         return f"{name}(**{_python(arguments)})"
-    return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
+    keywords = [f"{key}={_python(value)}" for key, value in arguments.items()]
+    return f"{name}({', '.join(keywords)})"
 
 
 def _python(value: Any) -> str:
-    """A value of JSON as a literal of Python."""
+    """Return a JSON value as a Python literal."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_to_json(k)}: {_python(v)}' for k, v in value.items())}}}"
+        items = [f"{_to_json(key)}: {_python(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_python, value))}]"
     return str(value) if value is None or isinstance(value, bool) else _to_json(value)
 
 
 def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: str) -> list[Turn]:
-    """The dialog with the tools in its system message, and in 3.1's format before the question."""
+    """Return the dialog with the tools in its system message.
+
+    The format of 3.1 has the functions before the text of the first question instead.
+    """
     system = ""
     if turns[0].role == "system":
-        system, turns = turns[0].texts[0], turns[1:]
+        system = turns[0].texts[0]
+        turns = turns[1:]
     dates = _DATES.format(date=date)
     if not tools.functions:
         text = _environment(tools) + dates + (f"\n{system}\n" if system else "")
@@ -265,12 +319,13 @@ def _with_tools(turns: list[Turn], tools: Tools, tool_format: ToolFormat, date: 
         text = head + _PYTHON_INSTRUCTION + _to_json(listed, indent=4)
         return [Turn("system", [f"{text}\n{system}" if system else text]), *turns]
     if not turns or turns[0].role != "user":
-        words = " need a first message of the user, after the system's: there is none"
-        raise FieldError.of("tools", words)
+        raise FieldError.of(
+            "tools", " need a first message of the user, after the system message: there is none"
+        )
     built_in = f"Tools: {', '.join(tools.searches)}\n\n" if tools.built_in else ""
     text = f"Environment: ipython\n{built_in}{dates}\n{system}"
-    listed_text = "".join(_to_json(tool, indent=4) + "\n\n" for tool in tools.functions)
-    question = Turn("user", [_INSTRUCTION + listed_text + turns[0].texts[0]])
+    functions = "".join(_to_json(tool, indent=4) + "\n\n" for tool in tools.functions)
+    question = Turn("user", [_INSTRUCTION + functions + turns[0].texts[0]])
     return [Turn("system", [text]), question, *turns[1:]]
 
 
@@ -280,14 +335,17 @@ def _environment(tools: Tools) -> str:
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A function as 3.2's prompt has it: the type of its parameters is "dict" there."""
+    """Return a function as in the prompt of 3.2, where the type of its parameters is "dict"."""
     function = function_of(tool)
     schema = function.get("parameters") or {}
-    named = {key: function[key] for key in ("name", "description") if function.get(key) is not None}
-    rest = {key: x for key, x in schema.items() if key not in ("type", "required", "properties")}
-    parameters = {
+    described: dict[str, Any] = {
+        key: function[key] for key in ("name", "description") if function.get(key) is not None
+    }
+    described["parameters"] = {
         "type": "dict",
         "required": schema.get("required", []),
         "properties": schema.get("properties", {}),
     }
-    return {**named, "parameters": {**parameters, **rest}}
+    for key, value in schema.items():
+        described["parameters"].setdefault(key, value)
+    return described

@@ -1,6 +1,6 @@
-"""The tools of a chat, and what it asks of them: JSON in, `Tools` out.
+"""The tools of a chat and the choice among them: JSON in, `Tools` out.
 
-Every field is used, or is an error that names it. It runs no tool, and knows no tokens.
+Each field either has an effect or is an error that names it. It runs no tool and knows no tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
@@ -24,27 +25,35 @@ from llama.prompts.messages import check_json
 from llama.validation import custom_error, with_message
 
 CODE = "code_interpreter"
-SEARCHES = ("brave_search", "wolfram_alpha")  # called as brave_search.call(query="...")
-MOST_TOOLS = 128  # of one request, as OpenAI has it
+SEARCHES = ("brave_search", "wolfram_alpha")  # a call is written brave_search.call(query="...")
+MAX_TOOLS = 128  # tools in one request, OpenAI's limit
 _NAME = (
     " must be 1 to 64 letters, digits, dots, dashes and underscores, and begin with a letter or an "
     "underscore"
 )
 _FUNCTIONS_ONLY = " must be 'function': other kinds of tools cannot be used"
-_SHOWN = ("name", "description", "parameters")  # to the model
+_SHOWN = ("name", "description", "parameters")  # the fields that the prompt contains
 _NAMED = "{'type': 'function', 'function': {'name': ...}}"
 
 
 class ToolFormat(Enum):
+    """The format of tools and calls that a generation of models was trained on."""
+
     NONE = "none"  # the model was trained without tools (3.0, Llama Guard)
     LLAMA_3_1 = "llama3.1"  # one JSON object per answer
-    LLAMA_3_2 = "llama3.2"  # also of 3.3: a list of Python calls
+    LLAMA_3_2 = "llama3.2"  # a list of Python calls; 3.3 also knows it
 
 
 def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
-    """The format that the checkpoint's files tell: 3.0 alone has no scaled rotary embedding, and
-    3.2 alone scales it by 32. The files of 3.1 and 3.3 are alike, and 3.3 was trained on both
-    formats: they get that of 3.1. `llama.checkpoint.find` knows Llama Guard by other files."""
+    """Return the tool format of a checkpoint.
+
+    Only 3.0 has no scaled rotary embedding, and only 3.2 scales it by 32. The files of 3.1 and 3.3
+    do not differ, and 3.3 was trained on both formats: both get the format of 3.1.
+
+    Args:
+        rope_factor: the factor of the scaled rotary embedding, or None without one.
+        is_guard: whether this is Llama Guard, which `llama.checkpoint.find` recognizes.
+    """
     if is_guard or rope_factor is None:
         return ToolFormat.NONE
     return ToolFormat.LLAMA_3_2 if rope_factor == 32 else ToolFormat.LLAMA_3_1
@@ -52,19 +61,36 @@ def tool_format_of(rope_factor: float | None, *, is_guard: bool) -> ToolFormat:
 
 @dataclass(frozen=True)
 class Tools:
-    """What a chat may call, and what it asks of the calls."""
+    """The tools that a chat may call, and the rules for the calls.
 
-    functions: tuple[Mapping[str, Any], ...] = ()  # JSON objects, as the caller gave them
-    built_in: tuple[str, ...] = ()  # names of tools that Meta trained the models on
-    must_call: bool = False  # the answer must be a call
-    only: str | None = None  # the name of the one that it may call
-    parallel: bool = True  # the answer may have several calls
-    strict: frozenset[str] = frozenset()  # names of those whose arguments must fit their schema
+    Attributes:
+        functions: JSON objects, as the caller gave them.
+        built_in: names of the tools that Meta trained the models on.
+        must_call: the answer must be a call.
+        only: the name of the only tool that may be called.
+        parallel: the answer may have several calls.
+        strict: names of the tools whose arguments must fit their schema.
+    """
+
+    functions: tuple[Mapping[str, Any], ...] = ()
+    built_in: tuple[str, ...] = ()
+    must_call: bool = False
+    only: str | None = None
+    parallel: bool = True
+    strict: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, given: Sequence[Any]) -> "Tools":
-        """TypeError names one that is no object. A name alone of a built-in tool is that tool."""
-        functions, built_in = [], []
+        """Make tools of JSON objects.
+
+        An object that only has the name of a built-in tool stands for that tool.
+
+        Raises:
+            TypeError: names the tool that is no object.
+            FieldError: names the tool that is nested too deeply.
+        """
+        functions: list[Mapping[str, Any]] = []
+        built_in: list[str] = []
         for i, tool in enumerate(given):
             if not isinstance(tool, dict):
                 raise TypeError(f"tools[{i}] must be a dict, got {type(tool).__name__}")
@@ -85,37 +111,39 @@ class Tools:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        named = [function_of(tool).get("name") for tool in self.functions]
-        return frozenset(name for name in [*named, *self.built_in] if isinstance(name, str))
+        """Names of all tools."""
+        names = [function_of(tool).get("name") for tool in self.functions]
+        return frozenset(name for name in [*names, *self.built_in] if isinstance(name, str))
 
     @property
     def searches(self) -> list[str]:
+        """Names of the built-in tools that take a query."""
         return [name for name in self.built_in if name != CODE]
 
     @property
     def needs_grammar(self) -> bool:
-        """See `call_grammar`."""
+        """Whether a grammar must constrain the answer; see `call_grammar`."""
         return self.must_call or bool(self.strict)
 
     @property
     def several(self) -> bool:
-        """Whether an answer may have more calls than one."""
+        """Whether an answer may have more than one call."""
         return self.parallel and self.only is None
 
     @property
     def callable_names(self) -> frozenset[str]:
-        """Of those that the answer may call."""
+        """Names of the tools that the answer may call."""
         return self.names if self.only is None else self.names & {self.only}
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function in a tool of OpenAI's form; the tool itself where it is the bare function."""
+    """Return the function of a tool in OpenAI's format; a bare function is returned as it is."""
     function = tool.get("function")
     return function if isinstance(function, dict) else tool
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """What the prompt needs to know of it; a grammar checks the rest."""
+    """Check what the prompt needs of the schema of a function; a grammar checks the rest."""
     if schema.get("type", "object") not in ("object", "dict"):
         raise custom_error(".type must be 'object'")
     if not isinstance(schema.get("properties", {}), dict):
@@ -130,7 +158,7 @@ Parameters = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
 
 
 class Function(Fields):
-    """A function that the model may call. parameters: the JSON schema of its arguments."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: ToolName
     description: str | None = None
@@ -140,25 +168,28 @@ class Function(Fields):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep(cls, value: Any, read: Any) -> Self:
-        """The prompt has the fields in the order in which the caller gave them."""
+    def _keep(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Self:
+        """Keep the fields in the order in which the caller gave them, which the prompt has, too."""
         function: Self = read(value)
         if isinstance(value, dict):
-            function._given = {name: each for name, each in value.items() if each is not None}
+            function._given = {name: item for name, item in value.items() if item is not None}
         return function
 
     def renamed(self, name: str) -> Self:
+        """Return the function under another name."""
         function = self.model_copy(update={"name": name})
         function._given = self._given | {"name": name}
         return function
 
     def as_tool(self) -> dict[str, Any]:
-        """As the prompt has it."""
-        shown = {name: each for name, each in self._given.items() if name in _SHOWN}
+        """Return the tool as the prompt has it."""
+        shown = {name: value for name, value in self._given.items() if name in _SHOWN}
         return {"type": "function", "function": shown}
 
 
 class Tool(Fields):
+    """A tool of a chat request."""
+
     type: Annotated[
         Literal["function"],
         with_message(" must be 'function': other kinds of tools cannot be used"),
@@ -167,52 +198,63 @@ class Tool(Fields):
 
 
 class FunctionName(Fields):
+    """The name of a function."""
+
     name: str
 
 
 class NamedFunction(Fields):
+    """The choice of one function."""
+
     type: Literal["function"]
     function: FunctionName
 
 
-def _choice(value: Any, read: Any) -> Any:
+def _choice(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
     try:
         return read(value)
     except ValidationError:
-        words = _NAMED if isinstance(value, dict) else "'none', 'auto', 'required' or a function"
-        raise custom_error(f" must be {words}") from None
+        allowed = _NAMED if isinstance(value, dict) else "'none', 'auto', 'required' or a function"
+        raise custom_error(f" must be {allowed}") from None
 
 
-TOOLS: Any = Field(max_length=MOST_TOOLS, fail_fast=True)
+TOOLS: Any = Field(max_length=MAX_TOOLS, fail_fast=True)
 ToolList = Annotated[list[Annotated[Tool, SKIP_OTHER_TYPES]], TOOLS]
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedFunction, WrapValidator(_choice)]
 
 
 class ToolFields(Fields):
-    """The fields of a chat, of any caller, that have its tools."""
+    """The fields of a chat that are about tools, for every API and for Python callers."""
 
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     def tool_request(self) -> Tools | None:
-        choice = self.tool_choice
-        wanted = choice.function if isinstance(choice, NamedFunction) else choice
+        """Return the tools that may be called; see the function `tool_request`."""
         functions = [tool.function for tool in self.tools or ()]
-        return tool_request(functions, wanted, self.parallel_tool_calls)
+        choice = self.tool_choice
+        chosen = choice.function if isinstance(choice, NamedFunction) else choice
+        return tool_request(functions, chosen, self.parallel_tool_calls)
 
 
 def tool_request(
     functions: Sequence[Function], choice: str | FunctionName | None, parallel: bool | None
 ) -> Tools | None:
-    """The tools that may be called; None where there are none, or the choice is "none": the prompt
-    does not name them then, so that no call is to be expected. `FieldError` names the field."""
+    """Return the tools that may be called.
+
+    Without tools, or with the choice "none", this is None: the prompt does not name the tools, so
+    that no call is to be expected.
+
+    Raises:
+        FieldError: names the field.
+    """
     names = [function.name for function in functions]
     name = choice.name if isinstance(choice, FunctionName) else None
-    for i, each in enumerate(names):
-        if each in names[:i]:
-            words = f" has the name {each!r}, as one before it: rename it"
-            raise FieldError.of(f"tools[{i}]", words)
+    for i, repeated in enumerate(names):
+        if repeated in names[:i]:
+            text = f" has the name {repeated!r}, as a tool before it has: rename it"
+            raise FieldError.of(f"tools[{i}]", text)
     if name is not None and name not in names:
         raise FieldError("tool_choice", "tool_choice names a function that is not among the tools")
     if choice == "required" and not names:

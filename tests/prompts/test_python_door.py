@@ -180,7 +180,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([QUESTION], {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
      "response_format.json_schema.schema=3"),
     ([QUESTION], {"response_format": {"type": "json_object"}, "tools": [WEATHER],
-                  "tool_choice": "required"}, "cannot have response_format beside it"),
+                  "tool_choice": "required"}, "cannot be combined with response_format"),
 ]  # fmt: skip
 
 

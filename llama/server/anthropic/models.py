@@ -230,7 +230,7 @@ class CountBody(AcceptedFields, SamplingFields):
         if schema_format is None:
             return "tools", None
         path = "output_config.format.schema"
-        return path, schema_format.form(path)
+        return path, schema_format.structured_output(path)
 
     def _check_continued(self, message: dict[str, Any], path: str, tools: Tools | None) -> None:
         """Check that the answer can continue a message of the assistant's.

@@ -211,6 +211,6 @@ class ResponsesBody(AcceptedFields, _Sampling):  # type: ignore[misc, valid-type
         text_format = None if self.text is None else self.text.format
         if isinstance(text_format, SchemaFormat):
             path = "text.format.schema"
-            return path, text_format.form(path)
+            return path, text_format.structured_output(path)
         is_json = text_format is not None and text_format.type == "json_object"
         return "text.format", StructuredOutput(json_object=True) if is_json else None
