@@ -253,7 +253,7 @@ def tool_request(
     name = choice.name if isinstance(choice, FunctionName) else None
     for i, repeated in enumerate(names):
         if repeated in names[:i]:
-            text = f" has the name {repeated!r}, as a tool before it has: rename it"
+            text = f" has the name {repeated!r} of an earlier tool: rename it"
             raise FieldError.of(f"tools[{i}]", text)
     if name is not None and name not in names:
         raise FieldError("tool_choice", "tool_choice names a function that is not among the tools")

@@ -212,7 +212,7 @@ OF_TOOLS: Faults = [
     ({"tools": [{"type": "custom"}]}, "tools", "tools[0].type must be 'function'"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function is needed"),
     ({"tools": [{**WEATHER, "cache_control": {}}]}, "tools", "tools[0]: 'cache_control'"),
-    ({"tools": [WEATHER, WEATHER]}, "tools", "tools[1] has the name 'weather', as a tool before it"),
+    ({"tools": [WEATHER, WEATHER]}, "tools", "tools[1] has the name 'weather' of an earlier tool"),
     ({"tools": [WEATHER] * 129}, "tools", "it must have at most 128"),
     (tool(name="a b"), "tools", "tools[0].function.name must be 1 to 64"),
     (tool(name=None), "tools", "tools[0].function.name"),
